@@ -8,7 +8,7 @@ from math import prod
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.config.derive import balanced_stages
+from rlhf_mcore.config.questions import balanced_stages
 from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import EngineGrid

@@ -82,7 +82,7 @@ def _plan(cfg: Config, output: Path) -> str:
 
 
 def _plan_text(cfg: Config, command: str) -> str:
-    from rlhf_mcore.config.derive import default_world_size, resolve
+    from rlhf_mcore.config.resolve import default_world_size, resolve
     from rlhf_mcore.config.validate import validate
     from rlhf_mcore.planning.inputs import GPUS, Assumptions
     from rlhf_mcore.planning.plan import make_plan

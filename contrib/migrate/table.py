@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rlhf_mcore.config.implied import token_multiple
 from rlhf_mcore.config.keys import KEYS
+from rlhf_mcore.config.questions import token_multiple
 
 Values = Mapping[str, Any]  # their dotted keys -> values
 

@@ -151,8 +151,8 @@ def _check(args: argparse.Namespace) -> list[int]:
 
 def _configuration(args: argparse.Namespace) -> tuple[Config, int]:
     """Load the configuration, resolve it, and count the trainer's ranks."""
-    from rlhf_mcore.config.derive import default_world_size, resolve
     from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.resolve import default_world_size, resolve
     from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.config.validate import validate
 

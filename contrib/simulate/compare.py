@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from rlhf_mcore.config import derive
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.resolve import at_publish
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore_contrib.simulate.lengths import ResponseLengths
 from rlhf_mcore_contrib.simulate.schedule import CONTINUE, DRAIN, Outcome, Scenario, Schedule, simulate
@@ -54,7 +54,7 @@ def configured(cfg: Config) -> Schedule:
     rollout, bound = cfg.rollout, cfg.trainer.max_staleness
     if not bound:
         return Schedule(colocated=rollout.placement == "colocated")
-    return Schedule(bound, derive.at_publish(cfg) or CONTINUE, rollout.oversample)
+    return Schedule(bound, at_publish(cfg) or CONTINUE, rollout.oversample)
 
 
 def samples_bound(scenario: Scenario, schedule: Schedule, mean: float) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import role_layouts
+from rlhf_mcore.config.questions import role_layouts
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.engines import kv_tokens, state_tokens
 from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlanInputs, engines_apart, roles_of, workload

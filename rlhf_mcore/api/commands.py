@@ -21,7 +21,7 @@ from rlhf_mcore.api.inputs import run_config
 from rlhf_mcore.api.training import Reward, Rows, one_process, world_size_of
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.preflight import check_engine, check_packages
-from rlhf_mcore.config.derive import default_world_size, resolve
+from rlhf_mcore.config.resolve import default_world_size, resolve
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.readers.hub import MODEL_KEYS, localize

@@ -21,8 +21,8 @@ from rlhf_mcore.cli.preflight import continues_text, finished_text, is_over
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.saved_checkpoint import SharedChecker, serve
 from rlhf_mcore.cli.trainers import rl_trainer
-from rlhf_mcore.config.derive import with_sequences
-from rlhf_mcore.config.implied import has_teacher, role_layouts
+from rlhf_mcore.config.questions import has_teacher, role_layouts
+from rlhf_mcore.config.resolve import with_sequences
 from rlhf_mcore.config.run_kinds import DPO, REWARD_MODEL, RL, SFT, RunKind, run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml, without_secrets

@@ -25,7 +25,7 @@ from rlhf_mcore.cli.generation import (
 )
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import sent_geometry, sent_quantisation
+from rlhf_mcore.config.questions import sent_geometry, sent_quantisation
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.environments.build import EpisodeSpec

@@ -11,7 +11,7 @@ from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.cli.preflight import continues_text
 from rlhf_mcore.cli.run_context import load_example_data, load_prompt_data
 from rlhf_mcore.cli.saved_checkpoint import check_saved
-from rlhf_mcore.config.derive import with_sequences
+from rlhf_mcore.config.resolve import with_sequences
 from rlhf_mcore.config.run_kinds import RL, run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml

@@ -13,7 +13,7 @@ from rlhf_mcore.cli.run_context import Data, RunContext, load_example_data
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
 from rlhf_mcore.cli.trainers import decide_offload, note_kernels, trained_work
 from rlhf_mcore.config.choices import PREFERENCE_LOSSES
-from rlhf_mcore.config.implied import needs_reference
+from rlhf_mcore.config.questions import needs_reference
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, example_batch
 from rlhf_mcore.data.sampler import PromptSampler

@@ -21,7 +21,7 @@ from rlhf_mcore.bridge.run.stand_ins import ChangedOnlyBridge, GatherBridge
 from rlhf_mcore.bridge.run.sync import EngineWeights, PlannedBridge, SentWeights, SyncOptions
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import adapter_sizes, draws_greedy, sends_adapters, sent_geometry, sent_quantisation
+from rlhf_mcore.config.questions import adapter_sizes, draws_greedy, sends_adapters, sent_geometry, sent_quantisation
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.data.sampler import Sampler

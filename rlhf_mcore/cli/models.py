@@ -19,7 +19,7 @@ from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.choices import MTP_TRAINED
-from rlhf_mcore.config.implied import adapter_sizes, offloaded_parts
+from rlhf_mcore.config.questions import adapter_sizes, offloaded_parts
 from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import (
     ActorConfig,

@@ -24,7 +24,7 @@ from rlhf_mcore.cli.terminal import find_console, working
 from rlhf_mcore.config.differences import compare_configs, refuse
 from rlhf_mcore.config.engine_kinds import ENGINES, engine_kind
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import max_new_tokens
+from rlhf_mcore.config.questions import max_new_tokens
 from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config

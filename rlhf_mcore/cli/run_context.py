@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import grades, longest_example
+from rlhf_mcore.config.questions import grades, longest_example
 from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import Config

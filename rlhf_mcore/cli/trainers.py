@@ -16,8 +16,8 @@ from rlhf_mcore.cli.models import ModelBuilder, build_teacher
 from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
 from rlhf_mcore.cli.run_context import Data, RunContext, load_prompt_data
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
-from rlhf_mcore.config.implied import has_teacher, needs_critic, needs_reference
 from rlhf_mcore.config.keys import value_of
+from rlhf_mcore.config.questions import has_teacher, needs_critic, needs_reference
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.prefixes import SHORTEST
 from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler

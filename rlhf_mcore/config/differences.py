@@ -67,7 +67,7 @@ def _follows(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> boo
 
 
 def _has_critic(tree: dict[str, Any]) -> bool:
-    """Tell whether such a run builds a critic (``derive.needs_critic``).
+    """Tell whether such a run builds a critic (``questions.needs_critic``).
 
     Without one its keys, which follow from others, do not count.
     """

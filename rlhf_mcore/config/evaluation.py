@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from os.path import isdir, isfile
 from pathlib import Path
 
-from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import needs_answer, role_layouts
+from rlhf_mcore.config.questions import needs_answer, role_layouts
+from rlhf_mcore.config.resolve import default_world_size, resolve
 from rlhf_mcore.config.rules.data import data_problems
 from rlhf_mcore.config.rules.layouts import engine_cut_problems, layout_problems, model_problems
 from rlhf_mcore.config.rules.reward import reward_problems

@@ -41,7 +41,7 @@ class WrongValues(ConfigError):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, without_model: bool = False) -> Config:
-    """Read a configuration. Fields that are null for "derived" stay null: see ``derive.resolve``.
+    """Read a configuration. A null value that stands for a derived one stays null: see ``config.resolve``.
 
     Args:
         path: a YAML file. A setting instead (``a.b=c``) is the first of ``overrides``, and no file is read.

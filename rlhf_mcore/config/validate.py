@@ -12,9 +12,10 @@ from typing import Any
 
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.implied import reads_scores
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
 from rlhf_mcore.config.load import WrongValues
+from rlhf_mcore.config.questions import grades, reads_scores
+from rlhf_mcore.config.reward_sources import unused_rules
 from rlhf_mcore.config.rules.algorithm import algorithm_problems, preference_problems
 from rlhf_mcore.config.rules.checkpoint import checkpoint_problems
 from rlhf_mcore.config.rules.data import example_problems, prompt_problems
@@ -167,3 +168,17 @@ def reward_and_data_problems(cfg: Config) -> Iterator[str]:
         *reward_problems(cfg),
         *prompt_problems(cfg),
     )
+
+
+# ------------------------------------------------------------------------------------------------------------ warnings
+def warnings_of(cfg: Config) -> Iterator[str]:
+    """List what a user probably did not mean, although it works."""
+    for unused, key in unused_rules(cfg.reward).items() if grades(cfg) else ():
+        also = "; reward.functions adds a function to rules" if key == "reward.function" else ""
+        yield f"{unused} has no effect, because {key} replaces it{also}"
+    own, limit = cfg.environment, cfg.rollout.sampling.max_new_tokens
+    if own.function is not None and own.max_tokens is None and own.max_turns != 1:
+        yield (
+            f"environment.max_tokens is null, so an episode, including the environment's text, has at most {limit} tokens, as many as "
+            f"one turn (rollout.sampling.max_new_tokens); set it to the tokens of environment.max_turns={own.max_turns} turns"
+        )

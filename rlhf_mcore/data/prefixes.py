@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_mcore.config.implied import SHORTEST_PREFIX
+from rlhf_mcore.config.questions import SHORTEST_PREFIX
 from rlhf_mcore.data.packing import pack, round_up
 
 SHORTEST = SHORTEST_PREFIX

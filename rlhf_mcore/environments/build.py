@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rlhf_mcore.config.choices import ASKING
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import longest_response
+from rlhf_mcore.config.questions import longest_response
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.environments.containers.kinds import containers_of, options_of

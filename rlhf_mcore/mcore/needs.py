@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import FP8_TOKENS
+from rlhf_mcore.config.questions import FP8_TOKENS
 from rlhf_mcore.expected_kernels import APEX
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform

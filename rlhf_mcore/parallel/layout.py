@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_mcore.config.implied import token_multiple
+from rlhf_mcore.config.questions import token_multiple
 from rlhf_mcore.config.schema import LayoutConfig
 from rlhf_mcore.geometry import Shard
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rlhf_mcore.config.choices import MTP_TRAINED
-from rlhf_mcore.config.derive import with_sequences
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import (
+from rlhf_mcore.config.questions import (
     SHORTEST_PREFIX,
     adapter_sizes,
     in_fp8,
@@ -20,6 +19,7 @@ from rlhf_mcore.config.implied import (
     needs_reference,
     offloaded_parts,
 )
+from rlhf_mcore.config.resolve import with_sequences
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import (
     ActorConfig,

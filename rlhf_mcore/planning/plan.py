@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import sends_adapters
+from rlhf_mcore.config.questions import sends_adapters
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import hf_shapes
@@ -131,7 +131,7 @@ class RunPlan:
 
 
 def make_plan(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> RunPlan:
-    """Plan a valid and resolved configuration (``config.validate``, ``config.derive``).
+    """Plan a valid and resolved configuration (``config.validate``, ``config.resolve``).
 
     Raises:
         ConfigError: a model's config.json cannot be read.

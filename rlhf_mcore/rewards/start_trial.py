@@ -10,7 +10,7 @@ from threading import Event, Thread
 from typing import Any, Generic, TypeVar
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import grades
+from rlhf_mcore.config.questions import grades
 from rlhf_mcore.config.schema import Config, JudgeConfig, RemoteRewardConfig, RewardConfig
 from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, NoResults, Pools, WorkerLimits, WorkerPool, local_pool
 from rlhf_mcore.rewards.reward import build_reward, make_text_trajectory, scoring_keys

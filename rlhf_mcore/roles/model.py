@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.algorithms.masking import row_weights
-from rlhf_mcore.config.implied import FP8_TOKENS
+from rlhf_mcore.config.questions import FP8_TOKENS
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
 from rlhf_mcore.data.bundles import Bundle, deal_bundles
 from rlhf_mcore.data.collate import RowTokens, in_units, make_microbatches, restore_last, restore_tokens

@@ -19,8 +19,8 @@ import xxhash
 from rlhf_mcore.checkpoint.manifest import hash_file
 from rlhf_mcore.config.choices import OwnFunction, is_file_spec
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import grades
 from rlhf_mcore.config.keys import leaves, value_of
+from rlhf_mcore.config.questions import grades
 from rlhf_mcore.config.reward_sources import function_name, rule_tables, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.cli.preflight import check_engine, check_packages
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.validate import validate
 from tools.certify import Table, row
 from tools.certify.families import make_run

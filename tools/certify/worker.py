@@ -21,9 +21,9 @@ from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.map.rules import hf_shapes, part_of
 from rlhf_mcore.bridge.run.sync import EngineWeights, PlannedBridge, SentWeights, SyncOptions
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.own_processes import end_with_parent, raise_open_files
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group

@@ -25,8 +25,8 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.asynchronous import LONG_TAIL, SCHEDULES, Workload, make_model, measured, run_directory
 from benchmarks.common import report
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore_contrib.simulate.compare import configured
 from rlhf_mcore_contrib.simulate.lengths import read_lengths
 from rlhf_mcore_contrib.simulate.measured import PhaseFit, fit_runs

@@ -13,7 +13,6 @@ from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import aligned, say
 from rlhf_mcore.config.choices import PRESETS
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.json_schema import json_schema
 from rlhf_mcore.config.keys import (
@@ -29,6 +28,7 @@ from rlhf_mcore.config.keys import (
 )
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.other_names import hint
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.schema.key import Choices, Range

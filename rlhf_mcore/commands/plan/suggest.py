@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from rlhf_mcore.config.derive import balanced_stages
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import needs_critic
+from rlhf_mcore.config.questions import balanced_stages, needs_critic
 from rlhf_mcore.config.rules.layouts import cut_problems as layout_problems
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, RolloutLayoutConfig
 from rlhf_mcore.config.schema.rollout import truncates

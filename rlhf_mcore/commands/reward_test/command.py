@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say, working
-from rlhf_mcore.config.derive import warnings_of
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import grades
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.questions import grades
 from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.validate import reward_and_data_problems
+from rlhf_mcore.config.validate import reward_and_data_problems, warnings_of
 from rlhf_mcore.readers.hub import DATA_KEYS, localize
 
 EPISODES = 8  # of an environment, of each file

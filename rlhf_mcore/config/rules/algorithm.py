@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
-from rlhf_mcore.config.derive import correction_mode, part_weights
-from rlhf_mcore.config.implied import draws_greedy, needs_critic, needs_reference
+from rlhf_mcore.config.questions import draws_greedy, needs_critic, needs_reference
+from rlhf_mcore.config.resolve import correction_mode, part_weights
 from rlhf_mcore.config.rules.layouts import model_problems
 from rlhf_mcore.config.schema import AlgorithmConfig, Config, CovarianceConfig, SapoConfig
 from rlhf_mcore.geometry import ModelGeometry

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.implied import needs_answer
+from rlhf_mcore.config.questions import needs_answer
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, DataConfig
 from rlhf_mcore.config.user_functions import function_problems

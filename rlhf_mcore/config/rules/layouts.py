@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_mcore.config.derive import balanced_stages, default_world_size
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import RoleLayout, needs_critic, needs_reference, role_layouts
+from rlhf_mcore.config.questions import RoleLayout, balanced_stages, needs_critic, needs_reference, role_layouts
+from rlhf_mcore.config.resolve import default_world_size
 from rlhf_mcore.config.rules.lora import layer_problems
 from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig, RolloutConfig

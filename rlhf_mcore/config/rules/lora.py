@@ -8,7 +8,7 @@ from dataclasses import replace
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.implied import adapter_sizes, needs_critic, needs_reference
+from rlhf_mcore.config.questions import adapter_sizes, needs_critic, needs_reference
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, LoraConfig
 from rlhf_mcore.families import FAMILIES

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.annotations import accepts
-from rlhf_mcore.config.implied import RoleLayout, needs_critic, role_layouts
+from rlhf_mcore.config.questions import RoleLayout, needs_critic, role_layouts
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.foreign import shorten

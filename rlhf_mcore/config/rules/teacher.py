@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rlhf_mcore.config.errors import FileProblem
-from rlhf_mcore.config.implied import has_teacher, reads_scores
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of, walk
+from rlhf_mcore.config.questions import has_teacher, reads_scores
 from rlhf_mcore.config.rules.layouts import cut_problems
 from rlhf_mcore.config.schema import Config, TeacherConfig
 from rlhf_mcore.config.schema.group import Group

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_mcore.config.derive import num_steps
 from rlhf_mcore.config.errors import shortened
-from rlhf_mcore.config.implied import (
+from rlhf_mcore.config.keys import value_of
+from rlhf_mcore.config.questions import (
     in_fp8,
     longest_example,
     longest_response,
@@ -14,7 +14,7 @@ from rlhf_mcore.config.implied import (
     padded_to,
     role_layouts,
 )
-from rlhf_mcore.config.keys import value_of
+from rlhf_mcore.config.resolve import num_steps
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, OptimizerConfig
 from rlhf_mcore.geometry import ModelGeometry

@@ -7,9 +7,8 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.derive import balanced_stages
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.implied import needs_critic, needs_reference
+from rlhf_mcore.config.questions import balanced_stages, needs_critic, needs_reference
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig
 from rlhf_mcore.families import FAMILIES

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Union, get_args, get_origin
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -67,6 +67,23 @@ class Group(BaseModel):
         elif isinstance(fitted, int | float) and not allowed.holds(fitted):
             raise PydanticCustomError(RANGE, "out of range")
         return fitted
+
+
+G = TypeVar("G", bound=Group)
+
+
+def with_values(group: G, values: Mapping[str, Any]) -> G:
+    """Copy a group with other values for dotted keys. The values are not checked."""
+    update: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            inner.setdefault(name, {})[rest] = value
+        else:
+            update[name] = value
+    update |= {name: with_values(getattr(group, name), below) for name, below in inner.items()}
+    return group.model_copy(update=update)
 
 
 class Item(Group):

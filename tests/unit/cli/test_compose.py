@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.compose import OpenRun, explain_out_of_memory
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.run_directory import RunDirectory

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.cli import preflight
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.rollout.vllm import limits
 
 SIZES = ["data.max_prompt_tokens=64", "rollout.sampling.max_new_tokens=192"]

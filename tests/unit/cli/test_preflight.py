@@ -13,9 +13,9 @@ import rlhf_mcore.trainer.resume  # noqa: F401  # else it is first imported here
 from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.cli import main as main_module
 from rlhf_mcore.cli.preflight import logs_directory
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import EnvironmentConfig
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.observability.run_directory import RunDirectory
@@ -299,7 +299,7 @@ def test_an_environment_is_loaded_and_a_short_episode_warned_of_before_anything_
     assert capsys.readouterr().err == "error: it has no method step\n" and not RUN.exists()
     assert train(*changes) == 0 and len(launched) == 1
     assert (
-        "warning: environment.max_tokens is null, so an episode, what the environment writes included, has at most 256 tokens"
+        "warning: environment.max_tokens is null, so an episode, including the environment's text, has at most 256 tokens"
         in capsys.readouterr().out
     )
     for quiet in ("environment.max_tokens=256", "environment.max_turns=1"):

@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_mcore.cli import generation, trainers
 from rlhf_mcore.cli.run_context import RunContext
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config, RewardConfig
 from rlhf_mcore.observability.throughput import Timers
 from rlhf_mcore.platform import current_platform

@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlhf_mcore.commands.evaluate.evaluation import _settings, _subject, _Task, checked_folder
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config, ModelConfig, RewardConfig, RuleConfig
 from rlhf_mcore.readers.model_files import inspect_generator
 from rlhf_mcore_contrib.deltas.write import choose_base

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.document import offer, receive
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.show import to_yaml
 from tests.commands import ROOT

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.differences import compare_configs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.removed import REMOVED
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.config.validate import validate
 from tests.messages import refused

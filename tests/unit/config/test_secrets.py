@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from rlhf_mcore.cli import launch
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.differences import compare_configs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.show import redact, redact_arguments, to_yaml, without_secrets
 from rlhf_mcore.config.validate import validate
 from tests.messages import refused

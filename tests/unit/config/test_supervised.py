@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import needs_critic, needs_reference, role_layouts
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.questions import needs_critic, needs_reference, role_layouts
+from rlhf_mcore.config.resolve import default_world_size, resolve
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
 

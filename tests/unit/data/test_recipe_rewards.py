@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.commands.prepare_data.recipes import GSM8K_INSTRUCTION, RECIPES, PreparedExample
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.rewards.reward import Graders, build_reward
 from rlhf_mcore.types import Prompt

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import default_world_size, resolve
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.planning.inputs import GPUS
 from rlhf_mcore.planning.known_models import with_known_configs

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.commands.plan.suggest import _engine_layouts, _engines, changes, smallest_world, suggest
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config, RolloutLayoutConfig
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.geometry import ExpertSizes

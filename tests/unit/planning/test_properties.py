@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mcore.commands.plan.suggest import _actor_layouts, _engines, changes, suggest
-from rlhf_mcore.config.derive import balanced_stages, resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.questions import balanced_stages
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config, RecomputeConfig
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.geometry import DeltaSizes, ExpertSizes, GroupedSizes, LatentSizes, ModelGeometry

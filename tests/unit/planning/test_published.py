@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.planning.inputs import GPUS
 from rlhf_mcore.planning.plan import make_plan
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.checkpoint.disk import SaveError
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.planning.inputs import GPUS
 from rlhf_mcore.planning.plan import make_plan
 from rlhf_mcore.protocols import SyncStats

@@ -9,8 +9,8 @@ import pytest
 
 from rlhf_mcore.cli import preflight
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import longest_example, sent_quantisation
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.questions import longest_example, sent_quantisation
 from rlhf_mcore.config.rules import fp8
 from rlhf_mcore.config.rules.fp8 import fp8_problems
 from rlhf_mcore.config.schema import Config

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families.quantised import QUANTISATIONS, cut_problems, quantisation_problems
 from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, LatentSizes, ModelGeometry

@@ -6,11 +6,10 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-import pytest
 
-from rlhf_mcore.config.derive import default_world_size, epochs_text, resolve
-from rlhf_mcore.config.implied import needs_critic
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.questions import needs_critic
+from rlhf_mcore.config.resolve import default_world_size, epochs_text, resolve
 from rlhf_mcore.config.schema.group import to_dict
 
 PPO = "algorithm=ppo"
@@ -64,15 +63,14 @@ def test_epochs_of_files_that_are_not_here_tell_nothing(workspace: Any) -> None:
     assert resolve(load_config("run.yaml", ["data.train=[no.jsonl]", "trainer.num_epochs=3"])).trainer.num_steps == 100
 
 
-@pytest.mark.parametrize(
-    ("overrides", "top_k"),
-    [
+def test_a_nucleus_is_sampled_from_as_many_tokens_as_can_be_recorded(workspace: Any) -> None:
+    for overrides, top_k in [
         ([], -1),
-    ],
-)
-def test_a_nucleus_is_drawn_from_no_more_than_can_be_recorded(workspace: Any, overrides: list[str], top_k: int) -> None:
-    cfg = resolve(load_config("run.yaml", [*overrides, "evaluate.top_p=0.9", "evaluate.temperature=1"]))
-    assert cfg.rollout.sampling.top_k == top_k and cfg.evaluate.top_k == -1
+        (["rollout.sampling.top_p=0.9"], 512),
+        (["rollout.sampling={top_p: 0.9, top_k: 20}"], 20),
+    ]:
+        cfg = resolve(load_config("run.yaml", [*overrides, "evaluate.top_p=0.9", "evaluate.temperature=1"]))
+        assert cfg.rollout.sampling.top_k == top_k and cfg.evaluate.top_k == -1
 
 
 def test_an_asynchronous_run_weighs_tokens_and_continues_unless_it_is_told_otherwise(workspace: Any) -> None:

@@ -1,0 +1,185 @@
+"""Answer what several places ask about a configuration: its roles, its longest row, what scores, what engines receive."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mcore.config.choices import ADVANTAGES, MTP_TRAINED, PREFERENCE_LOSSES, Estimator, PreferenceLoss
+from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.config.reward_sources import any_needs_truth, scores_alone
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.families.quantised import FP8_OF_TRAINING
+from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import Config, LayoutConfig, LoraConfig
+
+SHORTEST_PREFIX = 32  # tokens; sharing a shorter beginning of sequences costs more than it saves
+FP8_TOKENS = 32  # Transformer Engine multiplies 16 tokens at a time in 8 bits, or 32 with MXFP8
+
+
+# --------------------------------------------------------------------------------------------------------------- roles
+@dataclass(frozen=True, slots=True)
+class RoleLayout:
+    """A model that the run builds, with its layout."""
+
+    name: str  # its group in the configuration
+    layout: LayoutConfig
+    ranks: list[int] | None
+
+    @property
+    def model_size(self) -> int:
+        """Return the ranks that one replica of the model needs. The role's number of ranks is a multiple of it."""
+        cut = self.layout
+        experts = (cut.tp if cut.etp is None else cut.etp) * cut.ep * cut.pp
+        return math.lcm(cut.tp * cut.pp * cut.cp, experts)
+
+
+def role_layouts(cfg: Config) -> list[RoleLayout]:
+    """List every role of the run that has its own layout."""
+    roles = [RoleLayout("actor", cfg.actor.layout, cfg.actor.ranks)]
+    if not run_kind(cfg).generates:
+        return roles
+    if needs_critic(cfg):
+        roles.append(RoleLayout("critic", cfg.critic.layout, cfg.critic.ranks))
+    if cfg.reward.model.path is not None:
+        roles.append(RoleLayout("reward.model", cfg.reward.model.layout, cfg.reward.model.ranks))
+    if cfg.teacher.path is not None:  # otherwise it is the actor, or has its layout
+        roles.append(RoleLayout("teacher", cfg.teacher.layout, cfg.teacher.ranks))
+    return roles
+
+
+def balanced_stages(num_layers: int, num_stages: int) -> list[int]:
+    """Divide layers among pipeline stages as equally as possible."""
+    borders = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    return [high - low for low, high in pairwise(borders)]
+
+
+def offloaded_parts(choice: str) -> tuple[str, ...]:
+    """List the parts of a trained model that leave the device, for a value of ``offload`` (auto: none)."""
+    return {"state": ("gradients", "optimizer"), "always": ("gradients", "optimizer", "weights")}.get(choice, ())
+
+
+def adapter_sizes(cfg: LoraConfig) -> AdapterSizes | None:
+    """Return the sizes of a role's adapters, or None if it trains whole weights."""
+    if cfg.rank is None:
+        return None
+    alpha = 2.0 * cfg.rank if cfg.alpha is None else cfg.alpha
+    if (
+        cfg.init == "pissa"
+    ):  # a fixed copy of the first adapters is beside them (contrib/pissa); the scale stays as it is
+        factor = 2**0.5 if cfg.use_rslora else 2
+        return AdapterSizes(2 * cfg.rank, alpha * factor, tuple(cfg.targets), cfg.use_rslora, fixed=cfg.rank)
+    return AdapterSizes(cfg.rank, alpha, tuple(cfg.targets), cfg.use_rslora, use_dora=cfg.use_dora)
+
+
+# ----------------------------------------------------------------------------------------------------------- algorithm
+def _estimator(cfg: Config) -> Estimator:
+    return ADVANTAGES.get(cfg.algorithm.advantage, Estimator())
+
+
+def needs_critic(cfg: Config) -> bool:
+    """Return whether advantages are computed from values."""
+    if not run_kind(cfg).generates:
+        return False
+    if cfg.algorithm.use_critic == "auto":
+        return _estimator(cfg).needs_values
+    return cfg.algorithm.use_critic == "true"
+
+
+def needs_reference(cfg: Config) -> bool:
+    """Return whether the policy is compared with a frozen one. With adapters that is the actor without them."""
+    kind = run_kind(cfg)
+    if kind.compares:
+        return PREFERENCE_LOSSES.get(cfg.algorithm.dpo.loss, PreferenceLoss()).needs_reference
+    return kind.generates and bool(cfg.algorithm.kl.coef)
+
+
+def has_teacher(cfg: Config) -> bool:
+    """Return whether the policy learns from a teacher, which may be itself."""
+    return run_kind(cfg).generates and (cfg.teacher.path is not None or cfg.teacher.weights != "path")
+
+
+def draws_greedy(cfg: Config) -> bool:
+    """Return whether each prompt has a greedy response in addition to those that are learned from."""
+    return run_kind(cfg).generates and _estimator(cfg).needs_greedy
+
+
+# -------------------------------------------------------------------------------------------------------------- scores
+def reads_scores(cfg: Config) -> bool:
+    """Return whether advantages are computed from scores. Otherwise scores are metrics only, and may be absent."""
+    return _estimator(cfg).reads_scores
+
+
+def grades(cfg: Config) -> bool:
+    """Return whether ``reward`` scores responses. Otherwise an environment alone does."""
+    return cfg.environment.function is None or cfg.environment.score != "environment"
+
+
+def needs_answer(cfg: Config) -> bool:
+    """Return whether some grader compares a response with a ground truth from the data."""
+    return grades(cfg) and not scores_alone(cfg.reward) and any_needs_truth(cfg.reward)
+
+
+# ------------------------------------------------------------------------------------------------------------- lengths
+def longest_response(cfg: Config) -> int:
+    """Return the most tokens that a row of a step has after its prompt."""
+    episode = cfg.environment.max_tokens if cfg.environment.function is not None else None
+    return episode or cfg.rollout.sampling.max_new_tokens
+
+
+def max_new_tokens(cfg: Config) -> int:
+    """Return the length of the longest response that training or evaluation asks for."""
+    return max(longest_response(cfg), cfg.evaluate.max_new_tokens or 0)
+
+
+def longest_example(cfg: Config) -> int:
+    """Return the most tokens of prompt and response that a supervised run takes."""
+    if cfg.data.max_tokens is not None:
+        return cfg.data.max_tokens
+    most = cfg.trainer.max_tokens_per_microbatch // run_kind(cfg).rows_per_example
+    multiple = padded_to(cfg.actor.layout, in_fp8(cfg.actor))
+    return most // multiple * multiple
+
+
+def in_fp8(group: Any) -> bool:
+    """Return whether a role's model multiplies in 8 bits."""
+    return bool(getattr(group, "fp8", None) or (group.megatron or {}).get("fp8"))
+
+
+def padded_to(layout: LayoutConfig, in_fp8: bool) -> int:
+    """Return the number whose multiple the tokens of a microbatch are."""
+    return token_multiple(layout.tp, layout.cp, layout.sequence_parallel) * (FP8_TOKENS if in_fp8 else 1)
+
+
+def token_multiple(tp: int, cp: int, sequence_parallel: bool) -> int:
+    """Return the number whose multiple a sequence's tokens are.
+
+    A context-parallel rank has two chunks of every sequence. With sequence parallelism the tensor-parallel ranks share them.
+    """
+    return cp * math.lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1)
+
+
+# -------------------------------------------------------------------------------------------------------- what is sent
+def sent_geometry(cfg: Config, geometry: ModelGeometry) -> ModelGeometry:
+    """Return the geometry of the weights that engines receive. MTP layers are included if they are trained and engines use them."""
+    drafts = engine_kind(cfg.rollout.engine).reads("rollout.speculative") and cfg.rollout.speculative.method == "mtp"
+    return geometry if drafts and cfg.actor.mtp.mode in MTP_TRAINED else geometry.trunk
+
+
+def sent_quantisation(cfg: Config) -> str | None:
+    """Return how weights are quantised for engines: as the policy computes with them, if it is trained in 8 bits."""
+    if cfg.rollout.quantization != "fp8" or cfg.actor.fp8 is None:
+        return cfg.rollout.quantization
+    return FP8_OF_TRAINING
+
+
+def sends_adapters(cfg: Config, geometry: ModelGeometry) -> bool:
+    """Return whether engines receive A and B and add them. Otherwise they receive weights with the adapters merged."""
+    sizes = adapter_sizes(cfg.actor.lora)
+    if sizes is None or cfg.actor.lora.sync == "merge":
+        return False
+    return not any(engine_kind(cfg.rollout.engine).adapter_problems(cfg, replace(geometry, adapter=sizes)))
