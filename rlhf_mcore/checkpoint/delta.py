@@ -34,7 +34,7 @@ from rlhf_mcore.checkpoint.manifest import (
     hash_file,
     read_manifest,
 )
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.foreign import INDEX, parse_json, read_json, shorten
 from rlhf_mcore.own_files import own_directory, refuse_link
 
@@ -117,6 +117,34 @@ def readable(
         half.rename(whole)
         half.parent.rmdir()
     return whole
+
+
+def checked_model(
+    checkpoint: Path,
+    role: str = "actor",
+    scratch: Path | None = None,
+    *,
+    hashes: bool = True,
+    report: Callable[[Sequence[Problem]], None] = lambda ignored: None,
+) -> Path:
+    """Verify a checkpoint's model and return a directory with its files, as ``readable`` does.
+
+    Args:
+        checkpoint: a committed checkpoint.
+        role: the model in it. Files of other models are not read.
+        scratch: as in ``readable``.
+        hashes: false: compare sizes only.
+        report: gets the problems that are no damage: files that the manifest does not name, so they are not read.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or has no such model.
+    """
+    problems = verify_chain(checkpoint, hashes=hashes, model=role)
+    if damage := [problem for problem in problems if problem.is_damage]:
+        raise ConfigError(f"{checkpoint} is damaged ({shortened(damage, 3)}); choose another checkpoint")
+    if problems:
+        report(problems)
+    return readable(checkpoint, role, scratch)
 
 
 def _restore_model(

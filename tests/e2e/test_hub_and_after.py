@@ -136,5 +136,5 @@ def test_what_is_damaged_is_not_pushed(trained: Trained, tmp_path: Path) -> None
     weights = copy / "actor" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
     done = trained.command("push", str(copy), "Me/damaged")
-    assert done.returncode == 2 and "is damaged, nothing is uploaded" in done.stderr
+    assert done.returncode == 2 and f"{copy} is damaged (actor/{weights.name}" in done.stderr
     assert "models/Me/damaged" not in trained.hub.files

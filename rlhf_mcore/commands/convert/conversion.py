@@ -32,7 +32,7 @@ from rlhf_mcore.bridge.files.formats.torch_dist_writer import targets
 from rlhf_mcore.bridge.files.hf_files import adapter_companions, copy_companions, open_adapters
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.bridge.map.rules import row_runs
-from rlhf_mcore.checkpoint import delta
+from rlhf_mcore.checkpoint.delta import checked_model
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
 from rlhf_mcore.cli.terminal import progress_bar, say, working
 from rlhf_mcore.config.errors import ConfigError
@@ -292,10 +292,6 @@ def _checked_models(request: Conversion, checkpoints: Sequence[Path], cleanup: E
     """
     for checkpoint in checkpoints:
         _role_directory(checkpoint, request.role)
-        problems = delta.verify_chain(checkpoint, model=request.role)
-        if any(problem.is_damage for problem in problems):
-            lines = [f"{checkpoint}: {problem}; choose another checkpoint" for problem in problems if problem.is_damage]
-            raise ConfigError.many(lines)
     if request.destination is None:
         scratch = Path(cleanup.enter_context(TemporaryDirectory(prefix="rlhf-mcore-convert-")))
     else:  # the weights of a delta may not fit into the system's temporary folder
@@ -303,7 +299,7 @@ def _checked_models(request: Conversion, checkpoints: Sequence[Path], cleanup: E
         if request.dry_run:  # which makes no parents
             beside = next(folder for folder in beside.parents if folder.is_dir()) / beside.name
         scratch = cleanup.enter_context(transient_directory(beside, "source"))
-    return [delta.readable(checkpoint, request.role, scratch) for checkpoint in checkpoints]
+    return [checked_model(checkpoint, request.role, scratch) for checkpoint in checkpoints]
 
 
 def newest_checkpoint(directory: Path) -> Path:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from rlhf_mcore.checkpoint.delta import readable, verify_chain
+from rlhf_mcore.checkpoint.delta import checked_model
 from rlhf_mcore.checkpoint.layout import MANIFEST
+from rlhf_mcore.checkpoint.manifest import Problem
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
 from rlhf_mcore.cli.terminal import find_console, say, working
@@ -170,13 +171,12 @@ def checked_folder(folder: Path, *, hashes: bool) -> str:
     checkpoint = folder.resolve().parent
     if not (checkpoint / MANIFEST).is_file():
         return str(folder)
-    problems = verify_chain(checkpoint, hashes=hashes, model=folder.resolve().name)
-    if damage := [problem for problem in problems if problem.is_damage]:
-        raise ConfigError(f"{checkpoint} is damaged ({shortened(damage, 3)}); choose another checkpoint")
-    if problems:
+
+    def report(problems: Sequence[Problem]) -> None:
         names = shortened([problem.path for problem in problems], 3, ", ")
         say(f"{checkpoint}: not in the manifest, so not loaded: {names}", file=sys.stderr)
-    return str(readable(checkpoint, folder.resolve().name))
+
+    return str(checked_model(checkpoint, folder.resolve().name, hashes=hashes, report=report))
 
 
 def _tasks(cfg: Config, folders: Mapping[str, str]) -> list[_Task]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.checkpoint.delta import readable, verify_chain
+from rlhf_mcore.checkpoint.delta import checked_model
 from rlhf_mcore.checkpoint.layout import BEST, LATEST, linked_step, step_of
 from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.cli import exit_codes
@@ -113,12 +113,10 @@ def collect(checkpoint: Path, repo: str, folder: Path) -> str:
     Raises:
         ConfigError: the checkpoint is damaged.
     """
-    if damage := [problem for problem in verify_chain(checkpoint) if problem.is_damage]:
-        raise ConfigError(f"{checkpoint} is damaged, nothing is uploaded: {damage[0]}")
     tree = load_yaml(read_yaml_text(checkpoint / "config.yaml", "config file"), "config.yaml")
     settings = dict(leaves(tree)) if isinstance(tree, dict) else {}
     kind = RUN_KINDS.get(str(settings.get("algorithm.kind")), RL)
-    model = readable(checkpoint, kind.saved_as, folder.parent)
+    model = checked_model(checkpoint, kind.saved_as, folder.parent)
     folder.mkdir()
     names = [*COMPANIONS, INDEX_FILE, ADAPTER_CONFIG, *(path.name for path in model.glob("*.safetensors"))]
     for name in dict.fromkeys(names):
