@@ -16,9 +16,8 @@ from rlhf_mcore.algorithms.interfaces import (
     PolicyLoss,
     bind,
 )
-from rlhf_mcore.config.choices import is_file_spec
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.user_functions import load_function
+from rlhf_mcore.config.user_functions import is_file_spec, load_function
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import AlgorithmConfig

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.api.arguments import checked_config, checked_path, refusal, shown
-from rlhf_mcore.config.choices import OwnFunction, is_file_spec
 from rlhf_mcore.config.differences import FREE
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
+from rlhf_mcore.config.user_functions import OwnFunction, is_file_spec
 from rlhf_mcore.observability.files import FullDiskError, json_line, write_atomically
 from rlhf_mcore.rewards.user_function import load_reward
 

@@ -1,12 +1,11 @@
-"""Declare the names that a configuration may choose. The functions behind them are on higher floors, and take seconds to import.
+"""Declare the names that a configuration may choose, with what validation has to know of each.
 
-A name is declared here with what validation has to know of it, and its function is registered under it where it is defined:
-``registering`` refuses an undeclared name, and a test finds a declared name without a function.
+The functions behind the names take seconds to import. Each is registered under its name where it is defined: ``registering``
+rejects an undeclared name, and a test finds a declared name without a function.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -65,13 +64,6 @@ class PreferenceLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class KLEstimator:
-    """An estimator of the KL divergence (``algorithms/kl.py``)."""
-
-    has_gradient: bool = True  # in expectation: else it is of no use in the loss
-
-
-@dataclass(frozen=True, slots=True)
 class Grader:
     """A rule that grades responses (``rewards/graders.py``)."""
 
@@ -109,11 +101,8 @@ PREFERENCE_LOSSES = {
     "orpo": PreferenceLoss(needs_reference=False),
     "kto": PreferenceLoss(needs_mismatched=True),
 }
-KL_ESTIMATORS = {
-    "k1": KLEstimator(has_gradient=False),
-    "k2": KLEstimator(),
-    "k3": KLEstimator(),
-}
+KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_IN_LOSS = ("k2", "k3")  # the expected gradient of k1 is 0
 GRADERS = {
     "final_number": Grader(),
     "boxed": Grader(),
@@ -258,28 +247,3 @@ def find_trackers() -> dict[str, EntryPoint]:
     group, folder = "rlhf_mcore.trackers", "rlhf_mcore.observability.services"
     core = {name: EntryPoint(name, f"{folder}.{name}:{made}", group) for name, made in _CORE_TRACKERS.items()}
     return {**find_plugins("trackers"), **core}
-
-
-class OwnFunction(str):
-    """The value of a key that names a function, where the function itself was given from Python: it is called in this process."""
-
-    function: Callable[..., Any]
-
-    def __new__(cls, function: Callable[..., Any]) -> OwnFunction:
-        text = super().__new__(cls, f"python:{getattr(function, '__qualname__', type(function).__qualname__)}")
-        text.function = function
-        return text
-
-    def __deepcopy__(self, memo: object) -> OwnFunction:
-        return self
-
-    def fingerprint(self) -> str:
-        """Hash a function's name, its code, and the user's own values that the code reads."""
-        from rlhf_mcore.config.function_digest import function_digest
-
-        return hashlib.sha256(f"{self} {function_digest(self.function)}".encode()).hexdigest()
-
-
-def is_file_spec(text: str) -> bool:
-    """Tell whether a value names a function of a file, rather than one of ours."""
-    return ":" in text or text.endswith(".py")

@@ -13,11 +13,34 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf_mcore.config.choices import OwnFunction
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.function_digest import function_digest
 from rlhf_mcore.foreign import MissingFile, read_bytes
 
 MAX_CODE_BYTES = 2**20  # a hundred times a long reward function; parsing takes a hundred times the memory
+
+
+class OwnFunction(str):
+    """The value of a key that names a function, where the function itself was given from Python: it is called in this process."""
+
+    function: Callable[..., Any]
+
+    def __new__(cls, function: Callable[..., Any]) -> OwnFunction:
+        text = super().__new__(cls, f"python:{getattr(function, '__qualname__', type(function).__qualname__)}")
+        text.function = function
+        return text
+
+    def __deepcopy__(self, memo: object) -> OwnFunction:
+        return self
+
+    def fingerprint(self) -> str:
+        """Hash a function's name, its code, and the user's own values that the code reads."""
+        return hashlib.sha256(f"{self} {function_digest(self.function)}".encode()).hexdigest()
+
+
+def is_file_spec(text: str) -> bool:
+    """Tell whether a value names a function of a file, rather than one of ours."""
+    return ":" in text or text.endswith(".py")
 
 
 def function_problems(spec: str, key: str) -> Iterator[str]:

@@ -17,7 +17,6 @@ from typing import Any
 import xxhash
 
 from rlhf_mcore.checkpoint.manifest import hash_file
-from rlhf_mcore.config.choices import OwnFunction, is_file_spec
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves, value_of
 from rlhf_mcore.config.questions import grades
@@ -25,7 +24,7 @@ from rlhf_mcore.config.reward_sources import function_name, rule_tables, scores_
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
 from rlhf_mcore.config.schema.group import to_dict
-from rlhf_mcore.config.user_functions import parse_file
+from rlhf_mcore.config.user_functions import OwnFunction, is_file_spec, parse_file
 from rlhf_mcore.foreign import INDEX, MissingFile, open_file, read_json
 from rlhf_mcore.observability.files import sketch_of_file
 from rlhf_mcore.readers.model_files import CHAT_TEMPLATE_FILES, COMPANIONS, PROCESSOR_FILES

@@ -27,12 +27,12 @@ from rlhf_mcore.commands.evaluate.weights import (
     engine_adapters,
     weight_sketches,
 )
-from rlhf_mcore.config.choices import OwnFunction
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.show import redact
+from rlhf_mcore.config.user_functions import OwnFunction
 from rlhf_mcore.data.source import image_reader, load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.observability.console import Console

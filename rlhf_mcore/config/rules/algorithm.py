@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
+from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, KL_IN_LOSS, POLICY_LOSSES, PREFERENCE_LOSSES
 from rlhf_mcore.config.questions import draws_greedy, needs_critic, needs_reference
 from rlhf_mcore.config.resolve import correction_mode, part_weights
 from rlhf_mcore.config.rules.layouts import model_problems
@@ -124,11 +124,10 @@ def _part_problems(cfg: Config) -> Iterator[str]:
 
 def _kl_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     kl, controller = algorithm.kl, algorithm.kl.controller
-    trainable = [name for name, estimator in KL_ESTIMATORS.items() if estimator.has_gradient]
-    if kl.coef > 0 and kl.placement == "loss" and kl.estimator in KL_ESTIMATORS and kl.estimator not in trainable:
+    if kl.coef > 0 and kl.placement == "loss" and kl.estimator in KL_ESTIMATORS and kl.estimator not in KL_IN_LOSS:
         yield (
             f"algorithm.kl.estimator={kl.estimator} has an expected gradient of zero in the loss; "
-            f"use {' or '.join(trainable)}, or algorithm.kl.placement=reward"
+            f"use {' or '.join(KL_IN_LOSS)}, or algorithm.kl.placement=reward"
         )
     needed = {"adaptive": "target", "linear": "final"}.get(controller.name)
     if needed is None:

@@ -21,8 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rlhf_mcore.config.choices import is_file_spec
 from rlhf_mcore.config.schema.key import Choices, Description, description_of
+from rlhf_mcore.config.user_functions import is_file_spec
 
 UNKNOWN, RANGE, CHOICE = "extra_forbidden", "range", "choice"  # types of errors that have messages of their own
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from rlhf_mcore.config.choices import is_file_spec
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.user_functions import function_problems, load_function
+from rlhf_mcore.config.user_functions import function_problems, is_file_spec, load_function
 from tests.messages import refused
 
 
