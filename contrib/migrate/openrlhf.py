@@ -246,7 +246,7 @@ ROWS = (
     Row("vllm.gpu_memory_utilization", "rollout.gpu_memory_utilization", float),
     Row("vllm.enforce_eager", "rollout.enforce_eager", bool),
     Row("vllm.enable_prefix_caching", "rollout.prefix_caching", bool),
-    Row("vllm.enable_sleep", "rollout.sleep", bool),
+    Row("vllm.enable_sleep", "rollout.sleep_level", lambda on: 2 if on else 0),
     Row("ds.enable_sleep", "actor.offload", lambda on: "always" if on else "auto"),
     Row("rollout.batch_size", "trainer.prompts_per_step", int),
     Row("rollout.n_samples_per_prompt", "rollout.sampling.n", int),

@@ -300,7 +300,7 @@ ROWS = (
     Row("vllm_gpu_memory_utilization", "rollout.gpu_memory_utilization", float),
     Row("vllm_tensor_parallel_size", "rollout.layout.tp", int),
     Row("vllm_max_model_length", "rollout.max_model_len"),
-    Row("vllm_enable_sleep_mode", "rollout.sleep", bool),
+    Row("vllm_enable_sleep_mode", "rollout.sleep_level", lambda on: 2 if on else 0),
     Row("num_iterations", "trainer.ppo_epochs", int),
     Row("mask_truncated_completions", "algorithm.mask_truncated", bool),
     Row("beta", "algorithm.kl.coef", float),

@@ -247,7 +247,7 @@ ROWS = (
     Row(ROLLOUT + "enable_prefix_caching", "rollout.prefix_caching", bool),
     Row(ROLLOUT + "enforce_eager", "rollout.enforce_eager", bool),
     Row(ROLLOUT + "quantization", "rollout.quantization", choose({None: None, "fp8": "fp8"})),
-    Row(ROLLOUT + "free_cache_engine", "rollout.sleep", bool),
+    Row(ROLLOUT + "free_cache_engine", "rollout.sleep_level", lambda on: 2 if on else 0),
     Row(ROLLOUT + "val_kwargs.top_p", "evaluate.top_p", float),
     Row(ROLLOUT + "val_kwargs.top_k", "evaluate.top_k", int),
     Row("algorithm.gamma", "algorithm.gamma", float),

@@ -9,8 +9,8 @@ from typing import Any
 
 from rlhf_mcore.config.choices import ADVANTAGES
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.former import translate
 from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
-from rlhf_mcore.config.removed import REMOVED
 from rlhf_mcore.config.run_kinds import RL
 from rlhf_mcore.config.schema import Config, RuleConfig
 from rlhf_mcore.config.schema.group import to_dict
@@ -39,12 +39,8 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
     Raises:
         ConfigError: the saved one is no configuration.
     """
-    before, now = {**_default_values(), **_BEFORE_THE_KEY}, dict(leaves(_read(current)))
-    before = {key: value for key, value in before.items() if key in now} | dict(leaves(_read(saved)))
-    before, now = (
-        {key: value for key, value in tree.items() if key not in REMOVED or value != REMOVED[key].value}
-        for tree in (before, now)
-    )
+    before, now = {**_default_values(), **_BEFORE_THE_KEY}, _keys_of_today(current)
+    before = {key: value for key, value in before.items() if key in now} | _keys_of_today(saved)
     for tree in (before, now):  # rules of an older release lack new options: they have their defaults
         if isinstance(rules := tree.get("reward.rules"), list):
             tree["reward.rules"] = [
@@ -56,6 +52,17 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
     lines = {key: f"{key} was {_show(before, key)} and is {_show(now, key)}" for key in changed}
     fixed = [key for key in changed if key in FIXED and key not in by_content]
     return [lines[key] for key in fixed], [lines[key] for key in changed if key not in fixed]
+
+
+def _keys_of_today(text: str) -> dict[str, Any]:
+    """Read the keys and values of a configuration. A former key stays if nothing takes the place of its value."""
+    values = dict(leaves(_read(text)))
+    for found in translate(values):
+        for key in found.was:
+            if found.now or key not in found.changed:
+                del values[key]
+        values |= leaves(found.now)
+    return values
 
 
 def _follows(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

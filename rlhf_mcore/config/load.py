@@ -60,6 +60,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without_mode
         reader.read_override(override)
     if without_model and all(setting.value == MISSING for setting in reader.settings if setting.key == "model.path"):
         reader.read_override("model.path=none")
+    reader.translate_former()
     places = {setting.key: setting.place for setting in reader.settings}
     values: dict[str, Any] = {}
     for setting in reader.settings:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from rlhf_mcore.config.former import BY_KEY
 from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, is_group, nearest, type_name
-from rlhf_mcore.config.removed import REMOVED
 
 # Our key: its names in TRL, verl, OpenRLHF, slime and NeMo-RL. A name with dots is looked up before its last part.
 SYNONYMS = {
@@ -106,8 +106,8 @@ def hint(key: str, *, holds_keys: bool = False) -> str:
 
     ``holds_keys``: it has keys inside, so a group may have been meant.
     """
-    if was := REMOVED.get(key):
-        return f"the key is gone, {was.value} holds; {was.instead}"
+    if former := BY_KEY.get(key):
+        return f"the key is gone: {former.instead}"
     if reason := absence(key):
         return reason
     if keys := synonyms(key):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,9 +10,9 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.former import translate
 from rlhf_mcore.config.keys import KEYS, item_type, type_name
 from rlhf_mcore.config.other_names import hint as other_name
-from rlhf_mcore.config.removed import REMOVED, warn_of
 from rlhf_mcore.config.schema.group import CHOICE, RANGE, Group, inner_types, is_group_type
 from rlhf_mcore.config.schema.key import Choices, Range, description_of
 from rlhf_mcore.foreign import shorten
@@ -22,15 +21,28 @@ _UNKNOWN = ("extra_forbidden", "no_such_attribute")
 _RANGES = (RANGE, "greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 
 
-def explain(kind: type[Group], error: ValidationError) -> ConfigError | None:
-    """Build the error for values that a group does not take. A removed key gets a warning instead."""
-    problems = problems_of(kind, error)
-    for key in list(problems):
-        removed = [was for was in REMOVED if was == key or ("." in key and was.endswith(f".{key}"))]
-        if removed:
-            del problems[key]
-            warn_of(removed[0], error.errors()[0]["input"])
-    return ConfigError.many(list(problems.values())) if problems else None
+def explain(kind: type[Group], error: ValidationError) -> ConfigError:
+    """Build the error for values that a group does not take."""
+    return ConfigError.many(list(problems_of(kind, error).values()))
+
+
+def assign_former(owner: Group, name: str, value: Any) -> bool:
+    """Set the keys of a group that have taken the place of a former one. Return whether ``name`` is one.
+
+    Raises:
+        ConfigError: the value is none that the key took, or keys of another group have taken its place.
+    """
+    for group in (key for key, hint in KEYS.items() if hint is type(owner)):
+        present = {f"{group}.{field}": now for field, now in owner}
+        for found in translate({**present, f"{group}.{name}": value}, defaults_too=True):
+            names = {key: key.removeprefix(f"{group}.") for key in found.now}
+            if any(key == short or "." in short for key, short in names.items()):
+                raise ConfigError(f"{group}.{name} is gone; {found.former.instead}")
+            found.warn()
+            for key, short in names.items():
+                setattr(owner, short, found.now[key])
+            return True
+    return False
 
 
 def problems_of(
@@ -121,12 +133,6 @@ def prefix_of(kind: type[Group]) -> str:
         return ""
     owner = owners[0] if len(owners) == 1 else owners[0].rpartition(".")[2]
     return owner if KEYS.get(owner) is kind or len(owners) > 1 else f"{owner}[]"
-
-
-def report_former(kind: type[Group], name: str, value: str, now: str) -> None:
-    """Warn that a choice of the last release was replaced."""
-    key = f"{prefix_of(kind)}.{name}"
-    sys.stderr.write(f"warning: {key}={value} is gone; {now} is used. Set it to {now} or remove it\n")
 
 
 def show_value(value: Any) -> str:

@@ -15,9 +15,9 @@ from typing import Any, get_args, get_origin
 import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.former import BY_KEY, GROUPS, translate
 from rlhf_mcore.config.keys import KEYS, is_group, table_of
 from rlhf_mcore.config.other_names import hint, is_foreign_group
-from rlhf_mcore.config.removed import GROUPS, REMOVED, warn_of
 from rlhf_mcore.config.schema.group import inner_types, is_group_type
 from rlhf_mcore.config.show import redact_arguments
 from rlhf_mcore.config.yaml_text import Document, read_yaml_text
@@ -81,6 +81,23 @@ class SettingReader:
         except ConfigError as error:
             self.problems.append(str(error))
 
+    def translate_former(self) -> None:
+        """Replace the settings of former keys by those of today's, with a warning for each. The later setting of a key still wins."""
+        last = {setting.key: setting for setting in self.settings}
+        try:
+            translations = list(translate({key: setting.value for key, setting in last.items()}))
+        except ConfigError as error:
+            self.problems.append(str(error))
+            translations = []
+        for found in translations:
+            found.warn(lambda key: last[key].place)
+            involved = [index for index, setting in enumerate(self.settings) if setting.key in found.former.keys]
+            index = involved[-1]
+            now = [Setting(key, value, self.settings[index].place) for key, value in found.now.items()]
+            before, after = self.settings[: index + 1], self.settings[index + 1 :]
+            self.settings = [*(setting for setting in before if setting.key not in found.was), *now, *after]
+        self.settings = [setting for setting in self.settings if setting.key in KEYS]
+
     def _take_document(self, document: Document, path: Path, chain: tuple[str, ...]) -> None:
         if document.root is None:
             return
@@ -100,8 +117,8 @@ class SettingReader:
             for name in reversed(key[len(table) + 1 :].split(".")):
                 value = {name: value}
             self.settings.append(Setting(table, value, document.place(node)))
-        elif key in REMOVED:
-            warn_of(key, document.value(node), document.place(node))
+        elif key in BY_KEY and key not in KEYS:
+            self.settings.append(Setting(key, document.value(node), document.place(node)))
         elif key not in KEYS and key not in GROUPS:
             self._take_unknown(document, key, node)
         elif key in KEYS and not is_group(key):

@@ -131,7 +131,7 @@ def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
     One that reserves no cache has one only while it generates.
     """
     rollout, apart = inputs.cfg.rollout, engines_apart(inputs.cfg)
-    sleeps = rollout.sleep and _shares_device(inputs)
+    sleeps = rollout.sleep_level > 0 and _shares_device(inputs)
     if not engine_kind(rollout.engine).has_live_weights:
         return {}  # it is on devices of others
     if not run_kind(inputs.cfg).generates or ((sleeps or apart) and phase not in (GENERATE, SYNC, SCORE)):
@@ -224,7 +224,7 @@ def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
 
     And the weights of an engine that keeps them when it sleeps, and the copies of what engines of their own were sent last.
     """
-    keeps = _shares_device(inputs) and inputs.cfg.rollout.sleep and inputs.cfg.rollout.sleep_level == 1
+    keeps = _shares_device(inputs) and inputs.cfg.rollout.sleep_level == 1
     total = engine_weights(inputs) if keeps else 0
     for role in inputs.roles:
         state = state_bytes(role, rank)

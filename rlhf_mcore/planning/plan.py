@@ -247,7 +247,8 @@ def with_least_memory(cfg: Config) -> Config:
 def _ways_to_offload(cfg: Config) -> list[tuple[str, bool]]:
     """List the values that ``offload`` of trained and of frozen models may get. The last ones need least memory in every phase."""
     rollout, models = cfg.rollout, (cfg.reference, cfg.reward.model, cfg.teacher)
-    shared = run_kind(cfg).generates and not engines_apart(cfg) and rollout.sleep and engine_kind(rollout.engine).sleeps
+    sleeps = rollout.sleep_level > 0 and engine_kind(rollout.engine).sleeps
+    shared = run_kind(cfg).generates and not engines_apart(cfg) and sleeps
     is_open = shared and "auto" in (cfg.actor.offload, cfg.critic.offload)
     frozen = (False, True) if any(model.offload is None for model in models) else (False,)
     return list(product(("never", "state", "always") if is_open else ("never",), frozen))

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.config.schema import JudgeConfig, RemoteRewardConfig
 
+TRIES = 5  # of a request, further and further apart
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between tries; the second is also how long a broken server is left alone
 FAILURES_TO_OPEN = 5  # in a row, after which the circuit breaker opens
 RETRIED = (408, 425, 429)  # statuses below 500 that another try may change
@@ -85,6 +86,7 @@ class HttpPool(ABC):
         key: of ``cfg`` in the configuration, for messages.
         cfg: address, limits and the variable with the token, which is in no message.
         path: behind the address.
+        longest_s: limit for a request with all its tries, in addition to ``TRIES`` times ``cfg.timeout_s``.
 
     Raises:
         ConfigError: the token is not there.
@@ -92,10 +94,18 @@ class HttpPool(ABC):
 
     max_answer_bytes: int  # of one item
 
-    def __init__(self, key: str, cfg: RemoteRewardConfig | JudgeConfig, path: str = "", batch_size: int = 1) -> None:
+    def __init__(
+        self,
+        key: str,
+        cfg: RemoteRewardConfig | JudgeConfig,
+        path: str = "",
+        batch_size: int = 1,
+        longest_s: float = math.inf,
+    ) -> None:
         assert cfg.url is not None
         self.name = f"{key}.url={cfg.url}"
         self._key, self._cfg, self._batch_size = key, cfg, batch_size
+        self._deadline_s = min(TRIES * cfg.timeout_s, longest_s)
         self._url = f"{cfg.url.rstrip('/')}{path}" if path else cfg.url
         self._token = token_of(cfg.token_env, f"{key}.token_env")
         self._slots, self._breaker = asyncio.Semaphore(cfg.concurrency), _Breaker()
@@ -157,16 +167,16 @@ class HttpPool(ABC):
     async def _batch(self, items: Sequence[bytes], stop_at_failure: bool) -> list[Outcome]:
         """Return the outcomes of a batch. If it is refused, its items are sent one by one."""
         async with self._slots:
-            deadline = time.monotonic() + self._cfg.deadline_s
+            deadline = time.monotonic() + self._deadline_s
             try:
-                return await self._ask(items, deadline, self._cfg.retries)
+                return await self._ask(items, deadline, TRIES)
             except _TryFailed as failed:
                 if len(items) == 1 or not failed.one_by_one:
                     return self._lose(len(items), failed, stop_at_failure)
             outcomes = []
             for item in items:
                 try:
-                    outcomes += await self._ask([item], deadline, 0)
+                    outcomes += await self._ask([item], deadline, 1)
                 except _TryFailed as failed:
                     outcomes += self._lose(1, failed, stop_at_failure)
             return outcomes
@@ -177,11 +187,11 @@ class HttpPool(ABC):
             self._lost_in_a_row = 0
             raise ConfigError(
                 f"{self.name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row or more; for the last of them it "
-                f"{failed.cause}: look at the server, or give it more with {self._key}.deadline_s and .timeout_s"
+                f"{failed.cause}: look at the server, or give it more time with {self._key}.timeout_s"
             )
         return [Outcome(lost=failed.cause, timed_out=failed.timed_out)] * count
 
-    async def _ask(self, items: Sequence[bytes], deadline: float, retries: int) -> list[Outcome]:
+    async def _ask(self, items: Sequence[bytes], deadline: float, tries: int) -> list[Outcome]:
         """Return the outcomes of some items, after as many tries as are allowed.
 
         Raises:
@@ -189,7 +199,7 @@ class HttpPool(ABC):
             ConfigError: no try will ever succeed.
         """
         body = self.encode(items)
-        for number in range(retries + 1):
+        for number in range(tries):
             try:
                 await self._breaker.admit(deadline)
                 try:
@@ -200,7 +210,7 @@ class HttpPool(ABC):
                 self._breaker.record(failed.server_works)
                 pause = self._random.uniform(0.5, 1.0) * min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S)
                 pause = max(pause, failed.retry_after_s)
-                if failed.is_final or number == retries or time.monotonic() + pause >= deadline:
+                if failed.is_final or number == tries - 1 or time.monotonic() + pause >= deadline:
                     raise
                 await asyncio.sleep(pause)
             except BaseException:  # nobody waits for this request any more: another one may try the server

@@ -74,9 +74,9 @@ class JudgePool(HttpPool):
 
     max_answer_bytes = 2**20
 
-    def __init__(self, cfg: JudgeConfig) -> None:
+    def __init__(self, cfg: JudgeConfig, longest_s: float = math.inf) -> None:
         assert cfg.model is not None
-        super().__init__("reward.judge", cfg, "/chat/completions")
+        super().__init__("reward.judge", cfg, "/chat/completions", longest_s=longest_s)
         self._model, self._max_tokens, self._max_score = cfg.model, cfg.max_tokens, cfg.max_score
         self._pattern, self._rubric = _pattern_of(cfg.parse), read_rubric(cfg)
 

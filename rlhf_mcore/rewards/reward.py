@@ -68,14 +68,19 @@ class SummedReward:
 
 
 def build_reward(
-    cfg: RewardConfig, pools: Pools = local_pool, *, validated: bool = False, images: Path | None = None
+    cfg: RewardConfig,
+    pools: Pools = local_pool,
+    *,
+    validated: bool = False,
+    images: Path | None = None,
+    longest_s: float = math.inf,
 ) -> Graders:
     """Build the rules that ``cfg`` asks for, or in their place the function or the server; further functions; and the judge.
 
     A reward model is not part of it.
 
     ``pools`` makes the workers, if there are any. ``validated``: ``cfg`` is part of a configuration that was checked already.
-    ``images``: the folder of those of prompts, for a judge.
+    ``images``: the folder of those of prompts, for a judge. ``longest_s``: limit for a request to a server or a judge.
 
     Raises:
         ConfigError: naming the key of ``reward`` that is wrong.
@@ -86,7 +91,7 @@ def build_reward(
     if cfg.function is not None:
         graders = build_function_reward(cfg, pools)
     elif cfg.remote.url is not None:
-        server = ScorePool("reward.remote", cfg.remote, batch_size=cfg.remote.batch_size)
+        server = ScorePool("reward.remote", cfg.remote, batch_size=cfg.remote.batch_size, longest_s=longest_s)
         graders = PooledReward(server.name, server, cfg.on_error, with_prompt=True, from_server=True)
     else:
         graders = RuleReward(cfg.rules, cfg.workers, cfg.sources, cfg.sandbox, pools)
@@ -94,7 +99,7 @@ def build_reward(
         graders = SummedReward(graders, function, weight)
     if cfg.judge.url is None:
         return graders
-    pool = JudgePool(cfg.judge)
+    pool = JudgePool(cfg.judge, longest_s)
     judge = PooledReward(pool.name, pool, cfg.on_error, with_prompt=True, images=images if cfg.judge.images else None)
     return SummedReward(graders, judge, cfg.judge.weight)
 

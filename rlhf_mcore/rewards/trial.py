@@ -135,9 +135,7 @@ def trial_reward(cfg: RewardConfig, pools: Pools = local_pool) -> Graders:
     Raises:
         ConfigError: the reward cannot be had.
     """
-    remote = cfg.remote.model_copy(update={"deadline_s": min(cfg.remote.deadline_s, SERVER_S)})
-    judge = cfg.judge.model_copy(update={"deadline_s": min(cfg.judge.deadline_s, SERVER_S)})
-    return build_reward(cfg.model_copy(update={"on_error": "zero", "remote": remote, "judge": judge}), pools)
+    return build_reward(cfg.model_copy(update={"on_error": "zero"}), pools, longest_s=SERVER_S)
 
 
 def try_reward(

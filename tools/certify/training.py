@@ -21,7 +21,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "adapters": ("actor.lora.rank=8",),
     "top_p": ("rollout.sampling.top_p=0.9",),
     "sleep level 1": ("rollout.sleep_level=1",),
-    "no sleep": ("rollout.sleep=false",),
+    "no sleep": ("rollout.sleep_level=0",),
 }
 _LIMIT_S = 600
 

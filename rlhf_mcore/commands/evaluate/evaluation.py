@@ -89,7 +89,7 @@ _HOW_TO_GRADE = (
 _SERVICES = ("remote", "judge")
 _TOOLS, _OTHERS = "environment.options.tools[", ("environment.tools", "environment.options.corpus")
 MAX_SHOWN = 26  # letters of a name in the line of progress
-_HOW_TO_ASK = ("token_env", "batch_size", "concurrency", "timeout_s", "deadline_s", "retries")
+_HOW_TO_ASK = ("token_env", "batch_size", "concurrency", "timeout_s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import ValidationError
 
 from rlhf_mcore.config.schema.algorithm import (
@@ -104,16 +106,16 @@ __all__ = [
 ]
 
 
-def _explain(kind: type[Group], error: ValidationError) -> Exception | None:
+def _explain(kind: type[Group], error: ValidationError) -> Exception:
     from rlhf_mcore.config.problems import explain  # it imports the schema
 
     return explain(kind, error)
 
 
-def _report_former(kind: type[Group], name: str, value: str, now: str) -> None:
-    from rlhf_mcore.config.problems import report_former
+def _assign_former(owner: Group, name: str, value: Any) -> bool:
+    from rlhf_mcore.config.problems import assign_former
 
-    report_former(kind, name, value, now)
+    return assign_former(owner, name, value)
 
 
 def _show(cfg: Config) -> str:
@@ -123,5 +125,5 @@ def _show(cfg: Config) -> str:
     return f"Config({', '.join(f'{key}={value!r}' for key, value in changed_keys(cfg).items())})"
 
 
-Group.explain, Group.report_former = _explain, _report_former
+Group.explain, Group.assign_former = _explain, _assign_former
 Config.__repr__ = Config.__str__ = _show  # type: ignore[assignment, method-assign]

@@ -38,16 +38,16 @@ class Group(BaseModel):
         arbitrary_types_allowed=True,
         defer_build=True,  # most commands read no configuration
     )
-    # Build the ConfigError for an assignment, and warn of a choice of the last release. ``schema`` sets them: they need all keys.
-    explain: ClassVar[Callable[[type[Group], ValidationError], Exception | None]]
-    report_former: ClassVar[Callable[[type[Group], str, str, str], None]]
+    # Build the ConfigError for wrong values, and assign a key of the last release. ``schema`` sets them: they need all keys.
+    explain: ClassVar[Callable[[type[Group], ValidationError], Exception]]
+    assign_former: ClassVar[Callable[[Group, str, Any], bool]]
 
     def __setattr__(self, name: str, value: Any) -> None:
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
-            if (problem := Group.explain(type(self), error)) is not None:
-                raise problem from None
+            if not Group.assign_former(self, name, value):
+                raise Group.explain(type(self), error) from None
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -59,9 +59,6 @@ class Group(BaseModel):
         if (allowed := description_of(item).allowed) is None or fitted is None:
             return fitted
         if isinstance(allowed, Choices):
-            if (now := allowed.former.get(fitted)) is not None:
-                Group.report_former(cls, info.field_name, fitted, now)
-                return now
             if not allowed.holds(fitted) and not (allowed.or_function and is_file_spec(fitted)):
                 raise PydanticCustomError(CHOICE, "not a choice")
         elif isinstance(fitted, int | float) and not allowed.holds(fitted):

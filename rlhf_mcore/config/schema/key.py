@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
@@ -54,7 +54,6 @@ class Choices:
     meanings: Mapping[str, str]
     or_function: bool = False  # or path/to/file.py:name
     adds: Callable[[str], bool] | None = None  # whether an installed package adds a name
-    former: Mapping[str, str] = field(default_factory=dict)  # names of the last release, and what replaces them
 
     def holds(self, value: str) -> bool:
         """Return whether a text is one of these names, or one that an installed package adds."""

@@ -190,19 +190,14 @@ class RolloutConfig(Group):
         True, "keep the cache of shared prompt prefixes", more="It is emptied whenever weights change."
     )
     enforce_eager: bool = key(False, "CUDA: no graph capture", more="On a CPU the engine always runs eagerly.")
-    sleep: bool = key(
-        True,
-        "CUDA, `colocated`: give the memory of the engine's weights and cache back while training",
-        only_with="rollout.placement=colocated",
-    )
     sleep_level: int = key(
         2,
-        "CUDA, `colocated`: 2 discards the engine's weights, which the next sync writes anew; 1 keeps a copy in host memory",
-        Range(1, 2),
-        more="1 takes as much pinned memory of the host as the engine's weights, and time to copy them. The engines of rollouts are "
-        "the only ones that sleep: critic, reference and reward model are Megatron's, which `offload` of each takes off, and "
-        "a judge is a service elsewhere.",
-        only_with="rollout.sleep",
+        "CUDA, `colocated`: how the engine frees device memory while the trainer learns; 0: it does not; 1: it keeps a copy of its "
+        "weights in host memory; 2: it discards them, and the next sync writes them again",
+        Range(0, 2),
+        more="The cache is freed with 1 and 2. 1 takes as much pinned host memory as the engine's weights, and time to copy them. "
+        "Only engines sleep: `offload` moves critic, reference and reward model, and a judge is a service elsewhere.",
+        only_with="rollout.placement=colocated",
     )
     order: str = key(
         "in_order",
@@ -285,10 +280,7 @@ class BridgeConfig(Group):
     verify: str = key(
         "digest",
         "`planned`",
-        Choices(
-            {"off": "", "digest": "hash every tensor on both sides after every sync"},
-            former={"sample": "digest", "full": "digest"},
-        ),
+        one_of(off="", digest="hash every tensor on both sides after every sync"),
         more="The run ends at a difference.",
     )
     full_every: Optional[int] = key(

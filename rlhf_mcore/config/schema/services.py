@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Optional
 
 from rlhf_mcore.config.schema.group import Group
-from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, FINITE, key
+from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_1, FINITE, key
 
 SCORE = r"(?i)score[\s:=*_]{0,6}(-?[0-9]+(?:\.[0-9]+)?)"
+_TRY = "for one try of a request; a request has at most 5 tries, and 5 times as long for all of them"
 
 
 class RemoteRewardConfig(Group):
@@ -22,9 +23,7 @@ class RemoteRewardConfig(Group):
     token_env: Optional[str] = key(None, "environment variable that holds the server's token", null="none")
     batch_size: int = key(32, "responses of a request", AT_LEAST_1)
     concurrency: int = key(8, "requests of a rank at a time", AT_LEAST_1)
-    timeout_s: float = key(60.0, "for one try of a request", ABOVE_0)
-    deadline_s: float = key(300.0, "for a request with all its tries", ABOVE_0)
-    retries: int = key(4, "tries of a request after the first, further and further apart", AT_LEAST_0)
+    timeout_s: float = key(60.0, _TRY, ABOVE_0)
 
 
 class JudgeConfig(Group):
@@ -45,9 +44,7 @@ class JudgeConfig(Group):
     max_tokens: int = key(1024, "longest answer of the judge", AT_LEAST_1)
     token_env: Optional[str] = key(None, "environment variable that holds the API's key", null="none")
     concurrency: int = key(16, "requests of a rank at a time", AT_LEAST_1)
-    timeout_s: float = key(120.0, "for one try of a request", ABOVE_0)
-    deadline_s: float = key(600.0, "for a request with all its tries", ABOVE_0)
-    retries: int = key(4, "tries of a request after the first, further and further apart", AT_LEAST_0)
+    timeout_s: float = key(120.0, _TRY, ABOVE_0)
 
 
 class RewardRayConfig(Group):

@@ -6,13 +6,15 @@ Nothing here imports torch nor anything that does: help and configuration errors
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from pydantic import ValidationError
 
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.former import FORMER, translate
 from rlhf_mcore.config.schema.algorithm import AlgorithmConfig
 from rlhf_mcore.config.schema.environment import EnvironmentConfig
 from rlhf_mcore.config.schema.group import Group, is_group_type, to_dict
@@ -45,9 +47,9 @@ class Config(Group):
                 f"settings={settings!r} is not valid; give a dict, or read a file with rm.load_config(path)"
             )
         try:
-            super().__init__(**with_preset(nest({**(settings or {}), **keys})))
+            super().__init__(**with_preset(with_keys_of_today(nest({**(settings or {}), **keys}))))
         except ValidationError as error:
-            raise (Group.explain(Config, error) or error) from None
+            raise Group.explain(Config, error) from None
 
     @classmethod
     def read(cls, tree: Mapping[str, Any]) -> Config:
@@ -65,9 +67,9 @@ class Config(Group):
             ConfigError: naming every unknown key and every value that a key does not take.
         """
         try:
-            return self.read(merge(to_dict(self), nest(settings or {})))
+            return self.read(with_keys_of_today(merge(to_dict(self), nest(settings or {}))))
         except ValidationError as error:
-            raise (Group.explain(Config, error) or error) from None
+            raise Group.explain(Config, error) from None
 
     output_dir: str = key("outputs", "where run directories are made: `<output_dir>/<project>/<experiment>/`")
     project: str = key("rlhf_mcore", "first part of the run directory's name")
@@ -169,6 +171,39 @@ def merge(before: Any, value: Any) -> Any:
     if isinstance(before, Mapping) and isinstance(value, Mapping):
         return {**before, **{name: merge(before.get(name), child) for name, child in value.items()}}
     return value
+
+
+def with_keys_of_today(tree: dict[str, Any]) -> dict[str, Any]:
+    """Replace former keys by those that have taken their place, with a warning for each. Keys of a Group are today's.
+
+    Raises:
+        ConfigError: a former key has a value that it did not take.
+    """
+    for found in translate(dict(_settings_for_translation(tree))):
+        found.warn()
+        for name in found.was:
+            tree = _without(tree, name)
+        tree = merge(tree, nest(found.now))
+    return tree
+
+
+def _settings_for_translation(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the former keys of a tree, and those that their translation needs."""
+    for dotted in dict.fromkeys(chain.from_iterable(former.keys for former in FORMER)):
+        *groups, last = dotted.split(".")
+        inner: Any = tree
+        for name in groups:
+            inner = inner.get(name) if isinstance(inner, Mapping) else None
+        if isinstance(inner, Mapping) and last in inner:
+            yield dotted, inner[last]
+
+
+def _without(tree: Mapping[str, Any], dotted: str) -> dict[str, Any]:
+    """Copy a tree without a key, and without the groups that are empty then."""
+    first, _, rest = dotted.partition(".")
+    inner = _without(tree[first], rest) if rest else {}
+    others = {name: value for name, value in tree.items() if name != first}
+    return {**others, first: inner} if inner else others
 
 
 def with_preset(tree: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ _BY_KEY = {
     "rollout.kv_cache_gib": "kv_cache_memory_bytes num_gpu_blocks_override",
     "rollout.prefix_caching": "enable_prefix_caching",
     "rollout.enforce_eager": "enforce_eager",
-    "rollout.sleep": "enable_sleep_mode",
+    "rollout.sleep_level": "enable_sleep_mode",
     "rollout.quantization": "quantization quantization_config allow_deprecated_quantization",
     "rollout.speculative": "speculative_config spec_method spec_model spec_tokens",
 }

@@ -51,7 +51,7 @@ class Drafts:
         self.model: DraftedModel | None = None  # once it is attached, if MTP layers learn
         self._method, self._on_cuda, self._learned = cfg.speculative.method, on_cuda, learned_names(cfg, model)
         self._in_stages = cfg.layout.pp > 1
-        sleeps = on_cuda and cfg.placement == "colocated" and cfg.sleep and cfg.sleep_level == 2
+        sleeps = on_cuda and cfg.placement == "colocated" and cfg.sleep_level == 2
         if self._method == "mtp" and sleeps and not self._learned:
             raise ConfigError(
                 "rollout.speculative.method=mtp: a sleep of rollout.sleep_level=2 discards the MTP layers, which no sync brings back "

@@ -77,7 +77,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         shapes, expected = model.shapes, ExpectedTensors
         self._expected = expected.of_directory(model.model_dir) if shapes is None else expected.of_shapes(shapes)
         self._on_cuda = current_platform().name == "cuda"
-        self._can_sleep = self._on_cuda and cfg.sleep
+        self._can_sleep = self._on_cuda and cfg.sleep_level > 0
         self._asleep: set[str] = set()  # of MEMORY
         self._num_ranks, self._records = size, truncates(cfg.sampling)
         self._adapter_shapes, self._num_adapters = model.adapters, model.num_adapters
@@ -166,7 +166,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             options["max_num_batched_tokens"] = max(cfg.sequences, _USUAL_BUDGET)
         if self._on_cuda:
             options["gpu_memory_utilization"] = cfg.gpu_memory_utilization
-            options["enable_sleep_mode"] = cfg.sleep
+            options["enable_sleep_mode"] = cfg.sleep_level > 0
             options["return_sampling_mask"] = self._records
             options["enable_return_routed_experts"] = model.records_routes
         else:
@@ -422,7 +422,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         self._named = {} if number is None else {"lora_request": self._adapters[number]}
 
     def sleep(self, level: int = 2) -> None:
-        """Give the memory of weights and cache back to the device. A no-op on the CPU and with rollout.sleep=false."""
+        """Give the memory of weights and cache back to the device. A no-op on the CPU and with rollout.sleep_level=0."""
         if not self._can_sleep or self._asleep:
             return
         if self._in_flight:

@@ -94,7 +94,7 @@ def test_fault_35_a_bad_answer_ends_in_the_policy(name: str) -> None:
         tries = len(server.seen)
         assert tries == (1 if name == "status 400" else 4)
         with pytest.raises(ConfigError, match=r"prompt 'train-0', sample 3, .*set reward\.on_error=zero"):
-            scored([trajectory("5")], server.url, on_error="fail", retries=0)
+            scored([trajectory("5")], server.url, on_error="fail", tries=1)
 
 
 @pytest.mark.parametrize("name", [name for name in BAD if name != "status 400"])
@@ -109,9 +109,9 @@ def test_fault_35_a_server_that_hangs_costs_its_deadline() -> None:
     held: list[Scripted] = []
     with scripted(hangs(held)) as server:
         held.append(server)
-        (score,) = scored([trajectory("1")], server.url, timeout_s=0.1, retries=1)
+        (score,) = scored([trajectory("1")], server.url, timeout_s=0.1, tries=2)
         assert score.failure == "timeout" and "reward.remote.timeout_s=0.1" in score.cause and len(server.seen) == 2
-        (score,) = scored([trajectory("1")], server.url, deadline_s=0.2, timeout_s=50.0)
+        (score,) = scored([trajectory("1")], server.url, longest_s=0.2, timeout_s=50.0)
         assert score.failure == "timeout" and len(server.seen) == 3
 
 
@@ -122,7 +122,7 @@ def test_an_item_that_spoils_its_batch_is_found() -> None:
         return doubled(request)
 
     with scripted(reply) as server:
-        found = scored(rows(32), server.url, batch_size=32, retries=1)
+        found = scored(rows(32), server.url, batch_size=32, tries=2)
     assert [score.failure for score in found] == [None] * 13 + ["error"] + [None] * 18
     assert [score.value for score in found] == [0.0 if n == 13 else 2.0 * n for n in range(32)]
 
@@ -143,8 +143,8 @@ def test_fault_35_a_redirect_is_not_followed(status: str, monkeypatch: pytest.Mo
 def test_fault_35_no_server_ends_the_run_after_its_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with refused(ConfigError, value=10, remedy=("reward.remote.deadline_s", ".timeout_s")):
-        scored(rows(20), f"http://127.0.0.1:{port}", deadline_s=1.0)
+    with refused(ConfigError, value=10, remedy="reward.remote.timeout_s"):
+        scored(rows(20), f"http://127.0.0.1:{port}", longest_s=1.0)
 
 
 def test_a_server_that_is_down_is_left_alone_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_a_server_that_is_down_is_left_alone_until_it_is_back(monkeypatch: pytes
         return sent
 
     with scripted(reply) as server:
-        found = scored(rows(64), server.url, batch_size=8, retries=100)
+        found = scored(rows(64), server.url, batch_size=8, tries=101)
     assert [score.value for score in found] == [2.0 * n for n in range(64)]
     assert most[0] == 1
 

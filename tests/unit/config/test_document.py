@@ -63,7 +63,7 @@ def test_a_child_reads_it_without_what_reads_and_checks_files(workspace: Any) ->
     steps, modules = done.stdout.splitlines()
     assert steps == "17"
     others = {name for name in modules.split() if not name.startswith("rlhf_mcore.config.schema")}
-    expected = ("assignment", "choices", "document", "engine_kinds", "errors", "keys", "run_kinds", "show")
+    expected = ("choices", "document", "engine_kinds", "errors", "former", "keys", "run_kinds", "show")
     assert others <= {f"rlhf_mcore.config.{name}" for name in expected}
 
 

@@ -22,10 +22,10 @@ def problems(*overrides: str, file: str = "run.yaml") -> list[str]:
 
 def test_values_arrive_with_the_types_of_the_schema(workspace: Any) -> None:
     workspace.write("run.yaml", "model: {path: m}\nactor: {optimizer: {lr: 1e-4}}\ntrainer:\n  num_steps: 7\n")
-    cfg = load_config("run.yaml", ["rollout.sleep=false", "data.train=[a.jsonl, 3.jsonl]", "seed=11"])
+    cfg = load_config("run.yaml", ["rollout.enforce_eager=true", "data.train=[a.jsonl, 3.jsonl]", "seed=11"])
     assert isinstance(cfg, Config)
     assert (cfg.actor.optimizer.lr, cfg.trainer.num_steps, cfg.seed) == (1e-4, 7, 11)
-    assert cfg.rollout.sleep is False
+    assert cfg.rollout.enforce_eager is True
     assert cfg.data.train == ["a.jsonl", "3.jsonl"]
 
 

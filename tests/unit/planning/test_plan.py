@@ -148,7 +148,7 @@ def test_a_trained_model_leaves_the_device_as_far_as_is_necessary() -> None:
     assert tight.phases[-1].phase == "actor update"  # a save, for which the engine sleeps, needs less
     assert max(map(len, as_text(tight).splitlines())) <= 80
     assert "actor.offload" not in as_text(tight) and "actor: gradients, optimizer, weights" in as_text(tight)
-    for key in ("rollout.sleep=false", "rollout.engine=hf", "rollout.placement=disaggregated"):
+    for key in ("rollout.sleep_level=0", "rollout.engine=hf", "rollout.placement=disaggregated"):
         assert planned("Qwen2.5-7B", 8, *AUTO, key).roles[0].offload == (), key
 
 
@@ -247,7 +247,7 @@ def test_pinned_memory_is_that_of_offloading_and_of_saves_in_the_background() ->
 
 def test_a_sleeping_engine_leaves_its_memory_to_training() -> None:
     asleep = {p.phase: p.total for p in planned("Qwen2.5-7B", 8).phases}
-    awake = {p.phase: p.total for p in planned("Qwen2.5-7B", 8, "rollout.sleep=false").phases}
+    awake = {p.phase: p.total for p in planned("Qwen2.5-7B", 8, "rollout.sleep_level=0").phases}
     assert awake["actor update"] - asleep["actor update"] == int(0.5 * H100.memory_bytes)
     assert awake[GENERATE] == asleep[GENERATE]
 
@@ -257,7 +257,7 @@ def test_during_a_sync_an_engine_that_sleeps_otherwise_holds_its_weights_and_no_
     phases = {p.phase: p for p in planned("Qwen2.5-7B", 8).phases}
     assert "engine cache" not in phases["sync"].parts and phases[GENERATE].parts["engine cache"] > 0
     assert phases["sync"].parts["engine weights"] == 2 * 7_615_616_512
-    awake = {p.phase: p for p in planned("Qwen2.5-7B", 8, "rollout.sleep=false").phases}
+    awake = {p.phase: p for p in planned("Qwen2.5-7B", 8, "rollout.sleep_level=0").phases}
     assert awake["sync"].parts["engine cache"] == int(0.5 * H100.memory_bytes) - 2 * 7_615_616_512
 
 
@@ -297,7 +297,7 @@ def test_microbatches_and_bubble() -> None:
 
 @pytest.mark.parametrize(("kind", "rows"), [("sft", 1), ("reward_model", 2)])
 def test_supervised_runs_have_one_model_and_generate_nothing(kind: str, rows: int) -> None:
-    cfg = config("Qwen2.5-0.5B-Instruct", f"algorithm={kind}", "data.max_tokens=1024", "rollout.sleep=false")
+    cfg = config("Qwen2.5-0.5B-Instruct", f"algorithm={kind}", "data.max_tokens=1024", "rollout.sleep_level=0")
     validate(cfg, 2, check_files=False)
     plan = make_plan(cfg, 2, H100)
     assert [phase.phase for phase in plan.phases] == list(plan.seconds) == ["actor update"]
@@ -310,7 +310,7 @@ def test_supervised_runs_have_one_model_and_generate_nothing(kind: str, rows: in
 
 def test_pairs_are_compared_by_a_reference_that_is_planned() -> None:
     def made(*overrides: str) -> RunPlan:
-        cfg = config("Qwen2.5-0.5B-Instruct", "data.max_tokens=1024", "rollout.sleep=false", *overrides)
+        cfg = config("Qwen2.5-0.5B-Instruct", "data.max_tokens=1024", "rollout.sleep_level=0", *overrides)
         validate(cfg, 2, check_files=False)
         return make_plan(cfg, 2, H100)
 
@@ -394,7 +394,7 @@ def test_engines_of_their_own_share_no_memory_with_the_trainer() -> None:
     assert engine.parts["engine weights"] + engine.parts["engine cache"] == int(0.9 * H100.memory_bytes)
     assert phases["sync"].rank == 4 and set(phases["sync"].parts) == {*engine.parts, "bridge buckets"}
     assert phases["sync"].parts["engine cache"] == engine.parts["engine cache"]  # it never sleeps
-    beside = planned("Qwen2.5-7B", 4, "actor.layout.tp=2", "rollout.layout.tp=2", "rollout.sleep=false")
+    beside = planned("Qwen2.5-7B", 4, "actor.layout.tp=2", "rollout.layout.tp=2", "rollout.sleep_level=0")
     update = next(phase for phase in beside.phases if phase.phase == "actor update")
     assert {name: size for name, size in update.parts.items() if not name.startswith("engine ")} == phases[
         "actor update"

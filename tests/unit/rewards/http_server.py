@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from rlhf_mcore.config.schema import RemoteRewardConfig, RewardConfig
+from rlhf_mcore.rewards import http_pool
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.episodes import single_turn
@@ -81,9 +83,14 @@ def scripted(reply: Callable[[Request], bytes | None]) -> Iterator[Scripted]:
             server.shutdown()
 
 
-def scores_of(cfg: RewardConfig, given: list[Trajectory]) -> list[Score]:
+def scores_of(
+    cfg: RewardConfig, given: list[Trajectory], tries: int = http_pool.TRIES, longest_s: float = 60.0
+) -> list[Score]:
     """What a reward gives, which is closed afterwards."""
-    with closing(build_reward(cfg)) as reward:
+    with (
+        mock.patch.object(http_pool, "TRIES", tries),
+        closing(build_reward(cfg, longest_s=longest_s)) as reward,
+    ):
         return reward.score(given)
 
 
@@ -97,8 +104,14 @@ def rows(count: int) -> list[Trajectory]:
 
 
 def scored(
-    given: list[Trajectory], url: str, *, on_error: str = "zero", token_env: str | None = None, **limits: Any
+    given: list[Trajectory],
+    url: str,
+    *,
+    on_error: str = "zero",
+    token_env: str | None = None,
+    tries: int = 4,
+    longest_s: float = 60.0,
+    **settings: Any,
 ) -> list[Score]:
-    settings = {"timeout_s": 20.0, "deadline_s": 60.0, "retries": 3, **limits}
-    remote = RemoteRewardConfig(url=f"{url}/score", token_env=token_env, **settings)
-    return scores_of(RewardConfig(remote=remote, on_error=on_error), given)
+    remote = RemoteRewardConfig(url=f"{url}/score", token_env=token_env, **{"timeout_s": 20.0, **settings})
+    return scores_of(RewardConfig(remote=remote, on_error=on_error), given, tries, longest_s)

@@ -26,10 +26,8 @@ def says(content: Any) -> bytes:
 
 
 def judged(given: list[Trajectory], url: str, rules: list[RuleConfig] | None = None, **settings: Any) -> list[Score]:
-    judge = JudgeConfig(
-        url=f"{url}/v1/", model="m", **{"timeout_s": 20.0, "deadline_s": 30.0, "retries": 1, **settings}
-    )
-    return scores_of(RewardConfig(rules=rules or [], judge=judge, on_error="zero"), given)
+    judge = JudgeConfig(url=f"{url}/v1/", model="m", **{"timeout_s": 20.0, **settings})
+    return scores_of(RewardConfig(rules=rules or [], judge=judge, on_error="zero"), given, 2, 30.0)
 
 
 pytestmark = pytest.mark.usefixtures("short_pauses")

@@ -59,7 +59,7 @@ def test_what_vllm_is_told(tmp_path: Path) -> None:
     [
         (None, {}, True),
         (None, {"sleep_level": 1}, False),
-        (None, {"sleep": False}, False),
+        (None, {"sleep_level": 0}, False),
         (None, {"placement": "disaggregated"}, False),
         (SHAPES, {}, False),
     ],

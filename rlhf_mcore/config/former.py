@@ -1,0 +1,133 @@
+"""Keys of the last release that were merged or removed. Their settings are read once more, as settings of today's keys.
+
+The configuration that a run has written lists all of them. A value that was the default is dropped without a word.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError, for_terminal
+from rlhf_mcore.foreign import shorten
+
+Settings = dict[str, Any]  # dotted keys and their values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Former:
+    """Keys of the last release that are translated together.
+
+    Attributes:
+        instead: what a user writes now.
+        defaults: the keys that are gone, with their defaults.
+        lost: values that a key of today no longer takes, as lower-case texts. ``none`` was its default.
+        reads: keys of today that the translation needs, with their defaults.
+        translate: takes the values of ``defaults``, ``lost`` and ``reads``, in this order. Returns settings of today's keys; it may
+            return none.
+    """
+
+    instead: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    lost: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    reads: Mapping[str, Any] = field(default_factory=dict)
+    translate: Callable[..., Settings] = lambda *values: {}
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The arguments of ``translate``."""
+        return (*self.defaults, *self.lost, *self.reads)
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Settings of former keys, and those of today's keys that take their place."""
+
+    former: Former
+    was: Settings
+    changed: tuple[str, ...]  # the keys of ``was`` whose values were no defaults
+    now: Settings
+
+    def warn(self, place: Callable[[str], str] = lambda key: "") -> None:
+        """Print a line for each changed key. ``place`` returns where it was set."""
+        for key in self.changed:
+            now = ", ".join(f"{name}={_show(value)}" for name, value in self.now.items())
+            ending = f"is now {now}; write that" if now else f"has no effect: {self.former.instead}. Remove it"
+            text = f"warning: {f'{place(key)}: ' if place(key) else ''}{key}={_show(self.was[key])} {ending}"
+            sys.stderr.write(f"{for_terminal(text)}\n")
+
+
+def translate(values: Mapping[str, Any], *, defaults_too: bool = False) -> Iterator[Translation]:
+    """Translate the settings of former keys. Defaults have no translation, unless ``defaults_too``: they may replace other values.
+
+    Raises:
+        ConfigError: a value is none that the key took.
+    """
+    for former in dict.fromkeys(BY_KEY[key] for key in values if key in BY_KEY):
+        was = {key: values[key] for key in former.defaults if key in values}
+        was |= {key: values[key] for key, lost in former.lost.items() if key in values and _text(values[key]) in lost}
+        changed = tuple(key for key, value in was.items() if value != former.defaults.get(key))
+        if not was:
+            continue
+        defaults = {**former.defaults, **former.reads}
+        given = [values.get(key, defaults.get(key)) for key in former.keys]
+        try:
+            now = former.translate(*given) if changed or defaults_too else {}
+        except (TypeError, ValueError) as error:
+            key = next(iter(changed or was))
+            raise ConfigError(f"{key}={_show(was[key])} is not valid, and the key is gone: {former.instead}") from error
+        yield Translation(former, was, changed, now)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower()
+
+
+def _show(value: Any) -> str:
+    return _text("null" if value is None else value) if value is None or isinstance(value, bool) else shorten(value)
+
+
+# ------------------------------------------------------------------------------------------------------------- the table
+_SCALE = "write optimizer.loss_scale.initial; 1, 1000 and 2 hold for the others"
+_BOUND = "write a rule of alarms.rules (metric: reward/mean, measure: spike)"
+
+
+def _renamed(key: str, **names: str) -> Callable[[Any], Settings]:
+    """Return a translation of the former values of one key."""
+    return lambda value: {key: names[_text(value)]}
+
+
+_TRIES = "a request has 5 tries, and 5 times timeout_s for all of them"
+
+
+def _sleep(sleeps: bool, level: int) -> Settings:
+    return {"rollout.sleep_level": (level or 2) if sleeps else 0}
+
+
+FORMER = (
+    *(
+        Former(_SCALE, {f"{role}.optimizer.loss_scale.{name}": default})
+        for role in ("actor", "critic")
+        for name, default in (("minimum", 1.0), ("growth_interval", 1000), ("hysteresis", 2))
+    ),
+    Former(
+        f"for another bound {_BOUND}; alarms.defaults=false switches the line off",
+        {"reward.alarm.deviations": 5.0, "reward.alarm.steps": 20},
+    ),
+    Former("every sync is verified by hashes of all tensors", {"bridge.digest_every": 100}),
+    Former(
+        "the limit is 30.0 s, and a command that takes longer starts a process of its own", {"alarms.timeout_s": 30.0}
+    ),
+    Former(
+        "write bridge.verify=digest",
+        lost={"bridge.verify": ("sample", "full")},
+        translate=_renamed("bridge.verify", sample="digest", full="digest"),
+    ),
+    Former("write rollout.sleep_level=0", {"rollout.sleep": True}, reads={"rollout.sleep_level": 2}, translate=_sleep),
+    Former(_TRIES, {"reward.remote.deadline_s": 300.0, "reward.remote.retries": 4}),
+    Former(_TRIES, {"reward.judge.deadline_s": 600.0, "reward.judge.retries": 4}),
+)
+GROUPS = ("reward.alarm",)  # that had such keys and no others
+BY_KEY = {key: former for former in FORMER for key in (*former.defaults, *former.lost)}

@@ -1,0 +1,101 @@
+"""Settings of the last release's keys are read as those of today's, with a line that names what to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.differences import compare_configs
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.former import BY_KEY, FORMER, GROUPS
+from rlhf_mcore.config.keys import KEYS
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import resolve
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.show import changed_keys, to_yaml
+from rlhf_mcore.config.validate import validate
+from tests.messages import assert_names, refused
+
+# Settings of the last release, and the same ones of today.
+TRANSLATED = [
+    ({"alarms.timeout_s": 5.0}, {}),
+    ({"reward.alarm.deviations": 3, "reward.alarm.steps": 9}, {}),
+    ({"bridge.verify": "full"}, {}),  # digest is the default
+    ({"bridge.verify": "sample"}, {}),
+    ({"rollout.sleep": False}, {"rollout.sleep_level": 0}),
+    ({"rollout.sleep": False, "rollout.sleep_level": 1}, {"rollout.sleep_level": 0}),
+    ({"reward.remote.deadline_s": 20.0, "reward.judge.retries": 2}, {}),
+]
+
+
+@pytest.mark.parametrize(("before", "now"), TRANSLATED, ids=str)
+def test_former_settings_are_read_as_those_of_today(
+    workspace: Any, before: dict[str, Any], now: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace.write("model_only.yaml", "model: {path: m}\n")
+    cfg = load_config("model_only.yaml", [f"{key}={yaml_text(value)}" for key, value in before.items()])
+    lines = capsys.readouterr().err.splitlines()
+    assert changed_keys(cfg) == {"model.path": "m", **now}
+    assert Config({"model.path": "m", **before}) == cfg == Config({"model.path": "m"}).updated(before)
+    changed = {key: value for key, value in before.items() if not is_default(key, value)}
+    assert len(lines) == len(changed)
+    for line, (key, value) in zip(lines, changed.items(), strict=True):
+        assert line.startswith("warning: override ")
+        assert_names(line, field=key, value=f"{key}={yaml_text(value)}", remedy=tuple(now))
+
+
+def is_default(key: str, value: Any) -> bool:
+    return bool(BY_KEY[key].defaults.get(key) == value) if key in BY_KEY else True
+
+
+def yaml_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def test_defaults_of_the_last_release_are_dropped_without_a_word(
+    workspace: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"{key}={yaml_text(value)}" for former in FORMER for key, value in former.defaults.items()]
+    settings += [f"{key}=null" for former in FORMER for key, lost in former.lost.items() if "none" in lost]
+    assert load_config("run.yaml", settings) == load_config("run.yaml")
+    assert capsys.readouterr().err == ""
+
+
+def test_no_key_is_there_and_gone() -> None:
+    gone = {key for former in FORMER for key in former.defaults}
+    assert not gone & KEYS.keys() and not set(GROUPS) & KEYS.keys()
+    assert {key for former in FORMER for key in (*former.lost, *former.reads)} <= KEYS.keys()
+    assert {key.rpartition(".")[0] for key in gone} - KEYS.keys() <= set(GROUPS)
+
+
+def test_a_line_names_the_place(workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace.write("old.yaml", "base: run.yaml\nreward:\n  alarm: {deviations: 3}\n")
+    load_config("old.yaml")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: old.yaml:3: reward.alarm.deviations=3 ") and "alarms.defaults=false" in line
+
+
+def test_a_former_key_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = Config(model="m")
+    cfg.actor.optimizer.loss_scale.hysteresis = 4  # type: ignore[attr-defined]
+    cfg.bridge.verify = "off"
+    cfg.bridge.verify = "full"
+    assert cfg.bridge.verify == "digest"
+    first, second = capsys.readouterr().err.splitlines()
+    assert "loss_scale.hysteresis=4" in first and "bridge.verify=full is now bridge.verify=digest" in second
+    with pytest.raises(ConfigError, match="unknown key"):
+        cfg.steps = 3  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_of_the_release_before_is_no_other_run(workspace: Any) -> None:
+    text = to_yaml(load_config("run.yaml"))
+    saved = text.replace("alarms:\n", "alarms:\n  timeout_s: 30.0\n").replace("verify: digest", "verify: full")
+    assert compare_configs(saved, text) == ([], [])
+    _, changed = compare_configs(text.replace("alarms:\n", "alarms:\n  timeout_s: 5.0\n"), text)
+    assert [line.split()[0] for line in changed] == ["alarms.timeout_s"]
+
+
+def test_a_choice_that_never_was_is_refused(workspace: Any) -> None:
+    with refused(ConfigError, field="bridge.verify='sampled'", remedy="off, digest"):
+        validate(resolve(load_config("run.yaml", ["bridge.verify=sampled"])), check_files=False)
