@@ -68,7 +68,7 @@ def evaluate(
     Raises:
         ConfigError: a mistake in the configuration, the data, the reward or the checkpoint.
     """
-    from rlhf_mcore.config.evaluation import default_checkpoint, validate_evaluation
+    from rlhf_mcore.commands.evaluate.checkpoints import default_checkpoint, validate_evaluation
 
     if cfg is None:
         raise refusal("cfg", cfg, "give what rm.load_config or rm.Config returns")

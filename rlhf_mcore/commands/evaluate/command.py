@@ -14,10 +14,10 @@ from rlhf_mcore.cli.launch import launch
 from rlhf_mcore.cli.rank import torchrun_world_size
 from rlhf_mcore.cli.terminal import find_console, say, working
 from rlhf_mcore.cli.train import quiet
+from rlhf_mcore.commands.evaluate.checkpoints import default_checkpoint, validate_evaluation
 from rlhf_mcore.config.document import offer
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.evaluation import default_checkpoint, validate_evaluation
 from rlhf_mcore.config.resolve import default_world_size
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import warnings_of

@@ -20,6 +20,7 @@ from rlhf_mcore.checkpoint.manifest import Problem
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
 from rlhf_mcore.cli.terminal import find_console, say, working
+from rlhf_mcore.commands.evaluate.checkpoints import ShardedModel, checkpoint_config, find_model, find_sharded
 from rlhf_mcore.commands.evaluate.results import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.commands.evaluate.weights import (
     Engines,
@@ -28,7 +29,6 @@ from rlhf_mcore.commands.evaluate.weights import (
     weight_sketches,
 )
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.show import redact

@@ -18,9 +18,9 @@ from rlhf_mcore.bridge.files.formats.source import ModelSource
 from rlhf_mcore.bridge.files.hf_files import COMPANIONS, HFReader, open_adapters
 from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes
 from rlhf_mcore.bridge.run.merged import scaled
+from rlhf_mcore.commands.evaluate.checkpoints import ShardedModel
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.evaluation import ShardedModel
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.families.adapters import pairs_of

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from rlhf_mcore.commands.evaluate import weights
+from rlhf_mcore.commands.evaluate.checkpoints import checkpoint_config, find_sharded
 from rlhf_mcore.commands.evaluate.weights import engine_adapters
-from rlhf_mcore.config.evaluation import checkpoint_config, find_sharded
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.geometry import AdapterSizes
 from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config

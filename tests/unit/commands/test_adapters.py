@@ -21,10 +21,10 @@ from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.checkpoint.manifest import files_below, hash_files, read_manifest, write_manifest
 from rlhf_mcore.cli.main import main
 from rlhf_mcore.cli.saved_checkpoint import check_saved
+from rlhf_mcore.commands.evaluate.checkpoints import ShardedModel, find_sharded
 from rlhf_mcore.commands.evaluate.weights import open_weights, weight_sketches
 from rlhf_mcore.commands.push.command import collect
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.evaluation import ShardedModel, find_sharded
 from rlhf_mcore.families.adapters import hf_names
 from rlhf_mcore.geometry import AdapterSizes, Shard, StateShard
 from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config

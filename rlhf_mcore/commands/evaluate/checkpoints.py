@@ -1,8 +1,7 @@
-"""Find the directories that ``rlhf-mcore evaluate`` reads for a configuration, and check the configuration for it."""
+"""Find the model that is evaluated, and check the configuration for its evaluation."""
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from rlhf_mcore.config.rules.reward import reward_problems
 from rlhf_mcore.config.rules.rollout import engine_keys, sharding_problems
 from rlhf_mcore.config.rules.trainer import microbatch_problems
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.group import with_values
 from rlhf_mcore.config.validate import sampling_problems
 from rlhf_mcore.foreign import INDEX, read_json
 from rlhf_mcore.readers.adapter_files import base_model, holds_adapter
@@ -26,8 +26,7 @@ from rlhf_mcore.readers.hub_ids import absent_hint
 from rlhf_mcore.readers.model_files import INDEX_FILE, TOKENIZER_FILES, inspect_generator, tokenizer_problems
 from rlhf_mcore.readers.tokenizer_match import token_problems, tokenizer_size
 
-CANDIDATES = ("", "actor", "latest/actor")  # an HF directory, a checkpoint of ours, a run directory
-SHARDED_CANDIDATES = ("", "actor")
+CANDIDATES = ("", "actor", "latest/actor")  # a Hugging Face directory, a checkpoint of ours, a run directory
 COMPANIONS = "huggingface"  # where trainers that save shards keep config.json and the tokenizer
 _FSDP_SHARD = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
 _MEGATRON = (".metadata", "latest_checkpointed_iteration.txt")
@@ -35,50 +34,47 @@ _MEGATRON = (".metadata", "latest_checkpointed_iteration.txt")
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """A model in other files than its config: shards of another trainer, or adapters. ``rlhf-mcore convert`` has their readers."""
+    """A model whose weights are shards of another trainer, or adapters. ``rlhf-mcore convert`` has their readers."""
 
     format: str  # fsdp | megatron | adapter
     weights: str  # directory of the shards, or of the adapters
-    files: str  # directory of config.json and, where there is one, the tokenizer
+    files: str  # directory of config.json and possibly of the tokenizer
 
 
 def find_sharded(path: str, field: str, base: str) -> ShardedModel | None:
-    """Find the sharded or adapted model that a user means by ``path``. Returns None where it is something else.
+    """Find the shards or adapters in ``path``. Returns None if there are none.
 
-    ``base``: the Hugging Face model that it was trained from, for a directory without a config.json of its own.
+    ``base``: the Hugging Face model that they were trained from, for a directory without its own config.json.
 
     Raises:
         ConfigError: there are shards, and no config.json for them.
     """
-    if (adapters := find_adapters(path)) is not None:
-        return ShardedModel("adapter", adapters, base_model(adapters, base))
-    for folder in (Path(path, inside) for inside in SHARDED_CANDIDATES):
+    for folder in (Path(path, inside) for inside in CANDIDATES):
+        if holds_adapter(folder):
+            return ShardedModel("adapter", str(folder), base_model(str(folder), base))
+        if isfile(folder / "config.json"):
+            break
+    for folder in (Path(path), Path(path, "actor")):
         if not isdir(folder) or any(folder.glob("*.safetensors")):
             continue
-        names = [file.name for file in folder.iterdir()]
-        kind = "fsdp" if any(map(_FSDP_SHARD.fullmatch, names)) else "megatron" if set(_MEGATRON) & set(names) else None
+        names = {file.name for file in folder.iterdir()}
+        kind = (
+            "fsdp" if any(map(_FSDP_SHARD.fullmatch, names)) else "megatron" if names.intersection(_MEGATRON) else None
+        )
         if kind is None:
             continue
-        places = [folder, folder / COMPANIONS, folder.parent / COMPANIONS, Path(base)]
-        companions = next((place for place in places if isfile(place / "config.json")), None)
-        if companions is None:
-            raise ConfigError(
-                f"{field}={path} holds {kind} shards and no config.json, and model.path={base} has none; "
-                f"put that of the model into {folder / COMPANIONS}, or set model.path"
-            )
-        return ShardedModel(kind, str(folder), str(companions))
+        for files in (folder, folder / COMPANIONS, folder.parent / COMPANIONS, Path(base)):
+            if isfile(files / "config.json"):
+                return ShardedModel(kind, str(folder), str(files))
+        raise ConfigError(
+            f"{field}={path} holds {kind} shards and no config.json, and model.path={base} has none; "
+            f"put that of the model into {folder / COMPANIONS}, or set model.path"
+        )
     return None
 
 
-def find_adapters(path: str) -> str | None:
-    """Find the PEFT directory that a user means by ``path``. Returns None where it is something else."""
-    folders = (Path(path, inside) for inside in CANDIDATES)
-    first = next((folder for folder in folders if holds_adapter(folder) or isfile(folder / "config.json")), None)
-    return str(first) if first is not None and holds_adapter(first) else None
-
-
 def find_model(path: str, field: str) -> str:
-    """Find the Hugging Face directory that a user means by ``path``.
+    """Find the Hugging Face directory in ``path``: the directory itself, a checkpoint's, or a run's.
 
     Raises:
         ConfigError: there is none.
@@ -95,40 +91,27 @@ def find_model(path: str, field: str) -> str:
 
 
 def default_checkpoint(cfg: Config) -> str | None:
-    """Choose what is evaluated by default: the configuration's own run, its best model if it ends with that."""
+    """Return the checkpoint of the configuration's own run, or None: its best one if the run ends with that, else its latest."""
     run = Path(cfg.output_dir) / cfg.project / cfg.experiment
-    links = ["best", "latest"] if cfg.checkpoint.load_best_model_at_end else ["latest"]
-    return next((str(run / link) for link in links if _holds_model(run / link / "actor")), None)
-
-
-def _holds_model(folder: Path) -> bool:
-    return isfile(folder / "config.json") or holds_adapter(folder)
+    for link in ("best", "latest") if cfg.checkpoint.load_best_model_at_end else ("latest",):
+        actor = run / link / "actor"
+        if isfile(actor / "config.json") or holds_adapter(actor):
+            return str(run / link)
+    return None
 
 
 def checkpoint_config(cfg: Config, path: str, field: str) -> Config:
-    """Resolve the configuration with the model at ``path`` in the place of the trained one.
-
-    The model's own tokenizer is used where it has one.
-    """
-    cfg = copy.deepcopy(cfg)
+    """Resolve the configuration with the model at ``path`` instead of the trained one, and with its own tokenizer if it has one."""
     sharded = find_sharded(path, field, cfg.model.path)
     folder = sharded.files if sharded is not None else find_model(path, field)
-    if sharded is not None and sharded.format == "adapter" and _has_tokenizer(sharded.weights):
-        cfg.model.tokenizer_path = sharded.weights
-    elif _has_tokenizer(folder):
-        cfg.model.tokenizer_path = None
-    elif cfg.model.tokenizer_path is None:
-        cfg.model.tokenizer_path = cfg.model.path
-    cfg.model.path = folder
-    return resolve(cfg)
-
-
-def _has_tokenizer(folder: str) -> bool:
-    return any(isfile(Path(folder) / name) for name in TOKENIZER_FILES)
+    adapters = [sharded.weights] if sharded is not None and sharded.format == "adapter" else []
+    own = (place for place in (*adapters, folder) if any(isfile(Path(place, name)) for name in TOKENIZER_FILES))
+    tokenizer = next(own, cfg.model.tokenizer_path or cfg.model.path)
+    return resolve(with_values(cfg, {"model.path": folder, "model.tokenizer_path": tokenizer}))
 
 
 def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
-    """Check the needs of evaluation, and nothing else: a configuration of a training run will do, and a shorter one too.
+    """Check what evaluation needs. A configuration of a training run is valid, and a shorter one too.
 
     Raises:
         ConfigError: with every problem.
@@ -163,15 +146,6 @@ def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
     yield from sharding_problems(cfg)
 
 
-def _is_added(file: Path) -> bool:
-    """Tell whether a file of a model directory is in a checkpoint whose manifest does not name it."""
-    folder = Path(os.path.realpath(file.parent))
-    manifest = folder.parent / "manifest.json"
-    if not isfile(file) or not isfile(manifest):
-        return False
-    return f"{folder.name}/{file.name}" not in read_json(manifest, limits=INDEX).object("files")
-
-
 def _checkpoint_problems(cfg: Config, path: str, field: str) -> Iterator[str]:
     try:
         own = checkpoint_config(cfg, path, field)
@@ -180,18 +154,18 @@ def _checkpoint_problems(cfg: Config, path: str, field: str) -> Iterator[str]:
         return
     folder, tokenizer = own.model.path, own.model.tokenizer_path or own.model.path
     is_sharded = find_sharded(path, field, cfg.model.path) is not None
-    # A checkpoint's manifest tells what is loaded of it: an index that was added beside the weights is not.
-    looks_at_weights = not is_sharded and not _is_added(Path(folder, INDEX_FILE))
-    geometry, problems = inspect_generator(folder, field, needs_weights=looks_at_weights)
+    # A checkpoint's manifest names the files that are loaded: an index that was added beside the weights is not.
+    needs_weights = not is_sharded and not _is_added(Path(folder, INDEX_FILE))
+    geometry, problems = inspect_generator(folder, field, needs_weights=needs_weights)
     yield from [*problems, *tokenizer_problems(tokenizer, "model.tokenizer_path")]
     yield from token_problems(folder, tokenizer_size(tokenizer), field, tokenizer)
     if geometry is None:
         return
     yield from engine_cut_problems(own.rollout, geometry, field)
-    if own.reward.model.path is not None:
-        layout = own.reward.model.layout
+    scorer = own.reward.model
+    if scorer.path is not None:
         yield from model_problems(
-            "reward.model.path", own.reward.model.path, ("sequence",), "reward.model", layout, geometry
+            "reward.model.path", scorer.path, ("sequence",), "reward.model", scorer.layout, geometry
         )
         yield from microbatch_problems(own)
     longest = own.rollout.max_model_len or 0
@@ -200,3 +174,12 @@ def _checkpoint_problems(cfg: Config, path: str, field: str) -> Iterator[str]:
             f"{field}={path}: max_position_embeddings={geometry.max_positions} is less than the {longest} tokens of a prompt and "
             "its response; lower data.max_prompt_tokens, evaluate.max_new_tokens or rollout.sampling.max_new_tokens"
         )
+
+
+def _is_added(file: Path) -> bool:
+    """Return whether a file of a model directory is in a checkpoint whose manifest does not name it."""
+    folder = Path(os.path.realpath(file.parent))
+    manifest = folder.parent / "manifest.json"
+    if not isfile(file) or not isfile(manifest):
+        return False
+    return f"{folder.name}/{file.name}" not in read_json(manifest, limits=INDEX).object("files")
