@@ -44,11 +44,10 @@ def read_rows(path: Path, limits: RowLimits | None = None) -> Iterator[tuple[str
         ConfigError: the file is missing, of an unknown kind, broken, beyond the limits, has two columns of one name, or has no rows.
     """
     limits = limits or RowLimits()
-    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl}
-    reader = readers.get(path.suffix)
+    open_file(path, where=f"data file {path}", remedy="name a .parquet or .jsonl file").close()
+    reader = {".parquet": _read_parquet, ".jsonl": _read_jsonl}.get(path.suffix)
     if reader is None:
         raise ConfigError(f"data file {path}: unknown kind {path.suffix!r}; convert it to .parquet or .jsonl")
-    open_file(path, where=f"data file {path}", remedy="correct data.train or data.eval").close()
     num_rows = 0
     try:
         for place, row in reader(path, limits):
@@ -280,7 +279,7 @@ def _read_parquet(path: Path, limits: RowLimits) -> Iterator[tuple[str, dict[str
     except ConfigError:
         raise
     except (pyarrow.ArrowException, ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"{where}: not a readable parquet file ({_first_line(error)})") from error
+        raise ConfigError(f"{where}: not a readable parquet file ({_first_line(error)}); write it again") from error
 
 
 def _check_footer(metadata: Any, where: str, limits: RowLimits) -> list[str]:

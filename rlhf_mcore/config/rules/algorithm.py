@@ -6,17 +6,19 @@ import math
 from collections.abc import Iterator
 
 from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, KL_IN_LOSS, POLICY_LOSSES, PREFERENCE_LOSSES
+from rlhf_mcore.config.problems import show_value
 from rlhf_mcore.config.questions import draws_greedy, needs_critic, needs_reference
 from rlhf_mcore.config.resolve import correction_mode, part_weights
 from rlhf_mcore.config.rules.layouts import model_problems
-from rlhf_mcore.config.schema import AlgorithmConfig, Config, CovarianceConfig, SapoConfig
+from rlhf_mcore.config.schema import AlgorithmConfig, Config
+from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.geometry import ModelGeometry
 
 
 def algorithm_problems(cfg: Config) -> Iterator[str]:
-    """List problems with ``cfg.algorithm`` that a look at one key does not show. A function of a user's own file may use every key."""
+    """List problems between the keys of ``algorithm``. A function of the user may read every key, so it is not compared with them."""
     algorithm, n = cfg.algorithm, cfg.rollout.sampling.n
-    estimator, loss = ADVANTAGES.get(algorithm.advantage), POLICY_LOSSES.get(algorithm.policy_loss)
+    estimator = ADVANTAGES.get(algorithm.advantage)
     if n < 2 and estimator is not None and estimator.compares_group:
         yield (
             f"rollout.sampling.n={n}: algorithm.advantage={algorithm.advantage} compares the responses to "
@@ -33,76 +35,63 @@ def algorithm_problems(cfg: Config) -> Iterator[str]:
             f"algorithm.use_critic={algorithm.use_critic}: algorithm.advantage={algorithm.advantage} {verb}; "
             "set it to auto"
         )
-    if algorithm.whiten_advantages and estimator is not None and not estimator.whitens:
-        yield (
-            f"algorithm.whiten_advantages=True has no effect with algorithm.advantage={algorithm.advantage}; "
-            "set it to false, or use normalize_std"
-        )
-    if algorithm.bootstrap_truncated and estimator is not None and not estimator.needs_values:
-        yield (
-            f"algorithm.bootstrap_truncated=True has no effect with algorithm.advantage={algorithm.advantage}, which has no "
-            "critic; set it to false"
-        )
     if algorithm.turn_credit and algorithm.gamma != 1 and estimator is not None and estimator.discounts:
         yield (
             f"algorithm.gamma={algorithm.gamma:g} discounts by tokens, but with algorithm.turn_credit=True turns are the steps; "
             "set it to 1, and algorithm.turn_gamma instead"
         )
-    if algorithm.turn_credit and estimator is not None and not estimator.credits_turns:
-        yield (
-            f"algorithm.turn_credit=True has no effect with algorithm.advantage={algorithm.advantage}, which compares whole "
-            "responses; set it to false, or choose grpo or rloo"
-        )
-    for key in ("critic_lam", "lam_alpha"):
-        if (value := getattr(algorithm, key)) is not None and estimator is not None and not estimator.needs_values:
-            yield f"algorithm.{key}={value:g} has no effect with algorithm.advantage={algorithm.advantage}; set it to null"
-    if algorithm.sapo != SapoConfig() and loss is not None and not loss.reads_sapo:
-        yield f"algorithm.sapo has no effect with algorithm.policy_loss={algorithm.policy_loss}; remove it, or set that to sapo"
     covariance = algorithm.covariance
-    if covariance != CovarianceConfig() and loss is not None and not loss.reads_covariance:
-        yield (
-            f"algorithm.covariance has no effect with algorithm.policy_loss={algorithm.policy_loss}; remove it, or set that to kl_cov "
-            "or clip_cov"
-        )
     if covariance.low >= covariance.high:
         yield f"algorithm.covariance.low={covariance.low:g} is not below algorithm.covariance.high={covariance.high:g}; lower it"
-    if algorithm.dual_clip is not None and loss is not None and not loss.reads_dual_clip:
+    if draws_greedy(cfg) and cfg.environment.function is not None:
         yield (
-            f"algorithm.dual_clip={algorithm.dual_clip:g} has no effect with algorithm.policy_loss="
-            f"{algorithm.policy_loss}; set it to null"
+            f"environment.function={cfg.environment.function}: algorithm.advantage={algorithm.advantage} compares with a greedy "
+            "response, and plays no greedy episode; choose grpo or rloo"
         )
-    if draws_greedy(cfg):
-        yield from _greedy_problems(cfg)
+    yield from _unread_problems(cfg)
     yield from _part_problems(cfg)
     yield from _kl_problems(algorithm)
     yield from _correction_problems(cfg)
     yield from _overlong_problems(cfg)
 
 
-def _greedy_problems(cfg: Config) -> Iterator[str]:
-    chosen = f"algorithm.advantage={cfg.algorithm.advantage}"
-    if cfg.environment.function is not None:
-        yield (
-            f"environment.function={cfg.environment.function}: {chosen} compares with a greedy response, and plays no greedy "
-            "episode; choose grpo or rloo"
+def _unread_problems(cfg: Config) -> Iterator[str]:
+    """List keys that are set although the estimator or the loss does not read them."""
+    algorithm = cfg.algorithm
+    if (estimator := ADVANTAGES.get(algorithm.advantage)) is not None:
+        owner, parts = f"algorithm.advantage={algorithm.advantage}", estimator.compares_parts
+        yield from _unread(cfg, "whiten_advantages", owner, estimator.whitens, "set it to false, or use normalize_std")
+        yield from _unread(cfg, "bootstrap_truncated", owner, estimator.needs_values, "set it to false")
+        yield from _unread(
+            cfg, "turn_credit", owner, estimator.credits_turns, "set it to false, or choose grpo or rloo"
         )
-    if cfg.algorithm.overlong.enabled:
-        yield (
-            f"algorithm.overlong.enabled=True takes nothing off the greedy response that {chosen} compares with; set it to false, "
-            "and add rule length to reward.rules"
+        yield from _unread(cfg, "critic_lam", owner, estimator.needs_values, "set it to null")
+        yield from _unread(cfg, "lam_alpha", owner, estimator.needs_values, "set it to null")
+        yield from _unread(cfg, "reward_weights", owner, parts, "remove it, or set that to gdpo")
+        yield from _unread(cfg, "turn_gamma", owner, not parts, "set it to 1")
+    if (loss := POLICY_LOSSES.get(algorithm.policy_loss)) is not None:
+        owner = f"algorithm.policy_loss={algorithm.policy_loss}"
+        yield from _unread(cfg, "sapo", owner, loss.reads_sapo, "remove it, or set that to sapo")
+        yield from _unread(
+            cfg, "covariance", owner, loss.reads_covariance, "remove it, or set that to kl_cov or clip_cov"
         )
+        yield from _unread(cfg, "dual_clip", owner, loss.reads_dual_clip, "set it to null")
+
+
+def _unread(cfg: Config, key: str, owner: str, is_read: bool, remedy: str) -> Iterator[str]:
+    value = getattr(cfg.algorithm, key)
+    if not is_read and value != getattr(AlgorithmConfig(), key):
+        shown = f"algorithm.{key}" if isinstance(value, Group | dict) else f"algorithm.{key}={show_value(value)}"
+        yield f"{shown} has no effect with {owner}; {remedy}"
 
 
 def _part_problems(cfg: Config) -> Iterator[str]:
+    """List problems with an estimator that compares parts of scores: nothing else may be added to a score."""
     algorithm, weights = cfg.algorithm, part_weights(cfg)
     estimator = ADVANTAGES.get(algorithm.advantage)
+    if estimator is None or not estimator.compares_parts:
+        return
     chosen = f"algorithm.advantage={algorithm.advantage}"
-    if estimator is None:
-        return
-    if not estimator.compares_parts:
-        if weights is not None:
-            yield f"algorithm.reward_weights has no effect with {chosen}; remove it, or set that to gdpo"
-        return
     if not weights:
         yield (
             f"algorithm.reward_weights={algorithm.reward_weights}: {chosen} compares parts of scores; name them, as "
@@ -113,13 +102,6 @@ def _part_problems(cfg: Config) -> Iterator[str]:
             yield f"algorithm.reward_weights.{name}={weight:g} is no weight; give it a finite number that is not 0, or remove it"
     if algorithm.kl.coef > 0 and algorithm.kl.placement == "reward":
         yield f"algorithm.kl.placement=reward is in no part of a score, which {chosen} compares; set it to loss"
-    if algorithm.overlong.enabled:
-        yield (
-            f"algorithm.overlong.enabled=True is in no part of a score, which {chosen} compares; set it to false, "
-            "and give rule length a weight in algorithm.reward_weights"
-        )
-    if algorithm.turn_gamma != 1:
-        yield f"algorithm.turn_gamma={algorithm.turn_gamma:g} has no effect with {chosen}, which compares whole responses; set it to 1"
 
 
 def _kl_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -163,11 +145,16 @@ def _correction_problems(cfg: Config) -> Iterator[str]:
 
 
 def _overlong_problems(cfg: Config) -> Iterator[str]:
-    overlong = cfg.algorithm.overlong
-    if not overlong.enabled or overlong.cache_tokens is None:
+    overlong, estimator = cfg.algorithm.overlong, ADVANTAGES.get(cfg.algorithm.advantage)
+    if not overlong.enabled:
         return
+    if estimator is not None and (estimator.compares_parts or estimator.needs_greedy):
+        yield (
+            f"algorithm.overlong.enabled=True is not supported with algorithm.advantage={cfg.algorithm.advantage}, which reads other "
+            "scores than it changes; set it to false, and add the rule length to reward.rules"
+        )
     limit = cfg.rollout.sampling.max_new_tokens if overlong.max_tokens is None else overlong.max_tokens
-    if overlong.cache_tokens > limit:
+    if overlong.cache_tokens is not None and overlong.cache_tokens > limit:
         yield (
             f"algorithm.overlong.cache_tokens={overlong.cache_tokens} is more than the longest response, {limit} tokens; "
             "lower it"

@@ -104,11 +104,9 @@ def _container_problems(own: EnvironmentConfig) -> Iterator[str]:
 
 def _asking_problems(cfg: Config) -> Iterator[str]:
     """List the problems with an environment that asks at an endpoint."""
-    own, agent = cfg.environment, cfg.environment.agent
+    own = cfg.environment
     if own.overlap is False:
         yield "environment.overlap=False: an engine draws turns of agents as they come; set it to null"
-    if not agent.host.strip():
-        yield f"environment.agent.host={agent.host!r}: give an address of this machine, such as 127.0.0.1"
     if own.branches == "all" and cfg.algorithm.policy_loss in ("gspo", "gmpo"):
         yield (
             f"algorithm.policy_loss={cfg.algorithm.policy_loss} compares whole responses, and an episode of an agent may fall into "

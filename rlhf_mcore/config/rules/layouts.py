@@ -63,23 +63,12 @@ def _engine_expert_problems(layout: RolloutLayoutConfig, geometry: ModelGeometry
             if size > 1:
                 more = ", and have more engines" if key == "dp" else ""
                 yield f"rollout.layout.{key}={size}, but {model} has no experts; set it to 1{more}"
-    elif layout.ep > 1 and experts.count % layout.ep:
-        yield (
-            f"rollout.layout.ep={layout.ep} does not divide the {experts.count} experts of {model}; "
-            f"choose a divisor of {experts.count}"
-        )
-    elif layout.ep == 1 and experts.ffn_size % (layout.tp * layout.dp):
-        yield (
-            f"{keys} does not divide the intermediate size {experts.ffn_size} of an expert of {model}; "
-            f"choose a divisor of {experts.ffn_size}"
-        )
+    elif layout.ep > 1:
+        yield from _divides(f"rollout.layout.ep={layout.ep}", layout.ep, experts.count, "num_experts", model)
+    else:
+        yield from _divides(keys, layout.tp * layout.dp, experts.ffn_size, "moe_intermediate_size", model)
     if experts is not None and experts.count < layout.tp * layout.dp:
         yield f"{keys} is more than the {experts.count} experts of {model}; lower it"
-
-
-def _has_stacked_experts(geometry: ModelGeometry) -> bool:
-    """Tell whether experts are stacked. Of an architecture that is refused elsewhere nothing is known."""
-    return FAMILIES.get(geometry.family, UNSUPPORTED).has_stacked_experts
 
 
 def _world(cfg: Config, world_size: int | None) -> tuple[int, str]:
@@ -207,18 +196,10 @@ def _expert_cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometr
         if layout.ep > 1:
             yield f"{role}.layout.ep={layout.ep}, but {model} has no experts; set it to 1"
         return
-    if experts.count % layout.ep:
-        yield (
-            f"{role}.layout.ep={layout.ep} does not divide the {experts.count} experts of {model}; "
-            f"choose a divisor of {experts.count}"
-        )
     etp = layout.tp if layout.etp is None else layout.etp
-    if experts.ffn_size % etp:
-        yield (
-            f"{role}.layout.etp={etp} does not divide the intermediate size {experts.ffn_size} of an expert of {model}; "
-            f"choose a divisor of {experts.ffn_size}"
-        )
-    if etp > 1 and _has_stacked_experts(geometry):
+    yield from _divides(f"{role}.layout.ep={layout.ep}", layout.ep, experts.count, "num_experts", model)
+    yield from _divides(f"{role}.layout.etp={etp}", etp, experts.ffn_size, "moe_intermediate_size", model)
+    if etp > 1 and FAMILIES.get(geometry.family, UNSUPPORTED).has_stacked_experts:
         yield (
             f"{role}.layout.etp={etp}: experts that files have in one tensor ({model}) are whole on a rank; set it to 1, which with "
             f"{role}.layout.tp > 1 asks for {role}.layout.ep > 1"
@@ -228,6 +209,11 @@ def _expert_cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometr
             f"{role}.layout.sequence_parallel=False with {role}.layout.tp={layout.tp}: mixture-of-experts models ({model}) "
             "train under tensor parallelism with sequence parallelism only; set it to true"
         )
+
+
+def _divides(shown: str, parts: int, size: int, name: str, model: str) -> Iterator[str]:
+    if size % parts:
+        yield f"{shown} does not divide {name}={size} of {model}; choose a divisor of {size}"
 
 
 def tensor_cut_problems(geometry: ModelGeometry, field: str, tp: int, model: str) -> Iterator[str]:
@@ -240,8 +226,7 @@ def tensor_cut_problems(geometry: ModelGeometry, field: str, tp: int, model: str
     if geometry.delta is not None:
         sizes["linear_num_key_heads"] = geometry.delta.key_heads
     for name, size in sizes.items():
-        if size % tp:
-            yield f"{field}={tp} does not divide {name}={size} of {model}; choose a divisor of {size}"
+        yield from _divides(f"{field}={tp}", tp, size, name, model)
     groups = geometry.num_kv_heads
     if max(groups, tp) % min(groups, tp):
         yield (

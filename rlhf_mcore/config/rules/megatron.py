@@ -84,12 +84,14 @@ def megatron_fields() -> Mapping[str, MegatronField] | None:
     if root is None:
         return None
     fields: dict[str, MegatronField] = {}
-    for file, classes in _SOURCES.items():
+    for file, kinds in _SOURCES.items():
         for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
-            for item in node.body if isinstance(node, ast.ClassDef) and node.name in classes else ():
+            if not isinstance(node, ast.ClassDef) or node.name not in kinds:
+                continue
+            for item in node.body:
                 if isinstance(item, ast.AnnAssign) and not (name := ast.unparse(item.target)).startswith("_"):
                     others = fields[name].classes if name in fields else ()
-                    fields[name] = MegatronField((*others, classes[node.name]), ast.unparse(item.annotation))
+                    fields[name] = MegatronField((*others, kinds[node.name]), ast.unparse(item.annotation))
     return fields
 
 

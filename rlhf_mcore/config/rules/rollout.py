@@ -41,8 +41,6 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
         yield (
             f"model.attention={cfg.model.attention} is of rollout.engine={' or '.join(takers)}, found {engine.name!r}; set it to auto"
         )
-    if cfg.model.attention == "flash_attention_2" and cfg.model.dtype == "fp32":
-        yield "model.attention=flash_attention_2 has no fp32, found model.dtype=fp32; set model.dtype=bf16"
     yield from sharding_problems(cfg)
     yield from _seam_problems(cfg, engine)
     least, most = engine.temperatures

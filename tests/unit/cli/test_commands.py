@@ -44,8 +44,8 @@ def write_parquet(path: str, column: str) -> None:
         ),
         (
             "data.train=[q.parquet]",
-            "error: data.train: q.parquet has no prompt column 'prompt'; its columns are: question, answer. "
-            "Set data.prompt_key to one\n",
+            "error: data.train: q.parquet, row 0: no column 'prompt'; there are: answer, question. "
+            "Set data.prompt_key to one of them\n",
         ),
     ],
 )

@@ -48,7 +48,7 @@ def test_what_only_training_needs_is_not_asked_for(workspace: Any) -> None:
     ("overrides", "expected"),
     [
         (["evaluate.checkpoint=gone"], "evaluate.checkpoint=gone is not a directory"),
-        (["data.eval=[gone.jsonl]"], "data.eval: gone.jsonl does not exist"),
+        (["data.eval=[gone.jsonl]"], "data.eval: data file gone.jsonl: no such file"),
         (
             ["rollout.layout.tp=3", "trainer.world_size=2"],
             "rollout.layout.tp=3 does not divide the number of processes 2",

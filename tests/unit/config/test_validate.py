@@ -143,7 +143,6 @@ def test_good_variants_pass(workspace: Any) -> None:
             ["environment.agent.function=play", "path/to/file.py:name"],
         ),
         ([*AGENT, "environment.agent.url=ftp://a"], None, ["environment.agent.url=ftp://a", "http:// or https://"]),
-        ([*SERVED, "environment.agent.host=' '"], None, ["environment.agent.host=' '", "such as 127.0.0.1"]),
         ([*SERVED, "environment.options={a: 1}"], None, ["environment.options has no effect", "remove it"]),
         ([*SERVED, "environment.overlap=false"], None, ["environment.overlap=False", "set it to null"]),
         (["environment.function=verifiers", "environment.overlap=false"], None, ["environment.overlap=False", "null"]),
@@ -273,9 +272,9 @@ def test_good_variants_pass(workspace: Any) -> None:
         (["output_dir=train.jsonl/x"], None, ["output_dir=train.jsonl/x", "is a file"]),
         (["experiment=../x"], None, ["experiment='../x'", "slashes"]),
         (["evaluate.every=5"], None, ["evaluate.every=5", "data.eval"]),
-        (["data.train=[absent.parquet]"], None, ["data.train", "absent.parquet", "does not exist"]),
+        (["data.train=[absent.parquet]"], None, ["data.train", "absent.parquet", "no such file"]),
         (["data.train=[run.yaml]"], None, ["data.train", "run.yaml", ".jsonl"]),
-        (["data.answer_key=solution"], None, ["'solution'", "prompt, answer", "data.answer_key"]),
+        (["data.answer_key=solution"], None, ["'solution'", "answer, prompt", "data.answer_key"]),
         (["reward.rules=[]"], None, ["reward.rules", "final_number"]),
         (["reward.judge.url=http://127.0.0.1:1/v1"], None, ["reward.judge.model is null", "name the model"]),
         (["reward.rules=[{name: boxed, weight: .inf}]"], None, ["reward.rules[0].weight=inf"]),
@@ -541,9 +540,9 @@ def test_parquet_columns_are_read_and_listed(workspace: Any) -> None:
     parquet.write_table(pyarrow.table({"question": ["1+1"], "answer": ["2"]}), "q.parquet")
     assert check("data.train=[q.parquet]", "data.prompt_key=question") == []
     problem = only(check("data.train=[q.parquet]"))
-    assert "q.parquet has no prompt column 'prompt'; its columns are: question, answer" in problem
+    assert "q.parquet, row 0: no column 'prompt'; there are: answer, question. Set data.prompt_key" in problem
     workspace.write("broken.parquet", "PAR1 not really")
-    assert "broken.parquet is not a readable parquet file" in only(check("data.train=[broken.parquet]"))
+    assert "broken.parquet: not a readable parquet file" in only(check("data.train=[broken.parquet]"))
 
 
 def test_jsonl_that_is_broken(workspace: Any) -> None:
@@ -571,7 +570,7 @@ def test_jsonl_that_is_broken(workspace: Any) -> None:
 def test_rules_need_an_answer_column_and_functions_do_not(workspace: Any) -> None:
     workspace.write("train.jsonl", '{"prompt": "say something"}\n')
     workspace.write("grade.py", "def score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
-    assert "no answer column" in only(check())
+    assert "no answer to compare a response with" in only(check())
     assert check("reward.rules=[{name: format}]") == []
     assert check("reward.function=grade.py:score") == []
 
@@ -600,16 +599,16 @@ def test_columns_differ_from_file_to_file(workspace: Any) -> None:
     workspace.write("q.jsonl", '{"question": "1+1=", "gold": "2"}\n')
     both = "data.train=[train.jsonl, q.jsonl]"
     assert check(both, "data.prompt_key=[prompt, question]", "data.answer_key=[null, gold]") == []
-    assert "q.jsonl has no prompt column 'prompt'" in check(both)[0]
+    assert "q.jsonl, line 1: no column 'prompt'" in check(both)[0]
     short = check(both, "data.prompt_key=[prompt]", "data.answer_key=[null, gold]")
     assert "names 1 columns for the 2 files of data.train" in only(short)
     wrong = check(both, "data.prompt_key=[prompt, 3]", "data.answer_key=[null, gold]")
-    assert "q.jsonl has no prompt column '3'" in only(wrong)
+    assert "q.jsonl, line 1: no column '3'" in only(wrong)
     # of eval: those of train, unless it has its own
     evaluated = ["data.eval=[q.jsonl]", "data.train=[train.jsonl]"]
     (prompt, answer) = check(*evaluated)
-    assert "data.eval: q.jsonl has no prompt column 'prompt'" in prompt and "Set data.eval_prompt_key to one" in prompt
-    assert "Set data.eval_answer_key to one" in answer
+    assert "data.eval: q.jsonl, line 1: no column 'prompt'" in prompt and "Set data.eval_prompt_key to one" in prompt
+    assert "Set data.eval_answer_key" in answer
     assert check(*evaluated, "data.eval_prompt_key=question", "data.eval_answer_key=gold") == []
     workspace.write("n.jsonl", '{"prompt": "1+1=", "meta": {"gold": "2"}}\n')
     assert check("data.train=[n.jsonl]", "data.answer_key=meta.gold") == []
@@ -628,8 +627,8 @@ def test_columns_differ_from_file_to_file(workspace: Any) -> None:
 
 def test_a_directory_of_data_is_named_as_one(workspace: Any) -> None:
     (workspace.root / "parts").mkdir()
-    assert (
-        only(check("data.train=[parts]")) == "data.train: parts is a directory; name the .parquet or .jsonl files in it"
+    assert_names(
+        only(check("data.train=[parts]")), field="data.train", value=("parts", "a directory"), remedy=".parquet"
     )
 
 
@@ -667,10 +666,6 @@ def test_chat_templates_of_texts(workspace: Any) -> None:
     ("settings", "problem"),
     [
         (["model.attention=sdpa"], "model.attention=sdpa is of rollout.engine=hf, found 'vllm'"),
-        (
-            ["rollout.engine=hf", "model.attention=flash_attention_2", "model.dtype=fp32"],
-            "model.attention=flash_attention_2 has no fp32",
-        ),
     ],
 )
 def test_attention_of_the_plain_engine(workspace: Any, settings: list[str], problem: str | None) -> None:

@@ -52,7 +52,7 @@ def test_models_with_experts(workspace: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "overrides", "world_size", "words"),
     [
-        (QWEN_MOE, ["actor.layout.ep=4"], 4, ["actor.layout.ep=4", "6 experts"]),
+        (QWEN_MOE, ["actor.layout.ep=4"], 4, ["actor.layout.ep=4", "num_experts=6"]),
         (
             GPT_OSS,
             ["actor.layout.tp=2", "actor.layout.sequence_parallel=true"],
@@ -79,7 +79,7 @@ def test_models_with_experts(workspace: Any) -> None:
             QWEN_MOE,
             ["rollout.layout.tp=4", "rollout.layout.ep=4"],
             4,
-            ["rollout.layout.ep=4 does not divide the 6 experts of model.path", "choose a divisor of 6"],
+            ["rollout.layout.ep=4 does not divide num_experts=6 of model.path", "choose a divisor of 6"],
         ),
         (
             QWEN_MOE,
@@ -100,7 +100,7 @@ def test_models_with_experts(workspace: Any) -> None:
             QWEN_MOE | {"moe_intermediate_size": 41},
             ["rollout.layout.tp=2"],
             2,
-            ["rollout.layout.tp=2", "41 of an expert"],
+            ["rollout.layout.tp=2", "moe_intermediate_size=41"],
         ),
         (QWEN_MOE | {"num_experts_per_tok": 7}, [], None, ["num_experts_per_tok=7", "num_experts=6"]),
         (QWEN_MOE | {"num_experts_per_tok": 1}, [], None, ["num_experts_per_tok=1"]),
