@@ -29,11 +29,6 @@ def test_values_arrive_with_the_types_of_the_schema(workspace: Any) -> None:
     assert cfg.data.train == ["a.jsonl", "3.jsonl"]
 
 
-def test_lists_of_groups_become_dataclasses(workspace: Any) -> None:
-    cfg = load_config("run.yaml", ["reward.rules=[{name: boxed}, {name: format, weight: 1e-1}]"])
-    assert cfg.reward.rules == [RuleConfig(name="boxed", weight=1.0), RuleConfig(name="format", weight=0.1)]
-
-
 def test_a_rule_may_be_its_name_and_a_single_one_needs_no_brackets(workspace: Any) -> None:
     for override, rules in [
         ("reward.rules=final_number", [RuleConfig(name="final_number")]),
@@ -49,9 +44,6 @@ def test_a_rule_may_be_its_name_and_a_single_one_needs_no_brackets(workspace: An
             "run.yaml", "model: {path: m}\n" + override.replace("=", ": ", 1).replace("reward.", "reward: {", 1) + "}\n"
         )
         assert load_config("run.yaml").reward.rules == rules
-
-
-def test_tables_of_rules_may_be_written_likewise(workspace: Any) -> None:
     cfg = load_config("run.yaml", ["reward.sources={a: math, b: [code, {name: format}]}"])
     assert cfg.reward.sources == {
         "a": [RuleConfig(name="math")],
@@ -87,9 +79,6 @@ def test_later_wins_base_then_file_then_override(workspace: Any) -> None:
     workspace.write("sub/mine.yaml", "base: ../base.yaml\nproject: mine\nexperiment: mine\n")
     cfg = load_config("sub/mine.yaml", ["experiment=mine2", "experiment=last"])
     assert (cfg.seed, cfg.model.path, cfg.project, cfg.experiment) == (1, "base", "mine", "last")
-
-
-def test_several_bases_apply_in_order(workspace: Any) -> None:
     workspace.write("a.yaml", "seed: 1\nproject: a\n")
     workspace.write("b.yaml", "seed: 2\n")
     workspace.write("run.yaml", "base: [a.yaml, b.yaml]\nmodel: {path: m}\n")
@@ -143,9 +132,6 @@ def test_the_nearest_known_key() -> None:
         ("zzzzzz", None),
     ]:
         assert nearest(wrong) == meant
-
-
-def test_a_group_is_the_nearest_key_only_of_what_holds_keys() -> None:
     assert nearest("actr", groups=True) == "actor"
     assert all(not is_group(near) for key in list(KEYS)[::8] if (near := nearest(f"{key}x")))
 
@@ -216,26 +202,6 @@ def test_a_missing_mandatory_value_is_named(workspace: Any) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["model: [1\nseed: 2\n", "seed: !!python/object:os.system 1\n"])
-def test_broken_yaml_names_file_and_line(workspace: Any, text: str) -> None:
-    workspace.write("run.yaml", text)
-    (problem,) = problems()
-    assert problem.startswith(("run.yaml:1: ", "run.yaml:2: "))
-
-
-def test_a_repeated_key_is_refused(workspace: Any) -> None:
-    workspace.write("run.yaml", "seed: 1\nmodel: {path: m}\nseed: 2\n")
-    assert problems() == ["run.yaml:3: key 'seed' appears twice (also at run.yaml:1); keep one"]
-
-
-@pytest.mark.parametrize(("name", "content"), [("list.yaml", "- 1\n"), ("bytes.yaml", "\x00")])
-def test_a_file_that_is_no_config_is_named(workspace: Any, name: str, content: str | None) -> None:
-    if content is not None:
-        workspace.write(name, content)
-    (problem,) = problems(file=name)
-    assert name in problem
-
-
 def test_interpolations_resolve(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELS", "/models")
     cfg = load_config("run.yaml", ["model.path=${oc.env:MODELS}/qwen", "seed=5", "trainer.num_steps=${seed}"])
@@ -301,9 +267,8 @@ def test_settings_alone_are_a_configuration(workspace: Any) -> None:
         load_config("model.pth=here")
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
+def test_mistakes_in_a_file_are_named(workspace: Any) -> None:
+    for text, reason in [
         ("? [a, b]\n: 1", "a key has to be a name"),
         ('project: "\\ud800"', "not valid YAML"),
         ("project: a\x07b", "not valid YAML"),
@@ -319,11 +284,14 @@ def test_settings_alone_are_a_configuration(workspace: Any) -> None:
         ("base: .", "a directory, not a regular file"),
         ("project: ${experiment}\nexperiment: ${project}", "does not resolve"),
         ("data: {train: [[a.jsonl]]}", "run.yaml:1: data.train[0]=['a.jsonl'] is not valid; expected list of str"),
-    ],
-)
-def test_mistakes_in_a_file(workspace: Any, text: str, reason: str) -> None:
-    workspace.write("run.yaml", text)
-    assert reason in "".join(problems("model.path=m"))
+        ("model: [1\nseed: 2\n", "run.yaml:2: not valid YAML"),
+        ("seed: !!python/object:os.system 1\n", "run.yaml:1: "),
+        ("\x00", "run.yaml"),
+        ("- 1\n", "run.yaml: expected keys and values"),
+        ("seed: 1\nmodel: {path: m}\nseed: 2\n", "run.yaml:3: key 'seed' appears twice (also at run.yaml:1); keep one"),
+    ]:
+        workspace.write("run.yaml", text)
+        assert reason in "".join(problems("model.path=m")), text
 
 
 def test_an_alias_is_read(workspace: Any) -> None:

@@ -36,24 +36,14 @@ def test_a_value_from_the_environment_is_shown_as_it_was_written(workspace: Any)
     assert shown["output_dir"] == "${oc.env:PLACE}/runs"
     assert shown["data"]["eval"] == ["${oc.env:PLACE}/a.jsonl", "b.jsonl"]
     assert VALUE not in f"experiment={cfg.experiment!r}"
-
-
-def test_what_is_saved_loads_again_to_the_same_values(workspace: Any) -> None:
-    cfg = load_config("run.yaml", ["experiment=${oc.env:SECRET}"])
-    workspace.write("printed.yaml", to_yaml(cfg))
+    workspace.write("printed.yaml", text)
     assert load_config("printed.yaml").experiment == VALUE
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "logging.api_key=hunter2hunter2",
-    ],
-)
-def test_an_unknown_key_that_is_a_secret_is_named_without_its_value(workspace: Any, override: str) -> None:
-    with pytest.raises(ConfigError, match="unknown key") as raised:
-        load_config("run.yaml", [override])
-    assert "hunter2" not in str(raised.value) and override.partition("=")[0] in str(raised.value)
+def test_an_unknown_key_that_is_a_secret_is_named_without_its_value(workspace: Any) -> None:
+    with refused(ConfigError, field="logging.api_key") as raised:
+        load_config("run.yaml", ["logging.api_key=hunter2hunter2"])
+    assert "hunter2" not in str(raised.value)
 
 
 def test_the_value_of_a_secret_variable_is_found_in_any_text(workspace: Any) -> None:
@@ -123,13 +113,13 @@ ADDRESSES = [
 ]
 
 
-@pytest.mark.parametrize("override", ADDRESSES)
-def test_a_configuration_is_shown_and_saved_without_them(workspace: Any, override: str) -> None:
-    text = to_yaml(load_config("run.yaml", [override]))
-    assert HIDDEN not in text and "<redacted>" in text
-    workspace.write("saved.yaml", text)
-    assert to_yaml(load_config("saved.yaml")) == text
-    assert HIDDEN not in "".join(redact_arguments([override])) + this_command_of([override])
+def test_a_configuration_is_shown_and_saved_without_them(workspace: Any) -> None:
+    for override in ADDRESSES:
+        text = to_yaml(load_config("run.yaml", [override]))
+        assert HIDDEN not in text and "<redacted>" in text
+        workspace.write("saved.yaml", text)
+        assert to_yaml(load_config("saved.yaml")) == text
+        assert HIDDEN not in "".join(redact_arguments([override])) + this_command_of([override])
 
 
 def this_command_of(arguments: list[str]) -> str:
@@ -151,18 +141,15 @@ def test_a_command_to_be_typed_again_tells_of_what_it_leaves_out(
         assert told.startswith("to continue: python x.py ") and ("in the place of <redacted>" in told) == hides
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
+def test_errors_do_not_quote_them(workspace: Any) -> None:
+    for override in [
         f"reward.remote.url='http://h/s?key={HIDDEN}'",
         f"reward.judge.url='https://me:{HIDDEN}@h/v1'",
         f"alarms.command='tell --key {HIDDEN}'",
-    ],
-)
-def test_errors_do_not_quote_them(workspace: Any, override: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        validate(load_config("run.yaml", [override, "alarms.actions=[warn]"]), None)
-    assert HIDDEN not in without_secrets(str(raised.value))
+    ]:
+        with pytest.raises(ConfigError) as raised:
+            validate(load_config("run.yaml", [override, "alarms.actions=[warn]"]), None)
+        assert HIDDEN not in without_secrets(str(raised.value))
 
 
 def test_a_saved_command_is_not_run_without_its_arguments(workspace: Any) -> None:
