@@ -52,16 +52,8 @@ def test_alpha_is_twice_the_rank() -> None:
     assert sizes is not None and sizes.scale == 4.0
 
 
-@pytest.mark.parametrize(
-    "use_rslora",
-    [
-        False,
-    ],
-)
-def test_what_begins_with_singular_vectors_has_twice_the_rank_and_the_same_scale(use_rslora: bool) -> None:
-    plain, pissa = (
-        configured(actor__lora__init=init, actor__lora__use_rslora=use_rslora) for init in ("gaussian", "pissa")
-    )
+def test_what_begins_with_singular_vectors_has_twice_the_rank_and_the_same_scale() -> None:
+    plain, pissa = (configured(actor__lora__init=init) for init in ("gaussian", "pissa"))
     one, other = adapter_sizes(plain.actor.lora), adapter_sizes(pissa.actor.lora)
     assert one is not None and other is not None
     assert (one.rank, one.fixed) == (8, 0) and (other.rank, other.fixed) == (16, 8)

@@ -54,21 +54,12 @@ def test_good_configurations_pass(kind: str) -> None:
         assert check(kind, *overrides, world_size=world_size) == []
 
 
-def test_a_coefficient_of_kl_is_refused_where_a_reference_is_compared_with(kind: str) -> None:
-    assert bool(check(kind, "algorithm.kl.coef=0.1")) == (kind == "dpo")
-
-
 def test_a_run_is_one_model(kind: str) -> None:
     cfg = loaded(kind, "actor.layout.pp=2", "rollout.layout.tp=8", "algorithm.advantage=gae", "reward.model.path=m")
     assert [role.name for role in role_layouts(cfg)] == ["actor"]
     assert (default_world_size(cfg), needs_critic(cfg), cfg.algorithm.kind) == (2, False, kind)
     assert needs_reference(cfg) == (kind == "dpo")
-
-
-def test_the_schedule_is_as_long_as_the_run(kind: str) -> None:
-    cfg = resolve(loaded(kind, "trainer.num_steps=7"))
-    assert cfg.actor.optimizer.schedule.total_updates == 7
-    validate(cfg)  # what is printed can be read again
+    validate(resolve(loaded(kind)))  # what is printed can be read again
 
 
 def test_mistakes_are_refused(kind: str) -> None:
@@ -104,16 +95,10 @@ def test_a_pair_needs_twice_the_room(workspace: Any) -> None:
     assert "raise it to 200" in check("reward_model", *padded, "trainer.max_tokens_per_microbatch=198", world_size=2)[0]
 
 
-@pytest.mark.parametrize(
-    ("which", "row", "missing"),
-    [
-        ("sft", PAIR, ["'response'", "data.response_key", "'messages'"]),
-    ],
-)
-def test_columns_that_are_missing_are_named(workspace: Any, which: str, row: Any, missing: list[str]) -> None:
-    workspace.write("train.jsonl", json.dumps(row) + "\n")
-    (problem,) = check(which)
-    assert all(word in problem for word in [*missing, ", ".join(row)]), problem
+def test_columns_that_are_missing_are_named(workspace: Any) -> None:
+    workspace.write("train.jsonl", json.dumps(PAIR) + "\n")
+    (problem,) = check("sft")
+    assert all(word in problem for word in ["'response'", "data.response_key", "'messages'", *PAIR]), problem
 
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -76,8 +76,6 @@ def test_good_variants_pass(workspace: Any) -> None:
     ("overrides", "world_size", "words"),
     [
         (["rollout.layout.tp=2"], 3, ["processes=3", "rollout.layout.tp=2", "multiple of 2"]),
-        (["actor.optimizer.momentum=0.9"], None, ["optimizer.momentum=0.9 has no effect with", "optimizer.name=adamw"]),
-        (["actor.optimizer={name: sgd, eps: 1e-6}"], None, ["actor.optimizer.eps=1e-06 has no effect", "name=sgd"]),
         (["actor.moe.aux_loss_coef=0.1"], None, ["actor.moe.aux_loss_coef=0.1", "no experts", "0"]),
         (["actor.layout.vpp=4", "actor.layout.pp=2"], 2, ["pp*vpp=8", "num_hidden_layers=4"]),
         (["actor.layout.layers_per_stage=[2,2]"], 1, ["[2, 2] has 2 numbers", "pp=1", "layers_per_stage=[4]"]),
@@ -88,7 +86,6 @@ def test_good_variants_pass(workspace: Any) -> None:
         ),
         (["actor.layout.pp=2", "actor.layout.layers_per_stage=[4,0]"], 2, ["[4, 0]", "positive"]),
         (["rollout.sampling.temperature=2.5"], None, ["rollout.sampling.temperature=2.5", "0.01 to 2"]),
-        (["evaluate.temperature=0.001"], None, ["evaluate.temperature=0.001", "0.01 to 2"]),
         (["trainer.max_staleness=1"], None, ["trainer.max_staleness=1", "rollout.placement=disaggregated"]),
         ([*APART, "bridge.transport=nixl"], None, ["bridge.transport=nixl", "pip install nixl"]),
         (
@@ -102,7 +99,6 @@ def test_good_variants_pass(workspace: Any) -> None:
             None,
             ["reward.ray.address=None", "rollout.ray.address=None", "set both to its address"],
         ),
-        ([*APART, "rollout.ray.address=head"], None, ["rollout.ray.address='head'", "host:port"]),
         ([*APART, "rollout.ray.address=10.0.0.1:99999"], None, ["rollout.ray.address='10.0.0.1:99999'", "host:port"]),
         (
             [*AHEAD, "rollout.deterministic_order=true", "rollout.at_publish=continue"],
@@ -137,23 +133,15 @@ def test_good_variants_pass(workspace: Any) -> None:
             None,
             ["agent.function=absent.py:play", "does not exist"],
         ),
-        (
-            [*AGENT, "environment.agent.function=play"],
-            None,
-            ["environment.agent.function=play", "path/to/file.py:name"],
-        ),
         ([*AGENT, "environment.agent.url=ftp://a"], None, ["environment.agent.url=ftp://a", "http:// or https://"]),
         ([*SERVED, "environment.options={a: 1}"], None, ["environment.options has no effect", "remove it"]),
         ([*SERVED, "environment.overlap=false"], None, ["environment.overlap=False", "set it to null"]),
-        (["environment.function=verifiers", "environment.overlap=false"], None, ["environment.overlap=False", "null"]),
         ([*SERVED, "algorithm=gspo"], None, ["policy_loss=gspo", "environment.branches to last or longest"]),
-        (["reward.remote.url=http://a/b", "reward.rules=[{name: mth}]"], None, ["did you mean 'math'?"]),
         (["rollout.engine=hf", "rollout.layout.tp=2"], None, ["rollout.layout.tp=2", "hf"]),
         (["rollout.sampling.n=1"], None, ["rollout.sampling.n=1", "algorithm.advantage=grpo", "2 or more"]),
         (["trainer.minibatch_size=5"], None, ["prompts_per_step=32", "minibatch_size=5"]),
         (["rollout.sampling.top_k=513"], None, ["rollout.sampling.top_k=513", "512 or less"]),
         (["rollout.sampling.top_k=1"], None, ["rollout.sampling.top_k=1", "2 or more"]),
-        (["algorithm=rloo", "rollout.sampling.n=1"], None, ["rollout.sampling.n=1", "advantage=rloo", "2 or more"]),
         (["algorithm=ppo", "rollout.sampling.n=1", "algorithm.dynamic_sampling.enabled=true"], None, ["2 or more"]),
         (["algorithm=ppo", "algorithm.use_critic=false"], None, ["use_critic=false", "needs a critic", "auto"]),
         (["algorithm.use_critic=true"], None, ["use_critic=true", "advantage=grpo", "no use for a critic", "auto"]),
@@ -176,17 +164,10 @@ def test_good_variants_pass(workspace: Any) -> None:
             ["algorithm.kl.controller.target=null", "adaptive", "number"],
         ),
         (
-            ["algorithm.kl.coef=0.1", "algorithm.kl.controller.name=linear"],
-            None,
-            ["algorithm.kl.controller.final=null", "linear", "number"],
-        ),
-        (
             ["algorithm.rollout_correction.mask_low=0.5"],
             None,
             ["mask_low=0.5", "mode=off", "token, sequence or geometric"],
         ),
-        (["algorithm.rollout_correction.veto=1e-4"], None, ["veto=0.0001", "mode=off"]),
-        (["algorithm.rollout_correction.max_binary_kl=0.1"], None, ["max_binary_kl=0.1", "mode=off", "choose token"]),
         (
             ["algorithm.rollout_correction={mode: sequence, max_binary_kl: 0.1}"],
             None,
@@ -208,18 +189,12 @@ def test_good_variants_pass(workspace: Any) -> None:
             None,
             ["turn_credit=True", "advantage=remax", "set it to false"],
         ),
-        (
-            ["algorithm=opo", "algorithm.turn_credit=true"],
-            None,
-            ["turn_credit=True", "advantage=opo", "set it to false"],
-        ),
         (["algorithm=grpo", "algorithm.lam_alpha=0.05"], None, ["lam_alpha=0.05", "advantage=grpo", "null"]),
         (
             ["algorithm=gdpo", "reward.rules=[]", "reward.remote.url=http://127.0.0.1:1/score"],
             None,
             ["algorithm.reward_weights=None", "advantage=gdpo", "boxed"],
         ),
-        (["algorithm=gdpo", "algorithm.reward_weights={}"], None, ["algorithm.reward_weights={}", "advantage=gdpo"]),
         ([*GDPO[:1], "algorithm.reward_weights={boxed: 0}"], None, ["reward_weights.boxed=0", "not 0", "remove it"]),
         (
             [*GDPO[:1], "algorithm.reward_weights={boxed: .nan}"],
@@ -277,7 +252,6 @@ def test_good_variants_pass(workspace: Any) -> None:
         (["data.answer_key=solution"], None, ["'solution'", "answer, prompt", "data.answer_key"]),
         (["reward.rules=[]"], None, ["reward.rules", "final_number"]),
         (["reward.judge.url=http://127.0.0.1:1/v1"], None, ["reward.judge.model is null", "name the model"]),
-        (["reward.rules=[{name: boxed, weight: .inf}]"], None, ["reward.rules[0].weight=inf"]),
     ],
 )
 def test_a_mistake_names_field_value_and_remedy(
