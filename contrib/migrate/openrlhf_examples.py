@@ -135,7 +135,7 @@ DPO = Table(
         Row("label_smoothing", "algorithm.dpo.label_smoothing", float),
         Row("nll_loss_coef", "algorithm.dpo.nll_coef", float),
         Row("ref_pretrain", "reference.path", path),
-        Row("ref_offload", "reference.offload", bool),
+        Row("ref_offload", "reference.offload", lambda on: "always" if on else "never"),
     ),
     (*_SUPERVISED_JOINTS, _kind("dpo"), Joint(("ipo",), _ipo), _example_tokens(2)),
     {**_SUPERVISED_DEFAULTS, "adam.lr": 1e-5, "data.max_len": 512, "train.micro_batch_size": 8},

@@ -61,6 +61,12 @@ def reward_model(values: Values) -> dict[str, Any]:
     return {"reward.model.path": path(values["reward_model.model.path"]), "reward.rules": []}
 
 
+def recompute(values: Values) -> dict[str, Any]:
+    granularity = choose({None: "off", "selective": "selective", "full": "full"})(values[RECOMPUTE + "granularity"])
+    method = choose({None: "full", "uniform": "full", "block": "block"})(values.get(RECOMPUTE + "method"))
+    return {"actor.recompute.granularity": method if granularity == "full" else granularity}
+
+
 def warmup(theirs: str, ours: str) -> Joint:
     """Convert a warmup in steps to ours in updates, of which a step may make several."""
 
@@ -206,16 +212,6 @@ ROWS = (
     *_layout_rows("critic.megatron.", "critic.layout."),
     *_layout_rows("reward_model.megatron.", "reward.model.layout."),
     Row(MEGATRON + "dtype", "model.dtype", choose({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})),
-    Row(
-        RECOMPUTE + "granularity",
-        "actor.recompute.granularity",
-        choose({None: "off", "selective": "selective", "full": "full"}),
-    ),
-    Row(
-        RECOMPUTE + "method",
-        "actor.recompute.method",
-        choose({None: "uniform", "uniform": "uniform", "block": "block"}),
-    ),
     Row(RECOMPUTE + "num_layers", "actor.recompute.num_layers", lambda layers: int(layers or 1)),
     *_optimizer_rows(OPTIM, "actor.optimizer."),
     *_optimizer_rows("critic.optim.", "critic.optimizer."),
@@ -290,6 +286,7 @@ JOINTS = (
         ),
         policy_loss,
     ),
+    Joint((RECOMPUTE + "granularity", RECOMPUTE + "method"), recompute),
     Joint((ACTOR + "loss_agg_mode", ACTOR + "loss_scale_factor"), aggregation),
     Joint(
         (

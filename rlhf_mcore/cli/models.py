@@ -19,7 +19,7 @@ from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.choices import MTP_TRAINED
-from rlhf_mcore.config.questions import adapter_sizes, offloaded_parts
+from rlhf_mcore.config.questions import adapter_sizes, is_offloaded, offloaded_parts
 from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import (
     ActorConfig,
@@ -299,9 +299,9 @@ class ModelBuilder:
     ) -> RoleModel:
         """Build a model that no optimizer updates. ``saved_as``: its name in checkpoints, if it is there."""
         model = self._model(spec, path, layout, replace(self._options(dtype), overrides=overrides), saved_as)
-        if model is not None and cfg.offload:
+        if model is not None and is_offloaded(cfg.offload):
             assert self.sharing is not None
-            model.share(self.sharing, name, (WEIGHTS,), by_layer=cfg.offload_by_layer)
+            model.share(self.sharing, name, (WEIGHTS,), by_layer=cfg.offload == "by_layer")
         because = why_unshared(spec.geometry, layout.cp, torch.cuda.is_available())
         return RoleModel(layout, model, spec, self.cfg.trainer, model_flops(spec.geometry), unshared_because=because)
 

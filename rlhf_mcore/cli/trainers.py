@@ -213,9 +213,10 @@ def decide_offload(run: RunContext) -> Config:
     for role in roles_of(decided, dist.get_world_size(), run.dtype):
         group = role.name.partition("[")[0]  # of several teachers
         key = f"{'reward.model' if group == 'reward' else group}.offload"
-        if role.offload and value_of(run.cfg, key) in ("auto", None):
-            shown = str(value_of(decided, key)).lower()
-            run.record.note(f"{key}={shown}: with less, a phase would not fit (rlhf-mcore plan shows it)")
+        if role.offload and value_of(run.cfg, key) == "auto":
+            run.record.note(
+                f"{key}={value_of(decided, key)}: with less, a phase would not fit (rlhf-mcore plan shows it)"
+            )
     return decided
 
 

@@ -106,6 +106,28 @@ def _sleep(sleeps: bool, level: int) -> Settings:
     return {"rollout.sleep_level": (level or 2) if sleeps else 0}
 
 
+def _offload_of(key: str) -> Former:
+    """Return the translation of a frozen model's ``offload``, which was null, true or false, and ``offload_by_layer``."""
+    choices = {"none": "auto", "true": "always", "false": "never"}
+
+    def merge(by_layer: bool, offload: Any) -> Settings:
+        choice = choices.get(_text(offload), offload)
+        return {f"{key}.offload": "by_layer" if by_layer and choice != "never" else choice}
+
+    lost = {f"{key}.offload": tuple(choices)}
+    return Former(f"set {key}.offload", {f"{key}.offload_by_layer": False}, lost, translate=merge)
+
+
+def _recompute_of(role: str) -> Former:
+    key = f"{role}.recompute.granularity"
+
+    def merge(method: str, granularity: str) -> Settings:
+        whole = granularity in ("full", "block")
+        return {key: "block" if method == "block" else "full"} if whole else {}
+
+    return Former(f"set {key}", {f"{role}.recompute.method": "uniform"}, reads={key: "off"}, translate=merge)
+
+
 FORMER = (
     *(
         Former(_SCALE, {f"{role}.optimizer.loss_scale.{name}": default})
@@ -126,6 +148,8 @@ FORMER = (
         translate=_renamed("bridge.verify", sample="digest", full="digest"),
     ),
     Former("write rollout.sleep_level=0", {"rollout.sleep": True}, reads={"rollout.sleep_level": 2}, translate=_sleep),
+    *(_offload_of(key) for key in ("reference", "teacher", "reward.model")),
+    *(_recompute_of(role) for role in ("actor", "critic")),
     Former(_TRIES, {"reward.remote.deadline_s": 300.0, "reward.remote.retries": 4}),
     Former(_TRIES, {"reward.judge.deadline_s": 600.0, "reward.judge.retries": 4}),
 )

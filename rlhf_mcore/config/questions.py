@@ -63,6 +63,11 @@ def offloaded_parts(choice: str) -> tuple[str, ...]:
     return {"state": ("gradients", "optimizer"), "always": ("gradients", "optimizer", "weights")}.get(choice, ())
 
 
+def is_offloaded(choice: str) -> bool:
+    """Return whether the weights of a frozen model leave the device, by its resolved ``offload`` (auto: no)."""
+    return choice in ("always", "by_layer")
+
+
 def adapter_sizes(cfg: LoraConfig) -> AdapterSizes | None:
     """Return the sizes of a role's adapters, or None if it trains whole weights."""
     if cfg.rank is None:

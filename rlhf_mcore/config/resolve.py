@@ -54,8 +54,6 @@ def resolve(cfg: Config) -> Config:
         updates = steps * epochs * (trainer.prompts_per_step // size)
         schedule = _with_updates(getattr(cfg, role).optimizer.schedule, updates)
         values[f"{role}.optimizer.schedule"] = schedule
-    for key, frozen in (("reference", cfg.reference), ("reward.model", cfg.reward.model), ("teacher", cfg.teacher)):
-        values[f"{key}.offload"] = or_else(frozen.offload, True if frozen.offload_by_layer else None)
     return with_values(cfg.model_copy(deep=True), values)
 
 

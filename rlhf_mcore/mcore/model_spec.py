@@ -284,7 +284,8 @@ def _recompute(cfg: RecomputeConfig) -> dict[str, Any]:
         return {}
     if cfg.granularity == "selective":
         return dict(recompute_granularity="selective", recompute_modules=list(cfg.modules))
-    return dict(recompute_granularity="full", recompute_method=cfg.method, recompute_num_layers=cfg.num_layers)
+    method = "block" if cfg.granularity == "block" else "uniform"
+    return dict(recompute_granularity="full", recompute_method=method, recompute_num_layers=cfg.num_layers)
 
 
 def fused_kernels(spec: ModelSpec) -> dict[str, bool]:

@@ -14,6 +14,7 @@ from rlhf_mcore.config.questions import (
     SHORTEST_PREFIX,
     adapter_sizes,
     in_fp8,
+    is_offloaded,
     longest_example,
     needs_critic,
     needs_reference,
@@ -187,8 +188,10 @@ def _frozen(
     computed_as: ActorConfig | RewardModelConfig | TeacherConfig | None,
 ) -> PlannedRole:
     """Describe a model that does not learn. ``computed_as``: the group with its ``megatron`` fields."""
-    role = PlannedRole(name, geometry, layout, False, dtype, offload=("weights",) if group.offload else ())
-    role = replace(role, by_layer=bool(group.offload) and group.offload_by_layer)
+    role = PlannedRole(
+        name, geometry, layout, False, dtype, offload=("weights",) if is_offloaded(group.offload) else ()
+    )
+    role = replace(role, by_layer=group.offload == "by_layer")
     if computed_as is None:
         return role
     return replace(role, fp8=in_fp8(computed_as), megatron=computed_as.megatron or {})

@@ -171,7 +171,7 @@ def training_activations(run: Pass, pp: int, num_microbatches: int) -> Activatio
     for chunk in range(layout.vpp or 1):
         layers = [*layout.layers_of(geometry.num_layers, pp, chunk)]
         if (pp, chunk) == (layout.pp - 1, (layout.vpp or 1) - 1):
-            if role.recompute.granularity == "full":  # MTP layers are not recomputed
+            if role.recompute.whole_layers:  # MTP layers are not recomputed
                 kept += sum(_of_each(run, geometry.mtp_numbers, _layer_bytes))
             else:
                 layers += geometry.mtp_numbers
@@ -179,7 +179,7 @@ def training_activations(run: Pass, pp: int, num_microbatches: int) -> Activatio
         computing = max([computing, *_of_each(run, layers, _computing_bytes)])
     in_flight, embedding = _in_flight(role, pp, num_microbatches), 0.0
     if pp == 0:  # its gradient is whole, in the width of weights, and what the microbatch kept is free by then
-        left = in_flight if role.recompute.granularity == "full" else max(in_flight - 1, 0)
+        left = in_flight if role.recompute.whole_layers else max(in_flight - 1, 0)
         rows = geometry.padded_vocab(layout.tp) // layout.tp
         embedding = run.width * geometry.hidden_size * (rows + run.tokens) - run.tokens * kept * (in_flight - left)
     # What comes from the stage before, and the gradient from the one behind.
@@ -231,11 +231,11 @@ def _chunk_bytes(run: Pass, layers: list[int]) -> float:
     if fields.get("cpu_offloading") and fields.get("cpu_offloading_activations", True):
         # Layers whose activations are on the host, while those of the next one are copied.
         return inputs + sum(whole[max(fields.get("cpu_offloading_num_layers", 0) - 1, 0) :])
-    if recompute.granularity != "full":
+    if not recompute.whole_layers:
         return inputs + sum(whole) - sum(_of_each(run, layers, _dropped_bytes))
     if fields.get("distribute_saved_activations"):
         inputs = run.width * run.role.geometry.hidden_size / run.role.layout.tp
-    if recompute.method == "block":
+    if recompute.granularity == "block":
         recomputed = min(recompute.num_layers, len(whole))
         return (1 + recomputed) * inputs + sum(whole[recomputed:])
     return (1 + -(-len(whole) // recompute.num_layers)) * inputs
@@ -318,8 +318,8 @@ def _forward_bytes(run: Pass, layer: int) -> float:
 def _computing_bytes(run: Pass, layer: int) -> float:
     """Estimate the most that a layer needs beside what is kept: what it computes again, and what exists for a moment only."""
     recompute, again = run.role.recompute, _dropped_bytes(run, layer)
-    if recompute.granularity == "full":  # the activations of a recomputed unit exist while its backward pass runs
-        again = (recompute.num_layers if recompute.method == "uniform" else 1) * _layer_bytes(run, layer)
+    if recompute.whole_layers:  # the activations of a recomputed unit exist while its backward pass runs
+        again = (recompute.num_layers if recompute.granularity == "full" else 1) * _layer_bytes(run, layer)
     own = _backward_bytes(run)
     if run.role.geometry.is_moe_layer(layer):  # beside stacked weights the gradients of all experts
         own = _dispatch_bytes(run) + 2 * _stacked_bytes(run)
@@ -422,6 +422,4 @@ def tower_bytes(role: PlannedRole, pp: int) -> int:
 
 def describe(recompute: RecomputeConfig) -> str:
     """Describe the recomputation in a few words, for tables."""
-    if recompute.granularity != "full":
-        return recompute.granularity
-    return f"full/{recompute.method} {recompute.num_layers}"
+    return f"{recompute.granularity} {recompute.num_layers}" if recompute.whole_layers else recompute.granularity

@@ -244,26 +244,23 @@ def with_least_memory(cfg: Config) -> Config:
     return _offloaded(cfg, *_ways_to_offload(cfg)[-1])
 
 
-def _ways_to_offload(cfg: Config) -> list[tuple[str, bool]]:
+def _ways_to_offload(cfg: Config) -> list[tuple[str, str]]:
     """List the values that ``offload`` of trained and of frozen models may get. The last ones need least memory in every phase."""
     rollout, models = cfg.rollout, (cfg.reference, cfg.reward.model, cfg.teacher)
     sleeps = rollout.sleep_level > 0 and engine_kind(rollout.engine).sleeps
     shared = run_kind(cfg).generates and not engines_apart(cfg) and sleeps
     is_open = shared and "auto" in (cfg.actor.offload, cfg.critic.offload)
-    frozen = (False, True) if any(model.offload is None for model in models) else (False,)
+    frozen = ("never", "always") if any(model.offload == "auto" for model in models) else ("never",)
     return list(product(("never", "state", "always") if is_open else ("never",), frozen))
 
 
-def _offloaded(cfg: Config, trained: str, frozen: bool) -> Config:
+def _offloaded(cfg: Config, trained: str, frozen: str) -> Config:
     """Set ``offload`` of the models that leave it to the plan."""
     groups: dict[str, Any] = {}
-    for name in ("actor", "critic"):
+    for name, choice in {"actor": trained, "critic": trained, "reference": frozen, "teacher": frozen}.items():
         if getattr(cfg, name).offload == "auto":
-            groups[name] = getattr(cfg, name).model_copy(update={"offload": trained})
-    for name in ("reference", "teacher"):
-        if getattr(cfg, name).offload is None:
-            groups[name] = getattr(cfg, name).model_copy(update={"offload": frozen})
-    if cfg.reward.model.offload is None:
+            groups[name] = getattr(cfg, name).model_copy(update={"offload": choice})
+    if cfg.reward.model.offload == "auto":
         groups["reward"] = cfg.reward.model_copy(
             update={"model": cfg.reward.model.model_copy(update={"offload": frozen})}
         )

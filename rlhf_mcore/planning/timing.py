@@ -51,7 +51,7 @@ def phase_seconds(inputs: PlanInputs) -> dict[str, float]:
         times[f"{role.name} forward"] = max(_pass(inputs, role, FORWARD), _copies_s(inputs, role))
     for role in inputs.roles:
         if role.trained:
-            passes = TRAIN_RECOMPUTED if role.recompute.granularity == "full" else TRAIN
+            passes = TRAIN_RECOMPUTED if role.recompute.whole_layers else TRAIN
             seconds = role.epochs * _pass(inputs, role, passes) + optimizer_s(inputs, role)
             times[f"{role.name} update"] = seconds
     return times

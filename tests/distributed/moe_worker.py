@@ -55,7 +55,7 @@ BALANCED = (
 BALANCE_KINDS = {
     "packed": (True, None),
     "padded": (False, None),
-    "recomputed": (True, RecomputeConfig(granularity="full", method="uniform", num_layers=1)),
+    "recomputed": (True, RecomputeConfig(granularity="full", num_layers=1)),
 }
 
 

@@ -138,7 +138,7 @@ def copies_differ(model: MegatronModel) -> str:
 
 def joint(path: Path, groups: ModelGroups, platform: Platform, expected: dict[str, Tensor]) -> dict[str, Any]:
     """One update on given responses, from which all learns."""
-    recompute = RecomputeConfig(granularity="full", method="uniform", num_layers=2)
+    recompute = RecomputeConfig(granularity="full", num_layers=2)
     settings = Settings(max_tokens=48, recompute=recompute, mtp=MTPLearning(alone=False, coef=COEF))
     model, actor = build(path, groups, platform, settings)
     batch = example_batch([tokenized(row.prompt_ids, row.response_ids) for row in rows()])

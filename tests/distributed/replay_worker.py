@@ -52,8 +52,8 @@ LAYOUTS = {
     "deepseek_v2": ("tp2_sp_pp2_ep2_etp1",),
 }
 RECOMPUTE = {
-    "uniform": RecomputeConfig(granularity="full", method="uniform", num_layers=1),
-    "block": RecomputeConfig(granularity="full", method="block", num_layers=1),
+    "uniform": RecomputeConfig(granularity="full", num_layers=1),
+    "block": RecomputeConfig(granularity="block", num_layers=1),
     "selective": RecomputeConfig(granularity="selective", modules=["moe", "core_attn"]),
 }
 RECOMPUTED = {"pp2_vpp2_ep2_dp2": "uniform", "tp2_sp_cp2_ep2_etp1": "block", "tp2_sp_pp2_ep2_etp1": "selective"}

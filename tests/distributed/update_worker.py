@@ -50,8 +50,8 @@ OWNERS = ("dealt", "last rank", "one after the other")
 RECOMPUTE = {
     "off": None,
     "selective": RecomputeConfig(granularity="selective"),
-    "full_uniform": RecomputeConfig(granularity="full", method="uniform", num_layers=1),
-    "full_block": RecomputeConfig(granularity="full", method="block", num_layers=1),
+    "full_uniform": RecomputeConfig(granularity="full", num_layers=1),
+    "full_block": RecomputeConfig(granularity="block", num_layers=1),
     "mlp_and_attention": RecomputeConfig(granularity="selective", modules=["mlp", "core_attn"]),
 }
 # Small buckets, so that there are several to reduce and gather behind each other.

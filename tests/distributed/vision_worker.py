@@ -46,8 +46,8 @@ FEW = {
 LEARNED = ("all", "merger", "all", "none")
 RECOMPUTED = (
     RecomputeConfig(),
-    RecomputeConfig(granularity="full", method="uniform", num_layers=1),
-    RecomputeConfig(granularity="full", method="uniform", num_layers=1),
+    RecomputeConfig(granularity="full", num_layers=1),
+    RecomputeConfig(granularity="full", num_layers=1),
     RecomputeConfig(),
 )
 GRIDS = {"wide": (1, 4, 6), "small": (1, 2, 2), "tall": (1, 10, 4)}

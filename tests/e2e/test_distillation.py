@@ -43,7 +43,7 @@ def train(directory: Path, name: str, *overrides: str) -> tuple[Path, list[dict[
 BY_SOURCE = ["teacher.path=quickstart/model", "teacher.sources={quickstart/addition: teacher}"]
 LAYOUTS = {
     "pipeline": ["teacher.layout.pp=2"],
-    "by_source": [*BY_SOURCE, "teacher.layout.tp=2", "teacher.offload=true", "teacher.offload_by_layer=true"],
+    "by_source": [*BY_SOURCE, "teacher.layout.tp=2", "teacher.offload=by_layer"],
 }
 
 

@@ -304,8 +304,7 @@ def ended(workspace: Path) -> Path:
     offload = [
         "actor.offload=always",
         "critic.offload=always",
-        "reference.offload=true",
-        "reference.offload_by_layer=true",
+        "reference.offload=by_layer",
     ]
     run_to_its_end(workspace, "disturbed", *offload)
     return workspace / "outputs" / "quickstart" / "disturbed"

@@ -202,7 +202,7 @@ def _actor_layouts(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Confi
         for recompute in (
             cfg.actor.recompute,
             RecomputeConfig(granularity="off"),
-            RecomputeConfig(granularity="full", method="uniform", num_layers=1),
+            RecomputeConfig(granularity="full", num_layers=1),
         ):
             candidate = cfg.model_copy(
                 update={"actor": cfg.actor.model_copy(update={"layout": layout, "recompute": recompute})}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.questions import adapter_sizes, needs_critic, needs_reference
+from rlhf_mcore.config.questions import adapter_sizes, is_offloaded, needs_critic, needs_reference
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, LoraConfig
 from rlhf_mcore.families import FAMILIES
@@ -84,9 +84,8 @@ def _reference_problems(cfg: Config, name: str) -> Iterator[str]:
             f"{name}: the reference is the actor without adapters, and stays as it is; "
             f"set reference.refresh_steps={reference.refresh_steps} to 0"
         )
-    if reference.offload or reference.offload_by_layer:
-        which = "offload" if reference.offload else "offload_by_layer"
-        yield f"{name}: the reference has no weights of its own; remove reference.{which}"
+    if is_offloaded(reference.offload):
+        yield f"{name}: the reference has no weights of its own; remove reference.offload={reference.offload}"
 
 
 def target_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:

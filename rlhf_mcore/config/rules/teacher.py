@@ -50,7 +50,7 @@ def _own_problems(cfg: Config) -> Iterator[str]:
     weights, stated = cfg.teacher.weights, f"teacher.weights={cfg.teacher.weights}"
     in_vain = ["path", "sources", "layout", "ranks", "megatron"]
     if weights == "actor":
-        in_vain += ["dtype", "offload", "offload_by_layer"]
+        in_vain += ["dtype", "offload"]
         if cfg.teacher.context is None:
             yield (
                 "teacher.weights=actor without teacher.context: the teacher would be the student, which it has nothing to teach; "

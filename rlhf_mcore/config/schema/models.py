@@ -16,11 +16,16 @@ _OFFLOADS = one_of(
     state="gradients and the optimizer's state, except in an update",
     always="these, and the weights between passes",
 )
-_WHERE_NEEDED = "where a phase would not fit otherwise, as `rlhf-mcore plan` finds; on a CPU never"
 _OFFLOAD = "what leaves the device while others need it, when engines and models share it"
-_OFFLOAD_BY_LAYER = "in a pass the layers come one by one, and no more than two of them are on the device at a time"
+_OFFLOADS_FROZEN = one_of(
+    auto="if a phase would not fit otherwise, as `rlhf-mcore plan` finds; on a CPU never",
+    never="",
+    always="its weights are in host memory between uses",
+    by_layer="also in a pass, in which at most two layers are on the device",
+)
 _BY_LAYER = (
-    "They come again for every microbatch, while the layer before computes: a pass over few tokens waits for them."
+    "With `by_layer` each microbatch copies the layers again, each while the layer before computes. A pass over few tokens "
+    "waits for them."
 )
 _RANKS = "`[first, end)`: the ranks of the world that hold it"
 
@@ -150,20 +155,25 @@ class RecomputeConfig(Group):
     granularity: str = key(
         "off",
         "activations computed again in the backward pass",
-        one_of("off", selective="the parts named by `modules`", full="whole layers"),
+        one_of(
+            "off",
+            selective="the parts named by `modules`",
+            full="whole layers, in groups of `num_layers` (Megatron's method uniform)",
+            block="whole layers, the first `num_layers` of a stage (Megatron's method block)",
+        ),
     )
-    method: str = key(
-        "uniform",
-        "with `full`",
-        one_of(uniform="every group of `num_layers` layers", block="the first `num_layers` of a stage"),
-    )
-    num_layers: int = key(1, "with `full`: see `method`", AT_LEAST_1)
+    num_layers: int = key(1, "with `full` and `block`: number of layers", AT_LEAST_1)
     modules: list[str] = key(
         ["core_attn"],
         "with `selective`: the parts of a layer whose activations are computed again",
         more="`core_attn`, `mlp`, `moe` (a whole layer of experts), `moe_act` (what is between an expert's two products), "
         "`shared_experts`, `layernorm` and `mla_up_proj`; `moe_act` and `layernorm` with Transformer Engine only.",
     )
+
+    @property
+    def whole_layers(self) -> bool:
+        """Return whether whole layers are computed again."""
+        return self.granularity in ("full", "block")
 
 
 class MoEConfig(Group):
@@ -379,8 +389,7 @@ class ReferenceConfig(Group):
     """The frozen policy that the KL, or a loss over pairs, compares with."""
 
     path: Optional[str] = key(None, "the policy that the KL, or a loss over pairs, compares with", null="`model.path`")
-    offload: Optional[bool] = key(None, "keep its weights in host memory between uses", null=_WHERE_NEEDED)
-    offload_by_layer: bool = key(False, _OFFLOAD_BY_LAYER, more=_BY_LAYER, only_with="reference.offload")
+    offload: str = key("auto", "whether its weights leave the device", _OFFLOADS_FROZEN, more=_BY_LAYER)
     refresh_steps: int = key(0, "copy the actor's weights every so many steps; 0: never", AT_LEAST_0)
     precompute: bool = key(
         False,
@@ -457,8 +466,7 @@ class TeacherConfig(Group):
     megatron: Optional[dict[str, Any]] = key(
         None, "as `actor.megatron`; fields of TransformerConfig alone", null="none"
     )
-    offload: Optional[bool] = key(None, "as `reference.offload`", null=_WHERE_NEEDED)
-    offload_by_layer: bool = key(False, "as `reference.offload_by_layer`", only_with="teacher.offload")
+    offload: str = key("auto", "as `reference.offload`", _OFFLOADS_FROZEN)
 
 
 class RewardModelConfig(Group):
@@ -477,5 +485,4 @@ class RewardModelConfig(Group):
     megatron: Optional[dict[str, Any]] = key(
         None, "as `actor.megatron`; fields of TransformerConfig alone", null="none"
     )
-    offload: Optional[bool] = key(None, "as `reference.offload`", null=_WHERE_NEEDED)
-    offload_by_layer: bool = key(False, "as `reference.offload_by_layer`", only_with="reward.model.offload")
+    offload: str = key("auto", "as `reference.offload`", _OFFLOADS_FROZEN)

@@ -25,6 +25,16 @@ TRANSLATED = [
     ({"bridge.verify": "sample"}, {}),
     ({"rollout.sleep": False}, {"rollout.sleep_level": 0}),
     ({"rollout.sleep": False, "rollout.sleep_level": 1}, {"rollout.sleep_level": 0}),
+    ({"reference.offload": True}, {"reference.offload": "always"}),
+    ({"teacher.offload": False}, {"teacher.offload": "never"}),
+    ({"reference.offload": None}, {}),
+    ({"reference.offload": None, "reference.offload_by_layer": True}, {"reference.offload": "by_layer"}),
+    ({"reward.model.offload_by_layer": True, "reward.model.offload": True}, {"reward.model.offload": "by_layer"}),
+    (
+        {"actor.recompute.granularity": "full", "actor.recompute.method": "block"},
+        {"actor.recompute.granularity": "block"},
+    ),
+    ({"critic.recompute.method": "block"}, {}),
     ({"reward.remote.deadline_s": 20.0, "reward.judge.retries": 2}, {}),
 ]
 

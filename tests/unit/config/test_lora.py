@@ -96,7 +96,7 @@ def test_what_does_not_go_together_is_one_message() -> None:
         ({"actor__optimizer__name": "muon"}, "actor.optimizer.name"),
         ({"algorithm__kl__coef": 0.1, "reference__path": "other"}, "reference.path"),
         ({"algorithm__kl__coef": 0.1, "reference__refresh_steps": 5}, "reference.refresh_steps"),
-        ({"algorithm__kl__coef": 0.1, "reference__offload": True}, "reference.offload"),
+        ({"algorithm__kl__coef": 0.1, "reference__offload": "always"}, "reference.offload"),
     ]:
         assert len(problems(**changes)) == 1
         assert named in problems(**changes)[0]

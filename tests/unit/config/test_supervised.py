@@ -155,8 +155,8 @@ def test_mistakes_with_pairs_are_refused(workspace: Any) -> None:
         ),
         (
             "dpo",
-            ["reference.precompute=true", "reference.offload=true"],
-            ["reference.offload=True", "no effect", "reference.precompute=True"],
+            ["reference.precompute=true", "reference.offload=always"],
+            ["reference.offload=always", "no effect", "reference.precompute=True"],
         ),
         ("dpo", ["reference.refresh_steps=2"], ["reference.refresh_steps=2", "algorithm.kind=dpo", "set it to 0"]),
         ("dpo", ["reference.path=nowhere"], ["reference.path", "nowhere"]),

@@ -39,7 +39,7 @@ def test_good_configurations_pass() -> None:
         ["algorithm=distillation", "teacher.path=teacher"],
         ["algorithm=distillation", "teacher.path=teacher", "reward.rules=[]"],
         ["algorithm=grpo", "teacher.path=teacher", "teacher.coef=0.2", "teacher.layout.tp=2", "trainer.world_size=2"],
-        ["algorithm=ppo", "teacher.path=teacher", "teacher.offload=true", "teacher.offload_by_layer=true"],
+        ["algorithm=ppo", "teacher.path=teacher", "teacher.offload=by_layer"],
         ["algorithm=distillation", "teacher.path=teacher", "teacher.sources={math: teacher}", "teacher.divergence=jsd"],
         [
             "algorithm=distillation",
@@ -49,7 +49,7 @@ def test_good_configurations_pass() -> None:
             REVERSE,
         ],
         ["algorithm=grpo", "teacher.weights=actor", "teacher.context=context.py:hint", "actor.lora.rank=4"],
-        ["algorithm=distillation", "teacher.weights=average", "teacher.decay=0.9", "teacher.offload=true"],
+        ["algorithm=distillation", "teacher.weights=average", "teacher.decay=0.9", "teacher.offload=always"],
     ]:
         assert check(*overrides) == []
 

@@ -274,13 +274,14 @@ def test_recomputation(tmp_path: Path) -> None:
     write(tmp_path, "llama")
 
     def of(granularity: str) -> tuple[Any, ...]:
-        cfg = RecomputeConfig(granularity=granularity, method="block", num_layers=2)
+        cfg = RecomputeConfig(granularity=granularity, num_layers=2)
         config = config_for(tmp_path, ParallelLayout(1), recompute=cfg)
         return config.recompute_granularity, config.recompute_method, config.recompute_num_layers
 
     assert of("off") == (None, None, None)
     assert of("selective") == ("selective", None, None)
-    assert of("full") == ("full", "block", 2)
+    assert of("full") == ("full", "uniform", 2)
+    assert of("block") == ("full", "block", 2)
 
 
 @pytest.mark.parametrize(("model", "cp", "kind"), [("gpt_oss", 2, "a2a"), ("gpt_oss", 1, None), ("qwen3_moe", 2, None)])

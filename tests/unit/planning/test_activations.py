@@ -71,16 +71,16 @@ def test_interleaving_keeps_a_little_more() -> None:
 
 
 def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
-    full = role(ParallelLayout(1), recompute=RecomputeConfig(granularity="full", method="uniform", num_layers=1))
+    full = role(ParallelLayout(1), recompute=RecomputeConfig(granularity="full", num_layers=1))
     assert layers(full, 0, 1) == 9 * 2 * 64 + LAYER + BACKWARD
-    pairs = role(ParallelLayout(1), recompute=RecomputeConfig(granularity="full", method="uniform", num_layers=2))
+    pairs = role(ParallelLayout(1), recompute=RecomputeConfig(granularity="full", num_layers=2))
     assert layers(pairs, 0, 1) == 5 * 2 * 64 + 2 * LAYER + BACKWARD
-    block = role(ParallelLayout(1), recompute=RecomputeConfig(granularity="full", method="block", num_layers=3))
+    block = role(ParallelLayout(1), recompute=RecomputeConfig(granularity="block", num_layers=3))
     assert layers(block, 0, 1) == 4 * 2 * 64 + 5 * LAYER + LAYER + BACKWARD
 
 
 def test_fields_of_megatron_change_what_is_kept() -> None:
-    one, full = ParallelLayout(1), RecomputeConfig(granularity="full", method="uniform", num_layers=1)
+    one, full = ParallelLayout(1), RecomputeConfig(granularity="full", num_layers=1)
     unfused = role(one, megatron={"bias_activation_fusion": False})
     assert layers(unfused, 0, 1) == 8 * (LAYER + 2 * 192) + INPUT + BACKWARD
     on_host = role(one, megatron={"cpu_offloading": True, "cpu_offloading_num_layers": 3})

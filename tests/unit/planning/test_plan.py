@@ -29,8 +29,8 @@ def config(model: str, *overrides: str) -> Config:
         "trainer.prompts_per_step=64",
         "actor.offload=never",
         "critic.offload=never",
-        "reference.offload=false",
-        "reward.model.offload=false",
+        "reference.offload=never",
+        "reward.model.offload=never",
         f"model.path={ROOT / 'configs' / 'models' / model}",
     ]
     return resolve(load_config(ROOT / "configs" / "base.yaml", [*base, *overrides]))
@@ -114,10 +114,10 @@ def test_models_whose_experts_are_dealt_to_all_ranks(model: str, parameters: int
 def test_offloaded_models_are_there_only_while_they_are_used() -> None:
     key = "reference weights"
     kept = {p.phase: p for p in planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01").phases}
-    away = {p.phase: p for p in planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01", "reference.offload=true").phases}
+    away = {p.phase: p for p in planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01", "reference.offload=always").phases}
     assert kept["actor update"].parts[key] == 2 * 7_615_616_512
     assert [phase for phase in away if key in away[phase].parts] == ["reference forward"]
-    keys = ("algorithm.kl.coef=0.01", "reference.offload=true", "reference.offload_by_layer=true")
+    keys = ("algorithm.kl.coef=0.01", "reference.offload=by_layer")
     by_layer = planned("Qwen2.5-7B", 8, *keys)
     there = {phase.phase: phase.parts[key] for phase in by_layer.phases if key in phase.parts}
     # Embedding, output layer, last norm; two layers of 233,057,792.
@@ -154,7 +154,7 @@ def test_a_trained_model_leaves_the_device_as_far_as_is_necessary() -> None:
 
 def test_a_frozen_model_leaves_the_device_where_a_phase_would_not_fit_otherwise() -> None:
     """Qwen2.5-7B on eight, all of it on every device, with its reference: 2 + 2 bytes a parameter beside 0.75 of a device."""
-    auto = (*AUTO, "algorithm.kl.coef=0.01", "reference.offload=null")
+    auto = (*AUTO, "algorithm.kl.coef=0.01", "reference.offload=auto")
     roomy = planned("Qwen2.5-7B", 16, *auto, "trainer.max_tokens_per_microbatch=2048")
     assert roomy.fits and {role.name: role.offload for role in roomy.roles} == {
         "actor": ("gradients", "optimizer"),
@@ -165,9 +165,9 @@ def test_a_frozen_model_leaves_the_device_where_a_phase_would_not_fit_otherwise(
         "actor": ("gradients", "optimizer"),
         "reference": ("weights",),
     }
-    refused = planned("Qwen2.5-7B", 8, *auto[:-1], "reference.offload=false", "rollout.gpu_memory_utilization=0.8")
+    refused = planned("Qwen2.5-7B", 8, *auto[:-1], "reference.offload=never", "rollout.gpu_memory_utilization=0.8")
     assert not refused.fits
-    by_layer = planned("Qwen2.5-7B", 8, *auto, "reference.offload_by_layer=true")
+    by_layer = planned("Qwen2.5-7B", 8, *auto, "reference.offload=by_layer")
     assert by_layer.roles[1].offload == ("weights layer by layer",)
 
 
@@ -235,7 +235,7 @@ def test_greedy_responses_take_room_and_time_of_the_engine_alone() -> None:
 
 def test_pinned_memory_is_that_of_offloading_and_of_saves_in_the_background() -> None:
     assert planned("Qwen2.5-7B", 8).pinned_bytes == 0
-    offloaded = planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01", "reference.offload=true")
+    offloaded = planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01", "reference.offload=always")
     assert offloaded.pinned_bytes == 2 * 7_615_616_512
     saved = planned("Qwen2.5-7B", 8, "checkpoint.async_save=true")
     assert saved.pinned_bytes == pytest.approx(14 * 7_615_616_512 / 8, rel=1e-3)
@@ -319,7 +319,7 @@ def test_pairs_are_compared_by_a_reference_that_is_planned() -> None:
     assert [phase.phase for phase in plan.phases] == list(plan.seconds) == ["reference forward", "actor update"]
     assert plan.phases[1].parts["reference weights"] == 2 * 494_032_768, "in bf16, beside the update"
     assert plan.work.tokens == 64 * 2 * 512
-    away = made("algorithm=dpo", "reference.offload=true")
+    away = made("algorithm=dpo", "reference.offload=always")
     assert "reference weights" not in away.phases[1].parts and away.pinned_bytes - plan.pinned_bytes == 2 * 494_032_768
     assert [role.name for role in made("algorithm=simpo").roles] == ["actor"]
     adapted = made("algorithm=dpo", "actor.lora.rank=8")

@@ -162,7 +162,7 @@ def config(model: str, *overrides: str) -> Config:
     return resolve(load_config(ROOT / "configs" / "base.yaml", keys))
 
 
-PPO = config("Qwen2.5-7B", "algorithm=ppo", "algorithm.kl.coef=0.01", "reference.offload=null")
+PPO = config("Qwen2.5-7B", "algorithm=ppo", "algorithm.kl.coef=0.01", "reference.offload=auto")
 MIXTURE = config("Qwen3-30B-A3B", "actor.layout.ep=8", "actor.recompute.granularity=full")
 
 

@@ -396,7 +396,7 @@ MOVES = ("weights", "gradients", "masters", "moments", "cache")
 
 def test_the_ledger_of_a_step_has_the_planners_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ["data.train=[x]", f"model.path={MODEL}", "model.dtype=bf16", "algorithm=ppo", "algorithm.kl.coef=0.01"]
-    keys += ["actor.offload=always", "critic.offload=always", "reference.offload=true", "rollout.kv_cache_gib=0.1"]
+    keys += ["actor.offload=always", "critic.offload=always", "reference.offload=always", "rollout.kv_cache_gib=0.1"]
     plan = make_plan(resolve(load_config(ROOT / "configs" / "base.yaml", keys)), 1, GPUS["H100"])
     # A byte of the test for a MiB of the plan, whose parts are rounded the same way on both sides.
     planned = {
