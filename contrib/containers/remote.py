@@ -15,7 +15,6 @@ from urllib.parse import urlencode
 import aiohttp
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.show import without_secrets
 from rlhf_mcore.environments.containers.container import (
     CommandResult,
     Container,
@@ -25,6 +24,7 @@ from rlhf_mcore.environments.containers.container import (
     ShellCommand,
 )
 from rlhf_mcore.environments.containers.task import ContainerLimits, Task
+from rlhf_mcore.redaction import without_secrets
 from rlhf_mcore_contrib.containers.wire import task_to_json
 
 _SLACK_S = 30.0  # time for an answer after the deadline of a request

@@ -23,9 +23,9 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError, for_terminal
-from rlhf_mcore.config.show import redact
 from rlhf_mcore.environments.agents.calls import MODEL, TurnInput
 from rlhf_mcore.environments.agents.endpoint import Endpoint
+from rlhf_mcore.redaction import redact
 
 KEY = "environment.options"
 INSTALL = "pip install --target FOLDER verifiers==0.4.0, and set environment.options.packages=FOLDER"

@@ -11,10 +11,10 @@ import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, leaves
-from rlhf_mcore.config.show import redact
 from rlhf_mcore.config.yaml_text import MAX_BYTES, load_yaml
 from rlhf_mcore.foreign import read_text
 from rlhf_mcore.readers.hub_ids import model_id
+from rlhf_mcore.redaction import redact
 from rlhf_mcore_contrib.migrate import openrlhf, openrlhf_examples, sources, trl, verl
 from rlhf_mcore_contrib.migrate.python_script import read_python
 from rlhf_mcore_contrib.migrate.shell import read_script

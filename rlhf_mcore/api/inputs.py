@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.api.arguments import checked_config, checked_path, refusal, shown
-from rlhf_mcore.config.differences import FREE
+from rlhf_mcore.checkpoint.config_changes import FREE
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves
 from rlhf_mcore.config.schema import Config

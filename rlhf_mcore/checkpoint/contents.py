@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from rlhf_mcore.checkpoint.config_changes import further_models
 from rlhf_mcore.checkpoint.layout import CONFIG, DELTA_DATA, DELTA_INDEX, DOCUMENTS, MANIFEST, TRAINING
 from rlhf_mcore.checkpoint.manifest import Problem
-from rlhf_mcore.config.differences import further_models
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import INDEX, SMALL, read_json, read_text
 from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS

@@ -71,7 +71,7 @@ def accept_document(parser: argparse.ArgumentParser) -> None:
 def configuration(args: argparse.Namespace) -> Config:
     """Return the starter's document, or without one what the file and the settings come to."""
     if args.resolved:
-        from rlhf_mcore.config.document import receive
+        from rlhf_mcore.cli.document import receive
 
         return receive(args.resolved)
     from rlhf_mcore.config.load import load_config

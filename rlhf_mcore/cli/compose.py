@@ -25,7 +25,7 @@ from rlhf_mcore.config.questions import has_teacher, role_layouts
 from rlhf_mcore.config.resolve import with_sequences
 from rlhf_mcore.config.run_kinds import DPO, REWARD_MODEL, RL, SFT, RunKind, run_kind
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.show import to_yaml, without_secrets
+from rlhf_mcore.config.yaml_text import to_yaml
 from rlhf_mcore.observability import rank_file
 from rlhf_mcore.observability.alarms import AlarmBell, RewardAlarm
 from rlhf_mcore.observability.console import Console
@@ -39,6 +39,7 @@ from rlhf_mcore.planning.inputs import GPUS
 from rlhf_mcore.planning.plan import make_plan
 from rlhf_mcore.planning.report import out_of_memory
 from rlhf_mcore.protocols import Tracker
+from rlhf_mcore.redaction import without_secrets
 from rlhf_mcore.residency.ledger import OutOfDeviceMemory
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.inputs import fingerprints

@@ -14,7 +14,7 @@ from rlhf_mcore.cli.saved_checkpoint import check_saved
 from rlhf_mcore.config.resolve import with_sequences
 from rlhf_mcore.config.run_kinds import RL, run_kind
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.config.yaml_text import to_yaml
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.trainer.inputs import fingerprints
 from rlhf_mcore.trainer.resume import Checker, find_start

@@ -16,11 +16,11 @@ from typing import ParamSpec
 
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.show import without_secrets
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.observability.files import FullDiskError, full_disks
 from rlhf_mcore.observability.rank_file import CONSEQUENCE, FAILURE, USER, is_read, note_error
 from rlhf_mcore.own_files import shown_path
+from rlhf_mcore.redaction import without_secrets
 from rlhf_mcore.residency.ledger import OutOfDeviceMemory
 
 P = ParamSpec("P")

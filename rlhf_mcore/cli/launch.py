@@ -23,9 +23,9 @@ from types import FrameType
 
 from rlhf_mcore.cli.exit_codes import DONE, REQUEUE, STOPPED, USER_ERROR, to_shell_code
 from rlhf_mcore.cli.terminal import say
-from rlhf_mcore.config.show import REDACTED, redact_arguments
 from rlhf_mcore.own_processes import STARTED_BY, adopt_orphans, children, end_all, has_ended, start
 from rlhf_mcore.parallel.addresses import LOOPBACK, interface_of, source_address
+from rlhf_mcore.redaction import REDACTED, redact_arguments
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAIN = "rlhf_mcore.cli.train"

@@ -17,11 +17,11 @@ from itertools import count
 from pathlib import Path
 
 import rlhf_mcore
+from rlhf_mcore.checkpoint.config_changes import compare_configs, refuse
 from rlhf_mcore.checkpoint.housekeeping import best_rule, find_best
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.terminal import find_console, working
-from rlhf_mcore.config.differences import compare_configs, refuse
 from rlhf_mcore.config.engine_kinds import ENGINES, engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.questions import max_new_tokens
@@ -29,7 +29,7 @@ from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import NEVER
-from rlhf_mcore.config.show import redact_arguments, to_yaml
+from rlhf_mcore.config.yaml_text import to_yaml
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.machine import count_gpus, has_driver, has_gpu, is_torch_for_cpu, memory_bytes
@@ -44,6 +44,7 @@ from rlhf_mcore.observability.files import (
 from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METRICS, DirectoryLock, RunDirectory
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.readers.model_files import inspect_model, read_config
+from rlhf_mcore.redaction import redact_arguments
 
 LAUNCH_LOCK = "launch.lock"  # held while a launcher of the run lives
 KEPT_STARTS = 20  # whose logs a run directory holds

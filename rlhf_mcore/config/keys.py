@@ -1,4 +1,4 @@
-"""List the keys under their dotted names, with their descriptions, and find the one that a misspelt key means."""
+"""List the keys by their dotted names with their types and descriptions, and find the key that a misspelt one means."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Any, get_args, get_origin
 
-from rlhf_mcore.config.schema.group import Group, described, is_group_type
+from rlhf_mcore.config.schema.group import Group, described, is_group_type, to_dict
 from rlhf_mcore.config.schema.key import Choices, Description
 from rlhf_mcore.config.schema.tree import Config
+from rlhf_mcore.redaction import redact
 
 
 def walk(group: type[Group], prefix: str = "") -> Iterator[tuple[str, Any, Description]]:
@@ -21,10 +22,10 @@ def walk(group: type[Group], prefix: str = "") -> Iterator[tuple[str, Any, Descr
 
 
 KEYS: dict[str, Any] = {key: hint for key, hint, _ in walk(Config)}
-"""Type of every key, groups included: {"actor.layout": LayoutConfig, "actor.layout.tp": int, ...}."""
+"""The type of every key and group: {"actor.layout": LayoutConfig, "actor.layout.tp": int, ...}."""
 
 DESCRIPTIONS: dict[str, Description] = {key: description for key, _, description in walk(Config)}
-"""Description of every key, groups included."""
+"""The description of every key and group."""
 
 
 def choices_of(key: str) -> tuple[str, ...]:
@@ -35,7 +36,7 @@ def choices_of(key: str) -> tuple[str, ...]:
 
 
 def is_group(key: str) -> bool:
-    """Tell whether a known key holds further keys."""
+    """Return whether a known key holds further keys."""
     return is_group_type(KEYS[key])
 
 
@@ -48,17 +49,17 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
+def changed_keys(cfg: Config) -> dict[str, Any]:
+    """Return the values of the keys that differ from the defaults, without secrets."""
+    defaults = dict(leaves(to_dict(Config())))
+    return {key: value for key, value in leaves(redact(to_dict(cfg))) if value != defaults.get(key)}
+
+
 def value_of(cfg: Any, key: str) -> Any:
     """Return the value of a dotted key."""
     for name in key.split("."):
         cfg = getattr(cfg, name)
     return cfg
-
-
-def owner_of(cfg: Any, key: str) -> tuple[Any, str]:
-    """Return the group that holds a dotted key, and the key's name in it."""
-    group, _, name = key.rpartition(".")
-    return (value_of(cfg, group) if group else cfg), name
 
 
 def table_of(key: str) -> str | None:
@@ -75,26 +76,13 @@ def item_type(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is list else None
 
 
-def item_keys(hint: Any) -> list[str]:
-    """List the names of the fields of a list's elements if they are groups (reward.rules), else return an empty list."""
-    item = item_type(hint)
-    return list(item.model_fields) if is_group_type(item) else []
-
-
-def is_text(hint: Any) -> bool:
-    """Tell whether a value of this type is text: str, or str that may be null."""
-    return hint is str or (str in get_args(hint) and get_origin(hint) is not list)
-
-
 def type_name(hint: Any) -> str:
     """Name a type in a user's words: "int", "int or null", "list of str"."""
     if get_origin(hint) is dict:
         return f"a table of names, each with a {type_name(get_args(hint)[1])}"
-    if get_origin(hint) is list:
-        keys = item_keys(hint)
-        return "list of " + (
-            "{" + ", ".join(keys) + "}" if keys else type_name(item_type(hint)).removesuffix(" or null")
-        )
+    if (item := item_type(hint)) is not None:
+        inside = f"{{{', '.join(item.model_fields)}}}" if is_group_type(item) else type_name(item)
+        return f"list of {inside.removesuffix(' or null')}"
     if hint is Any:
         return "plain value"
     if inner := [kind for kind in get_args(hint) if kind is not NoneType]:
@@ -105,17 +93,22 @@ def type_name(hint: Any) -> str:
 def nearest(key: str, *, groups: bool = False) -> str | None:
     """Return the known key that a misspelt one most likely means, or None. ``groups``: it may be a group.
 
-    The whole dotted name is compared first; if nothing is close, its last part alone, so that ``lr`` finds
-    ``actor.optimizer.lr``. Of several keys of that last name it is the one with most of the other parts.
+    The whole dotted name is compared first. If nothing is close, its last part alone is compared: ``lr`` finds
+    ``actor.optimizer.lr``. Among several keys with this last part, the one that shares most groups is returned.
     """
     candidates = [name for name in KEYS if groups or not is_group(name)]
     *groups_of, last = key.split(".")
     for close in difflib.get_close_matches(key, candidates, n=5, cutoff=0.75):
-        if difflib.SequenceMatcher(None, last, close.rpartition(".")[2]).ratio() >= 0.6:  # not by its groups alone
+        if (
+            difflib.SequenceMatcher(None, last, close.rpartition(".")[2]).ratio() >= 0.6
+        ):  # more than its groups is close
             return close
-    names = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in candidates}, n=1, cutoff=0.75)
-    same = [name for name in candidates if names and name.rpartition(".")[2] == names[0]]
-    shared = {name: len(set(name.split(".")).intersection(groups_of)) for name in same}
-    if groups_of and len(same) > 1 and not any(shared.values()):
-        return None  # `model.name`: several groups have a name, and none of them is meant
-    return max(same, key=lambda name: shared[name], default=None)
+    by_last = {name.rpartition(".")[2]: name for name in candidates}
+    for similar in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75):
+        same = [name for name in candidates if name.rpartition(".")[2] == similar]
+        shared = {name: len(set(name.split(".")).intersection(groups_of)) for name in same}
+        if (
+            len(same) == 1 or not groups_of or any(shared.values())
+        ):  # for model.name: none of the groups with a name is meant
+            return max(same, key=lambda name: shared[name])
+    return None

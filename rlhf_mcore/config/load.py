@@ -19,9 +19,9 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.schema.tree import merge, nest, with_preset
 from rlhf_mcore.config.settings import Setting, SettingReader
-from rlhf_mcore.config.show import FromEnvironment
 from rlhf_mcore.config.yaml_text import interpolated_texts
 from rlhf_mcore.foreign import shorten
+from rlhf_mcore.redaction import FromEnvironment
 
 MISSING = "???"
 _STEPS, _EPOCHS, _PRESET = "trainer.num_steps", "trainer.num_epochs", "algorithm.preset"

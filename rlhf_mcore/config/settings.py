@@ -19,9 +19,9 @@ from rlhf_mcore.config.former import BY_KEY, GROUPS, translate
 from rlhf_mcore.config.keys import KEYS, is_group, table_of
 from rlhf_mcore.config.other_names import hint, is_foreign_group
 from rlhf_mcore.config.schema.group import inner_types, is_group_type
-from rlhf_mcore.config.show import redact_arguments
 from rlhf_mcore.config.yaml_text import Document, read_yaml_text
 from rlhf_mcore.foreign import shorten
+from rlhf_mcore.redaction import redact_arguments
 
 BASE_KEY = "base"
 _NULL = "tag:yaml.org,2002:null"

@@ -1,15 +1,19 @@
-"""Read YAML that the user wrote, with the line of each value for messages."""
+"""Read YAML that the user wrote, with the line of each value for messages, and write configurations as YAML."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import read_text, shorten
+from rlhf_mcore.redaction import redact
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import Config
 
 MAX_BYTES = 2**20  # the longest configuration of ours has 40 kB
 # libyaml's parser, which PyYAML's wheels contain, is ten times as fast.
@@ -73,6 +77,13 @@ def load_yaml(text: str, name: str) -> Any:
         raise ConfigError(f"{name}: not valid YAML: nested too deep; write it flat") from error
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{name}: not valid YAML: {_reason(error)}") from error
+
+
+def to_yaml(cfg: Config) -> str:
+    """Write a configuration without its secrets, in the order of the schema. The text loads again as a config file."""
+    from rlhf_mcore.config.schema.group import to_dict  # `--help` needs none of the models
+
+    return str(yaml.safe_dump(redact(to_dict(cfg)), sort_keys=False, allow_unicode=True, default_flow_style=False))
 
 
 def interpolated_texts(value: Any) -> Iterator[str]:

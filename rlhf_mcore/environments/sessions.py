@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.choices import AGENT, ASKING
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.show import redact
 from rlhf_mcore.environments.worker import KEY
 from rlhf_mcore.own_processes import MAX_STARTS, START_TIMEOUT_S, ProcessLost, WorkerProcess, encode, loading_problem
+from rlhf_mcore.redaction import redact
 from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, WorkerLimits, default_workers
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field, replace
 from threading import Thread
 
 from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig
-from rlhf_mcore.config.show import without_secrets
 from rlhf_mcore.metrics.rules import BAD, MEASURES, RULES, MetricRule, Series
 from rlhf_mcore.observability.files import json_line
 from rlhf_mcore.own_processes import kill_group, start
+from rlhf_mcore.redaction import without_secrets
 
 MEAN, MIN, MAX, DEVIATION, SAMPLES = "reward/mean", "reward/min", "reward/max", "reward/std", "progress/samples"
 # Of the span of a step's scores: a smaller change of a mean is none, however steady the steps before were

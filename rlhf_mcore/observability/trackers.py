@@ -19,10 +19,10 @@ from rlhf_mcore.config.keys import leaves
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.schema.run import wanted_trackers
-from rlhf_mcore.config.show import redact, without_secrets
 from rlhf_mcore.observability.files import cut_unfinished_line, full_disk_named, json_line
 from rlhf_mcore.observability.run_directory import OTHER_TRACKERS, RunDirectory
 from rlhf_mcore.own_files import open_own, own_directory
+from rlhf_mcore.redaction import redact, without_secrets
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import Tracker

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from rlhf_mcore.checkpoint.config_changes import compare_configs, refuse
 from rlhf_mcore.checkpoint.contents import model_names
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.housekeeping import best_rule, recover, set_aside, steps_after
 from rlhf_mcore.checkpoint.layout import CONFIG, MANIFEST, linked_checkpoints, scan, without_manifest
 from rlhf_mcore.checkpoint.manifest import Problem, library_versions, read_manifest
-from rlhf_mcore.config.differences import compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.config.schema.run import AUTO, NEVER

@@ -19,7 +19,6 @@ from rlhf_mcore.config.keys import (
     DESCRIPTIONS,
     KEYS,
     is_group,
-    item_keys,
     item_type,
     leaves,
     type_name,
@@ -30,9 +29,10 @@ from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.other_names import hint
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.schema.group import to_dict
+from rlhf_mcore.config.schema.group import is_group_type, to_dict
 from rlhf_mcore.config.schema.key import Choices, Range
-from rlhf_mcore.config.show import redact, to_yaml
+from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.redaction import redact
 
 
 @exit_codes.report_errors
@@ -148,7 +148,8 @@ def _key(key: str) -> Iterator[str]:
     else:
         limits = f", {described.allowed}" if isinstance(described.allowed, Range) else ""
         yield f"  type     {type_name(KEYS[key])}{limits}{f' ({described.unit})' if described.unit else ''}"
-    inner = list(walk(item_type(KEYS[key]))) if item_keys(KEYS[key]) else []
+    item = item_type(KEYS[key])
+    inner = list(walk(item)) if is_group_type(item) else []
     yield from aligned(((name, _plain(about.help) or str(about.allowed)) for name, _, about in inner), indent="    ")
     shown = f"{len(default)} of them" if inner else "has to be set" if default == "???" else _show_value(default)
     yield f"  default  {shown}{f' ({_plain(described.null)})' if default is None and described.null else ''}"

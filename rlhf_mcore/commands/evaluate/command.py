@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from rlhf_mcore.checkpoint.layout import CONFIG
 from rlhf_mcore.cli import exit_codes, preflight, rank
 from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration
+from rlhf_mcore.cli.document import offer
 from rlhf_mcore.cli.launch import launch
 from rlhf_mcore.cli.rank import torchrun_world_size
 from rlhf_mcore.cli.terminal import find_console, say, working
 from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.commands.evaluate.checkpoints import default_checkpoint, validate_evaluation
-from rlhf_mcore.config.document import offer
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.resolve import default_world_size

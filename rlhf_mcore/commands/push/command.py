@@ -21,7 +21,6 @@ from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
 from rlhf_mcore.config.run_kinds import RL, RUN_KINDS
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
-from rlhf_mcore.config.show import redact, without_secrets
 from rlhf_mcore.config.yaml_text import load_yaml, read_yaml_text
 from rlhf_mcore.foreign import SMALL, read_json, shorten
 from rlhf_mcore.observability.files import read_lines
@@ -29,6 +28,7 @@ from rlhf_mcore.observability.run_directory import METRICS
 from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, holds_adapter, read_settings
 from rlhf_mcore.readers.hub_ids import id_of_snapshot
 from rlhf_mcore.readers.model_files import COMPANIONS, INDEX_FILE
+from rlhf_mcore.redaction import redact, without_secrets
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Settings that say how a model was trained; others say where, and by which machines.

@@ -17,8 +17,8 @@ from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig, Config, LoggingConfig
 from rlhf_mcore.config.schema.run import ACTIONS, wanted_trackers
-from rlhf_mcore.config.show import REDACTED
 from rlhf_mcore.metrics.catalogue import find_metric, nearest_metric
+from rlhf_mcore.redaction import REDACTED
 
 
 def path_problems(cfg: Config) -> Iterator[str]:

@@ -120,7 +120,7 @@ def _assign_former(owner: Group, name: str, value: Any) -> bool:
 
 def _show(cfg: Config) -> str:
     """Show the keys that differ from the defaults, without secrets."""
-    from rlhf_mcore.config.show import changed_keys
+    from rlhf_mcore.config.keys import changed_keys
 
     return f"Config({', '.join(f'{key}={value!r}' for key, value in changed_keys(cfg).items())})"
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.show import is_secret_variable, without_secrets
 from rlhf_mcore.own_processes import start
+from rlhf_mcore.redaction import is_secret_variable, without_secrets
 from rlhf_mcore.rollout.engine import DEBUG_VARIABLE
 from rlhf_mcore.rollout.remote.head import SETTINGS
 from rlhf_mcore.rollout.remote.host import EngineHost

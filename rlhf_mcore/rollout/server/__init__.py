@@ -39,7 +39,7 @@ KIND = _Server(
 
 def _problems(cfg: Config) -> Iterator[str]:
     """Report settings that servers cannot follow. No server is asked."""
-    from rlhf_mcore.config.show import without_secrets  # it imports the schema, which imports this package
+    from rlhf_mcore.redaction import without_secrets  # it imports the schema, which imports this package
 
     urls = cfg.rollout.server.urls
     if not urls:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from rlhf_mcore.config.errors import printable
-from rlhf_mcore.config.show import without_secrets
+from rlhf_mcore.redaction import without_secrets
 
 T = TypeVar("T")
 MAX_BYTES = 2**20  # of an answer, unless a request says more

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.show import without_secrets
 from rlhf_mcore.foreign import Fields, shorten
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.readers.model_files import read_config, read_geometry
+from rlhf_mcore.redaction import without_secrets
 from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
 from rlhf_mcore.rollout.server.client import MAX_BYTES, Client, ServerFailed, token_of
 from rlhf_mcore.types import MAX_LOGPROB, Completion, Request

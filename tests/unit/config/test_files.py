@@ -12,7 +12,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, is_group
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.show import redact, to_yaml
+from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.redaction import redact
 from tools import document_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.differences import compare_configs
+from rlhf_mcore.checkpoint.config_changes import compare_configs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.former import BY_KEY, FORMER, GROUPS
-from rlhf_mcore.config.keys import KEYS
+from rlhf_mcore.config.keys import KEYS, changed_keys
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.show import changed_keys, to_yaml
 from rlhf_mcore.config.validate import validate
+from rlhf_mcore.config.yaml_text import to_yaml
 from tests.messages import assert_names, refused
 
 # Settings of the last release, and the same ones of today.

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf_mcore.checkpoint.config_changes import compare_configs
 from rlhf_mcore.cli import launch
-from rlhf_mcore.config.differences import compare_configs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
-from rlhf_mcore.config.show import redact, redact_arguments, to_yaml, without_secrets
 from rlhf_mcore.config.validate import validate
+from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.redaction import redact, redact_arguments, without_secrets
 from tests.messages import refused
 
 VALUE = "s3cret-value"

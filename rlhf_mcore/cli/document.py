@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
-from rlhf_mcore.config.show import FromEnvironment
+from rlhf_mcore.redaction import FromEnvironment
 
 _ENVIRONMENT = "!environment"  # a text from there, and how it was written
 

@@ -1,4 +1,4 @@
-"""Write a configuration as YAML, for ``--print-config`` and the run directory, and texts for people, without secrets.
+"""Hide secrets in what is shown and saved: configurations, command lines, messages.
 
 A secret is known by its key (``api_key``, ``headers``, the arguments of ``command``), by its origin (a value of ``${oc.env:NAME}``
 is shown as it was written), or by its place (logins and queries of addresses, the word after "Bearer"). In any other text it is
@@ -11,13 +11,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-
-if TYPE_CHECKING:
-    from rlhf_mcore.config.schema.tree import Config
-
 
 REDACTED = "<redacted>"
 # A key is secret by its last words: "api_key" and "hf_token" are, "prompt_key" and "max_prompt_tokens" are not.
@@ -60,23 +56,6 @@ class FromEnvironment(str):
         return self
 
 
-def to_yaml(cfg: Config) -> str:
-    """Write the whole tree in the order of the schema. It loads again as a config file."""
-    from rlhf_mcore.config.schema.group import to_dict  # `--help` needs none of the models
-
-    return str(yaml.safe_dump(redact(to_dict(cfg)), sort_keys=False, allow_unicode=True, default_flow_style=False))
-
-
-def changed_keys(cfg: Config) -> dict[str, Any]:
-    """Return the dotted keys that differ from the defaults, without secrets."""
-    from rlhf_mcore.config.keys import leaves
-    from rlhf_mcore.config.schema.group import to_dict
-    from rlhf_mcore.config.schema.tree import Config
-
-    defaults = dict(leaves(to_dict(Config())))
-    return {key: value for key, value in leaves(redact(to_dict(cfg))) if value != defaults.get(key)}
-
-
 def redact(value: Any) -> Any:
     """Copy a tree of dicts and lists without values of secret keys and of the environment, and without secrets in addresses."""
     if isinstance(value, dict):
@@ -101,10 +80,7 @@ def _redact_argument(argument: str) -> str:
         value = text
     shown = value
     for name in reversed(key.strip().split(".")):
-        shown = {name: shown}
-    shown = redact(shown)
-    for name in key.strip().split("."):
-        shown = shown[name] if isinstance(shown, dict) else shown
+        shown = _redact_value(name, shown)
     if not equals or shown == value:
         return argument
     flow = yaml.safe_dump(

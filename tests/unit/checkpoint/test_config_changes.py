@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_mcore.config.differences import FIXED, compare_configs, refuse
+from rlhf_mcore.checkpoint.config_changes import FIXED, compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.show import to_yaml
-from rlhf_mcore.config.yaml_text import load_yaml
+from rlhf_mcore.config.yaml_text import load_yaml, to_yaml
 from tests.messages import refused
 
 

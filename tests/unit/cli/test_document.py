@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.document import offer, receive
+from rlhf_mcore.cli.document import offer, receive
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema.group import to_dict
-from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.config.yaml_text import to_yaml
 from tests.commands import ROOT
 
 SETTINGS = [
@@ -29,7 +29,7 @@ SETTINGS = [
 
 RANK = """
 import sys
-from rlhf_mcore.config.document import receive
+from rlhf_mcore.cli.document import receive
 print(receive(sys.argv[1]).trainer.num_steps)
 print(*sorted(name for name in sys.modules if name.startswith("rlhf_mcore.config.")))
 """
