@@ -126,7 +126,7 @@ def measured(
         "reward.workers=1",
         "actor.optimizer.lr=1e-7",
         "checkpoint.save_steps=0",
-        "logging.tensorboard=false",
+        "logging.trackers=[]",
         "logging.rollouts_every=1",
         "logging.console=plain",
         *schedule,

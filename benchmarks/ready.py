@@ -31,7 +31,7 @@ SMALL = (
     "actor.layout.tp=1",
     "data.eval=[]",
     "evaluate.every=0",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
 )
 ENGINE = """
 import sys

@@ -166,7 +166,7 @@ def our_command(row: Row, steps: int, overrides: list[str]) -> list[str]:
         "actor.optimizer.lr=1e-6",
         "algorithm.kl.coef=0",
         "checkpoint.save_steps=0",
-        "logging.tensorboard=false",
+        "logging.trackers=[]",
         "logging.rollouts_every=0",
         "logging.console=plain",
         *overrides,

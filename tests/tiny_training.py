@@ -36,7 +36,7 @@ SMALL = [
     "reward.timeout_s=300",
     "checkpoint.save_steps=1",
     "logging.console=plain",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
     "deterministic=true",
 ]
 

@@ -230,7 +230,7 @@ MODEL_ROWS = (
     Row("ckpt.load_enable", "checkpoint.resume", lambda on: "auto" if on else "never"),
     Row("logger.wandb.project", "project", str),
     Row("logger.wandb.run_name", "experiment", str),
-    Row("logger.tensorboard_dir", "logging.tensorboard", bool),
+    Row("logger.tensorboard_dir", "logging.trackers", lambda directory: ["tensorboard"] if directory else []),
 )
 ROWS = (
     *MODEL_ROWS,

@@ -393,7 +393,7 @@ REASONS = {
     "model_init_kwargs": "see the keys of model",
     "off_policy_mask_threshold": "see algorithm.rollout_correction, which masks by ratio and by staleness",
     "optim": "actor.optimizer.name is adamw, muon or sgd",
-    "per_device_eval_batch_size": "evaluate.prompts_per_batch follows from the engine here",
+    "per_device_eval_batch_size": "the number of prompts that an engine gets follows from the engine here",
     "processing_class": "the tokenizer is that of model.path; see model.tokenizer_path",
     "push_to_hub": "`rlhf-mcore push RUN_DIR ORG/NAME` uploads a run's model",
     "remove_unused_columns": "reward functions see all columns here",

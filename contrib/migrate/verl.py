@@ -412,7 +412,7 @@ REASONS = {
     "reward_model.rollout": "a reward model is a Megatron model here; set reward.model.layout",
     **dict.fromkeys(("reward_model", "reward"), "see the keys of reward"),
     "data.gen_batch_size": "every batch of prompts has trainer.prompts_per_step here",
-    "data.val_batch_size": "see evaluate.prompts_per_batch",
+    "data.val_batch_size": "the number of prompts that an engine gets follows from the engine here",
     "global_profiler": "see trainer.profile",
     **dict.fromkeys(("ray_kwargs", "ray_init"), "training does not run on Ray here"),
     ACTOR + "use_torch_compile": "Megatron-core's own kernels are used",

@@ -77,8 +77,8 @@ def build_checkpointer(
     keeper = _Housekeeping(cfg, directory, record)
     writer = CheckpointWriter(
         directory,
-        deltas=load_plugin(*DELTAS) if cfg.checkpoint.delta else None,
-        full_every=cfg.checkpoint.full_every,
+        deltas=load_plugin(*DELTAS) if cfg.checkpoint.deltas else None,
+        full_every=cfg.checkpoint.deltas + 1,
         permissions=Permissions(cfg.checkpoint.mode),
     )
     checkpointer = RunCheckpointer(

@@ -128,6 +128,15 @@ def _recompute_of(role: str) -> Former:
     return Former(f"set {key}", {f"{role}.recompute.method": "uniform"}, reads={key: "off"}, translate=merge)
 
 
+def _deltas(delta: bool, full_every: int) -> Settings:
+    return {"checkpoint.deltas": full_every - 1 if delta else 0}
+
+
+def _trackers(tensorboard: bool | None, trackers: list[str]) -> Settings:
+    others = [name for name in trackers if name != "tensorboard"]
+    return {} if tensorboard is None else {"logging.trackers": [*others, *["tensorboard"] * tensorboard]}
+
+
 FORMER = (
     *(
         Former(_SCALE, {f"{role}.optimizer.loss_scale.{name}": default})
@@ -150,6 +159,18 @@ FORMER = (
     Former("write rollout.sleep_level=0", {"rollout.sleep": True}, reads={"rollout.sleep_level": 2}, translate=_sleep),
     *(_offload_of(key) for key in ("reference", "teacher", "reward.model")),
     *(_recompute_of(role) for role in ("actor", "critic")),
+    Former(
+        "set checkpoint.deltas, the number of saves between two full ones",
+        {"checkpoint.delta": False, "checkpoint.full_every": 10},
+        translate=_deltas,
+    ),
+    Former("an engine gets as many prompts as keep it busy", {"evaluate.prompts_per_batch": None}),
+    Former(
+        "set logging.trackers",
+        {"logging.tensorboard": None},
+        reads={"logging.trackers": ["tensorboard"]},
+        translate=_trackers,
+    ),
     Former(_TRIES, {"reward.remote.deadline_s": 300.0, "reward.remote.retries": 4}),
     Former(_TRIES, {"reward.judge.deadline_s": 600.0, "reward.judge.retries": 4}),
 )

@@ -155,7 +155,7 @@ def evaluation_sampling(cfg: Config) -> Sampling:
 
 def prompts_per_batch(cfg: Config) -> int:
     """Return the number of prompts of an engine's batch."""
-    return cfg.evaluate.prompts_per_batch or max(BATCHES_IN_FLIGHT * cfg.rollout.slots // cfg.evaluate.samples, 1)
+    return max(BATCHES_IN_FLIGHT * cfg.rollout.slots // cfg.evaluate.samples, 1)
 
 
 def batches(prompts: Sequence[Prompt], engine: EngineRank, size: int) -> Iterator[list[Prompt]]:

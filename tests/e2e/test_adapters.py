@@ -38,7 +38,7 @@ RL = [
     "checkpoint.save_total_limit=3",
     "checkpoint.async_save=true",
     "logging.console=plain",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
     "deterministic=true",
 ]
 
@@ -62,7 +62,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_data(directory)
     save_model(directory / "model", "qwen3", seed=1)
     (directory / "sft.yaml").write_text(CHAIN.format(model="model", kind="sft", steps=4, lr="3e-3"))
-    train(directory, "calm", 4, "checkpoint.delta=true", "checkpoint.full_every=3")
+    train(directory, "calm", 4, "checkpoint.deltas=2")
     return directory / "outputs" / "toy" / "calm"
 
 

@@ -36,7 +36,7 @@ SMALL = [
     "evaluate.max_prompts=4",
     "checkpoint.save_steps=1",
     "logging.console=plain",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
     "logging.rollouts_every=1",
     "deterministic=true",
 ]

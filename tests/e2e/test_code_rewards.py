@@ -33,7 +33,7 @@ SETTINGS = {
     "trainer.prompts_per_step": "3",
     "trainer.minibatch_size": "3",
     "logging.rollouts_every": "1",
-    "logging.tensorboard": "false",
+    "logging.trackers": "[]",
     "logging.console": "plain",
     "output_dir": "outputs",
     "experiment": "code",

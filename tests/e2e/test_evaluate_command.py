@@ -20,7 +20,11 @@ from tests.unit.bridge.formats.foreign import write_flat
 
 CONFIG = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
 PROMPTS, SAMPLES = 12, 4
-SAMPLED = [f"evaluate.samples={SAMPLES}", "evaluate.temperature=1.0", "evaluate.prompts_per_batch=2"]
+SAMPLED = [
+    f"evaluate.samples={SAMPLES}",
+    "evaluate.temperature=1.0",
+    "rollout.max_num_seqs=2",
+]  # batches of two prompts
 # Every character counts, so that equal numbers mean equal responses. Each call is written down; where a file says so, the
 # rank is killed in the middle of scoring.
 REWARD = """
@@ -84,7 +88,7 @@ def test_the_number_is_that_of_the_training_run(workspace: Path, reward_model: P
         *one,
         *short,
         *SAMPLED,
-        "logging.tensorboard=false",
+        "logging.trackers=[]",
     ]
     trained = rlhf_mcore(workspace, *command)
     assert trained.returncode == 0, trained.stderr[-3000:]

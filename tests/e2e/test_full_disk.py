@@ -68,7 +68,7 @@ def test_fault_37_a_disk_that_fills_between_two_steps(workspace: Path, disk: Pat
 
 
 def test_fault_37_output_on_the_full_disk_itself(workspace: Path, disk: Path) -> None:
-    settings = ["logging.rollouts_every=0", "logging.tensorboard=true"]
+    settings = ["logging.rollouts_every=0", "logging.trackers=[tensorboard]"]
     assert_one_message(train(workspace, *settings, shell="> disk/output.txt"), r"metrics\.jsonl")
 
 

@@ -77,7 +77,7 @@ SMALL = [
     "checkpoint.save_total_limit=null",
     "evaluate.every=0",
     "logging.console=plain",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
     "deterministic=true",
 ]
 

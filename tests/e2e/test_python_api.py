@@ -189,7 +189,7 @@ def cell(text, names):
 SETTINGS = {
     "trainer": {"num_steps": 1, "prompts_per_step": 2, "minibatch_size": 2},
     "rollout": {"engine": "hf", "sampling": {"n": 2, "max_new_tokens": 4}},
-    "logging": {"console": "off", "tensorboard": False},
+    "logging": {"console": "off", "trackers": []},
 }
 
 

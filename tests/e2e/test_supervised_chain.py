@@ -21,7 +21,7 @@ model: {{path: {model}}}
 data: {{train: [{kind}-train.jsonl], eval: [{kind}-eval.jsonl], max_prompt_tokens: 8}}
 trainer: {{num_steps: {steps}, prompts_per_step: 32, max_tokens_per_microbatch: 2048}}
 actor: {{optimizer: {{lr: {lr}}}}}
-logging: {{console: plain, tensorboard: false}}
+logging: {{console: plain, trackers: []}}
 """
 
 

@@ -24,7 +24,7 @@ rollout: {engine: hf, sampling: {n: 2, max_new_tokens: 8}}
 trainer: {num_steps: 2, prompts_per_step: 4, minibatch_size: 2}
 evaluate: {every: 0, max_prompts: 4}
 data: {max_prompt_tokens: 128}
-logging: {console: plain, tensorboard: false}
+logging: {console: plain, trackers: []}
 """
 
 

@@ -13,7 +13,7 @@ from rlhf_mcore.config.schema.run import AUTO, FILE_MODES, NEVER, PRIVATE, octal
 from rlhf_mcore.plugins import missing_plugin
 
 # Arguments of ``load_plugin``.
-DELTAS = ("checkpoint_hooks", "deltas", "checkpoint.delta=true")
+DELTAS = ("checkpoint_hooks", "deltas", "checkpoint.deltas")
 ARCHIVE = ("checkpoint_hooks", "archive", "checkpoint.archive=true")
 _METRIC = re.compile(r"evaluate/\S+")
 
@@ -27,7 +27,7 @@ def checkpoint_problems(cfg: Config) -> Iterator[str]:
         yield f"checkpoint.mode={checkpoint.mode!r} is not a choice; choose one of: null, {PRIVATE}, {', '.join(FILE_MODES)}"
     if wrong := [step for step in checkpoint.keep if step < 1]:
         yield f"checkpoint.keep={checkpoint.keep}: {wrong[0]} is no step; name steps from 1 on"
-    for is_used, plugin in ((checkpoint.delta, DELTAS), (checkpoint.archive, ARCHIVE)):
+    for is_used, plugin in ((checkpoint.deltas, DELTAS), (checkpoint.archive, ARCHIVE)):
         if is_used and (problem := missing_plugin(*plugin)) is not None:
             yield problem
     yield from _resume_problems(checkpoint)

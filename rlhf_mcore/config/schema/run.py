@@ -261,8 +261,11 @@ class CheckpointConfig(Group):
         False, "what does not stay is packed into `archive/checkpoint-<step>.tar.zst`, in the background"
     )
     async_save: bool = key(False, "copy to host memory, continue training and write in the background")
-    delta: bool = key(False, "between full saves, weights as compressed differences to the last full checkpoint")
-    full_every: int = key(10, "with `delta`: every so many saves is a full one", AT_LEAST_1)
+    deltas: int = key(
+        0,
+        "saves between two full ones that store weights as compressed differences to the last full one; 0: every save is full",
+        AT_LEAST_0,
+    )
     resume: str = key(
         "auto",
         "`auto` (the newest checkpoint of the run directory, if there is one), `never`, or the path of a checkpoint",
@@ -301,9 +304,6 @@ class EvaluateConfig(Group):
     top_p: float = key(1.0, "as `rollout.sampling.top_p`", SHARE)
     top_k: int = key(-1, "as `rollout.sampling.top_k`", Range(1, off=-1))
     max_new_tokens: Optional[int] = key(None, "longest response", AT_LEAST_1, null="`rollout.sampling.max_new_tokens`")
-    prompts_per_batch: Optional[int] = key(
-        None, "prompts that an engine gets at a time", AT_LEAST_1, null="as many as keep it busy"
-    )
     checkpoint: Optional[str] = key(
         None,
         "`rlhf-mcore evaluate`: a Hugging Face directory, a checkpoint, a run directory, or shards of FSDP or Megatron",
@@ -355,9 +355,6 @@ class LoggingConfig(Group):
         null="none",
         more="`GET /metrics` on the machine of the first rank. See [Prometheus](metrics.md#prometheus).",
     )
-    tensorboard: Optional[bool] = key(
-        None, "the earlier way to add `tensorboard` to `trackers`, or to remove it", null="`trackers` tells"
-    )
     peak_tflops: Optional[float] = key(
         None,
         "peak of a device for the MFU in the metrics",
@@ -389,8 +386,7 @@ class LoggingConfig(Group):
 
 def wanted_trackers(cfg: LoggingConfig) -> list[str]:
     """Name the trackers of a run, each once."""
-    names = [name for name in cfg.trackers if name != "tensorboard" or cfg.tensorboard is not False]
-    return list(dict.fromkeys([*names, *["tensorboard"] * bool(cfg.tensorboard)]))
+    return list(dict.fromkeys(cfg.trackers))
 
 
 def octal_mode(text: str) -> int | None:

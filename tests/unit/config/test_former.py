@@ -35,6 +35,11 @@ TRANSLATED = [
         {"actor.recompute.granularity": "block"},
     ),
     ({"critic.recompute.method": "block"}, {}),
+    ({"checkpoint.delta": True, "checkpoint.full_every": 4}, {"checkpoint.deltas": 3}),
+    ({"checkpoint.delta": True}, {"checkpoint.deltas": 9}),
+    ({"evaluate.prompts_per_batch": 2}, {}),
+    ({"logging.tensorboard": False}, {"logging.trackers": []}),
+    ({"logging.tensorboard": True, "logging.trackers": ["wandb"]}, {"logging.trackers": ["wandb", "tensorboard"]}),
     ({"reward.remote.deadline_s": 20.0, "reward.judge.retries": 2}, {}),
 ]
 
