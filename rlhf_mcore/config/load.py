@@ -7,6 +7,7 @@ environment (``${oc.env:NAME,default}``); pydantic reads the values (``schema``)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import nearest
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.schema.tree import merge, nest, with_preset
@@ -69,7 +71,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without_mode
     wrong = {key: [problem] for key, problem in _resolve_references(values, places)}
     cfg = _read(values, places, wrong)
     if wrong or problems:
-        raise WrongValues([*problems, *chain.from_iterable(wrong.values())], cfg, list(wrong))
+        found = [*problems, *chain.from_iterable(wrong.values())]
+        raise WrongValues(found, cfg, list(wrong)) if reader.is_whole else ConfigError.many(found)
     if missing := list(_missing(to_dict(cfg))):
         raise ConfigError.many(missing)
     return cfg
@@ -136,8 +139,15 @@ def _resolve_references(values: dict[str, Any], places: Mapping[str, str]) -> It
 
 
 def _unresolved(key: str, value: Any, places: Mapping[str, str], error: Exception) -> str:
-    reason = shorten(str(error).partition("\n")[0], 400)
-    return f"{_begin(places, key)}{key}={shorten(repr(value), 200)} does not resolve: {reason}"
+    reason, remedy = str(error).partition("\n")[0], "write ${seed} for a key, ${oc.env:NAME,default} for a variable"
+    if (variable := re.search(r"Environment variable '(\w+)' not found", reason)) is not None:
+        reason, remedy = variable[0], f"export it, or give a default, as in ${{oc.env:{variable[1]},default}}"
+    elif "Recursive" in reason:
+        remedy = "write a value instead of one of the references"
+    elif (name := re.search(r"Interpolation key '([\w.]+)' not found", reason)) and (near := nearest(name[1])):
+        remedy = f"did you mean ${{{near}}}?"
+    shown = f"{_begin(places, key)}{key}={shorten(repr(value), 200)}"
+    return f"{shown} does not resolve: {shorten(reason, 400)}; {remedy}"
 
 
 def _from_environment(written: Mapping[str, Any]) -> set[str]:

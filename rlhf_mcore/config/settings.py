@@ -44,11 +44,16 @@ class Setting:
 
 
 class SettingReader:
-    """Collects settings, and problems instead of stopping at the first one."""
+    """Collects settings, and problems instead of stopping at the first one.
+
+    Attributes:
+        is_whole: whether every file could be read. Otherwise settings are missing, and rules would report consequences.
+    """
 
     def __init__(self) -> None:
         self.settings: list[Setting] = []
         self.problems: list[str] = []
+        self.is_whole = True
         self._num_unknown = 0
 
     def read_file(self, path: Path, chain: tuple[str, ...] = ()) -> None:
@@ -60,12 +65,14 @@ class SettingReader:
         if real in chain:
             names = " -> ".join(os.path.basename(name) for name in (*chain, real))
             self.problems.append(f"{path}: {BASE_KEY} files form a cycle ({names}); remove one {BASE_KEY} entry")
+            self.is_whole = False
             return
         try:
             document = Document(read_yaml_text(path, "config file"), str(path), is_file=True)
             self._take_document(document, path, (*chain, real))
         except ConfigError as error:
             self.problems.append(str(error))
+            self.is_whole = False
 
     def read_override(self, text: str) -> None:
         """Take one ``a.b=c`` of the command line; ``c`` is YAML."""

@@ -6,6 +6,7 @@ has checked the values of single keys.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
-from rlhf_mcore.config.load import WrongValues
+from rlhf_mcore.config.load import MISSING, WrongValues
 from rlhf_mcore.config.questions import grades, reads_scores
 from rlhf_mcore.config.reward_sources import unused_rules
 from rlhf_mcore.config.rules.algorithm import algorithm_problems, preference_problems
@@ -96,11 +97,17 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
 
 
 def report_all(found: WrongValues, world_size: int | None = None) -> ConfigError:
-    """Add what rules find among the other keys. Problems that name a wrong key are left out: they would be consequences."""
+    """Add the problems that rules find among the other keys.
+
+    Consequences are left out: problems that name a wrong key, or begin with the key that a misspelt one means or that is missing.
+    """
     try:
         validate(found.rest, world_size)
     except ConfigError as error:
-        others = [problem for problem in error.problems if not any(key in problem for key in found.keys)]
+        wrong = [rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in found.keys]
+        meant = re.findall(r"did you mean ([\w.]+)\?", "\n".join(found.problems))
+        wrong += [rf"^{re.escape(key)}\b" for key in meant] + [rf"={re.escape(MISSING)}(?!\w)"]
+        others = [problem for problem in error.problems if not re.search("|".join(wrong), problem)]
         return ConfigError.many([*found.problems, *others])
     return found
 

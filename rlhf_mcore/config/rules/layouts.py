@@ -228,7 +228,7 @@ def tensor_cut_problems(geometry: ModelGeometry, field: str, tp: int, model: str
     for name, size in sizes.items():
         yield from _divides(f"{field}={tp}", tp, size, name, model)
     groups = geometry.num_kv_heads
-    if max(groups, tp) % min(groups, tp):
+    if geometry.num_heads % tp == 0 and max(groups, tp) % min(groups, tp):
         yield (
             f"{field}={tp} neither divides nor is a multiple of num_key_value_heads={groups} of {model}; "
             f"choose a divisor or a multiple of {groups}"

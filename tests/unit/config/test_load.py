@@ -108,13 +108,6 @@ def test_steps_and_epochs_in_one_place_are_refused(workspace: Any) -> None:
     )
 
 
-def test_a_cycle_of_bases_is_refused(workspace: Any) -> None:
-    workspace.write("a.yaml", "base: b.yaml\n")
-    workspace.write("b.yaml", "base: a.yaml\n")
-    (problem,) = problems("model.path=m", file="a.yaml")
-    assert "a.yaml -> b.yaml -> a.yaml" in problem
-
-
 def test_an_empty_group_is_no_mistake(workspace: Any) -> None:
     workspace.write("run.yaml", "model: {path: m}\nactor:\n  # layout: {tp: 2}\n")
     assert load_config("run.yaml").actor.layout.tp == 1
@@ -154,16 +147,6 @@ def test_an_unknown_key_that_is_near_none_lists_those_of_its_group(workspace: An
     ]
 
 
-def test_an_unknown_group_is_reported_once_and_not_by_key(workspace: Any) -> None:
-    workspace.write("run.yaml", "model: {path: m}\nactor:\n  layot: {tp: 2, pp: 2}\n")
-    assert problems() == ["run.yaml:3: unknown key actor.layot; did you mean actor.layout?"]
-
-
-def test_an_unknown_key_in_a_list_of_groups(workspace: Any) -> None:
-    (problem,) = problems("reward.rules=[{name: boxed}, {nam: x}]")
-    assert "unknown key reward.rules[1].nam; there are: name, weight" in problem
-
-
 def test_a_wrong_type_names_field_value_and_expected(workspace: Any) -> None:
     for override, expected in [
         ("trainer.num_steps=forty", "trainer.num_steps='forty' is not valid; expected int"),
@@ -182,16 +165,6 @@ def test_a_wrong_type_names_field_value_and_expected(workspace: Any) -> None:
     ]:
         (problem,) = problems(override)
         assert problem.endswith(expected)
-
-
-def test_a_value_for_a_group_lists_its_keys(workspace: Any) -> None:
-    (problem,) = problems("rollout.layout=2")
-    assert "rollout.layout is a group, not a value; set one of its keys: rollout.layout.tp" in problem
-
-
-def test_all_problems_come_at_once(workspace: Any) -> None:
-    workspace.write("run.yaml", "model: {path: m}\nsed: 1\ntrainer: {num_steps: x}\n")
-    assert len(problems("oops", "project=${nope:1}")) == 4
 
 
 def test_a_missing_mandatory_value_is_named(workspace: Any) -> None:
