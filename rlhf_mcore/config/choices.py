@@ -17,7 +17,7 @@ F = TypeVar("F")
 
 
 def registering(table: dict[str, F], declared: Collection[str]) -> Callable[[str], Callable[[F], F]]:
-    """Return a decorator with a name, ``@decorator("name")``. It puts the decorated object into ``table``."""
+    """Return a decorator that puts objects into ``table``: ``@decorator("name")``."""
 
     def named(name: str) -> Callable[[F], F]:
         assert name in declared, f"{name!r} is not declared in rlhf_mcore/config, so no configuration can choose it"
@@ -36,14 +36,14 @@ def registering(table: dict[str, F], declared: Collection[str]) -> Callable[[str
 class Estimator:
     """An advantage estimator (``algorithms/advantages.py``, ``returns.py``)."""
 
-    compares_group: bool = False  # the responses to one prompt with each other: needs two of them
-    needs_values: bool = False  # of a critic
-    whitens: bool = False  # over the tokens of a step; algorithm.whiten_advantages may ask for it
-    discounts: bool = False  # by algorithm.gamma, later rewards of a response
-    credits_turns: bool = True  # with algorithm.turn_credit
-    needs_greedy: bool = False  # a greedy response to each prompt, whose score is the baseline
-    compares_parts: bool = False  # of the scores, those that algorithm.reward_weights names, and nothing else
-    reads_scores: bool = True  # else the teacher alone is learned from, and nothing has to score
+    compares_group: bool = False  # compares the responses to one prompt, so it needs two of them
+    needs_values: bool = False  # needs a critic
+    whitens: bool = False  # can whiten over the tokens of a step (algorithm.whiten_advantages)
+    discounts: bool = False  # discounts later rewards of a response by algorithm.gamma
+    credits_turns: bool = True  # supports algorithm.turn_credit
+    needs_greedy: bool = False  # needs a greedy response to each prompt, whose score is the baseline
+    compares_parts: bool = False  # compares only the parts of scores that algorithm.reward_weights names
+    reads_scores: bool = True  # otherwise the policy learns only from its teacher, and no scores are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Loss:
 
     reads_dual_clip: bool = False
     reads_sapo: bool = False
-    reads_covariance: bool = False  # of old logprobs and advantages: they are there before the update
+    reads_covariance: bool = False  # reads the covariance of old logprobs and advantages, computed before the update
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,15 @@ class PreferenceLoss:
     """A loss over pairs of responses (``algorithms/preference.py``)."""
 
     needs_reference: bool = True  # compares the policy with a frozen one
-    needs_mismatched: bool = False  # and with it on responses to other prompts, for their divergence
+    needs_mismatched: bool = False  # compares also on responses to other prompts, to estimate the divergence
 
 
 @dataclass(frozen=True, slots=True)
 class Grader:
     """A rule that grades responses (``rewards/graders.py``)."""
 
-    needs_answer: bool = True  # a ground truth to compare a response with
-    options: tuple[str, ...] = ()  # keys of a rule that only this one reads
+    needs_answer: bool = True  # compares a response with a ground truth
+    options: tuple[str, ...] = ()  # keys of a rule that only this grader reads
 
 
 ADVANTAGES = {
@@ -111,12 +111,12 @@ GRADERS = {
     "exact_match": Grader(),
     "multiple_choice": Grader(),
     "format": Grader(needs_answer=False),
-    "regex": Grader(options=("pattern",)),  # a pattern of its own needs no answer
+    "regex": Grader(options=("pattern",)),  # with a pattern it needs no answer
     "length": Grader(needs_answer=False, options=("min_chars", "max_chars", "margin_chars")),
     "language": Grader(needs_answer=False, options=("scripts",)),
     "code": Grader(options=("partial", "max_tests", "test_s", "total_s")),
 }
-# Tracker -> the package that it imports, which ``pip install rlhf_mcore[<tracker>]`` installs.
+# The package that each tracker imports; ``pip install rlhf_mcore[<tracker>]`` installs it.
 TRACKERS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -129,10 +129,10 @@ _CORE_TRACKERS = {"tensorboard": "TensorboardTracker", "wandb": "WandbTracker", 
 
 AGENT = "agent"
 CONTRIB_ENVIRONMENTS = ("gymnasium", "openenv", "verifiers")  # plug-ins: contrib/environments
-ASKING = (AGENT, "verifiers")  # environments that ask for turns at an endpoint
-ENVIRONMENTS = ("tools", *CONTRIB_ENVIRONMENTS, AGENT)  # that need no file of the user's
+ASKING = (AGENT, "verifiers")  # environments that request turns from an endpoint
+ENVIRONMENTS = ("tools", *CONTRIB_ENVIRONMENTS, AGENT)  # environments that need no file of the user
 
-# What algorithm.preset sets in the group algorithm: for each algorithm the choices of its paper.
+# What algorithm.preset sets in the group algorithm: the choices of each algorithm's paper.
 PRESETS: dict[str, dict[str, Any]] = {
     # Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), eq. 3-4: group-normalised advantage, mean per sequence, k3 KL
     # in the loss.
@@ -219,12 +219,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "overlong.enabled": True,
     },
     # Lu and Thinking Machines Lab 2025, On-Policy Distillation: the reverse KL to a teacher (Agarwal et al. 2023, arXiv 2306.13649;
-    # Gu et al. 2023, arXiv 2306.08543), at each drawn token, as its advantage.
+    # Gu et al. 2023, arXiv 2306.08543) at each sampled token is its advantage.
     "distillation": {"advantage": "distillation", "loss_aggregation": "token"},
     # Not reinforcement learning: the likelihood of given responses, and Bradley and Terry 1952 over pairs of them.
     "sft": {"kind": "sft", "loss_aggregation": "token"},
     "reward_model": {"kind": "reward_model"},
-    # Policies that learn from the same pairs. Rafailov et al. 2023 (arXiv 2305.18290), appendix B.
+    # Policies that learn from such pairs. Rafailov et al. 2023 (arXiv 2305.18290), appendix B.
     "dpo": {"kind": "dpo", "dpo.loss": "dpo", "dpo.beta": 0.1},
     # Azar et al. 2023 (arXiv 2310.12036). The paper gives no number for language models.
     "ipo": {"kind": "dpo", "dpo.loss": "ipo", "dpo.beta": 0.1},
@@ -236,13 +236,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kto": {"kind": "dpo", "dpo.loss": "kto", "dpo.beta": 0.1},
 }
 
-MTP_TRAINED = ("train", "joint")  # of actor.mtp.mode: the layers learn
+MTP_TRAINED = ("train", "joint")  # values of actor.mtp.mode with which the layers are trained
 
 
 def find_trackers() -> dict[str, EntryPoint]:
-    """Return the class of each installed tracker, as an entry point: the core's, and those of plug-ins.
+    """Return the entry points of all installed trackers, of the core and of plug-ins.
 
-    A class is called with an ``observability.trackers.TrackedRun``.
+    Each is a class whose argument is an ``observability.trackers.TrackedRun``.
     """
     group, folder = "rlhf_mcore.trackers", "rlhf_mcore.observability.services"
     core = {name: EntryPoint(name, f"{folder}.{name}:{made}", group) for name, made in _CORE_TRACKERS.items()}

@@ -1,7 +1,7 @@
-"""Declare what the engines differ in: ``rollout.engine`` is looked up here, once; everything else reads the declaration.
+"""Describe the differences of the engines. Only this module looks up ``rollout.engine``.
 
-An engine declares itself in a ``KIND``: of a folder of ``rollout/``, or of an installed package that has an entry point of its name in
-the group ``rlhf_mcore.engines``. A declaration imports neither torch nor the engine's libraries.
+An engine declares a ``KIND`` in its folder of ``rollout/``. An installed package declares it by an entry point in the group
+``rlhf_mcore.engines``. A declaration imports neither torch nor the engine's libraries.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ if TYPE_CHECKING:
     from rlhf_mcore.geometry import ModelGeometry
     from rlhf_mcore.rollout.engine import Engine, EngineModel
 
-SEQUENCES = 256  # that an engine decodes at once by default
+SEQUENCES = 256  # default number of sequences that an engine decodes at once
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """Declare what an engine can do, and how a rank gets one."""
+    """What an engine can do, and how a rank builds it."""
 
-    name: str  # of rollout.engine
+    name: str  # the value of rollout.engine
     purpose: str = ""  # for the documentation
-    packages: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # that it imports, and distributions that have them
-    runs_apart: bool = True  # its ranks may be processes of Ray, on devices of their own
-    is_sharded: bool = False  # rollout.layout.tp ranks are one engine; else each has a whole model
-    # How its weights are written. In the rank's process: "loaders": the model's own loaders cut tensors, which a bridge traces;
-    # "plain": parameters have Hugging Face's names and shapes. "full": elsewhere, full tensors are passed to a call
+    packages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # imported package: its distributions
+    runs_apart: bool = True  # its ranks may be processes of Ray with their own devices
+    is_sharded: bool = False  # rollout.layout.tp ranks are one engine; otherwise each rank has a whole model
+    # How its weights are written. "loaders": the model's own loaders cut tensors in the rank's process, and a bridge traces them.
+    # "plain": the rank's parameters have Hugging Face's names and shapes. "full": a call sends full tensors elsewhere
     weights: Literal["loaders", "plain", "full"] = "plain"
-    records_routes: bool = False  # completions may have the experts that tokens went to
-    sleeps: bool = False  # gives its device memory back while the trainer learns
-    reserves_cache: bool = False  # when it starts; else its cache is what it draws at a time
-    temperatures: tuple[float, float] = (0.0, math.inf)  # the least and the most that it draws at, beside 0
-    attention_kernels: tuple[str, ...] = ()  # of model.attention
-    holds_8_bits: bool = False  # on CUDA, with rollout.quantization; else it gets their values in the model's dtype
-    own_keys: tuple[str, ...] = ()  # keys, or groups of them, that not every engine reads, and this one does
+    records_routes: bool = False  # completions can contain the experts of each token
+    sleeps: bool = False  # releases its device memory while the trainer runs
+    reserves_cache: bool = False  # reserves the cache at the start; otherwise it grows with the running sequences
+    temperatures: tuple[float, float] = (0.0, math.inf)  # lowest and highest temperature besides 0
+    attention_kernels: tuple[str, ...] = ()  # supported values of model.attention
+    holds_8_bits: bool = (
+        False  # stores 8-bit weights on CUDA (rollout.quantization); otherwise their values in the model's dtype
+    )
+    own_keys: tuple[str, ...] = ()  # keys or groups that this engine reads and some others do not
 
     @property
     def has_live_weights(self) -> bool:
-        """Return whether its parameters are in the rank's process, where a bridge writes them."""
+        """Return whether a bridge writes its parameters in the rank's process."""
         return self.weights != "full"
 
     def reads(self, key: str) -> bool:
-        """Return whether a key has an effect on this engine. For keys that some engines do not read."""
+        """Return whether this engine reads a key that some engines do not read."""
         return any(key == own or key.startswith(f"{own}.") for own in self.own_keys)
 
     def argument_problems(self, cfg: RolloutConfig) -> Iterator[str]:
-        """List the faults of the keys that only this engine reads."""
+        """List the problems of the keys that only this engine reads."""
         return iter(())
 
     def cache_width(self, cfg: RolloutConfig, model_width: int) -> int:
-        """Return the bytes of a key or value in the cache. ``model_width``: of a weight."""
+        """Return the bytes of a key or value in the cache. ``model_width``: bytes of a weight."""
         return model_width
 
     def default_sequences(self, memory_bytes: int, device: str) -> int:
@@ -70,28 +70,28 @@ class EngineKind:
         return SEQUENCES
 
     def model_problems(self, cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-        """Name what keeps this engine from drawing with the model of a resolved configuration on this machine."""
+        """List why this engine cannot generate with the model of a resolved configuration on this machine."""
         return iter(())
 
     def adapter_problems(self, cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-        """Name what keeps this engine from adding adapters to the weights itself. ``geometry`` is that of the adapters."""
+        """List why this engine cannot add adapters to the weights itself. ``geometry`` includes the adapters."""
         yield f"rollout.engine={self.name} gets whole weights, with the adapters added"
 
     def preload(self) -> None:
-        """Import the modules of ``build`` on a CPU, in a process that ranks will be forked from."""
+        """Import the modules that ``build`` needs on a CPU, before ranks are forked from this process."""
 
     def prepare_process(self, *, deterministic: bool) -> None:
-        """Set the environment of the engine's libraries, in a process without a trainer, before ``build``."""
+        """Set the environment of the engine's libraries before ``build``, in a process without a trainer."""
 
     def joining(self) -> AbstractContextManager[Any]:
-        """Enter this where communicators are made with processes that have not run ``prepare_process``."""
+        """Return a context for creating communicators with processes that have not run ``prepare_process``."""
         return nullcontext()
 
     def build(self, cfg: RolloutConfig, model: EngineModel) -> Engine:
         """Build the engine of this rank. Every rank calls it at the same time, with torch.distributed initialised.
 
         Raises:
-            ConfigError: there is none of this name, or it cannot be built: see the constructors.
+            ConfigError: there is no such engine, or it cannot be built (see the constructors).
         """
         raise ConfigError(f"rollout.engine={self.name!r} is not an engine; choose one of: {', '.join(ENGINES)}")
 
@@ -100,39 +100,39 @@ ENGINES: dict[str, EngineKind] = {}
 
 
 def discover() -> None:
-    """Make the engines of ``rollout/`` known, by their names."""
-    rooms = import_module("rlhf_mcore.rollout")
-    for room in pkgutil.iter_modules(rooms.__path__):
-        kind = getattr(import_module(f"{rooms.__name__}.{room.name}"), "KIND", None) if room.ispkg else None
+    """Add the engines of ``rollout/`` to ``ENGINES``."""
+    rollout = import_module("rlhf_mcore.rollout")
+    for folder in pkgutil.iter_modules(rollout.__path__):
+        kind = getattr(import_module(f"{rollout.__name__}.{folder.name}"), "KIND", None) if folder.ispkg else None
         if kind is not None:
             ENGINES[kind.name] = kind
 
 
 def engine_kind(name: str) -> EngineKind:
-    """Return the declaration of an engine. A name that is no choice is validation's to refuse; until then it can do everything."""
+    """Return the declaration of an engine. An unknown name has the defaults; validation rejects it."""
     return ENGINES.get(name) or _load_installed(name) or EngineKind(name)
 
 
 def is_engine(name: str) -> bool:
-    """Return whether a name is an engine's."""
+    """Return whether there is an engine of this name."""
     return name in ENGINES or _load_installed(name) is not None
 
 
 @cache
 def _load_installed(name: str) -> EngineKind | None:
-    """Return what an installed package declares under this name."""
+    """Return the declaration of an installed package, or None."""
     point = find_plugins("engines").get(name)
     kind: EngineKind | None = point.load() if point is not None else None
     return kind
 
 
 def engine_packages() -> dict[str, tuple[str, ...]]:
-    """Return the packages of engines, with their distributions; a machine has one of each."""
+    """Return the packages that engines import, each with the distributions that contain it."""
     return {package: names for kind in ENGINES.values() for package, names in kind.packages.items()}
 
 
 def engines_that_read(key: str) -> str:
-    """Name the engines that a key has an effect on, as ``only_with`` of its description."""
+    """Return the engines that read a key, as ``only_with`` of its description."""
     return f"rollout.engine={' or '.join(kind.name for kind in ENGINES.values() if kind.reads(key))}"
 
 

@@ -1,4 +1,4 @@
-"""The error type for mistakes that a user can make and correct: in a config, an override or a file that a config names."""
+"""The error for mistakes that a user can correct: in a configuration, an override or a file that a configuration names."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _SHOWN = 40  # problems in one message; a file of another kind has thousands
 
 
 def shortened(items: Sequence[object], most: int = 5, separator: str = "; ") -> str:
-    """Name the first ``most`` of them, and how many more there are."""
+    """Return the first ``most`` items as text, and the number of the others."""
     more = f"{separator}and {len(items) - most} more" if len(items) > most else ""
     return separator.join(map(str, items[:most])) + more
 
 
 def for_terminal(text: str) -> str:
-    """Escape a text for a terminal: lines stay lines, other control characters are shown as their escapes."""
+    """Escape the control characters of a text for a terminal. Ends of lines stay."""
     return _CONTROL.sub(lambda match: repr(match.group())[1:-1], text)
 
 
 def printable(text: str) -> str:
-    """Put a text on one line without control characters: texts of others must not reach a terminal as they are."""
+    """Return a foreign text on one line without control characters, for a terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 class ConfigError(ValueError):
     """A user's mistake. Each problem names the field, its value and the remedy.
 
-    ``problems`` holds one line of text (or a few) per mistake, so that a user sees all of them at once. What it quotes is escaped
-    (``for_terminal``), for Python and notebooks print it as it is.
+    ``problems`` contains a line of text (or a few) per mistake, so that a user sees all of them at once. Texts are escaped
+    (``for_terminal``), because Python and notebooks print them unchanged.
     """
 
     def __init__(self, message: str, *, problems: Sequence[str] | None = None) -> None:
@@ -44,7 +44,7 @@ class ConfigError(ValueError):
 
     @classmethod
     def many(cls, problems: Sequence[str]) -> ConfigError:
-        """Make one error of several problems. A single problem is printed without a list around it."""
+        """Make one error of several problems. A single problem is printed without a list."""
         assert problems, "ConfigError.many needs at least one problem"
         if len(problems) == 1:
             return cls(problems[0])
@@ -54,7 +54,7 @@ class ConfigError(ValueError):
         return cls(f"{len(problems)} problems in the configuration:\n{lines}", problems=problems)
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows in the place of a traceback: the caller's line, and the message."""
+        """Return what a notebook shows instead of a traceback: the caller's line and the message."""
         package = str(Path(__file__).resolve().parents[1])
         frames = [frame for frame in extract_tb(self.__traceback__) if not frame.filename.startswith(package)]
         own = [frame for frame in frames if "site-packages" not in frame.filename]
@@ -63,4 +63,4 @@ class ConfigError(ValueError):
 
 
 class FileProblem(str):
-    """A problem of a run, not of a plan: with a file that it needs (weights, tokenizer, prompts, a user's code) or with its engine."""
+    """A problem with a file that a run needs (weights, tokenizer, prompts, code) or with its engine. A plan needs none of them."""

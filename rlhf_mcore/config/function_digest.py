@@ -1,7 +1,7 @@
 """Digest a function that was given from Python: its source, and the user's functions, classes and constants that it names.
 
-A notebook's cells define them beside the function, and a change of any of them makes another reward. Code of installed packages
-counts by its name. A value that the code changes (a counter, a growing list) does not count: it differs from run to run.
+A change of any of them makes another reward. Installed packages count by their names only. Values that the code changes (a counter,
+a growing list) are left out: they differ from run to run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 _CONSTANTS = (str, bytes, int, float, complex, type(None), type(...), range)
-_CHANGE = re.compile(  # of what the name in front of it stands for
+_CHANGE = re.compile(  # finds the names whose values are changed
     r"(\w+)(?:\[[^\]\n]*\]\s*(?:[-+*/|&]|//|\*\*)?=(?!=)|\s*(?:[-+*/|&]|//|\*\*)=(?!=)"
     r"|\.(?:add|append|clear|discard|extend|insert|pop|popitem|popleft|remove|setdefault|sort|update)\()"
     r"|\b(?:global|nonlocal)\s+(\w+(?:\s*,\s*\w+)*)"
@@ -31,26 +31,24 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 def function_digest(function: Callable[..., Any]) -> str:
-    """Compute the same digest in every process for a function that was defined in the same way. Warn of code without source."""
-    texts, waiting, seen = (
-        list[str](),
-        [function],
-        dict[int, Any](),
-    )  # values are held: a later one may get the same address
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen and not isinstance(value, _CONSTANTS):
-            texts.append("again")
-            continue
-        seen[id(value)] = value
-        text, held = _describe(value)
-        texts.append(f"{text} of {len(held)}")
-        waiting += held
-    return hashlib.sha256("\n".join(texts).encode(errors="surrogatepass")).hexdigest()
+    """Compute a digest that is the same in every process for a function with the same definition. Warn of code without source."""
+    return hashlib.sha256("\n".join(_texts(function, {})).encode(errors="surrogatepass")).hexdigest()
+
+
+def _texts(value: Any, seen: dict[int, Any]) -> Iterator[str]:
+    """Yield a text for a value and for all that it contains or names. ``seen`` keeps the values, so that each has its own id."""
+    if id(value) in seen and not isinstance(value, _CONSTANTS):
+        yield "again"
+        return
+    seen[id(value)] = value
+    text, inside = _describe(value)
+    yield f"{text} of {len(inside)}"
+    for part in reversed(inside):
+        yield from _texts(part, seen)
 
 
 def _describe(value: Any) -> tuple[str, Sequence[Any]]:
-    """Return the text of a value itself, and the values that it holds or names."""
+    """Return the text of a value itself, and the values that it contains or names."""
     if isinstance(value, _CONSTANTS):
         return repr(value), ()
     if isinstance(value, re.Pattern):
@@ -113,13 +111,13 @@ def _changed_names(source: str) -> Iterator[str]:
 
 
 def _functions_of(kind: type) -> list[FunctionType]:
-    """List the functions of a class that have a source, which those of a dataclass do not have."""
+    """List the functions of a class that have a source. Those that a dataclass generates have none."""
     parts = [getattr(item, "fget", None) or getattr(item, "__func__", item) for item in vars(kind).values()]
     return [part for part in parts if isinstance(part, FunctionType) and part.__code__.co_filename != "<string>"]
 
 
 def _is_own(code: FunctionType | ModuleType | type) -> bool:
-    """Tell whether code is the user's: of a script, a notebook or a module that is not installed."""
+    """Return whether code is the user's: from a script, a notebook or a module that is not installed."""
     module = code.__name__ if isinstance(code, ModuleType) else code.__module__
     functions = [code] if isinstance(code, FunctionType) else _functions_of(code) if isinstance(code, type) else []
     file = functions[0].__code__.co_filename if functions else getattr(sys.modules.get(module or ""), "__file__", None)

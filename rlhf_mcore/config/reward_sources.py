@@ -1,4 +1,4 @@
-"""Choose the rules that score a prompt: those of its data source, of which the well-known ones are listed here, or the run's."""
+"""Choose the rules that score a prompt: the rules of its data source, or of the run. The well-known data sources are listed here."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from rlhf_mcore.config.schema.rollout import FunctionConfig, RewardConfig, RuleC
 
 _NUMBER, _MATH = [RuleConfig(name="final_number")], [RuleConfig(name="math")]
 _DAPO = [RuleConfig(name="answer_line", incorrect=-1.0)]
-_CODE, _TENTHS = (
-    [RuleConfig(name="code")],
-    [RuleConfig(name="code", partial=True, max_tests=10)],
-)  # the share of the first ten tests
+_CODE = [RuleConfig(name="code")]
+_TENTHS = [RuleConfig(name="code", partial=True, max_tests=10)]  # the share of the first ten tests
 _THINK_AND_BOX = r"^.*<think>.*</think>.*\\boxed\{.*\}.*$"
-# Names as verl's data preparation and the data sets themselves write them, graded as verl grades them.
+# Names in the data sets themselves and in verl's data preparation, graded as in verl.
 SOURCES: dict[str, list[RuleConfig]] = {
     **dict.fromkeys(("openai/gsm8k", "gsm8k"), _NUMBER),
     **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math"), _MATH),
@@ -32,9 +30,9 @@ SOURCES: dict[str, list[RuleConfig]] = {
 
 
 def rules_of(source: str, sources: Mapping[str, Sequence[RuleConfig]] | None) -> Sequence[RuleConfig] | None:
-    """Return the rules of a data source, or None: those of its own name, else of the longest beginning ("aime*").
+    """Return the rules of a data source by its name, else by the longest beginning of it ("aime*"), else None.
 
-    The user's table wins.
+    The user's table wins over the built-in one.
     """
     table = {**SOURCES, **(sources or {})}
     if source in table:
@@ -46,35 +44,35 @@ def rules_of(source: str, sources: Mapping[str, Sequence[RuleConfig]] | None) ->
 def rules_for(
     source: str, rules: Sequence[RuleConfig], sources: Mapping[str, Sequence[RuleConfig]] | None
 ) -> Sequence[RuleConfig]:
-    """Return the rules that score a prompt of a data source: with a table those of the source, maybe none, else ``rules``."""
+    """Return the rules that score a prompt of a data source. With a table these are the source's rules, if any, else ``rules``."""
     return rules if sources is None else rules_of(source, sources) or ()
 
 
 def rule_tables(cfg: RewardConfig) -> dict[str, Sequence[RuleConfig]]:
-    """Collect every list of rules that a user wrote, by its key."""
+    """Return every list of rules that a user wrote, by its key."""
     if cfg.sources is None:
         return {"reward.rules": cfg.rules}
     return {f"reward.sources[{source}]": rules for source, rules in cfg.sources.items()}
 
 
 def needs_truth(rule: RuleConfig) -> bool:
-    """Tell whether a rule compares a response with a ground truth."""
+    """Return whether a rule compares a response with a ground truth."""
     grader = GRADERS.get(rule.name, Grader())
     return grader.needs_answer and not (rule.name == "regex" and rule.pattern is not None)
 
 
 def any_needs_truth(cfg: RewardConfig) -> bool:
-    """Tell whether some rule of the configuration does; with a table, the built-in sources do."""
+    """Return whether some rule needs a ground truth. With a table of sources, the built-in ones do."""
     return cfg.sources is not None or any(map(needs_truth, cfg.rules))
 
 
 def scores_alone(cfg: RewardConfig) -> bool:
-    """Tell whether something scores in the place of the rules."""
+    """Return whether something scores instead of the rules."""
     return cfg.function is not None or cfg.remote.url is not None
 
 
 def unused_rules(cfg: RewardConfig) -> dict[str, str]:
-    """Return the keys of rules that are set and score nothing, each with the key that replaces it."""
+    """Return the keys of rules that are set but unused, each with the key that replaces it."""
     replacing = {"reward.function": cfg.function, "reward.remote.url": cfg.remote.url, "reward.sources": cfg.sources}
     key = next((key for key, value in replacing.items() if value is not None), None)
     if key is None:
@@ -84,5 +82,5 @@ def unused_rules(cfg: RewardConfig) -> dict[str, str]:
 
 
 def function_name(function: FunctionConfig) -> str:
-    """Return the name of a function among several."""
+    """Return the name of one of several functions."""
     return function.name or function.path.rpartition(":")[2].rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Describe what the kinds of run differ in: ``algorithm.kind`` is looked up here, once; all else reads the description."""
+"""Describe the differences of the kinds of run. Only this module compares values of ``algorithm.kind``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
 
-# Beginnings of keys that are read by generating runs alone.
+# Beginnings of the keys that only generating runs read.
 _GENERATION = (
     "rollout.",
     "bridge.",
@@ -24,29 +24,29 @@ _GENERATION = (
 
 @dataclass(frozen=True, slots=True)
 class RunKind:
-    """Declare what a kind of run reads, trains and saves."""
+    """What a kind of run reads, trains and saves."""
 
-    name: str  # of algorithm.kind
+    name: str  # the value of algorithm.kind
     purpose: str  # for the documentation
-    generates: bool  # it learns from responses of engines, with scores; false: from responses in its data
-    head: str  # of the model it trains: lm | sequence
-    starting_heads: tuple[str, ...]  # of what model.path may name
+    generates: bool  # learns from scored responses of engines; false: from responses in its data
+    head: str  # head of the trained model: lm | sequence
+    starting_heads: tuple[str, ...]  # heads that the model in model.path may have
     saved_as: str  # the model's directory in a checkpoint
-    response_keys: tuple[str, ...] = ()  # keys that name the columns of an example's responses, where these are given
+    response_keys: tuple[str, ...] = ()  # keys that name the columns of an example's responses
     compares: bool = False  # a loss of algorithm.dpo compares the policy with a reference, or with itself
 
     @property
     def rows_per_example(self) -> int:
-        """Sequences that one example is: one for each of its responses."""
+        """Return the sequences of one example: one for each of its responses."""
         return max(len(self.response_keys), 1)
 
     @property
     def reads_conversations(self) -> bool:
-        """Tell whether a column of messages may stand for the prompt and its only response."""
+        """Return whether a column of messages can replace the prompt and its only response."""
         return len(self.response_keys) == 1
 
     def reads(self, key: str) -> bool:
-        """Tell whether a run of this kind looks at a key at all."""
+        """Return whether a run of this kind reads a key."""
         if self.compares and key.startswith("reference."):
             return True
         return self.generates or not key.startswith(_GENERATION)
@@ -85,5 +85,5 @@ RUN_KINDS = {kind.name: kind for kind in (RL, SFT, REWARD_MODEL, DPO)}
 
 
 def run_kind(cfg: Config) -> RunKind:
-    """Return the kind of a configuration's run. A name that is no choice is validation's to refuse; until then it counts as "rl"."""
+    """Return the kind of a configuration's run. An unknown name counts as "rl"; validation rejects it."""
     return RUN_KINDS.get(cfg.algorithm.kind, RL)

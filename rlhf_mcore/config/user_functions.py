@@ -1,4 +1,4 @@
-"""Functions of a user's own files, named ``path/to/file.py:name``: checked without running them, and loaded."""
+"""Check and load the functions in a user's files, named ``path/to/file.py:name``. Checking does not run them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_CODE_BYTES = 2**20  # a hundred times a long reward function; parsing takes 
 
 
 class OwnFunction(str):
-    """The value of a key that names a function, where the function itself was given from Python: it is called in this process."""
+    """The value of a key that names a function, if the function itself was given from Python. It is called in this process."""
 
     function: Callable[..., Any]
 
@@ -39,7 +39,7 @@ class OwnFunction(str):
 
 
 def is_file_spec(text: str) -> bool:
-    """Tell whether a value names a function of a file, rather than one of ours."""
+    """Return whether a value names a function in a file, rather than one of ours."""
     return ":" in text or text.endswith(".py")
 
 
@@ -73,7 +73,7 @@ def function_problems(spec: str, key: str) -> Iterator[str]:
 
 
 def parse_file(path: str | Path) -> ast.Module:
-    """Parse the syntax tree of a Python file, which is not run.
+    """Parse a Python file without running it.
 
     Raises:
         MissingFile: there is no such file.
@@ -89,7 +89,7 @@ def parse_file(path: str | Path) -> ast.Module:
 
 
 def load_function(spec: str, key: str) -> Callable[..., Any]:
-    """Load the function that ``key: path/to/file.py:name`` names. The file is executed, once per call.
+    """Load the function that ``key: path/to/file.py:name`` names. Every call executes the file.
 
     Raises:
         ConfigError: naming ``key``, if the file or the name is missing, or the file fails to import.
@@ -111,7 +111,7 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
 
 
 def _load_module(path: Path, spec: str, key: str) -> ModuleType:
-    """Execute a user's file as a module of a name of its own, so that it shadows nothing."""
+    """Execute a user's file as a module with a unique name, so that it shadows nothing."""
     module_name = f"rlhf_mcore_user_{hashlib.sha256(f'{key} {path}'.encode()).hexdigest()[:12]}"
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     if module_spec is None or module_spec.loader is None:
@@ -130,7 +130,7 @@ def _load_module(path: Path, spec: str, key: str) -> ModuleType:
 
 
 def place_of(error: BaseException, spec: str) -> str:
-    """Say where in the file of ``path/to/file.py:name`` an exception comes from, as " (file.py, line 7)"; empty where it does not."""
+    """Return the line in ``path/to/file.py:name`` that raised an exception, as " (file.py, line 7)", or "" if none did."""
     path = Path(spec.rpartition(":")[0]).expanduser().resolve()
     if isinstance(error, SyntaxError):
         return ""  # its text names file and line

@@ -21,7 +21,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_yaml_text(path: Path, what: str) -> str:
-    """Read the text of a YAML file; ``what`` it is ("config file") begins the messages.
+    """Read the text of a YAML file. Messages begin with ``what`` it is ("config file").
 
     Raises:
         ConfigError: it is not a readable text of at most ``MAX_BYTES``.
@@ -30,7 +30,7 @@ def read_yaml_text(path: Path, what: str) -> str:
 
 
 class Document:
-    """One YAML text: its root node (None: it is empty), and what is needed to turn nodes into values and places.
+    """A YAML text with the root of its nodes (None: it is empty). It turns nodes into values and places.
 
     Raises:
         ConfigError: it is not valid YAML.
@@ -52,7 +52,7 @@ class Document:
         return f"{self.name}:{node.start_mark.line + 1}" if self._is_file else self.name
 
     def value(self, node: yaml.Node) -> Any:
-        """Return the value of a node: what YAML makes of it.
+        """Return the value of a node.
 
         Raises:
             ConfigError: it is no plain value.
@@ -87,7 +87,7 @@ def to_yaml(cfg: Config) -> str:
 
 
 def interpolated_texts(value: Any) -> Iterator[str]:
-    """List the texts in a value that have something to resolve."""
+    """Yield the texts in a value that contain references."""
     if isinstance(value, str) and "${" in value:
         yield value
     elif isinstance(value, list):
