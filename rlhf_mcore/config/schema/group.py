@@ -19,6 +19,7 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     field_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from rlhf_mcore.config.schema.key import Choices, Description, description_of
@@ -54,6 +55,8 @@ class Group(BaseModel):
     def _read(cls, value: Any, read: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
         assert info.field_name is not None
         item = cls.model_fields[info.field_name]
+        if is_group_type(item.annotation) and isinstance(value, Mapping):
+            value = {**_own_defaults(item), **value}
         prepared = _prepare(value, item.annotation)
         fitted = _keep_texts(prepared, read(prepared))
         if (allowed := description_of(item).allowed) is None or fitted is None:
@@ -112,6 +115,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     return value
+
+
+def _own_defaults(item: FieldInfo) -> dict[str, Any]:
+    """Return the defaults that a group has only in this place: the critic's learning rate is not the actor's."""
+    kind = item.annotation
+    if item.default_factory is kind:
+        return {}
+    usual = kind()  # type: ignore[misc]
+    default = item.get_default(call_default_factory=True)
+    return {name: value for name, value in default if value != getattr(usual, name)}
 
 
 def _prepare(value: Any, hint: Any) -> Any:

@@ -51,6 +51,12 @@ def test_a_rule_may_be_its_name_and_a_single_one_needs_no_brackets(workspace: An
     }
 
 
+def test_a_setting_of_a_group_keeps_its_other_defaults(workspace: Any) -> None:
+    cfg = load_config("run.yaml", ["critic.optimizer.clip_grad=2"])
+    assert (cfg.critic.optimizer.lr, cfg.critic.optimizer.clip_grad) == (1e-5, 2.0)
+    assert Config({"model": "m", "critic.optimizer": {"clip_grad": 2.0}}).critic.optimizer.lr == 1e-5
+
+
 def test_a_single_value_is_a_list_of_one(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for override, value in [
         ("data.train=a.jsonl", ["a.jsonl"]),
