@@ -117,8 +117,8 @@ def schedule(model: str) -> Joint:
 
 
 def _warmup(share: Any) -> float:
-    if not 0 <= float(share) <= 1:
-        raise Lost("not a share of the updates: set actor.optimizer.schedule.warmup_updates")
+    if not 0 <= float(share) < 1:
+        raise Lost("not a share of the updates: set actor.optimizer.schedule.warmup")
     return float(share)
 
 
@@ -219,7 +219,7 @@ MODEL_ROWS = (
     Row("actor.adam.eps", "actor.optimizer.eps", float),
     Row("actor.adam.weight_decay", "actor.optimizer.weight_decay", float),
     Row("actor.max_norm", "actor.optimizer.clip_grad", float),
-    Row("actor.lr_warmup_ratio", "actor.optimizer.schedule.warmup_ratio", _warmup),
+    Row("actor.lr_warmup_ratio", "actor.optimizer.schedule.warmup", _warmup),
     Row("actor.aux_loss_coef", "actor.moe.aux_loss_coef", float),
     Row("train.seed", "seed", int),
     Row("train.full_determinism_enable", "deterministic", bool),

@@ -254,8 +254,7 @@ def _off(reason: str) -> Callable[[Values], dict[str, Any]]:
 def _warmup(values: Values) -> dict[str, Any]:
     """Carry over a number of updates, or below 1 a share of them."""
     value = values["warmup_steps"]
-    name = "warmup_ratio" if 0 < float(value) < 1 else "warmup_updates"
-    return {f"actor.optimizer.schedule.{name}": float(value) if name == "warmup_ratio" else int(value)}
+    return {"actor.optimizer.schedule.warmup": float(value) if float(value) < 1 else int(value)}
 
 
 def _bias_correction(values: Values) -> dict[str, Any]:
@@ -287,7 +286,7 @@ ROWS = (
         "actor.optimizer.schedule.name",
         choose({"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}),
     ),
-    Row("warmup_ratio", "actor.optimizer.schedule.warmup_ratio", float),
+    Row("warmup_ratio", "actor.optimizer.schedule.warmup", float),
     Row("router_aux_loss_coef", "actor.moe.aux_loss_coef", float),
     Row("num_generations", "rollout.sampling.n", int),
     Row("max_completion_length", "rollout.sampling.max_new_tokens", int),

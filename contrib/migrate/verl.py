@@ -73,13 +73,13 @@ def warmup(theirs: str, ours: str) -> Joint:
     def convert(values: Values) -> dict[str, Any]:
         steps = int(values.get(theirs + "lr_warmup_steps", -1))
         if steps < 0:
-            return {ours + "schedule.warmup_ratio": float(values.get(theirs + "lr_warmup_steps_ratio") or 0)}
+            return {ours + "schedule.warmup": float(values.get(theirs + "lr_warmup_steps_ratio") or 0)}
         per_step = int(values[ACTOR + "ppo_epochs"]) * divide(
             values["data.train_batch_size"],
             values[ACTOR + "ppo_mini_batch_size"],
             "data.train_batch_size over ppo_mini_batch_size",
         )
-        return {ours + "schedule.warmup_updates": steps * per_step}
+        return {ours + "schedule.warmup": steps * per_step}
 
     sizes = ("data.train_batch_size", ACTOR + "ppo_mini_batch_size", ACTOR + "ppo_epochs")
     return Joint((theirs + "lr_warmup_steps", theirs + "lr_warmup_steps_ratio", *sizes), convert)

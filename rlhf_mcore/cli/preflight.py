@@ -79,7 +79,7 @@ def check_packages(cfg: Config) -> None:
             "ray",
             "rollout.placement=colocated",
         ),
-        (cfg.reward.pool == "ray", "reward.pool=ray", "ray", "ray", "reward.pool=local"),
+        (cfg.reward.pool != "local", f"reward.pool={cfg.reward.pool}", "ray", "ray", "reward.pool=local"),
     ]
     for is_wanted, setting, package, extra, instead in requirements if run_kind(cfg).generates else []:
         if is_wanted and find_spec(package) is None:

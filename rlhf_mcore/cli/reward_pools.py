@@ -11,7 +11,7 @@ from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.pool import Pools, local_pool
 from rlhf_mcore.rewards.reward import build_reward
 
-KEY = "reward.ray.address"
+KEY = "reward.pool"
 
 
 def build_graders(cfg: Config, pools: Pools = local_pool) -> RewardFunction:
@@ -58,7 +58,7 @@ def reward_pools(cfg: RewardConfig) -> Pools:
     Raises:
         ConfigError: there is no Ray at the address; on every rank.
     """
-    if cfg.pool != "ray":
+    if cfg.pool == "local":
         return local_pool  # no torch is imported: a server of rewards starts at once
     import torch.distributed as dist
 
@@ -74,12 +74,12 @@ def reward_pools(cfg: RewardConfig) -> Pools:
         return cluster
 
     if not dist.is_initialized():
-        return RayPools(connect(cfg.ray.address).problem, cfg.ray.cpus_per_worker)
-    starts = cfg.ray.address is None and os.environ.get("LOCAL_RANK", "0") == "0"
+        return RayPools(connect(cfg.ray_address).problem, cfg.ray.cpus_per_worker)
+    starts = cfg.ray_address is None and os.environ.get("LOCAL_RANK", "0") == "0"
     own = on_every_rank(lambda: connect(None) if starts else None)
     machine = os.environ.get("GROUP_RANK", "0")
     addresses = all_gather_json([machine, own.joined, os.environ[TOKEN_VARIABLE]] if own is not None else [])
-    address = cfg.ray.address
+    address = cfg.ray_address
     if own is None and address is None:
         os.environ.update(SETTINGS)  # with which the first rank has started it, on the loopback
         address, os.environ[TOKEN_VARIABLE] = next(entry[1:] for entry in addresses if entry[:1] == [machine])

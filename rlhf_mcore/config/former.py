@@ -5,6 +5,7 @@ The configuration that a run has written lists all of them. A value that was the
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class Translation:
     def warn(self, place: Callable[[str], str] = lambda key: "") -> None:
         """Print a line for each changed key. ``place`` returns where it was set."""
         for key in self.changed:
-            now = ", ".join(f"{name}={_show(value)}" for name, value in self.now.items())
+            now = ", ".join(_settings(self.now))
             ending = f"is now {now}; write that" if now else f"has no effect: {self.former.instead}. Remove it"
             text = f"warning: {f'{place(key)}: ' if place(key) else ''}{key}={_show(self.was[key])} {ending}"
             sys.stderr.write(f"{for_terminal(text)}\n")
@@ -81,6 +82,14 @@ def translate(values: Mapping[str, Any], *, defaults_too: bool = False) -> Itera
         yield Translation(former, was, changed, now)
 
 
+def _settings(now: Settings, prefix: str = "") -> Iterator[str]:
+    for name, value in now.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={_show(value)}"
+
+
 def _text(value: Any) -> str:
     return str(value).lower()
 
@@ -90,7 +99,7 @@ def _show(value: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- the table
-_SCALE = "write optimizer.loss_scale.initial; 1, 1000 and 2 hold for the others"
+_SCALE = "minimum=1, growth_interval=1000 and hysteresis=2 hold; write initial_loss_scale of actor.megatron or critic.megatron"
 _BOUND = "write a rule of alarms.rules (metric: reward/mean, measure: spike)"
 
 
@@ -137,6 +146,30 @@ def _trackers(tensorboard: bool | None, trackers: list[str]) -> Settings:
     return {} if tensorboard is None else {"logging.trackers": [*others, *["tensorboard"] * tensorboard]}
 
 
+def _warmup_of(role: str) -> Former:
+    key = f"{role}.optimizer.schedule"
+
+    def merge(updates: int, share: float, total: int | None) -> Settings:
+        if share >= 1:
+            raise ValueError("a warm-up of the whole run")
+        is_resolved = total is not None and updates == math.ceil(
+            share * total
+        )  # in a configuration that a run has written
+        return {f"{key}.warmup": share if share and not is_resolved else updates}
+
+    defaults = {f"{key}.warmup_updates": 0, f"{key}.warmup_ratio": 0.0}
+    return Former(f"set {key}.warmup", defaults, reads={f"{key}.total_updates": None}, translate=merge)
+
+
+def _loss_scale_of(role: str) -> Former:
+    key = f"{role}.megatron"
+    return Former(
+        f"set initial_loss_scale in {key}",
+        {f"{role}.optimizer.loss_scale.initial": 65536.0},
+        translate=lambda scale: {key: {"initial_loss_scale": scale}},
+    )
+
+
 FORMER = (
     *(
         Former(_SCALE, {f"{role}.optimizer.loss_scale.{name}": default})
@@ -171,8 +204,29 @@ FORMER = (
         reads={"logging.trackers": ["tensorboard"]},
         translate=_trackers,
     ),
+    *(_warmup_of(role) for role in ("actor", "critic")),
+    *(_loss_scale_of(role) for role in ("actor", "critic")),
+    Former(
+        "set reward.pool to the address",
+        {"reward.ray.address": None},
+        reads={"reward.pool": "local"},
+        translate=lambda address, pool: {"reward.pool": address} if pool == "ray" else {},
+    ),
+    Former(
+        "set reward.judge.rubric to the path",
+        {"reward.judge.rubric_file": None},
+        translate=lambda path: {"reward.judge.rubric": path},
+    ),
+    Former(
+        "it is 5 times environment.container.timeout_s",
+        {"environment.container.start_timeout_s": 300.0},
+    ),
     Former(_TRIES, {"reward.remote.deadline_s": 300.0, "reward.remote.retries": 4}),
     Former(_TRIES, {"reward.judge.deadline_s": 600.0, "reward.judge.retries": 4}),
 )
-GROUPS = ("reward.alarm",)  # that had such keys and no others
+GROUPS = (
+    "reward.alarm",
+    "actor.optimizer.loss_scale",
+    "critic.optimizer.loss_scale",
+)  # that had such keys and no others
 BY_KEY = {key: former for former in FORMER for key in (*former.defaults, *former.lost)}

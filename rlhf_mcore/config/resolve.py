@@ -115,9 +115,8 @@ def part_weights(cfg: Config) -> dict[str, float] | None:
 def _with_updates(schedule: ScheduleConfig, updates: int) -> ScheduleConfig:
     """Fill in a learning rate's schedule for a run of a number of optimizer updates."""
     total = or_else(schedule.total_updates, updates)
-    share = schedule.warmup_ratio
-    warmup = math.ceil(share * total) if share else schedule.warmup_updates
-    return with_values(schedule, {"total_updates": total, "warmup_updates": warmup})
+    warmup = math.ceil(schedule.warmup * total if schedule.warmup < 1 else schedule.warmup)
+    return with_values(schedule, {"total_updates": total, "warmup": float(warmup)})
 
 
 def default_world_size(cfg: Config, *, evaluates: bool = False) -> int:

@@ -91,7 +91,7 @@ class Optimizer:
             bf16=config.bf16,
             fp16=config.fp16,
             use_distributed_optimizer=True,
-            initial_loss_scale=cfg.loss_scale.initial,
+            initial_loss_scale=65536.0,
             min_loss_scale=1.0,
             loss_scale_window=1000,
             hysteresis=2,
@@ -358,12 +358,12 @@ def learning_rate(update: int, peak: float, cfg: ScheduleConfig) -> float:
 
     The first update of a warm-up of w updates has peak / w, the w-th has the peak; the last of ``total_updates`` has ``min_lr``.
     """
-    if update < cfg.warmup_updates:
-        return peak * (update + 1) / cfg.warmup_updates
+    if update < cfg.warmup:
+        return peak * (update + 1) / cfg.warmup
     if cfg.name == "constant":
         return peak
     assert cfg.total_updates is not None, "resolved by config.validate"
-    span = max(cfg.total_updates - 1 - cfg.warmup_updates, 1)
-    progress = min((update - cfg.warmup_updates) / span, 1.0)
+    span = max(cfg.total_updates - 1 - cfg.warmup, 1)
+    progress = min((update - cfg.warmup) / span, 1.0)
     shape = 1.0 - progress if cfg.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return cfg.min_lr + (peak - cfg.min_lr) * shape

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema.services import RESPONSE
+from rlhf_mcore.foreign import shorten
 from rlhf_mcore.rewards.http_pool import HttpPool, WireError, excerpt
 from rlhf_mcore.rewards.pool import Outcome
 
@@ -46,22 +48,25 @@ def read_rubric(cfg: JudgeConfig) -> str:
     """Return the rubric that a configuration names.
 
     Raises:
-        ConfigError: it cannot be read, is too long, or does not show the response.
+        ConfigError: it is neither a text that shows the response nor a file with one, or it is too long.
     """
     key, text = "reward.judge.rubric", cfg.rubric
     if cfg.rubric_file is not None:
-        key = f"reward.judge.rubric_file={cfg.rubric_file}"
+        key = f"reward.judge.rubric={shorten(repr(cfg.rubric_file))}"
         try:
             with open(cfg.rubric_file, encoding="utf-8") as file:
                 text = file.read(MAX_RUBRIC_CHARS + 1)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{key} cannot be read ({error}); correct the path") from error
+            reason = shorten(getattr(error, "strerror", None) or error)
+            raise ConfigError(
+                f"{key} has no {RESPONSE} in it, so it is a path, which cannot be read ({reason}); correct the path, or add {RESPONSE}"
+            ) from error
     if text is None:
         return RUBRIC.replace("{max_score}", f"{cfg.max_score:g}")
     if len(text) > MAX_RUBRIC_CHARS:
         raise ConfigError(f"{key} has more than {MAX_RUBRIC_CHARS:,} characters; shorten it")
-    if "{response}" not in text:
-        raise ConfigError(f"{key} does not have {{response}} in it: the judge would not see what it grades; add it")
+    if RESPONSE not in text:
+        raise ConfigError(f"{key} does not have {RESPONSE} in its text: the judge would not see what it grades; add it")
     return text
 
 

@@ -93,6 +93,8 @@ def fingerprints(cfg: Config) -> Inputs:
 def scored_by(cfg: RewardConfig) -> Mapping[str, str]:
     """Fingerprint what gives the scores, and how they add up. Of functions, models and servers only that there are some."""
     tree = dict(leaves(to_dict(cfg)))
+    if cfg.judge.rubric_file is not None:  # its content is among the user's files
+        tree["judge.rubric"] = None
     parts: dict[str, Any] = {name: tree[name] for name in _SCORING if tree[name] != _DEFAULTS[name]}
     parts |= {name: tree[name] is not None for name in _NAMING}
     if cfg.functions:
@@ -126,6 +128,7 @@ def own_files(cfg: Config) -> Inputs:
             entries[key] = _entry(spec, spec.fingerprint())
         elif isinstance(spec, str) and is_file_spec(spec) and Path(spec.rpartition(":")[0]).expanduser().is_file():
             entries[key] = _entry(spec, _code_digest(spec))
+    values["reward.judge.rubric_file"] = cfg.reward.judge.rubric_file
     for key, limit in _TEXTS.items():
         if isinstance(path := values.get(key), str):
             entries[key] = _entry(path, _file_digest(Path(path), limit))

@@ -219,7 +219,7 @@ def cluster(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_fault_18_an_engine_is_killed_and_every_prompt_is_learned_from_once(workspace: Path, cluster: str) -> None:
     """In a cluster that the run joins, with the workers of its rewards."""
     arguments = ["experiment=churn", "rollout.num_engines=2", "trainer.num_steps=16", "rollout.engine_timeout_s=20"]
-    arguments += [f"rollout.ray.address={cluster}", f"reward.ray.address={cluster}", "reward.pool=ray"]
+    arguments += [f"rollout.ray.address={cluster}", f"reward.pool={cluster}"]
     with running(workspace, *arguments, "trainer.max_staleness=3") as job:
         job.wait_for(lambda: len(metrics(workspace, "churn")) >= 2)
         os.kill(processes_of(workspace, "ray::EngineHost")[0], signal.SIGKILL)

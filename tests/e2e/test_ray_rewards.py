@@ -36,7 +36,7 @@ HEAD = "import os, signal, sys, time\ndef grade(data_source, solution_str, groun
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Ray is started once for all tests of this file."""
-    cluster = Cluster(None, 1, key="reward.ray.address")
+    cluster = Cluster(None, 1, key="reward.pool")
     with ThreadPoolExecutor(1) as thread:
         thread.submit(cluster.connect).result()
     yield cluster
@@ -242,9 +242,9 @@ def test_the_ranks_of_a_machine_share_one_ray_which_ends_with_them(tmp_path: Pat
 
 
 def test_there_is_no_ray_at_an_address() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.ray\.address=127\.0\.0\.1:1: nobody answers there"):
+    with pytest.raises(ConfigError, match=r"reward\.pool=127\.0\.0\.1:1: nobody answers there"):
         os.environ.setdefault("RAY_AUTH_TOKEN", "x" * 32)
-        Cluster("127.0.0.1:1", 1, key="reward.ray.address").connect()
+        Cluster("127.0.0.1:1", 1, key="reward.pool").connect()
 
 
 def test_fault_32_a_run_without_ray_ends_with_one_message(reward: Callable[..., PooledReward], pools: RayPools) -> None:

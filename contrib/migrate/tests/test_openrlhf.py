@@ -24,7 +24,7 @@ def test_what_is_carried_over() -> None:
             "",
             {
                 "seed": 42,
-                "actor.optimizer.schedule.warmup_ratio": 0.03,
+                "actor.optimizer.schedule.warmup": 0.03,
                 "data.apply_chat_template": "false",
                 "algorithm.advantage": "gae",
                 "algorithm.kl.coef": 0.01,
@@ -105,7 +105,7 @@ def test_what_is_carried_over() -> None:
         ),
         ("--vllm_tensor_parallel_size 2 --enforce_eager", {"rollout.layout.tp": 2, "rollout.enforce_eager": True}),
         ("--load_checkpoint --max_ckpt_num 5", {"checkpoint.resume": "auto", "checkpoint.save_total_limit": 5}),
-        ("--actor.lr_warmup_ratio 0.1", {"actor.optimizer.schedule.warmup_ratio": 0.1}),
+        ("--actor.lr_warmup_ratio 0.1", {"actor.optimizer.schedule.warmup": 0.1}),
         ("--apply_chat_template", {"data.apply_chat_template": "true"}),
         ("--actor.optim adam", {}),
         (

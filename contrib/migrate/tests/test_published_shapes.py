@@ -47,7 +47,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek-llm-7b-chat",
         {
             "algorithm.advantage": "gae",
-            "critic.optimizer.schedule.warmup_ratio": 0.05,
+            "critic.optimizer.schedule.warmup": 0.05,
             "critic.warmup_steps": 10,
             "data.train": [f"{HOME}/data/gsm8k/train.parquet", f"{HOME}/data/math/train.parquet"],
             "algorithm.kl.placement": "reward",
@@ -83,7 +83,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             "algorithm.overlong.cache_tokens": 4096,
             "algorithm.overlong.max_tokens": 20480,
             "algorithm.dynamic_sampling.max_batches": 10,
-            "actor.optimizer.schedule.warmup_updates": 160,  # 10 steps of 512 / 32 updates
+            "actor.optimizer.schedule.warmup": 160,  # 10 steps of 512 / 32 updates
             "algorithm.dual_clip": 10.0,
             "trainer.world_size": 128,
             "data.eval": [f"{HOME}/verl/data/aime-2024.parquet"],
@@ -102,7 +102,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "verl_sweep.sh": (
         "Qwen2.5-7B",
-        {"actor.optimizer.lr": 1e-6, "actor.optimizer.schedule.warmup_ratio": 0.1, "experiment": "lr_1e-6"},
+        {"actor.optimizer.lr": 1e-6, "actor.optimizer.schedule.warmup": 0.1, "experiment": "lr_1e-6"},
     ),
     "verl_slurm.sh": (
         "Qwen2.5-7B",
@@ -114,7 +114,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             "rollout.layout.tp": 2,
             "trainer.prompts_per_step": 1024,
             "data.max_prompt_tokens": 1024,
-            "actor.optimizer.schedule.warmup_ratio": 0.05,
+            "actor.optimizer.schedule.warmup": 0.05,
             "reward.model.path": "OpenRLHF/Llama-3-8b-rm-mixture",
             "data.train": ["data/prompt-collection-v0.1/train.parquet"],
             "data.apply_chat_template": "true",
@@ -125,7 +125,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "model.path": "models/Llama-3-8B",
             "algorithm.kl.placement": "loss",
-            "actor.optimizer.schedule.warmup_ratio": 0.03,
+            "actor.optimizer.schedule.warmup": 0.03,
             "data.max_prompt_tokens": 1024,
             "rollout.sampling.max_new_tokens": 1024,
             "data.answer_key": "answer",
@@ -150,7 +150,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             "data.max_tokens": 2048,
             "data.response_key": "response",
             "trainer.prompts_per_step": 256,
-            "actor.optimizer.schedule.warmup_ratio": 0.1,
+            "actor.optimizer.schedule.warmup": 0.1,
             "actor.optimizer.lr": 5e-6,
         },
     ),

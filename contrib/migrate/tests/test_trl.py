@@ -93,8 +93,8 @@ def test_keywords() -> None:
         ({"epsilon_high": 0.28}, {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28}),
         ({"scale_rewards": False}, {"algorithm.normalize_std": False}),
         ({"scale_rewards": "none"}, {"algorithm.normalize_std": False}),
-        ({"warmup_steps": 0.1}, {"actor.optimizer.schedule.warmup_ratio": 0.1}),
-        ({"warmup_steps": 20}, {"actor.optimizer.schedule.warmup_updates": 20}),
+        ({"warmup_steps": 0.1}, {"actor.optimizer.schedule.warmup": 0.1}),
+        ({"warmup_steps": 20}, {"actor.optimizer.schedule.warmup": 20}),
         (
             {"use_vllm": True},
             {

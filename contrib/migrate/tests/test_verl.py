@@ -109,11 +109,11 @@ def test_what_is_carried_over() -> None:
         # Their schedule is stepped once per step, ours once per update: 1024 / 128 = 8 updates.
         (
             [ACTOR + "optim.lr_warmup_steps=10", ACTOR + "ppo_mini_batch_size=128"],
-            {"actor.optimizer.schedule.warmup_updates": 80},
+            {"actor.optimizer.schedule.warmup": 80},
         ),
         (
             [ACTOR + "optim.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=50"],
-            {"actor.optimizer.schedule.warmup_ratio": 0.1, "trainer.num_steps": 50, "trainer.num_epochs": None},
+            {"actor.optimizer.schedule.warmup": 0.1, "trainer.num_steps": 50, "trainer.num_epochs": None},
         ),
         (["trainer.total_epochs=15"], {"trainer.num_epochs": 15.0, "trainer.num_steps": None}),
         (
@@ -135,8 +135,8 @@ def test_what_is_carried_over() -> None:
         (["data.train_files=['a','b']"], {"data.train": ["a", "b"]}),
         (["trainer.save_freq=-1", "trainer.test_freq=5"], {"checkpoint.save_steps": 0, "evaluate.every": 5}),
         (["trainer.nnodes=2"], {"trainer.world_size": 16}),
-        ([ACTOR + "optim.lr_warmup_steps_ratio=0.1"], {"actor.optimizer.schedule.warmup_ratio": 0.1}),
-        (["critic.optim.lr_warmup_steps_ratio=0.05"], {"critic.optimizer.schedule.warmup_ratio": 0.05}),
+        ([ACTOR + "optim.lr_warmup_steps_ratio=0.1"], {"actor.optimizer.schedule.warmup": 0.1}),
+        (["critic.optim.lr_warmup_steps_ratio=0.05"], {"critic.optimizer.schedule.warmup": 0.05}),
         (["trainer.logger=['console','tensorboard']"], {"logging.trackers": ["tensorboard"]}),
         (["trainer.logger=['console','wandb','swanlab']"], {"logging.trackers": ["wandb", "swanlab"]}),
         (["trainer.logger=console"], {"logging.trackers": []}),

@@ -321,8 +321,10 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
         service = to_dict(cfg.reward)[name]
         if service["url"] is not None:
             reward[name] = {key: value for key, value in service.items() if key not in _HOW_TO_ASK}
-    if cfg.reward.judge.rubric_file is not None:
-        reward["judge"]["rubric_file"] = digest_of_file(Path(cfg.reward.judge.rubric_file))
+    if "judge" in reward:  # as releases with two keys have written it
+        file = cfg.reward.judge.rubric_file
+        text = None if file is not None else cfg.reward.judge.rubric
+        reward["judge"] |= {"rubric": text, "rubric_file": file and digest_of_file(Path(file))}
     function = cfg.reward.function
     if isinstance(function, OwnFunction):
         code: str | None = function.fingerprint()

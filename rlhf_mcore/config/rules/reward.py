@@ -32,12 +32,8 @@ def service_problems(cfg: RewardConfig) -> Iterator[str]:
             yield f"{key}={without_login(url)!r} {problem}"
     if cfg.function is not None and remote.url is not None:
         yield f"reward.function={cfg.function!r} and reward.remote.url are both set, and both would give the score; remove one"
-    if cfg.pool != "ray" and cfg.ray.address is not None:
-        yield f"reward.ray.address={cfg.ray.address!r} is of reward.pool=ray, found {cfg.pool!r}; set reward.pool=ray"
     if judge.url is not None and judge.model is None:
         yield "reward.judge.model is null; name the model that reward.judge.url is to judge with"
-    if judge.rubric is not None and judge.rubric_file is not None:
-        yield f"reward.judge.rubric and reward.judge.rubric_file={judge.rubric_file!r} are both set; remove one"
 
 
 def _url_problem(url: str) -> str | None:
@@ -131,9 +127,9 @@ def reward_problems(cfg: Config) -> Iterator[str]:
 
 def ray_problems(cfg: Config) -> Iterator[str]:
     """Check that workers and engines are in one cluster of Ray, as a process is."""
-    own, engines = cfg.reward.ray.address, cfg.rollout.ray.address
-    if cfg.reward.pool == "ray" and cfg.rollout.placement == "disaggregated" and (own is None or own != engines):
+    pool, engines = cfg.reward.pool, cfg.rollout.ray.address
+    if pool not in ("local", engines) and cfg.rollout.placement == "disaggregated":
         yield (
-            f"reward.ray.address={own} and rollout.ray.address={engines}: with rollout.placement=disaggregated workers of rewards and "
+            f"reward.pool={pool} and rollout.ray.address={engines}: with rollout.placement=disaggregated workers of rewards and "
             "engines are in one cluster; set both to its address"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import MOST_SUPPORT
+from rlhf_mcore.config.schema.services import is_address
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.plugins import missing_plugin
 
@@ -122,8 +122,7 @@ def _transport_problems(bridge: BridgeConfig) -> Iterator[str]:
 
 def _apart_problems(cfg: Config) -> Iterator[str]:
     address = cfg.rollout.ray.address
-    port = re.fullmatch(r"[^:]+:(\d{1,5})", address or "")
-    if address is not None and (port is None or not 1 <= int(port[1]) <= 65535):
+    if address is not None and not is_address(address):
         yield f"rollout.ray.address={address!r} is no address; give host:port, as ray start --head prints it, or null"
     if engine_kind(cfg.rollout.engine).runs_apart and cfg.bridge.method != "planned":
         yield (

@@ -63,8 +63,11 @@ class ContainerConfig(Group):
     memory_gib: float = key(2.0, "memory of a container", ABOVE_0)
     cpus: float = key(1.0, "cores of a container of Docker or Podman", ABOVE_0)
     network: bool = key(False, "whether containers of Docker or Podman reach a network")
-    timeout_s: float = key(60.0, "for a command that has no time of its own", ABOVE_0)
-    start_timeout_s: float = key(300.0, "to have an image, and for each command of a task's setup", ABOVE_0)
+    timeout_s: float = key(
+        60.0,
+        "for a command that has no time of its own; 5 times as long to have an image, and for each command of a task's setup",
+        ABOVE_0,
+    )
     tests_timeout_s: float = key(600.0, "for the tests of an episode; a task may have less", ABOVE_0)
 
 

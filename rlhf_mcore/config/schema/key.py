@@ -53,14 +53,18 @@ class Choices:
 
     meanings: Mapping[str, str]
     or_function: bool = False  # or path/to/file.py:name
-    adds: Callable[[str], bool] | None = None  # whether an installed package adds a name
+    adds: Callable[[str], bool] | None = (
+        None  # whether another text is allowed, such as a name that an installed package adds
+    )
+    others: str = ""  # the form of these texts, for messages
 
     def holds(self, value: str) -> bool:
-        """Return whether a text is one of these names, or one that an installed package adds."""
+        """Return whether a text is one of these names, or another one that is allowed."""
         return value in self.meanings or (self.adds is not None and self.adds(value))
 
     def __str__(self) -> str:
-        return ", ".join(self.meanings) + (", or path/to/file.py:name" if self.or_function else "")
+        others = "path/to/file.py:name" if self.or_function else self.others
+        return ", ".join(self.meanings) + (f", or {others}" if others else "")
 
 
 FINITE = Range()

@@ -94,27 +94,15 @@ class ModelConfig(Group):
     )
 
 
-class LossScaleConfig(Group):
-    """Dynamic loss scaling, of fp16 only."""
-
-    initial: float = key(
-        65536.0,
-        "fp16: first loss scale",
-        AT_LEAST_1,
-        more="It is halved after 2 overflows, but not below 1, and doubled after 1000 updates without one.",
-    )
-
-
 class ScheduleConfig(Group):
     """Learning-rate schedule, counted in optimizer updates."""
 
     name: str = key("constant", "decay to `min_lr` after warm-up", one_of("constant", "linear", "cosine"))
-    warmup_updates: int = key(0, "optimizer updates of linear warm-up", AT_LEAST_0)
-    warmup_ratio: float = key(
+    warmup: float = key(
         0.0,
-        "warm-up as a share of `total_updates`, instead; 0: `warmup_updates`",
-        FROM_0_TO_1,
-        more="It is rounded up; above 0 it decides `warmup_updates`.",
+        "linear warm-up: below 1 a share of `total_updates`, from 1 on a number of updates; 0: none",
+        AT_LEAST_0,
+        more="It is rounded up to whole updates.",
     )
     total_updates: Optional[int] = key(
         None, "updates until `min_lr` is reached", AT_LEAST_1, null="as many as the run makes"
@@ -146,7 +134,6 @@ class OptimizerConfig(Group):
     weight_decay: float = key(0.0, "decoupled weight decay", AT_LEAST_0)
     clip_grad: float = key(1.0, "largest norm of the gradient over the whole model; 0: not clipped", AT_LEAST_0)
     schedule: ScheduleConfig = group(ScheduleConfig, "counted in optimizer updates")
-    loss_scale: LossScaleConfig = group(LossScaleConfig, "fp16 only")
 
 
 class RecomputeConfig(Group):

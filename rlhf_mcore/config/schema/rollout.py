@@ -20,7 +20,7 @@ from rlhf_mcore.config.schema.key import (
     one_of,
 )
 from rlhf_mcore.config.schema.models import RewardModelConfig
-from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardRayConfig
+from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardRayConfig, is_address
 
 _APART = "rollout.placement=disaggregated"
 _AHEAD = "trainer.max_staleness"
@@ -371,6 +371,11 @@ class SandboxConfig(Group):
 class RewardConfig(Group):
     """Set where scores come from: a weighted sum of rules, or a function of your own, and a reward model."""
 
+    @property
+    def ray_address(self) -> str | None:
+        """The address of a running cluster that workers join."""
+        return None if self.pool in ("local", "ray") else self.pool
+
     rules: list[RuleConfig] = key(
         [RuleConfig(name="final_number")],
         "rule graders and their weights in the sum",
@@ -396,7 +401,16 @@ class RewardConfig(Group):
     pool: str = key(
         "local",
         "where workers run",
-        one_of(local="beside their rank", ray="on the machines of a Ray cluster, those without a GPU among them"),
+        Choices(
+            {
+                "local": "beside their rank",
+                "ray": "under Ray, which is started on each machine and ends with the run",
+            },
+            adds=is_address,
+            others="host:port",
+        ),
+        more="Or `host:port`, such as `10.0.0.1:6379`: under Ray, in a running cluster of which this machine is part. Its machines "
+        "need no GPU.",
     )
     ray: RewardRayConfig = group(RewardRayConfig)
     workers: Optional[int] = key(

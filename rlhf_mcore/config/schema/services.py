@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Optional
 
 from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_1, FINITE, key
 
 SCORE = r"(?i)score[\s:=*_]{0,6}(-?[0-9]+(?:\.[0-9]+)?)"
+RESPONSE = "{response}"
 _TRY = "for one try of a request; a request has at most 5 tries, and 5 times as long for all of them"
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is ``host:port``."""
+    port = re.fullmatch(r"[^:]+:(\d{1,5})", text)
+    return port is not None and 1 <= int(port[1]) <= 65535
 
 
 class RemoteRewardConfig(Group):
@@ -34,10 +42,17 @@ class JudgeConfig(Group):
     weight: float = key(1.0, "factor of its grade, which is between 0 and 1", FINITE)
     rubric: Optional[str] = key(
         None,
-        "what the judge is told, with `{prompt}`, `{response}`, `{ground_truth}` and `{data_source}`",
-        null="`reward.judge.rubric_file`, else a rubric of our own",
+        "what the judge is told, with `{response}`, and `{prompt}`, `{ground_truth}` and `{data_source}`; or the path of a text file "
+        "with it",
+        null="a rubric of our own",
+        more="A text without `{response}` is a path.",
     )
-    rubric_file: Optional[str] = key(None, "text file of the rubric", null="none")
+
+    @property
+    def rubric_file(self) -> str | None:
+        """The file of the rubric, unless it is written in the configuration."""
+        return None if self.rubric is None or RESPONSE in self.rubric else self.rubric
+
     images: bool = key(False, "show a judge that reads images those of the prompt, before the rubric")
     parse: str = key(SCORE, "RE2 expression whose first group is the score; its last match in the answer counts")
     max_score: float = key(10.0, "the best score; scores from 0 to this become grades from 0 to 1", ABOVE_0)
@@ -48,13 +63,6 @@ class JudgeConfig(Group):
 
 
 class RewardRayConfig(Group):
-    """Set where the workers of ``reward.pool: ray`` run."""
+    """Set what the workers of a Ray cluster take."""
 
-    address: Optional[str] = key(
-        None,
-        "`pool: ray`: of a running cluster, as `10.0.0.1:6379`, of which this machine is part",
-        null="one is started on each machine, and ends with the run",
-    )
-    cpus_per_worker: float = key(
-        1.0, "`pool: ray`: cores that Ray counts for a worker; 0.1 for one that waits", ABOVE_0
-    )
+    cpus_per_worker: float = key(1.0, "under Ray: cores that Ray counts for a worker; 0.1 for one that waits", ABOVE_0)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SHOWN_CHARS = 600
 _WARMED_AT_A_TIME = 4
+START_TIMES = 5  # an image and a command of a setup may take this many times as long as a usual command
 _MARGIN_S = 60.0  # added to the lifetime of a container
 
 
@@ -121,8 +122,8 @@ class Containers:
 def options_of(own: EnvironmentConfig) -> dict[str, Any]:
     """Return the options for ``containers_of``, as JSON, from the configuration of a run with containers."""
     given = own.container
-    lives_s = given.start_timeout_s + own.agent.timeout_s + given.tests_timeout_s + _MARGIN_S
-    limits = {"timeout_s": given.timeout_s, "start_timeout_s": given.start_timeout_s, "cpus": given.cpus}
+    lives_s = START_TIMES * given.timeout_s + own.agent.timeout_s + given.tests_timeout_s + _MARGIN_S
+    limits = {"timeout_s": given.timeout_s, "start_timeout_s": START_TIMES * given.timeout_s, "cpus": given.cpus}
     limits |= {"memory_bytes": int(given.memory_gib * 2**30), "network": given.network, "lives_s": lives_s}
     named = {name: getattr(given, name) for name in ("kind", "url", "token_env", "image")}
     return {**named, "limits": limits, "tests_timeout_s": given.tests_timeout_s, "host": own.agent.host}
@@ -142,4 +143,4 @@ def longest_s(own: EnvironmentConfig) -> float:
     """Return the seconds that containers may add to an episode: one for each try, and one more if a container is lost."""
     given = own.container
     tries = own.agent.retries + 2
-    return tries * (2 * given.start_timeout_s + given.tests_timeout_s + _MARGIN_S) + own.agent.timeout_s
+    return tries * (2 * START_TIMES * given.timeout_s + given.tests_timeout_s + _MARGIN_S) + own.agent.timeout_s

@@ -40,6 +40,16 @@ TRANSLATED = [
     ({"evaluate.prompts_per_batch": 2}, {}),
     ({"logging.tensorboard": False}, {"logging.trackers": []}),
     ({"logging.tensorboard": True, "logging.trackers": ["wandb"]}, {"logging.trackers": ["wandb", "tensorboard"]}),
+    ({"actor.optimizer.schedule.warmup_updates": 20}, {"actor.optimizer.schedule.warmup": 20.0}),
+    ({"critic.optimizer.schedule.warmup_ratio": 0.1}, {"critic.optimizer.schedule.warmup": 0.1}),
+    (
+        {"actor.optimizer.schedule.warmup_updates": 3, "actor.optimizer.schedule.warmup_ratio": 0.1},
+        {"actor.optimizer.schedule.warmup": 0.1},
+    ),
+    ({"actor.optimizer.loss_scale.initial": 1024.0}, {"actor.megatron.initial_loss_scale": 1024.0}),
+    ({"reward.pool": "ray", "reward.ray.address": "10.0.0.1:6379"}, {"reward.pool": "10.0.0.1:6379"}),
+    ({"reward.judge.rubric_file": "rubric.txt"}, {"reward.judge.rubric": "rubric.txt"}),
+    ({"environment.container.start_timeout_s": 900.0}, {}),
     ({"reward.remote.deadline_s": 20.0, "reward.judge.retries": 2}, {}),
 ]
 
@@ -93,12 +103,12 @@ def test_a_line_names_the_place(workspace: Any, capsys: pytest.CaptureFixture[st
 
 def test_a_former_key_of_python(capsys: pytest.CaptureFixture[str]) -> None:
     cfg = Config(model="m")
-    cfg.actor.optimizer.loss_scale.hysteresis = 4  # type: ignore[attr-defined]
+    cfg.alarms.timeout_s = 4  # type: ignore[attr-defined]
     cfg.bridge.verify = "off"
     cfg.bridge.verify = "full"
     assert cfg.bridge.verify == "digest"
     first, second = capsys.readouterr().err.splitlines()
-    assert "loss_scale.hysteresis=4" in first and "bridge.verify=full is now bridge.verify=digest" in second
+    assert "alarms.timeout_s=4" in first and "bridge.verify=full is now bridge.verify=digest" in second
     with pytest.raises(ConfigError, match="unknown key"):
         cfg.steps = 3  # type: ignore[attr-defined]
 

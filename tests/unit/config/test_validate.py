@@ -94,7 +94,7 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
     (
         [*APART, "reward.pool=ray"],
         None,
-        ["reward.ray.address=None", "rollout.ray.address=None", "set both to its address"],
+        ["reward.pool=ray", "rollout.ray.address=None", "set both to its address"],
     ),
     ([*APART, "rollout.ray.address=10.0.0.1:99999"], None, ["rollout.ray.address='10.0.0.1:99999'", "host:port"]),
     (

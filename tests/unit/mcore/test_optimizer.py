@@ -26,7 +26,7 @@ def rates(count: int, **settings: object) -> list[float]:
 
 def test_constant() -> None:
     assert rates(3) == [8.0, 8.0, 8.0]
-    assert rates(6, warmup_updates=4) == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+    assert rates(6, warmup=4) == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
 
 
 def test_linear_ends_at_the_minimum_with_the_last_update_and_stays_there() -> None:
@@ -35,21 +35,21 @@ def test_linear_ends_at_the_minimum_with_the_last_update_and_stays_there() -> No
 
 
 def test_linear_after_warm_up() -> None:
-    assert rates(7, name="linear", warmup_updates=2, total_updates=7) == [4.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0]
+    assert rates(7, name="linear", warmup=2, total_updates=7) == [4.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0]
 
 
 def test_cosine() -> None:
     half = 4.0 * (1 + math.sqrt(0.5)), 4.0 * (1 - math.sqrt(0.5))
     assert rates(6, name="cosine", total_updates=5) == pytest.approx([8.0, half[0], 4.0, half[1], 0.0, 0.0])
-    found = rates(5, name="cosine", warmup_updates=2, total_updates=5, min_lr=2.0)
+    found = rates(5, name="cosine", warmup=2, total_updates=5, min_lr=2.0)
     assert found == pytest.approx([4.0, 8.0, 8.0, 5.0, 2.0])
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_runs_that_end_in_or_right_after_the_warm_up(name: str) -> None:
     assert rates(1, name=name, total_updates=1) == [8.0]
-    assert rates(2, name=name, warmup_updates=2, total_updates=2) == [4.0, 8.0]
-    assert rates(3, name=name, warmup_updates=2, total_updates=3) == [4.0, 8.0, 8.0]
+    assert rates(2, name=name, warmup=2, total_updates=2) == [4.0, 8.0]
+    assert rates(3, name=name, warmup=2, total_updates=3) == [4.0, 8.0, 8.0]
 
 
 def test_only_megatrons_optimizer_module_sees_other_collectives_and_only_in_the_block() -> None:

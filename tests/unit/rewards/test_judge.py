@@ -121,9 +121,8 @@ def test_a_slow_expression_is_none(tmp_path: Path) -> None:
     ("settings", "problem"),
     [
         ({"model": None}, r"reward\.judge\.model is null"),
-        ({"rubric": "Grade it."}, r"reward\.judge\.rubric does not have \{response\} in it"),
-        ({"rubric_file": "/no/such/file"}, r"reward\.judge\.rubric_file=/no/such/file cannot be read"),
-        ({"rubric": "{response}", "rubric_file": "/no/such/file"}, "are both set"),
+        ({"rubric": "Grade it."}, r"reward\.judge\.rubric='Grade it.' has no \{response\} in it.* add \{response\}"),
+        ({"rubric": "/no/such/file"}, r"reward\.judge\.rubric='/no/such/file' .*correct the path"),
         ({"rubric": "{response}" + "x" * 2**16}, "more than 65,536 characters"),
         ({"parse": "(["}, r"reward\.judge\.parse='\(\[' is no expression of RE2"),
         ({"parse": r"\d+"}, r"reward\.judge\.parse='\\\\d\+' has no group"),
@@ -141,7 +140,7 @@ def test_a_mistake_is_named(settings: dict[str, Any], problem: str) -> None:
 def test_a_rubric_may_be_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "rubric.txt").write_text("Wie gut ist {response}? Note: ", encoding="utf-8")
     with scripted(lambda request: says("Note 1")) as server:
-        settings = {"rubric_file": str(tmp_path / "rubric.txt"), "parse": r"Note (\d)", "max_score": 2.0}
+        settings = {"rubric": str(tmp_path / "rubric.txt"), "parse": r"Note (\d)", "max_score": 2.0}
         assert judged([trajectory("x")], server.url, **settings)[0].value == 0.5
         assert server.seen[0].json()["messages"][0]["content"] == "Wie gut ist x? Note: "
 

@@ -60,7 +60,7 @@ def actor(
     **trainer: Any,
 ) -> Actor:
     settings: dict[str, Any] = dict(max_tokens_per_microbatch=64)
-    cfg = OptimizerConfig(lr=0.5, schedule=ScheduleConfig(warmup_updates=2))
+    cfg = OptimizerConfig(lr=0.5, schedule=ScheduleConfig(warmup=2))
     plan = MinibatchPlan(prompts_per_minibatch, ppo_epochs, algorithm.loss_aggregation, algorithm.constant_length)
     layout = model.layout if model is not None else ParallelLayout(1)
     spec: Any = Lookup().spec

@@ -85,7 +85,7 @@ def actor(model: Lookup, algorithm: AlgorithmConfig, packing: bool) -> Actor:
     which: Any = model
     limits = TrainerConfig(max_tokens_per_microbatch=16, packing=packing)
     plan = MinibatchPlan(1, 1, algorithm.loss_aggregation, algorithm.constant_length)
-    optimizer = OptimizerConfig(lr=0.5, schedule=ScheduleConfig(warmup_updates=2))
+    optimizer = OptimizerConfig(lr=0.5, schedule=ScheduleConfig(warmup=2))
     trained = TrainedModel(model.layout, which, which.spec, limits, optimizer=optimizer, plan=plan, name="actor")
     return Actor(trained, 1.0, algorithm)
 
