@@ -18,7 +18,7 @@ from rlhf_mcore.api.arguments import (
     refusal,
 )
 from rlhf_mcore.api.inputs import run_config
-from rlhf_mcore.api.training import Reward, Rows, one_process, world_size_of
+from rlhf_mcore.api.training import Reward, Rows, checked_world_size, one_process
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.preflight import check_engine, check_packages
 from rlhf_mcore.config.resolve import default_world_size, resolve
@@ -79,7 +79,7 @@ def evaluate(
         cfg.evaluate.compare = str(checked_path("compare", compare))
     cfg.evaluate.checkpoint = cfg.evaluate.checkpoint or default_checkpoint(cfg)
     localize(cfg, (*MODEL_KEYS, "data.eval"))
-    validate_evaluation(cfg, world_size_of(cfg))
+    validate_evaluation(cfg, checked_world_size(default_world_size(cfg)))
     check_packages(cfg)
     check_engine(cfg)
     with one_process():

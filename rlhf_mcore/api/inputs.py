@@ -46,7 +46,7 @@ def run_config(
     else:
         result = checked_config(cfg).updated(settings)
     if reward is not None:
-        set_reward(result, reward)
+        result = result.updated(reward_settings(reward))
     rows = {"train": prompts, "eval": eval_prompts}
     names = {"train": "prompts", "eval": "eval_prompts"}
     key = result.data.prompt_key
@@ -58,12 +58,8 @@ def run_config(
         result.experiment = f"{result.algorithm.preset}-{_digest(result, given)}"
     for name, content in given.items():
         if isinstance(content, bytes):
-            setattr(result.data, name, [write_rows(content, run_directory(result) / "data" / f"{name}.jsonl")])
+            setattr(result.data, name, [write_rows(content, result.run_directory / "data" / f"{name}.jsonl")])
     return result
-
-
-def run_directory(cfg: Config) -> Path:
-    return Path(cfg.output_dir) / cfg.project / cfg.experiment
 
 
 def _digest(cfg: Config, given: Mapping[str, list[str] | bytes]) -> str:
@@ -79,31 +75,29 @@ def _digest(cfg: Config, given: Mapping[str, list[str] | bytes]) -> str:
     return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).hexdigest()[:8]
 
 
-def set_reward(cfg: Config, reward: Any) -> None:
-    """Let a function or a rule score, or several, or the group ``reward`` be what a dict has.
+def reward_settings(reward: Any) -> dict[str, Any]:
+    """Return the settings with which a function or a rule scores, or several, or a dict of the group ``reward``.
 
     Raises:
         ConfigError: it is neither, or does not take what a reward is given.
     """
     if isinstance(reward, Mapping):
-        cfg.reward = cfg.updated({"reward": reward}).reward
-        return
+        return {"reward": reward}
     remedy = (
         "give a function f(data_source, solution_str, ground_truth, extra_info), the name of a rule, or a list of both"
     )
     if isinstance(reward, str | list | tuple):
-        _set_rewards(cfg, [reward] if isinstance(reward, str) else reward, remedy)
-        return
+        return _settings_of_several([reward] if isinstance(reward, str) else reward, remedy)
     if isinstance(reward, type):
         raise refusal("reward", reward, f"{remedy}, or an object of the class: {reward.__name__}()")
     if not callable(reward):
         raise refusal("reward", reward, remedy)
     load_reward(function := OwnFunction(reward), "reward")
-    cfg.reward.function = function
+    return {"reward.function": function}
 
 
-def _set_rewards(cfg: Config, rewards: Sequence[Any], remedy: str) -> None:
-    """Let functions and rules score together: each of them, or a pair of it and its weight."""
+def _settings_of_several(rewards: Sequence[Any], remedy: str) -> dict[str, Any]:
+    """Return the settings with which functions and rules score together: each of them, or a pair of it and its weight."""
     rules: list[Any] = []
     functions: list[Any] = []
     if not rewards:
@@ -120,7 +114,7 @@ def _set_rewards(cfg: Config, rewards: Sequence[Any], remedy: str) -> None:
             functions.append({"path": function, "weight": weight})
         else:
             raise refusal("reward", what, f"{remedy}, each alone or as a pair (function, weight)")
-    cfg.reward = cfg.updated({"reward.rules": rules, "reward.functions": functions}).reward
+    return {"reward.rules": rules, "reward.functions": functions}
 
 
 # ------------------------------------------------------------------------------------------------------- rows of data

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 from rlhf_mcore.api import display
 from rlhf_mcore.api.arguments import checked_callback, checked_list, checked_path
-from rlhf_mcore.api.inputs import run_config, run_directory
+from rlhf_mcore.api.inputs import run_config
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.preflight import check_engine, check_packages
 from rlhf_mcore.cli.rank import torchrun_world_size
@@ -119,7 +119,7 @@ class Trainer:
         settings = {name: value for name, value in named.items() if value is not None}
         cfg = run_config(cfg, {**keys, **settings}, reward=reward, prompts=prompts, eval_prompts=eval_prompts)
         localize(cfg)
-        validate(cfg, world_size_of(cfg))
+        validate(cfg, checked_world_size(default_world_size(cfg)))
         check_packages(cfg)
         check_engine(cfg)
         self.cfg = resolve(cfg)
@@ -190,15 +190,15 @@ class Trainer:
         """
         place = checked_path("directory", directory)
         if (trainer := self._require_run().trainer) is None:
-            raise ConfigError(f"the run has made all its steps; its last checkpoint is in {run_directory(self.cfg)}")
-        return trainer.save_checkpoint((run_directory(self.cfg) / place).resolve())
+            raise ConfigError(f"the run has made all its steps; its last checkpoint is in {self.cfg.run_directory}")
+        return trainer.save_checkpoint((self.cfg.run_directory / place).resolve())
 
     def trained(self) -> Trained:
         """Return the result of the run so far."""
         from rlhf_mcore.checkpoint.layout import BEST, LATEST
 
         cfg = self.cfg
-        directory = run_directory(cfg)
+        directory = cfg.run_directory
         chosen = BEST if cfg.checkpoint.load_best_model_at_end else LATEST
         model = directory / chosen / run_kind(cfg).saved_as
         metrics = [*self._steps.earlier, *self._steps.own]
@@ -277,16 +277,16 @@ class _Steps:
         """Do nothing."""
 
 
-def world_size_of(cfg: Config) -> int:
-    """Return torchrun's world size, or 1.
+def checked_world_size(needed: int) -> int:
+    """Return torchrun's world size, or 1. ``needed``: processes of the configuration's layouts.
 
     Raises:
-        ConfigError: the configuration needs more than this process.
+        ConfigError: these are more than this process.
     """
     world_size = torchrun_world_size()
-    if world_size is None and default_world_size(cfg) != 1:
+    if world_size is None and needed != 1:
         raise ConfigError(
-            f"the layouts of this configuration need {default_world_size(cfg)} processes, and this is one; set actor.layout.tp=1 and "
+            f"the layouts of this configuration need {needed} processes, and this is one; set actor.layout.tp=1 and "
             "trainer.world_size=1, or start the script with torchrun"
         )
     return world_size or 1

@@ -26,7 +26,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.source import PromptBatches
-from rlhf_mcore.environments.build import episode_worker
+from rlhf_mcore.environments.build import EpisodeSpec, episode_worker
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.parallel.shared_store import SharedProgress, StoreClaims
@@ -98,7 +98,8 @@ def build_colocated(
     worker = RolloutWorker(engine, engine.rank, data.decode)
     canary = build_canary(run, actor, worker, engine)
     if cfg.environment.function is not None:
-        worker = episode_worker(cfg, engine, engine.rank, data.decode, ToolCallParser)
+        spec = EpisodeSpec.of(cfg, engine.rank.num_engines, ToolCallParser)
+        worker = episode_worker(spec, engine, engine.rank, data.decode)
     claims = StoreClaims(engine.rank) if cfg.rollout.order == SHARED_QUEUE else None
     progress = SharedProgress(cfg.trainer.collective_timeout_s, record.beat)
     engine.on_progress = progress.note

@@ -352,7 +352,8 @@ class ModelBuilder:
         if not sees_images(self.cfg.model.path):
             return {}
         self._kept = self._kept or StepFeatures()
-        return {"images": ImageStore.of(self.cfg), "kept": self._kept}
+        cfg = self.cfg
+        return {"images": ImageStore.of(cfg.run_directory, cfg.model.path, cfg.data.image_pixels), "kept": self._kept}
 
 
 def build_teacher(models: ModelBuilder, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> Teacher:

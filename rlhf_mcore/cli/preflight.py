@@ -94,7 +94,8 @@ def check_engine(cfg: Config) -> None:
     geometry = inspect_model(cfg.model.path, "model.path", run.starting_heads)[0] if run.generates else None
     if geometry is None:
         return
-    for problem in engine.model_problems(cfg, geometry):
+    records_routes = cfg.actor.router_replay == "rollout"
+    for problem in engine.model_problems(cfg.rollout, cfg.model, geometry, records_routes=records_routes):
         raise ConfigError(problem)
     if engine.reserves_cache and not has_gpu():
         _check_cache(cfg, geometry)
@@ -217,7 +218,7 @@ def check_environment(cfg: Config) -> None:
         from rlhf_mcore.environments.build import warm_containers
 
         with working("having what containers need", console=find_console(cfg.logging.console)):
-            warm_containers(cfg)
+            warm_containers(cfg.environment, cfg.data)
 
 
 def check_world(world_size: int, name: str = "trainer.world_size") -> None:

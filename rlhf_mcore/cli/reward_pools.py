@@ -24,7 +24,7 @@ def build_graders(cfg: Config, pools: Pools = local_pool) -> RewardFunction:
     if cfg.reward.judge.images:
         from rlhf_mcore.data.images import ImageStore
 
-        images = ImageStore.of(cfg).directory
+        images = ImageStore.of(cfg.run_directory, cfg.model.path, cfg.data.image_pixels).directory
     build = partial(build_reward, cfg.reward, pools, validated=True, images=images)
     if cfg.environment.function is None:
         return build()

@@ -19,6 +19,7 @@ from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.examples import TokenizedExample, load_examples
+from rlhf_mcore.data.image_rows import ImageReader
 from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.source import image_reader, load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
@@ -114,6 +115,10 @@ def _together(action: Callable[[], V], group: Group) -> V:
     return action() if group is None else on_every_rank(action, group)
 
 
+def _image_reader(cfg: Config) -> ImageReader | None:
+    return image_reader(cfg.run_directory, cfg.model.path, cfg.data, cfg.environment.function)
+
+
 def _load_prompts(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, note: Note, group: Group
 ) -> tuple[list[Prompt], list[Prompt]]:
@@ -123,7 +128,7 @@ def _load_prompts(
         from rlhf_mcore.readers.tool_schemas import read_tools
 
         tools = _together(lambda: read_tools(path), group)
-    images = _together(lambda: image_reader(cfg), group)
+    images = _together(lambda: _image_reader(cfg), group)
     load = partial(
         load_prompts,
         tokenizer=tokenizer,
@@ -149,10 +154,11 @@ def _load_examples(
     data = cfg.data
     spec = _together(lambda: load_spec(cfg.model.path, run_kind(cfg).head), group)
     positions = spec.hf_config.max_position_embeddings
-    images = _together(lambda: image_reader(cfg), group)
+    images = _together(lambda: _image_reader(cfg), group)
 
     def load(files: list[str], field: str) -> list[TokenizedExample]:
-        columns = [wanted_columns(cfg, prompt_key) for prompt_key, _ in file_keys(data, files, field)]
+        responses = run_kind(cfg).response_keys
+        columns = [wanted_columns(data, prompt_key, responses) for prompt_key, _ in file_keys(data, files, field)]
         return load_examples(
             files,
             tokenizer,

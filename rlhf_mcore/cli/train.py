@@ -20,6 +20,7 @@ from rlhf_mcore.cli.terminal import find_console, say, working
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import WrongValues
+from rlhf_mcore.config.questions import grades
 from rlhf_mcore.config.resolve import default_world_size, epochs_text, resolve
 from rlhf_mcore.config.rules.data import check_fills_a_step
 from rlhf_mcore.config.rules.rollout import engine_keys
@@ -101,8 +102,10 @@ def _launch(cfg: Config, arguments: Sequence[str], *, is_dry: bool) -> int:
                     engine_ranks = cfg.rollout.num_engines * cfg.rollout.layout.num_ranks
                     preflight.check_world(engine_ranks, f"rollout.num_engines x {engine_keys(cfg.rollout.layout)}")
                 check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
-                check_first_rows(cfg)
-                verdict = check_reward(cfg, "data.train", partial(preflight.say, cfg))
+                check_first_rows(cfg.data, cfg.model.tokenizer_path or cfg.model.path)
+                verdict = None
+                if grades(cfg):
+                    verdict = check_reward(cfg.reward, cfg.data, "data.train", partial(preflight.say, cfg))
                 for warning in filter(None, (verdict, *warnings_of(cfg))):
                     preflight.say(cfg, f"warning: {warning}")
                 preflight.check_environment(cfg)

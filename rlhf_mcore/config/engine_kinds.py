@@ -19,7 +19,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.plugins import find_plugins
 
 if TYPE_CHECKING:
-    from rlhf_mcore.config.schema import Config, RolloutConfig
+    from rlhf_mcore.config.schema import ModelConfig, RolloutConfig
     from rlhf_mcore.geometry import ModelGeometry
     from rlhf_mcore.rollout.engine import Engine, EngineModel
 
@@ -69,11 +69,13 @@ class EngineKind:
         """Return the default of ``rollout.max_num_seqs`` on a device. ``memory_bytes``: 0 on a CPU. ``device``: its name."""
         return SEQUENCES
 
-    def model_problems(self, cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-        """List why this engine cannot generate with the model of a resolved configuration on this machine."""
+    def model_problems(
+        self, cfg: RolloutConfig, model: ModelConfig, geometry: ModelGeometry, *, records_routes: bool
+    ) -> Iterator[str]:
+        """List why this engine cannot generate with the model on this machine. ``records_routes``: requests ask for routes."""
         return iter(())
 
-    def adapter_problems(self, cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+    def adapter_problems(self, cfg: RolloutConfig, geometry: ModelGeometry) -> Iterator[str]:
         """List why this engine cannot add adapters to the weights itself. ``geometry`` includes the adapters."""
         yield f"rollout.engine={self.name} gets whole weights, with the adapters added"
 

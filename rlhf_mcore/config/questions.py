@@ -187,4 +187,4 @@ def sends_adapters(cfg: Config, geometry: ModelGeometry) -> bool:
     sizes = adapter_sizes(cfg.actor.lora)
     if sizes is None or cfg.actor.lora.sync == "merge":
         return False
-    return not any(engine_kind(cfg.rollout.engine).adapter_problems(cfg, replace(geometry, adapter=sizes)))
+    return not any(engine_kind(cfg.rollout.engine).adapter_problems(cfg.rollout, replace(geometry, adapter=sizes)))

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.foreign import INDEX, read_json, read_text
 from rlhf_mcore.readers.data_columns import file_keys, row_limits, settings_of
 from rlhf_mcore.readers.data_rows import has_column, read_rows, require_column
@@ -22,17 +21,15 @@ ROWS = 64  # rows of each file that are checked
 _MAX_CHARACTERS = 2**20  # longer prompts are not tokenised here
 
 
-def check_first_rows(cfg: Config) -> None:
-    """Check the first rows of ``data.train`` and ``data.eval`` of a run that samples responses.
+def check_first_rows(data: DataConfig, folder: str) -> None:
+    """Check the first rows of ``data.train`` and ``data.eval`` of a run that samples responses. ``folder``: of the tokenizer.
 
     Raises:
         ConfigError: prompts need a chat template that the tokenizer lacks or that is broken, or prompts are too long.
     """
-    data = cfg.data
     # A user's code runs only in the ranks.
-    if not run_kind(cfg).generates or data.transform is not None:
+    if data.transform is not None:
         return
-    folder = cfg.model.tokenizer_path or cfg.model.path
     template = _read_template(Path(folder))
     if template is None and data.apply_chat_template == "true":
         raise ConfigError(
@@ -43,7 +40,7 @@ def check_first_rows(cfg: Config) -> None:
         _check_syntax(template, folder)
     tokenizer = _load_fast_tokenizer(Path(folder)) if data.overlong_prompts == "error" else None
     for field, files in (("data.train", data.train), ("data.eval", data.eval)):
-        for place, prompt in _read_prompts(cfg, field, files):
+        for place, prompt in _read_prompts(data, field, files):
             if template is None and not isinstance(prompt, str):
                 raise ConfigError(
                     f"{field}: {place}: the prompt is a list of messages, but the tokenizer in {folder} has no chat template; give "
@@ -56,9 +53,9 @@ def check_first_rows(cfg: Config) -> None:
                 )
 
 
-def _read_prompts(cfg: Config, field: str, files: list[str]) -> Iterator[tuple[str, Any]]:
-    for file, (key, _) in zip(files, file_keys(cfg.data, files, field), strict=True):
-        for place, row in islice(read_rows(Path(file), row_limits(cfg.data)), ROWS):
+def _read_prompts(data: DataConfig, field: str, files: list[str]) -> Iterator[tuple[str, Any]]:
+    for file, (key, _) in zip(files, file_keys(data, files, field), strict=True):
+        for place, row in islice(read_rows(Path(file), row_limits(data)), ROWS):
             if has_column(list(row), key):
                 yield place, require_column(row, key, place, setting=settings_of(field)[0])
 

@@ -27,10 +27,10 @@ from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from rlhf_mcore.config.schema import Config, DataConfig
+    from rlhf_mcore.config.schema import DataConfig
 
 MARK = "<image>"  # the place of an image in a text
-_OWN_TASKS = "verifiers"  # an environment that does not show prompts
+OWN_TASKS = "verifiers"  # an environment that does not show prompts
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
 _SHOWN = 200  # characters of a path in messages; a longer one is hardly a path
@@ -177,15 +177,6 @@ def images_of_row(
 class ImageReader:
     """Reads, checks and processes the images of rows into a store. Each image is decoded by one rank of a machine."""
 
-    @classmethod
-    def of(cls, cfg: Config) -> ImageReader:
-        """Build for a run.
-
-        Raises:
-            ConfigError: as the constructor.
-        """
-        return cls(ImageStore.of(cfg), cfg.model.path, cfg.data, asks=cfg.environment.function == _OWN_TASKS)
-
     def __init__(
         self,
         store: ImageStore,
@@ -228,7 +219,7 @@ class ImageReader:
         """
         if sources and self._asks:
             raise ConfigError(
-                f"{place}: the prompt has images, and environment.function={_OWN_TASKS} asks with tasks of its own; set another "
+                f"{place}: the prompt has images, and environment.function={OWN_TASKS} asks with tasks of its own; set another "
                 "one, or data.image_key=null"
             )
         if (count := seen + len(sources)) > self._data.max_images:

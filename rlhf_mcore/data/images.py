@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from rlhf_mcore.config.schema import Config
-
 
 LEVELS = "levels.npy"
 _FORMAT = b"patches 1"  # of the files: another one is made anew
@@ -86,13 +84,13 @@ class ImageStore:
         self._kept: OrderedDict[str, ProcessedImage] = OrderedDict()
 
     @classmethod
-    def of(cls, cfg: Config) -> ImageStore:
-        """Return the store of a run: ``images`` in its run directory, with a folder for every processor and scale."""
-        digest = blake2b(_FORMAT + repr(cfg.data.image_pixels).encode(), digest_size=6)
+    def of(cls, run: Path, model_dir: str, image_pixels: list[int] | None) -> ImageStore:
+        """Return the store of a run: ``images`` in its run directory, with a folder for every processor and ``data.image_pixels``."""
+        digest = blake2b(_FORMAT + repr(image_pixels).encode(), digest_size=6)
         for name in PROCESSOR_FILES:
-            file = Path(cfg.model.path, name)
+            file = Path(model_dir, name)
             digest.update(file.read_bytes() if file.is_file() else b"-")
-        return cls(Path(cfg.output_dir, cfg.project, cfg.experiment, "images", digest.hexdigest()))
+        return cls(run / "images" / digest.hexdigest())
 
     def features(self, digest: str) -> ProcessedImage:
         """Return what the tower is given of an image. A process holds the last few.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.user_functions import load_function
-from rlhf_mcore.data.image_rows import ImageReader, images_of_row
+from rlhf_mcore.data.image_rows import OWN_TASKS, ImageReader, images_of_row
+from rlhf_mcore.data.images import ImageStore
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.shared_tokens import tokenize
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_mcore.config.schema import Config, DataConfig
+    from rlhf_mcore.config.schema import DataConfig
 
 Row = dict[str, Any]
 Transform = Callable[[Row], Row | None]
@@ -94,15 +95,18 @@ def load_prompts(
     return _limit_length(placed, cfg, field, note)
 
 
-def image_reader(cfg: Config) -> ImageReader | None:
-    """Return what takes images out of the rows of a run; None where its model sees none.
+def image_reader(run: Path, model_dir: str, data: DataConfig, environment: str | None) -> ImageReader | None:
+    """Return what takes images out of the rows of a run; None if its model sees none.
+
+    ``run`` is the run directory, ``environment`` its ``environment.function``.
 
     Raises:
         ConfigError: the model's directory has no image processor that can be used.
     """
-    if not sees_images(cfg.model.path):
+    if not sees_images(model_dir):
         return None
-    return ImageReader.of(cfg)
+    store = ImageStore.of(run, model_dir, data.image_pixels)
+    return ImageReader(store, model_dir, data, asks=environment == OWN_TASKS)
 
 
 def _read_prompts(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_mcore.config.schema import Config, EnvironmentConfig
+    from rlhf_mcore.config.schema import Config, DataConfig, EnvironmentConfig
     from rlhf_mcore.data.image_rows import ImageReader
     from rlhf_mcore.episode_driver import EpisodeDriver
     from rlhf_mcore.protocols import EngineRank, Generator
@@ -83,7 +83,7 @@ class EpisodeSpec:
             folder=os.getcwd(),
             num_engines=num_engines,
             max_total=cfg.data.max_prompt_tokens + longest_response(cfg),
-            make_reader=_reader_of(cfg),
+            make_reader=_reader_of(cfg.run_directory, cfg.model.path, cfg.data),
             variables={name: os.environ[name] for name in own.env if name in os.environ},
         )
 
@@ -134,22 +134,19 @@ class EpisodeSpec:
         return episodes
 
 
-def _reader_of(cfg: Config) -> Callable[[], ImageReader] | None:
+def _reader_of(run: Path, model_dir: str, data: DataConfig) -> Callable[[], ImageReader] | None:
     """Return what makes the reader of images of an engine's episodes."""
-    if not sees_images(cfg.model.path):
+    if not sees_images(model_dir):
         return None
     from rlhf_mcore.data.image_rows import ImageReader
     from rlhf_mcore.data.images import ImageStore
 
-    return partial(ImageReader, ImageStore.of(cfg), cfg.model.path, cfg.data, (0, 1))
+    return partial(ImageReader, ImageStore.of(run, model_dir, data.image_pixels), model_dir, data, (0, 1))
 
 
-def episode_worker(
-    cfg: Config, generator: Generator, engine: EngineRank, decode: Decode, make_parser: MakeParser
-) -> RolloutWorker:
+def episode_worker(spec: EpisodeSpec, generator: Generator, engine: EngineRank, decode: Decode) -> RolloutWorker:
     """Build the worker that plays episodes on this rank's engine. Collective over the world."""
-    order = EpisodeSpec.of(cfg, engine.num_engines, make_parser)
-    episodes = on_every_rank(lambda: order.build() if engine.is_lead else None)
+    episodes = on_every_rank(lambda: spec.build() if engine.is_lead else None)
     plays = EpisodeGenerator(generator, episodes, _engine_group(engine))
     return RolloutWorker(plays, engine, decode, episode_request)
 
@@ -166,20 +163,20 @@ def _engine_group(engine: EngineRank) -> dist.ProcessGroup | None:
     return groups[engine.engine_index]
 
 
-def warm_containers(cfg: Config) -> None:
+def warm_containers(cfg: EnvironmentConfig, data: DataConfig) -> None:
     """Read the tasks of all rows, and have what their containers need on this machine.
 
     Raises:
         ConfigError: naming the row whose task cannot be read, or what cannot be had.
     """
-    containers = containers_of(options_of(cfg.environment))
-    different = {(task.image, tuple(sorted(task.context.items()))): task for task in _tasks(cfg)}
+    containers = containers_of(options_of(cfg))
+    different = {(task.image, tuple(sorted(task.context.items()))): task for task in _tasks(data)}
     asyncio.run(containers.warm(different.values()))
 
 
-def _tasks(cfg: Config) -> Iterator[Task]:
-    limits, transform = row_limits(cfg.data), load_transform(cfg.data.transform)
-    for file in (*cfg.data.train, *cfg.data.eval):
+def _tasks(data: DataConfig) -> Iterator[Task]:
+    limits, transform = row_limits(data), load_transform(data.transform)
+    for file in (*data.train, *data.eval):
         for place, row in transformed_rows(Path(file), limits, transform):
             if row is None:
                 continue

@@ -6,7 +6,7 @@ import errno
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,26 +47,18 @@ class TrackedRun:
 
 def build_trackers(cfg: Config, run: RunDirectory, last_step: int | None, warn: Callable[[str], None]) -> MultiTracker:
     """``metrics.jsonl``, and the trackers that are wanted, each in a thread of its own. ``warn`` tells that one of them has failed."""
-    names = wanted_trackers(cfg.logging)
     trackers: list[Tracker] = [JsonlTracker(run.metrics_path)]
-    if names:
-        trackers += _begin_trackers(names, cfg, run, last_step, warn)
-    return MultiTracker(trackers)
-
-
-def _begin_trackers(
-    names: Sequence[str], cfg: Config, run: RunDirectory, last_step: int | None, warn: Callable[[str], None]
-) -> Iterator[Tracker]:
-
     config = {
         key: value if isinstance(value, bool | int | float) else str(value)
         for key, value in leaves(redact(to_dict(cfg)))
     }
-    run_id = run.tracker_run_id()
-    for name in names:
+    for name in wanted_trackers(cfg.logging):
         folder = run.path if name in TRACKERS else own_directory(run.path / OTHER_TRACKERS)
-        tracked = TrackedRun(folder / name, last_step, run_id, cfg.project, cfg.experiment, config, cfg.logging.offline)
-        yield BackgroundTracker(name, tracked, warn)
+        tracked = TrackedRun(
+            folder / name, last_step, run.tracker_run_id(), cfg.project, cfg.experiment, config, cfg.logging.offline
+        )
+        trackers.append(BackgroundTracker(name, tracked, warn))
+    return MultiTracker(trackers)
 
 
 class JsonlTracker:

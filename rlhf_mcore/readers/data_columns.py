@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config, DataConfig
+from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.readers.data_rows import RowLimits, checked_response, require_column
 
 
@@ -46,9 +45,9 @@ def _spread(value: Any, count: int) -> list[Any]:
 MESSAGES = "messages"  # a conversation, in the place of a prompt and its only response
 
 
-def wanted_columns(cfg: Config, prompt_key: str) -> dict[str, str]:
+def wanted_columns(data: DataConfig, prompt_key: str, response_keys: Sequence[str]) -> dict[str, str]:
     """Return the columns of an example, by the keys that name them: the prompt, then its responses."""
-    responses = {key: getattr(cfg.data, key.removeprefix("data.")) for key in run_kind(cfg).response_keys}
+    responses = {key: getattr(data, key.removeprefix("data.")) for key in response_keys}
     return {"data.prompt_key": prompt_key, **responses}
 
 

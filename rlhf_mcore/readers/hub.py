@@ -56,7 +56,8 @@ def localize(cfg: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS), *, do
     files = {key: paths for key in keys if key in DATA_KEYS and any(map(data_id, paths := value_of(cfg, key)))}
     if not models and not files:
         return {}
-    begun, may_download = _begun_with(cfg), download and not is_offline()
+    begun = {} if cfg.checkpoint.resume == "never" else _begun_with(cfg.run_directory)
+    may_download = download and not is_offline()
     changes: dict[str, Any] = {
         key: local_model(path, key, begun, may_download=may_download) for key, path in models.items()
     }
@@ -81,10 +82,10 @@ def notes_of(made: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _begun_with(cfg: Config) -> dict[tuple[str, str], str]:
-    """Return the commits by kind and repository that the run directory's configuration names."""
-    written = Path(cfg.output_dir, cfg.project, cfg.experiment, "config.yaml")
-    if cfg.checkpoint.resume == "never" or not written.is_file():
+def _begun_with(run: Path) -> dict[tuple[str, str], str]:
+    """Return the commits by kind and repository that the configuration in a run directory names."""
+    written = run / "config.yaml"
+    if not written.is_file():
         return {}
     try:
         tree = load_yaml(read_yaml_text(written, "config file"), str(written))

@@ -10,8 +10,7 @@ from threading import Event, Thread
 from typing import Any, Generic, TypeVar
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.questions import grades
-from rlhf_mcore.config.schema import Config, JudgeConfig, RemoteRewardConfig, RewardConfig
+from rlhf_mcore.config.schema import DataConfig, JudgeConfig, RemoteRewardConfig, RewardConfig
 from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, NoResults, Pools, WorkerLimits, WorkerPool, local_pool
 from rlhf_mcore.rewards.reward import build_reward, make_text_trajectory, scoring_keys
 from rlhf_mcore.rewards.trial import (
@@ -39,7 +38,9 @@ CALL_AT_START_S = 10.0  # for one response of a function; a later one may decide
 AT_START = ("{}", ALL_AT_ONCE)  # notations for a function, whose calls may be slow or have a price
 
 
-def check_reward(cfg: Config, name: str = "data.train", say: Callable[[str], None] = lambda text: None) -> str | None:
+def check_reward(
+    cfg: RewardConfig, data: DataConfig, name: str = "data.train", say: Callable[[str], None] = lambda text: None
+) -> str | None:
     """Try the reward at the start of a run, without a model: that it can be had, and reads ground truths.
 
     It has ``TRIAL_S`` in all, and reports its start by ``say`` after ``SILENT_S``. A function that has answered nothing until then,
@@ -51,10 +52,8 @@ def check_reward(cfg: Config, name: str = "data.train", say: Callable[[str], Non
         ConfigError: the reward cannot be had, a data source has no rules, no rule reads any of the ground truths, or a function ends
             its process or reaches ``reward.timeout_s`` at every one of them.
     """
-    if not grades(cfg):
-        return None
-    what = scoring_keys(cfg.reward)
-    with _Attempt(partial(_check_reward, cfg, name)) as trial:
+    what = scoring_keys(cfg)
+    with _Attempt(partial(_check_reward, cfg, data, name)) as trial:
         if not trial.is_done_within(SILENT_S):
             say(
                 f"trying {what} on {ROWS_AT_START} rows of {name} before anything else starts, for {TRIAL_S:g} s at most"
@@ -63,7 +62,7 @@ def check_reward(cfg: Config, name: str = "data.train", say: Callable[[str], Non
             try:
                 return trial.result()
             except NoResults as error:
-                if not (error.timed_out and has_function(cfg.reward) and cfg.reward.timeout_s > CALL_AT_START_S):
+                if not (error.timed_out and has_function(cfg) and cfg.timeout_s > CALL_AT_START_S):
                     raise  # the run would end in the same way, whatever reward.on_error is
                 doubt = f"{what} gave no result in time for {MAX_LOST_IN_A_ROW} responses in a row"
                 warning = f"reward.function could not be tried on {name}: {error}"
@@ -73,9 +72,9 @@ def check_reward(cfg: Config, name: str = "data.train", say: Callable[[str], Non
                 f"{what} was not done with {ROWS_AT_START} rows of {name} within {TRIAL_S:g} s, and is used untried; "
                 "`rlhf-mcore reward-test` has no such limit"
             )
-    if doubt and cfg.data.transform is None:
-        say(f"{doubt}; waiting for one response, for reward.timeout_s={cfg.reward.timeout_s:g} s at most")
-        with _Attempt(partial(_try_one_response, cfg, name)) as last:
+    if doubt and data.transform is None:
+        say(f"{doubt}; waiting for one response, for reward.timeout_s={cfg.timeout_s:g} s at most")
+        with _Attempt(partial(_try_one_response, cfg, data, name)) as last:
             if cause := last.result():
                 raise ConfigError(f"{cause}. Correct it, or raise reward.timeout_s if it needs more time")
     return warning
@@ -124,26 +123,26 @@ class _Attempt(Generic[T]):
             self._verdict.set_exception(error)
 
 
-def _try_one_response(cfg: Config, name: str, pools: Pools) -> str | None:
+def _try_one_response(cfg: RewardConfig, data: DataConfig, name: str, pools: Pools) -> str | None:
     """Have the functions score one response, once, within ``reward.timeout_s``. Return why they do not, or None."""
     others: dict[str, Any] = {"rules": [], "sources": None, "judge": JudgeConfig(), "remote": RemoteRewardConfig()}
 
     def single(name: str, kind: str, options: Mapping[str, Any], limits: WorkerLimits) -> WorkerPool:
         return pools(name, kind, options, replace(limits, workers=1, retries=0))
 
-    [row], _ = read_sample(cfg.data, name, 1, SCAN_AT_START_S)
-    reward = trial_reward(cfg.reward.model_copy(update=others), single)
+    [row], _ = read_sample(data, name, 1, SCAN_AT_START_S)
+    reward = trial_reward(cfg.model_copy(update=others), single)
     try:
-        response = "".join(right_responses(cfg.reward, row.prompt, AT_START)[:1])
+        response = "".join(right_responses(cfg, row.prompt, AT_START)[:1])
         [score] = reward.score([make_text_trajectory(row.prompt, response)])
     finally:
         reward.close()
     return score.cause if score.failure == "timeout" else None
 
 
-def _check_reward(cfg: Config, name: str, pools: Pools) -> str | None:
-    opaque, tried = is_opaque(cfg.reward), cfg.reward
-    may_be_slow = opaque and has_function(cfg.reward)
+def _check_reward(cfg: RewardConfig, data: DataConfig, name: str, pools: Pools) -> str | None:
+    opaque, tried = is_opaque(cfg), cfg
+    may_be_slow = opaque and has_function(cfg)
     if not opaque:
         if tried.judge.url is not None:
             build_reward(tried, pools).close()
@@ -151,12 +150,12 @@ def _check_reward(cfg: Config, name: str, pools: Pools) -> str | None:
     elif may_be_slow:
         tried = tried.model_copy(update={"timeout_s": min(tried.timeout_s, CALL_AT_START_S)})
     reward = trial_reward(tried, pools)
-    if cfg.data.transform is not None or not (opaque or cfg.reward.rules or cfg.reward.sources is not None):
+    if data.transform is not None or not (opaque or cfg.rules or cfg.sources is not None):
         reward.close()
         return None
-    rows, sources = read_sample(cfg.data, name, ROWS_AT_START, SCAN_AT_START_S)
+    rows, sources = read_sample(data, name, ROWS_AT_START, SCAN_AT_START_S)
     if not opaque:
-        refuse_unknown_sources(cfg.reward, sources, name)
+        refuse_unknown_sources(cfg, sources, name)
     try:
         notations = AT_START if opaque else NOTATIONS
         report = try_reward(tried, rows, name, sources.total(), notations=notations, others=False, reward=reward)
@@ -164,7 +163,7 @@ def _check_reward(cfg: Config, name: str, pools: Pools) -> str | None:
         if isinstance(error, NoResults) or not may_be_slow:
             raise
         return f"reward.function could not be tried on {name}: {error}"
-    return _finding(cfg.reward, report) if report.reads_nothing else answered_text(rows, name)
+    return _finding(cfg, report) if report.reads_nothing else answered_text(rows, name)
 
 
 def _finding(cfg: RewardConfig, report: TrialReport) -> str:

@@ -86,7 +86,8 @@ class EngineModel:
             return model
         from rlhf_mcore.data.images import ImageStore
 
-        return replace(model, images=str(ImageStore.of(cfg).patches), max_images=cfg.data.max_images)
+        images = ImageStore.of(cfg.run_directory, cfg.model.path, cfg.data.image_pixels)
+        return replace(model, images=str(images.patches), max_images=cfg.data.max_images)
 
 
 class VersionedWeights:

@@ -21,7 +21,7 @@ from rlhf_mcore.trainer.statistics import Graded
 from rlhf_mcore.types import Completion, Prompt, Sampling, Score, Trajectory
 
 if TYPE_CHECKING:
-    from rlhf_mcore.config.schema import Config
+    from rlhf_mcore.config.schema import EvaluateConfig
 
 # Responses are drawn with the same seeds at every step, so that two evaluations differ by the policy and not by luck. Training
 # counts its steps from 1: its rollouts never share a seed with these.
@@ -140,22 +140,21 @@ def sample_record(trajectory: Trajectory, verdict: Score, row: Graded) -> Record
     }
 
 
-def evaluation_sampling(cfg: Config) -> Sampling:
-    """Return the sampling of an evaluation, in training and in the command. ``cfg`` is resolved."""
-    own = cfg.evaluate
+def evaluation_sampling(cfg: EvaluateConfig, max_new_tokens: int, seed: int) -> Sampling:
+    """Return the sampling of an evaluation, in training and in the command. ``max_new_tokens`` is the one of training."""
     return Sampling(
-        n=own.samples,
-        temperature=own.temperature,
-        top_p=own.top_p,
-        top_k=own.top_k,
-        max_new_tokens=own.max_new_tokens or cfg.rollout.sampling.max_new_tokens,
-        seed=cfg.seed,
+        n=cfg.samples,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        max_new_tokens=cfg.max_new_tokens or max_new_tokens,
+        seed=seed,
     )
 
 
-def prompts_per_batch(cfg: Config) -> int:
-    """Return the number of prompts of an engine's batch."""
-    return max(BATCHES_IN_FLIGHT * cfg.rollout.slots // cfg.evaluate.samples, 1)
+def prompts_per_batch(samples: int, slots: int) -> int:
+    """Return the number of prompts of an engine's batch. ``slots``: responses that it decodes at once."""
+    return max(BATCHES_IN_FLIGHT * slots // samples, 1)
 
 
 def batches(prompts: Sequence[Prompt], engine: EngineRank, size: int) -> Iterator[list[Prompt]]:

@@ -92,7 +92,7 @@ def find_model(path: str, field: str) -> str:
 
 def default_checkpoint(cfg: Config) -> str | None:
     """Return the checkpoint of the configuration's own run, or None: its best one if the run ends with that, else its latest."""
-    run = Path(cfg.output_dir) / cfg.project / cfg.experiment
+    run = cfg.run_directory
     for link in ("best", "latest") if cfg.checkpoint.load_best_model_at_end else ("latest",):
         actor = run / link / "actor"
         if isfile(actor / "config.json") or holds_adapter(actor):
@@ -126,7 +126,7 @@ def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
         if path is not None:
             problems += _checkpoint_problems(cfg, path, f"evaluate.{field}")
     if cfg.evaluate.checkpoint is None:
-        run = Path(cfg.output_dir) / cfg.project / cfg.experiment
+        run = cfg.run_directory
         problems.append(
             f"evaluate.checkpoint is not set, and the configuration's own run {run} has no checkpoint; "
             "name a model directory, as in evaluate.checkpoint=DIR"

@@ -18,6 +18,7 @@ from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.commands.evaluate.checkpoints import default_checkpoint, validate_evaluation
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.questions import grades
 from rlhf_mcore.config.resolve import default_world_size
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import warnings_of
@@ -92,7 +93,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         size, shown = default_world_size(cfg, evaluates=True), cfg.logging.console
         preflight.check_devices(cfg, size)
         preflight.check_world(size)
-        verdict = check_reward(cfg, "data.eval", say)
+        verdict = check_reward(cfg.reward, cfg.data, "data.eval", say) if grades(cfg) else None
         for warning in filter(None, (verdict, *warnings_of(cfg))):
             say(f"warning: {warning}")
         preflight.check_environment(cfg)

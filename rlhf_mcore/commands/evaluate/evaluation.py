@@ -215,7 +215,8 @@ def _load_prompts(cfg: Config, field: str) -> list[Prompt]:
         num_tokens = max(tokenizer.get_vocab().values()) + 1
         if problems := list(token_problems(cfg.model.path, num_tokens, field, where)):
             raise ConfigError.many(problems)
-        return tokenizer, read_tools(cfg.environment.tools), image_reader(cfg)
+        images = image_reader(cfg.run_directory, cfg.model.path, cfg.data, cfg.environment.function)
+        return tokenizer, read_tools(cfg.environment.tools), images
 
     def tell(text: str) -> None:
         if dist.get_rank() == 0:
@@ -239,16 +240,18 @@ def _evaluate(
     task: _Task, engines: Engines, reward: RewardFunction, stack: ExitStack, watchdog: Watchdog
 ) -> list[Sample]:
     """Score what is not scored yet. Returns everything on rank 0, [] on the others. Collective."""
+    cfg = task.cfg
     opened = on_every_rank(partial(_open, task, engines.dtype, stack))
     path, done = broadcast_json(opened, 0)
     causes: list[str] = []  # of responses without a score, on this rank
     if len(done) < len(task.prompts):
         watchdog.progress("start_engine")
-        with working(f"{task.given}: starting the engine", console=find_console(task.cfg.logging.console)):
-            worker, sampling = engines.start(task.cfg, task.sharded, watchdog.beat), evaluation_sampling(task.cfg)
+        with working(f"{task.given}: starting the engine", console=find_console(cfg.logging.console)):
+            worker = engines.start(cfg, task.sharded, watchdog.beat)
+        sampling = evaluation_sampling(cfg.evaluate, cfg.rollout.sampling.max_new_tokens, cfg.seed)
         engine = worker.engine
         part = PartFile(Path(path), engine.engine_index, engine.num_engines) if engine.is_lead else None
-        line = progress(task.cfg.logging.console, task.given, len(task.prompts), len(done), engine.num_engines)
+        line = progress(cfg.logging.console, task.given, len(task.prompts), len(done), engine.num_engines)
         with nullcontext() if part is None else closing(part), line as advance:
 
             def keep(batch: Sequence[list[Sample]]) -> None:
@@ -260,13 +263,15 @@ def _evaluate(
                 watchdog.progress("generate")
                 rows = grade(worker, reward, sampling, prompts)
                 failures = [score.cause or score.failure for _, score, _ in rows if score.failure is not None]
-                OnError.of(task.cfg.reward).refuse_too_many(len(failures), len(rows), "".join(failures[:1]))
+                OnError.of(cfg.reward).refuse_too_many(len(failures), len(rows), "".join(failures[:1]))
                 causes.extend(failures)
                 records = [(sample_record(*row), row[0]) for row in rows]
-                waits = task.cfg.reward.model.path is not None
+                waits = cfg.reward.model.path is not None
                 return [with_tokens(record, drawn) if waits else record for record, drawn in records]
 
-            evaluate(task.prompts, draw, engine, prompts_per_batch(task.cfg), set(done), keep)
+            evaluate(
+                task.prompts, draw, engine, prompts_per_batch(cfg.evaluate.samples, cfg.rollout.slots), set(done), keep
+            )
     watchdog.pause()  # the other engines take as long as they take
     dist.barrier()
     watchdog.progress("report")
@@ -293,7 +298,7 @@ def _score_by_model(tasks: Sequence[_Task], samples: Sequence[list[Sample]], pla
     finished = []
     for task, own, waits in zip(tasks, samples, waiting, strict=True):
         if waits:
-            records, size = broadcast_json(own, 0), prompts_per_batch(cfg)
+            records, size = broadcast_json(own, 0), prompts_per_batch(cfg.evaluate.samples, cfg.rollout.slots)
             parts = gather_json(score_records(task.prompts, records, engine, size, add_model))
             own = sorted((sample for part in parts for sample in part), key=lambda s: (s["index"], s["sample"]))
         finished.append(own)
@@ -365,13 +370,13 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
                 )
             },
         },
-        "sampling": asdict(evaluation_sampling(cfg)),
+        "sampling": asdict(evaluation_sampling(cfg.evaluate, cfg.rollout.sampling.max_new_tokens, cfg.seed)),
         "reward": {**redact(reward), "code": code, "weights": weight_sketches(cfg.reward.model.path)},
         "engine": {
             "name": cfg.rollout.engine,
             "dtype": dtype,
             "max_model_len": cfg.rollout.max_model_len,
-            "prompts_per_batch": prompts_per_batch(cfg),
+            "prompts_per_batch": prompts_per_batch(cfg.evaluate.samples, cfg.rollout.slots),
             **({"adds_adapters": True} if task.adds_adapters else {}),
         },
     }

@@ -152,7 +152,9 @@ def engine_adapters(cfg: Config, models: Sequence[ShardedModel | None]) -> Engin
     base, kind = adapted[0].files, engine_kind(cfg.rollout.engine)
     own = {model.weights for model in adapted if os.path.realpath(model.files) == os.path.realpath(base)}
     geometries = {directory: read_adapters(directory, read_geometry(base)) for directory in sorted(own)}
-    added = {name: geometry for name, geometry in geometries.items() if not any(kind.adapter_problems(cfg, geometry))}
+    added = {
+        name: geometry for name, geometry in geometries.items() if not any(kind.adapter_problems(cfg.rollout, geometry))
+    }
     if not added:
         return None
     shapes: dict[str, tuple[int, ...]] = {}
@@ -234,10 +236,11 @@ class Engines:
         loaded = load_tokenizer(tokenizer)
         decode = partial(loaded.batch_decode, skip_special_tokens=True)
         if cfg.environment.function is not None:
-            from rlhf_mcore.environments.build import episode_worker
+            from rlhf_mcore.environments.build import EpisodeSpec, episode_worker
             from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 
-            return episode_worker(cfg, engine, engine.rank, decode, ToolCallParser)
+            spec = EpisodeSpec.of(cfg, engine.rank.num_engines, ToolCallParser)
+            return episode_worker(spec, engine, engine.rank, decode)
         return RolloutWorker(engine, engine.rank, decode)
 
     def _load(self, engine: Engine, path: str, reader: DirectoryWeights | ShardedWeights) -> None:

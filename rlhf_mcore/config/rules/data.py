@@ -68,7 +68,8 @@ def example_problems(cfg: Config) -> Iterator[str]:
         if problems := list(_column_list_problems(cfg.data, files, field)):
             yield from problems
             continue
-        columns = [wanted_columns(cfg, prompt_key) for prompt_key, _ in file_keys(cfg.data, files, field)]
+        responses = run_kind(cfg).response_keys
+        columns = [wanted_columns(cfg.data, key, responses) for key, _ in file_keys(cfg.data, files, field)]
         checks = [partial(_example_row_problems, cfg, each) for each in columns]
         yield from map(FileProblem, _file_problems(cfg.data, files, field, checks))
 

@@ -94,7 +94,7 @@ def target_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     wants_adapters = cfg.actor.lora.sync == "adapter" and not cfg.actor.lora.use_dora  # which is another problem
     if sizes is not None and sizes.targets and run_kind(cfg).generates and wants_adapters:
         kind = engine_kind(cfg.rollout.engine)
-        for problem in kind.adapter_problems(cfg, replace(geometry, adapter=sizes)):
+        for problem in kind.adapter_problems(cfg.rollout, replace(geometry, adapter=sizes)):
             yield f"actor.lora.sync=adapter: {problem}; set actor.lora.sync=merge"
     yield from layer_problems(cfg.actor.lora, "actor.lora", with_head(geometry, run_kind(cfg).head))
 

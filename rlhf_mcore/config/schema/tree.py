@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -70,6 +71,11 @@ class Config(Group):
             return self.read(with_keys_of_today(merge(to_dict(self), nest(settings or {}))))
         except ValidationError as error:
             raise Group.explain(Config, error) from None
+
+    @property
+    def run_directory(self) -> Path:
+        """``<output_dir>/<project>/<experiment>``."""
+        return Path(self.output_dir, self.project, self.experiment)
 
     output_dir: str = key("outputs", "where run directories are made: `<output_dir>/<project>/<experiment>/`")
     project: str = key("rlhf_mcore", "first part of the run directory's name")

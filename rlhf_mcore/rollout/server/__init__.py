@@ -11,14 +11,16 @@ from urllib.parse import urlsplit
 from rlhf_mcore.config.engine_kinds import EngineKind
 
 if TYPE_CHECKING:
-    from rlhf_mcore.config.schema import Config, RolloutConfig
+    from rlhf_mcore.config.schema import ModelConfig, RolloutConfig
     from rlhf_mcore.geometry import ModelGeometry
     from rlhf_mcore.rollout.engine import Engine, EngineModel
 
 
 @dataclass(frozen=True, slots=True)
 class _Server(EngineKind):
-    def model_problems(self, cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+    def model_problems(
+        self, cfg: RolloutConfig, model: ModelConfig, geometry: ModelGeometry, *, records_routes: bool
+    ) -> Iterator[str]:
         return _problems(cfg)
 
     def build(self, cfg: RolloutConfig, model: EngineModel) -> Engine:
@@ -37,11 +39,11 @@ KIND = _Server(
 )
 
 
-def _problems(cfg: Config) -> Iterator[str]:
+def _problems(cfg: RolloutConfig) -> Iterator[str]:
     """Report settings that servers cannot follow. No server is asked."""
     from rlhf_mcore.redaction import without_secrets  # it imports the schema, which imports this package
 
-    urls = cfg.rollout.server.urls
+    urls = cfg.server.urls
     if not urls:
         yield "rollout.engine=server needs rollout.server.urls; list the servers, such as [http://10.0.0.7:8000]"
     for url in urls:
@@ -49,14 +51,14 @@ def _problems(cfg: Config) -> Iterator[str]:
             yield f"rollout.server.urls has {without_secrets(url)!r}, which is no address of a server; give http://host:port"
     for url in sorted({url for url in urls if urls.count(url) > 1}):
         yield f"rollout.server.urls has {without_secrets(url)!r} more than once; list each server once"
-    if cfg.rollout.server.weights_dir is None:
+    if cfg.server.weights_dir is None:
         yield (
             "rollout.engine=server needs rollout.server.weights_dir; name a directory that trainer and servers see at one path"
         )
-    variable = cfg.rollout.server.token_env
+    variable = cfg.server.token_env
     if variable is not None and not os.environ.get(variable):
         yield f"rollout.server.token_env={variable!r}: that environment variable is not set; export it, or set the key to null"
-    sampling = cfg.rollout.sampling
+    sampling = cfg.sampling
     if sampling.top_p != 1 or sampling.top_k != -1:
         yield (
             f"rollout.sampling.top_p={sampling.top_p:g}, top_k={sampling.top_k}: rollout.engine=server does not tell what a token "

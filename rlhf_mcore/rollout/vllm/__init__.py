@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.config.engine_kinds import SEQUENCES, EngineKind
 
 if TYPE_CHECKING:
-    from rlhf_mcore.config.schema import Config, RolloutConfig
+    from rlhf_mcore.config.schema import ModelConfig, RolloutConfig
     from rlhf_mcore.geometry import ModelGeometry
     from rlhf_mcore.rollout.engine import Engine, EngineModel
 
@@ -30,12 +30,14 @@ class _VLLM(EngineKind):
         gib = memory_bytes / 2**30
         return 1024 if gib >= 160 or (gib >= 70 and "a100" not in device.lower()) else SEQUENCES
 
-    def model_problems(self, cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+    def model_problems(
+        self, cfg: RolloutConfig, model: ModelConfig, geometry: ModelGeometry, *, records_routes: bool
+    ) -> Iterator[str]:
         from rlhf_mcore.rollout.vllm.limits import model_problems
 
-        return model_problems(cfg, geometry)
+        return model_problems(cfg, model, geometry, records_routes=records_routes)
 
-    def adapter_problems(self, cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+    def adapter_problems(self, cfg: RolloutConfig, geometry: ModelGeometry) -> Iterator[str]:
         from rlhf_mcore.rollout.vllm.limits import adapter_problems
 
         return adapter_problems(cfg, geometry)

@@ -14,7 +14,7 @@ from rlhf_mcore.geometry import LatentSizes
 from rlhf_mcore.machine import has_gpu, processor
 
 if TYPE_CHECKING:
-    from rlhf_mcore.config.schema import Config, RolloutConfig
+    from rlhf_mcore.config.schema import ModelConfig, RolloutConfig
     from rlhf_mcore.geometry import ModelGeometry
 
 
@@ -26,40 +26,42 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of an engine's buffers
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
 
 
-def model_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+def model_problems(
+    cfg: RolloutConfig, model: ModelConfig, geometry: ModelGeometry, *, records_routes: bool
+) -> Iterator[str]:
     """Name packages that are missing for vLLM's code of the model, and parts that its CPU build does not compute."""
     if (package := IMPORTS.get(geometry.family)) is not None and find_spec(package) is None:
         yield (
-            f"rollout.engine=vllm: vLLM's code of model.path={cfg.model.path} imports {package}, which is not installed; "
+            f"rollout.engine=vllm: vLLM's code of model.path={model.path} imports {package}, which is not installed; "
             f"install the {package} that goes with this torch, or set rollout.engine=hf"
         )
     if (vision := FAMILIES.get(geometry.family, UNSUPPORTED).vision) is not None and vision.attends_within:
         yield (
-            f"rollout.engine=vllm: tokens of an image attend to each other in model.path={cfg.model.path}, which engines of vLLM are "
+            f"rollout.engine=vllm: tokens of an image attend to each other in model.path={model.path}, which engines of vLLM are "
             "not given yet; set rollout.engine=hf"
         )
-    yield from _grid_problems(cfg, geometry)
+    yield from _grid_problems(cfg, geometry, records_routes)
     if not has_gpu():
-        yield from _cpu_problems(cfg, geometry)
-    elif cfg.rollout.quantization is not None:
-        yield from _quantised_problems(cfg, geometry)
+        yield from _cpu_problems(model, geometry)
+    elif cfg.quantization is not None:
+        yield from _quantised_problems(cfg, model, geometry)
 
 
-def _grid_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+def _grid_problems(cfg: RolloutConfig, geometry: ModelGeometry, records_routes: bool) -> Iterator[str]:
     """Name what was not tried with engines that are cut in other ways than by tensor parallelism."""
     others = {
-        "rollout.sampling.top_p below 1 or top_k": truncates(cfg.rollout.sampling),
-        "actor.router_replay=rollout": cfg.actor.router_replay == "rollout",
+        "rollout.sampling.top_p below 1 or top_k": truncates(cfg.sampling),
+        "actor.router_replay=rollout": records_routes,
         "models that see images": geometry.vision is not None,
     }
     of_records = [other for other, is_asked in others.items() if is_asked]
     for key in ("pp", "dp"):
-        size = getattr(cfg.rollout.layout, key)
+        size = getattr(cfg.layout, key)
         for other in of_records if size > 1 else ():
             yield f"rollout.layout.{key}={size} is not supported with {other}; set it to 1"
 
 
-def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+def adapter_problems(cfg: RolloutConfig, geometry: ModelGeometry) -> Iterator[str]:
     """Name what keeps vLLM from adding adapters. ``geometry`` is that of the adapters."""
     assert geometry.adapter is not None
     from rlhf_mcore.families.adapters import EMBEDDING, OUTPUT, is_target
@@ -77,28 +79,28 @@ def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     if geometry.adapter.rank not in ADAPTER_RANKS:
         which = "twice actor.lora.rank" if geometry.adapter.fixed else "actor.lora.rank"
         yield f"vLLM has room for ranks of {', '.join(map(str, ADAPTER_RANKS))}, not of {which}={geometry.adapter.rank}"
-    if cfg.rollout.quantization is not None:
-        yield f"adapters are added before weights are quantised (rollout.quantization={cfg.rollout.quantization})"
-    if (layout := cfg.rollout.layout).num_ranks > layout.tp or layout.ep > 1:
+    if cfg.quantization is not None:
+        yield f"adapters are added before weights are quantised (rollout.quantization={cfg.quantization})"
+    if (layout := cfg.layout).num_ranks > layout.tp or layout.ep > 1:
         yield "it is not tried with rollout.layout.pp, dp or ep above 1"
-    if cfg.rollout.speculative.method != "off":
-        yield f"it is not tried with rollout.speculative.method={cfg.rollout.speculative.method}"
+    if cfg.speculative.method != "off":
+        yield f"it is not tried with rollout.speculative.method={cfg.speculative.method}"
 
 
-def _quantised_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+def _quantised_problems(cfg: RolloutConfig, model: ModelConfig, geometry: ModelGeometry) -> Iterator[str]:
     """Name what keeps vLLM from multiplying with 8 bits on a GPU."""
     from rlhf_mcore.families.quantised import cut_problems
 
-    name, layout = f"rollout.quantization={cfg.rollout.quantization}", cfg.rollout.layout
-    if cfg.model.dtype == "fp32":
+    name, layout = f"rollout.quantization={cfg.quantization}", cfg.layout
+    if model.dtype == "fp32":
         yield f"{name}: vLLM's layers of 8 bits have no fp32, found model.dtype=fp32; set it to bf16"
-    problems = cut_problems(geometry, layout.tp, layout.dp, layout.ep) if cfg.rollout.quantization == "fp8" else ()
+    problems = cut_problems(geometry, layout.tp, layout.dp, layout.ep) if cfg.quantization == "fp8" else ()
     keys, sharers = f"rollout.layout.tp={layout.tp}" + f" and dp={layout.dp}" * (layout.dp > 1), layout.tp * layout.dp
     is_cured = sharers > 1 and not any(cut_problems(geometry, layout.tp, layout.dp, sharers))
     choice = "choose another rollout.layout.tp" + f", whole experts (rollout.layout.ep={sharers})" * is_cured
     for problem in problems:
         yield (
-            f"{name}: engines of {keys} cut blocks of 128x128 of model.path={cfg.model.path} ({problem}), which "
+            f"{name}: engines of {keys} cut blocks of 128x128 of model.path={model.path} ({problem}), which "
             f"vLLM's layers do not take; {choice}, or rollout.quantization=int8"
         )
 
@@ -113,28 +115,28 @@ def _mixture_problems(geometry: ModelGeometry) -> Iterator[str]:
         yield "in models with all experts of a layer in one tensor vLLM's attention has another name than its adapters"
 
 
-def _cpu_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+def _cpu_problems(model: ModelConfig, geometry: ModelGeometry) -> Iterator[str]:
     latent, delta = isinstance(geometry.attention, LatentSizes), geometry.delta
     part, needed = "latent attention", "kv_lora_rank=512"
     is_met = not isinstance(geometry.attention, LatentSizes) or geometry.attention.kv_rank == 512
     if delta is not None:
         part, needed = "gated delta nets", "linear_key_head_dim and linear_value_head_dim both 64 or both 128"
         is_met = (delta.key_dim, delta.value_dim) in ((64, 64), (128, 128))
-    if (latent or delta is not None) and (cfg.model.dtype != "bf16" or not is_met):
+    if (latent or delta is not None) and (model.dtype != "bf16" or not is_met):
         yield (
-            f"rollout.engine=vllm: on a CPU vLLM computes the {part} of model.path={cfg.model.path} in bf16 and with {needed} only; "
+            f"rollout.engine=vllm: on a CPU vLLM computes the {part} of model.path={model.path} in bf16 and with {needed} only; "
             f"set {'model.dtype=bf16 or ' if is_met else ''}rollout.engine=hf"
         )
     instructions = processor().split()
     if delta is not None and "avx512f" in instructions and "avx512_bf16" not in instructions:
         yield (
-            f"rollout.engine=vllm: on a processor with AVX-512 vLLM computes the gated delta nets of model.path={cfg.model.path} with "
+            f"rollout.engine=vllm: on a processor with AVX-512 vLLM computes the gated delta nets of model.path={model.path} with "
             "its bf16 instructions (avx512_bf16), which this one lacks; set rollout.engine=hf, or use another processor"
         )
     if not latent and geometry.num_attention_layers and geometry.head_dim not in CPU_HEAD_SIZES:
         yield (
             f"rollout.engine=vllm: on a CPU vLLM has attention for heads of {', '.join(map(str, CPU_HEAD_SIZES))} numbers, those of "
-            f"model.path={cfg.model.path} have {geometry.head_dim} (head_dim); set rollout.engine=hf"
+            f"model.path={model.path} have {geometry.head_dim} (head_dim); set rollout.engine=hf"
         )
 
 

@@ -122,30 +122,30 @@ def test_the_start_of_a_run_refuses_a_rule_that_reads_nothing(data: Any, tmp_pat
     with pytest.raises(
         ConfigError, match=r"reward\.rules=\[final_number\] gives none of 8 ground truths.*math reads most"
     ):
-        check_reward(cfg)
+        check_reward(cfg.reward, cfg.data)
     cfg.reward = rules("math")
-    assert check_reward(cfg) is None
+    assert check_reward(cfg.reward, cfg.data) is None
     cfg.reward = RewardConfig(sources={})
     with pytest.raises(ConfigError, match=r"'sums' \(8 rows\)"):
-        check_reward(cfg)
+        check_reward(cfg.reward, cfg.data)
     (tmp_path / "grade.py").write_text("def grade(*a):\n    return 0.0\n")
     cfg.reward = RewardConfig(function=f"{tmp_path}/grade.py:grade", workers=1)
-    assert "grade.py:grade gives none of 8 ground truths" in (check_reward(cfg) or "")
+    assert "grade.py:grade gives none of 8 ground truths" in (check_reward(cfg.reward, cfg.data) or "")
     (tmp_path / "strict.py").write_text("def grade(source, text, truth, info):\n    return float(text == truth)\n")
     cfg.reward = RewardConfig(function=f"{tmp_path}/strict.py:grade", workers=1)
-    assert check_reward(cfg) is None  # a bare answer is all that it takes
+    assert check_reward(cfg.reward, cfg.data) is None  # a bare answer is all that it takes
     (tmp_path / "broken.py").write_text("def grade(*a):\n    return missing\n")
     cfg.reward = RewardConfig(function=f"{tmp_path}/broken.py:grade", workers=1)
     with pytest.raises(ConfigError, match=r"raised NameError: name 'missing' is not defined.*all 8 rows"):
-        check_reward(cfg)
+        check_reward(cfg.reward, cfg.data)
     cfg.reward.on_error = "zero"
-    assert "gives none of 8 ground truths" in (check_reward(cfg) or "")
+    assert "gives none of 8 ground truths" in (check_reward(cfg.reward, cfg.data) or "")
     (tmp_path / "leaves.py").write_text("import os\ndef grade(*a):\n    os._exit(0)\n")
     cfg.reward = RewardConfig(function=f"{tmp_path}/leaves.py:grade", workers=1)
     with refused(ConfigError, value=(10, "exit code 0")):
-        check_reward(cfg)
+        check_reward(cfg.reward, cfg.data)
     cfg.reward = rules("format")
-    assert check_reward(cfg) is None  # nothing is compared
+    assert check_reward(cfg.reward, cfg.data) is None  # nothing is compared
 
 
 def test_the_command_prints_a_table_and_its_exit_code_tells(data: Any, tmp_path: Path, capsys: Any) -> None:
@@ -171,17 +171,17 @@ def test_prompts_that_hold_the_answer_are_warned_of(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps({"prompt": chat, "answer": "7"}) + "\n" for chat in chats))
     warning = f"1 of 2 prompts of data.train that were read end with the assistant's answer ({file}, line 2)"
     cfg = Config(data=DataConfig(train=[str(file)]), reward=rules("final_number"))
-    assert (check_reward(cfg) or "").startswith(warning)
+    assert (check_reward(cfg.reward, cfg.data) or "").startswith(warning)
     assert f"warning: {warning}" in as_text(tried(cfg.reward, cfg.data))
     file.write_text(json.dumps({"prompt": question, "answer": "7"}) + "\n")
-    assert check_reward(cfg) is None
+    assert check_reward(cfg.reward, cfg.data) is None
 
 
 def test_ten_deadlines_in_a_row_end_the_command(data: Any, tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text("import time\ndef grade(*a):\n    time.sleep(1000)\n")
     own = RewardConfig(function=f"{tmp_path}/hangs.py:grade", workers=4, timeout_s=0.2, on_error="zero")
     with refused(ConfigError, value=(10, "0.2 s"), remedy="reward.timeout_s"):
-        check_reward(Config(data=data(NUMBERS), reward=own))
+        check_reward(own, data(NUMBERS))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_function_that_hangs_on_every_row_ends_the_command(
     cfg = Config(data=data(NUMBERS), reward=RewardConfig(workers=workers, timeout_s=1.0, **own))
     before = set(descendants(os.getpid()))
     with refused(ConfigError, field=spec, value="1 s", remedy="raise reward.timeout_s"):
-        check_reward(cfg, say=said.append)
+        check_reward(cfg.reward, cfg.data, say=said.append)
     assert "waiting for one response, for reward.timeout_s=1 s at most" in said[-1]
     wait_for(lambda: set(descendants(os.getpid())) <= before, 30)
 
@@ -223,9 +223,7 @@ def test_a_function_that_needs_longer_than_the_trial_is_warned_of(
     (tmp_path / "slow.py").write_text("import time\ndef grade(*a):\n    time.sleep(0.8)\n    return 1.0\n")
     own = RewardConfig(function=f"{tmp_path}/slow.py:grade", workers=4, timeout_s=30.0)
     said = list[str]()
-    assert "could not be tried on data.train" in (
-        check_reward(Config(data=data(NUMBERS), reward=own), say=said.append) or ""
-    )
+    assert "could not be tried on data.train" in (check_reward(own, data(NUMBERS), say=said.append) or "")
     assert "waiting for one response, for reward.timeout_s=30 s at most" in said[-1]
 
 
@@ -238,7 +236,7 @@ def test_a_file_that_loads_for_ever_ends_the_command(
     (tmp_path / "loads.py").write_text("import time\ntime.sleep(1000)\ndef grade(*a):\n    return 1.0\n")
     own = RewardConfig(function=f"{tmp_path}/loads.py:grade", workers=1)
     with refused(ConfigError, field="loads.py:grade", value="2 s", remedy="correct the file"):
-        check_reward(Config(data=data(NUMBERS), reward=own))
+        check_reward(own, data(NUMBERS))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +257,7 @@ def test_the_trial_tells_of_itself_and_ends(
     (tmp_path / "slow.py").write_text(reward)
     cfg = Config(data=data(NUMBERS), reward=RewardConfig(function=f"{tmp_path}/slow.py:grade", workers=1))
     said, before = list[str](), set(descendants(os.getpid()))
-    warning = check_reward(cfg, say=said.append)
+    warning = check_reward(cfg.reward, cfg.data, say=said.append)
     assert [line.partition(" of data.train")[0] for line in said[:1]] == [
         f"trying reward.function={tmp_path}/slow.py:grade on 8 rows"
     ] * is_slow
@@ -275,7 +273,7 @@ def test_the_trial_starts_one_interpreter_for_a_worker(data: Any, tmp_path: Path
         "def grade(source, text, truth, info):\n    return float(text == truth)\n"
     )
     own = {"rules": beside, "functions": [FunctionConfig(path=spec)]} if beside else {"function": spec}
-    assert check_reward(Config(data=data(NUMBERS), reward=RewardConfig(workers=1, **own))) is None
+    assert check_reward(RewardConfig(workers=1, **own), data(NUMBERS)) is None
     assert (tmp_path / "starts").read_text() == "start\n"
 
 
@@ -284,5 +282,5 @@ def test_ctrl_c_ends_the_trial(data: Any, tmp_path: Path) -> None:
     cfg = Config(data=data(NUMBERS), reward=RewardConfig(function=f"{tmp_path}/slow.py:grade", workers=1))
     before = set(descendants(os.getpid()))
     with pytest.raises(KeyboardInterrupt):
-        check_reward(cfg, say=lambda _: signal.raise_signal(signal.SIGINT))
+        check_reward(cfg.reward, cfg.data, say=lambda _: signal.raise_signal(signal.SIGINT))
     wait_for(lambda: set(descendants(os.getpid())) <= before, 30)

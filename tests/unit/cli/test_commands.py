@@ -227,7 +227,7 @@ def test_ctrl_c_before_anything_was_made_leaves_nothing(
 def test_a_reward_that_is_slow_is_told_of_before_anything_starts(
     command: str, workspace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def slow(cfg: object, name: str, say: Callable[[str], None]) -> str:
+    def slow(cfg: object, data: object, name: str, say: Callable[[str], None]) -> str:
         say(f"trying it on rows of {name}")
         raise KeyboardInterrupt
 

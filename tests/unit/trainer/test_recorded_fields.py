@@ -169,7 +169,7 @@ def test_a_loss_gets_what_it_reads(packing: bool) -> None:
     seen: list[bool] = []
 
     @reads("twins", "versions")
-    def loss(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         twins, versions = inputs.fields["twins"], inputs.fields["versions"]
         assert isinstance(twins, Tensor) and isinstance(versions, Tensor)
         assert twins.shape == (*inputs.mask.shape, 3) and twins.dtype == torch.uint8

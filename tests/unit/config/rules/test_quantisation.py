@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -96,14 +97,18 @@ def test_experts_are_cut_by_all_groups_or_whole() -> None:
         assert cut in " ".join(problems) and bool(problems) == bool(cut), problems
 
 
+def problems_of(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+    return limits.model_problems(cfg.rollout, cfg.model, geometry, records_routes=False)
+
+
 def test_a_group_that_cuts_a_block_is_named_with_whole_experts_as_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "has_gpu", lambda: True)
     cfg, mixture = Config(), replace(LLAMA, family="qwen3_moe", experts=ExpertSizes(128, 768, 8))
     cfg.rollout.quantization, cfg.rollout.layout.dp, cfg.model.dtype = "fp8", 4, "bf16"
-    (problem,) = limits.model_problems(cfg, mixture)
+    (problem,) = problems_of(cfg, mixture)
     assert "rollout.layout.tp=1 and dp=4 cut blocks" in problem and "whole experts (rollout.layout.ep=4)" in problem
     cfg.rollout.layout.ep = 4
-    assert list(limits.model_problems(cfg, mixture)) == []
+    assert list(problems_of(cfg, mixture)) == []
 
 
 def test_vllm_takes_whole_blocks_and_no_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,10 +121,10 @@ def test_vllm_takes_whole_blocks_and_no_fp32_on_a_gpu(monkeypatch: pytest.Monkey
         monkeypatch.setattr(limits, "has_gpu", lambda: True)
         cfg = Config()
         cfg.rollout.quantization, cfg.rollout.layout.tp, cfg.model.dtype = quantization, tp, dtype
-        problems = " ".join(limits.model_problems(cfg, LLAMA))
+        problems = " ".join(problems_of(cfg, LLAMA))
         assert bool(problems) == bool(words) and all(word in problems for word in words), problems
         monkeypatch.setattr(limits, "has_gpu", lambda: False)
-        assert list(limits.model_problems(cfg, LLAMA)) == []
+        assert list(problems_of(cfg, LLAMA)) == []
 
 
 def test_matrices_of_layers_have_8_bits() -> None:
