@@ -17,7 +17,7 @@ from rlhf_mcore.algorithms.interfaces import (
     bind,
 )
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.user_functions import is_file_spec, load_function
+from rlhf_mcore.readers.user_functions import is_file_spec, load_function
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import AlgorithmConfig

@@ -14,8 +14,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
-from rlhf_mcore.config.user_functions import OwnFunction, is_file_spec
 from rlhf_mcore.observability.files import FullDiskError, json_line, write_atomically
+from rlhf_mcore.readers.user_functions import OwnFunction, is_file_spec
 from rlhf_mcore.rewards.user_function import load_reward
 
 _COLUMNS = ("data_source", "reward_model", "extra_info", "ability", "answer")  # these are always read

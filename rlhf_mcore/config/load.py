@@ -172,21 +172,14 @@ def _mark(value: Any, written: Any) -> Any:
 
 def _choose_length(values: dict[str, Any], settings: Sequence[Setting]) -> list[str]:
     """Decide between ``trainer.num_steps`` and ``num_epochs``: the later setting counts. One place can set only one of them."""
-    steps, epochs = (
-        max(
-            (place for place, setting in enumerate(settings) if setting.key == key and setting.value is not None),
-            default=-1,
-        )
-        for key in (_STEPS, _EPOCHS)
-    )
-    if steps < 0 or epochs < 0:
+    last = {setting.key: index for index, setting in enumerate(settings) if setting.value is not None}
+    if _STEPS not in last or _EPOCHS not in last:
         return []
-    first, second = (settings[place] for place in (steps, epochs))
-    if first.source == second.source:
-        return [
-            f"{first.place}: {_STEPS}={first.value} and {_EPOCHS}={second.value} both set the length of the run; remove one of them"
-        ]
-    if steps > epochs:
+    steps, epochs = settings[last[_STEPS]], settings[last[_EPOCHS]]
+    if steps.source == epochs.source:
+        both = f"{_STEPS}={steps.value} and {_EPOCHS}={epochs.value}"
+        return [f"{steps.place}: {both} both set the length of the run; remove one of them"]
+    if last[_STEPS] > last[_EPOCHS]:
         values[_EPOCHS] = None
     return []
 

@@ -49,9 +49,9 @@ from rlhf_mcore.config.rules.vision import processor_problems, vision_problems
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, TeacherConfig
 from rlhf_mcore.config.schema.key import Choices
-from rlhf_mcore.config.user_functions import function_problems
 from rlhf_mcore.readers.model_files import inspect_model
 from rlhf_mcore.readers.tokenizer_match import own_tokenizer_problems
+from rlhf_mcore.readers.user_functions import function_problems
 
 
 def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = True) -> None:

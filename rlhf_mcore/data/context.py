@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.user_functions import load_function, place_of
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.tokenizer import token_ids
+from rlhf_mcore.readers.user_functions import load_function, place_of
 from rlhf_mcore.types import Prompt
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.user_functions import load_function
 from rlhf_mcore.data.image_rows import OWN_TASKS, ImageReader, images_of_row
 from rlhf_mcore.data.images import ImageStore
 from rlhf_mcore.data.rendering import Renderer
@@ -27,6 +26,7 @@ from rlhf_mcore.readers.data_rows import (
     require_column,
 )
 from rlhf_mcore.readers.model_files import sees_images
+from rlhf_mcore.readers.user_functions import load_function
 from rlhf_mcore.types import Prompt
 
 if TYPE_CHECKING:

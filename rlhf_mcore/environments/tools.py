@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.user_functions import load_function
+from rlhf_mcore.readers.user_functions import load_function
 from rlhf_mcore.sandbox.calculator import calculator
 
 KEY = "environment.options.tools"

@@ -21,9 +21,9 @@ from typing import Any
 
 from rlhf_mcore.config.choices import AGENT
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.user_functions import is_file_spec, load_function, place_of
 from rlhf_mcore.own_processes import DISCONNECTED, decode, encode, end_group_with, limit_memory, receive_messages
 from rlhf_mcore.plugins import load_plugin
+from rlhf_mcore.readers.user_functions import is_file_spec, load_function, place_of
 from rlhf_mcore.redaction import redact
 from rlhf_mcore.rewards.user_function import number_problem, shorten
 

@@ -12,7 +12,7 @@ from rlhf_mcore.config.choices import GRADERS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_sources import function_name
 from rlhf_mcore.config.schema import RewardConfig
-from rlhf_mcore.config.user_functions import OwnFunction
+from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.rewards.pool import (
     Collect,
     Outcome,

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.user_functions import load_function, place_of
+from rlhf_mcore.readers.user_functions import load_function, place_of
 
 if TYPE_CHECKING:
     from rlhf_mcore.rewards.worker import Call

@@ -24,10 +24,10 @@ from rlhf_mcore.config.reward_sources import function_name, rule_tables, scores_
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
 from rlhf_mcore.config.schema.group import to_dict
-from rlhf_mcore.config.user_functions import OwnFunction, is_file_spec, parse_file
 from rlhf_mcore.foreign import INDEX, MissingFile, open_file, read_json
 from rlhf_mcore.observability.files import sketch_of_file
 from rlhf_mcore.readers.model_files import CHAT_TEMPLATE_FILES, COMPANIONS, PROCESSOR_FILES
+from rlhf_mcore.readers.user_functions import OwnFunction, is_file_spec, parse_file
 from rlhf_mcore.rewards.reward import scoring_keys
 
 Inputs = Mapping[str, Mapping[str, str]]  # by what it is, such as "data.train[0]": its path and a digest of its content

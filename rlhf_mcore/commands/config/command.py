@@ -12,9 +12,9 @@ from typing import Any
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import aligned, say
+from rlhf_mcore.commands.config.json_schema import json_schema
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.json_schema import json_schema
 from rlhf_mcore.config.keys import (
     DESCRIPTIONS,
     KEYS,

@@ -31,7 +31,6 @@ from rlhf_mcore.commands.evaluate.weights import (
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
-from rlhf_mcore.config.user_functions import OwnFunction
 from rlhf_mcore.data.source import image_reader, load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.observability.console import Console
@@ -43,6 +42,7 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.readers.tokenizer_match import token_problems
 from rlhf_mcore.readers.tool_schemas import read_tools
+from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.redaction import redact
 from rlhf_mcore.trainer.evaluation import (
     TOKENS,

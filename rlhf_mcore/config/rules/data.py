@@ -14,7 +14,6 @@ from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.questions import needs_answer
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, DataConfig
-from rlhf_mcore.config.user_functions import function_problems
 from rlhf_mcore.readers.data_columns import (
     MESSAGES,
     chosen_columns,
@@ -26,6 +25,7 @@ from rlhf_mcore.readers.data_columns import (
 )
 from rlhf_mcore.readers.data_rows import checked_prompt, ground_truth, mapping, read_rows, require_column
 from rlhf_mcore.readers.hub_ids import absent_hint
+from rlhf_mcore.readers.user_functions import function_problems
 
 # All rows of ordinary files (GSM8K's 7,473 rows take 0.1 s). The ranks find problems in later rows.
 SCANNED_ROWS = 50_000

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from rlhf_mcore.config.choices import AGENT, ASKING, CONTRIB_ENVIRONMENTS, ENVIRONMENTS
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.schema import Config, EnvironmentConfig
-from rlhf_mcore.config.user_functions import function_problems, is_file_spec
 from rlhf_mcore.plugins import find_plugins, missing_plugin
 from rlhf_mcore.readers.tool_schemas import read_tools
+from rlhf_mcore.readers.user_functions import function_problems, is_file_spec
 
 _KIND = "environment.container.kind"
 _CORE_CONTAINERS = ("sandbox", "docker")

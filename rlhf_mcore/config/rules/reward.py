@@ -13,7 +13,7 @@ from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.questions import grades, reads_scores
 from rlhf_mcore.config.reward_sources import function_name, rule_tables, scores_alone
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
-from rlhf_mcore.config.user_functions import function_problems
+from rlhf_mcore.readers.user_functions import function_problems
 
 
 def functions_problems(cfg: RewardConfig) -> Iterator[str]:

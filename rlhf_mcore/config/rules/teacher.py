@@ -10,10 +10,10 @@ from rlhf_mcore.config.questions import has_teacher, reads_scores
 from rlhf_mcore.config.rules.layouts import cut_problems
 from rlhf_mcore.config.schema import Config, TeacherConfig
 from rlhf_mcore.config.schema.group import Group
-from rlhf_mcore.config.user_functions import function_problems
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.readers.model_files import inspect_model, tokenizer_problems
 from rlhf_mcore.readers.tokenizer_match import tokenizer_difference
+from rlhf_mcore.readers.user_functions import function_problems
 
 
 def teacher_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:

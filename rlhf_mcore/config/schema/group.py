@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from rlhf_mcore.config.schema.key import Choices, Description, description_of
-from rlhf_mcore.config.user_functions import is_file_spec
+from rlhf_mcore.readers.user_functions import is_file_spec
 
 UNKNOWN, RANGE, CHOICE = "extra_forbidden", "range", "choice"  # types of errors that have messages of their own
 

@@ -19,13 +19,13 @@ from typing import Any
 import aiohttp
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.user_functions import load_function
 from rlhf_mcore.environments.containers.clients import end
 from rlhf_mcore.environments.containers.container import Blocking, ContainerLost
 from rlhf_mcore.environments.containers.task import task_of
 from rlhf_mcore.environments.containers.workplace import Workplace, Workplaces, workplaces_of
 from rlhf_mcore.environments.worker import EnvironmentFailed
 from rlhf_mcore.own_processes import ProcessGroupReaper
+from rlhf_mcore.readers.user_functions import load_function
 from rlhf_mcore.rewards.user_function import number_problem, shorten
 
 KEY = "environment.agent"

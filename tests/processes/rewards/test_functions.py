@@ -13,7 +13,7 @@ import rlhf_mcore as rm
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import FunctionConfig, RewardConfig, RuleConfig
-from rlhf_mcore.config.user_functions import OwnFunction
+from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.rewards.reward import build_reward, scoring_keys
 from rlhf_mcore.trainer.evaluation import is_correct
 from rlhf_mcore.types import Prompt, Score, Trajectory

@@ -11,7 +11,7 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, is_group, value_of
 from rlhf_mcore.config.schema import Config, RuleConfig, TrainerConfig
-from rlhf_mcore.config.user_functions import OwnFunction
+from rlhf_mcore.readers.user_functions import OwnFunction
 from tests.messages import refused
 
 WRONG: list[tuple[str, Any, str]] = [

@@ -17,10 +17,10 @@ from rlhf_mcore.bridge.files.hf_files import HFReader, copy_companions
 from rlhf_mcore.cli import preflight
 from rlhf_mcore.commands.evaluate.results import EvaluationDirectory, PartFile
 from rlhf_mcore.commands.prepare_data.prepare import read_source
-from rlhf_mcore.config.user_functions import function_problems
 from rlhf_mcore.data.rendering import _render_one
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.readers.model_files import inspect_model
+from rlhf_mcore.readers.user_functions import function_problems
 from tests.messages import assert_names
 from tests.unit.hostile.refusals import refusal
 from tests.unit.hostile.test_config_json import LLAMA, QWEN_MOE

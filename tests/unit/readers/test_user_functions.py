@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.user_functions import function_problems, is_file_spec, load_function
+from rlhf_mcore.readers.user_functions import function_problems, is_file_spec, load_function
 from tests.messages import refused
 
 

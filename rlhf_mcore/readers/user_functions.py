@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.function_digest import function_digest
 from rlhf_mcore.foreign import MissingFile, read_bytes
+from rlhf_mcore.readers.function_digest import function_digest
 
 MAX_CODE_BYTES = 2**20  # a hundred times a long reward function; parsing takes a hundred times the memory
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.function_digest import function_digest
+from rlhf_mcore.readers.function_digest import function_digest
 
 CELLS = """
 import functools, json, re
