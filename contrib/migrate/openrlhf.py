@@ -85,7 +85,6 @@ def _kl(values: Values) -> dict[str, Any]:
         "algorithm.kl.placement": placement,
     }
     if values.get("algo.kl.target") is not None and coef:
-        settings["algorithm.kl.controller.name"] = "adaptive"
         settings["algorithm.kl.controller.target"] = float(values["algo.kl.target"])
     return settings
 
@@ -245,7 +244,7 @@ ROWS = (
     Row("vllm.tensor_parallel_size", "rollout.layout.tp", int),
     Row("vllm.gpu_memory_utilization", "rollout.gpu_memory_utilization", float),
     Row("vllm.enforce_eager", "rollout.enforce_eager", bool),
-    Row("vllm.enable_prefix_caching", "rollout.prefix_caching", bool),
+    Row("vllm.enable_prefix_caching", "rollout.vllm", lambda on: {"enable_prefix_caching": bool(on)}),
     Row("vllm.enable_sleep", "rollout.sleep_level", lambda on: 2 if on else 0),
     Row("ds.enable_sleep", "actor.offload", lambda on: "always" if on else "auto"),
     Row("rollout.batch_size", "trainer.prompts_per_step", int),
@@ -326,7 +325,6 @@ DEFAULTS = {
     "data.apply_chat_template": False,
     "data.max_len": 2048,
     "vllm.gpu_memory_utilization": 0.95,
-    "vllm.enable_prefix_caching": False,
     "vllm.enable_sleep": False,
 }
 _SAME_PROCESSES = "all models and engines share the processes here"

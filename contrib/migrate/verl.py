@@ -240,7 +240,7 @@ ROWS = (
     Row(ROLLOUT + "max_num_seqs", "rollout.max_num_seqs", int),
     Row(ROLLOUT + "max_num_batched_tokens", "rollout.max_num_batched_tokens", int),
     Row(ROLLOUT + "gpu_memory_utilization", "rollout.gpu_memory_utilization", float),
-    Row(ROLLOUT + "enable_prefix_caching", "rollout.prefix_caching", bool),
+    Row(ROLLOUT + "enable_prefix_caching", "rollout.vllm", lambda on: {"enable_prefix_caching": bool(on)}),
     Row(ROLLOUT + "enforce_eager", "rollout.enforce_eager", bool),
     Row(ROLLOUT + "quantization", "rollout.quantization", choose({None: None, "fp8": "fp8"})),
     Row(ROLLOUT + "free_cache_engine", "rollout.sleep_level", lambda on: 2 if on else 0),

@@ -100,7 +100,6 @@ def kl(values: Values) -> dict[str, Any]:
         return {"algorithm.kl.coef": 0.0}
     settings = _kl_settings(values["algorithm.kl_ctrl.kl_coef"], choose(KL)(values["algorithm.kl_penalty"]), "reward")
     if values["algorithm.kl_ctrl.type"] == "adaptive":
-        settings["algorithm.kl.controller.name"] = "adaptive"
         settings["algorithm.kl.controller.target"] = float(values["algorithm.kl_ctrl.target_kl"])
     return settings
 

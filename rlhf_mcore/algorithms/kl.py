@@ -102,7 +102,7 @@ def check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuse the state of another controller than ``own`` is of."""
     if state.get("name") != own["name"]:
         raise ConfigError(
-            f"cannot resume: algorithm.kl.controller.name was {state.get('name')} and is now {own['name']}; "
+            f"cannot resume: algorithm.kl.controller was {state.get('name')} and is now {own['name']}; "
             "restore it, or start a new experiment"
         )
     if set(state) != set(own):

@@ -172,7 +172,8 @@ class BestRule:
 
 def best_rule(cfg: CheckpointConfig) -> BestRule | None:
     """Return the rule of ``metric_for_best_model``, None if it is not set."""
-    return BestRule(cfg.metric_for_best_model, cfg.greater_is_better) if cfg.metric_for_best_model is not None else None
+    metric = cfg.metric_for_best_model
+    return None if metric is None else BestRule(metric.removeprefix("-"), greater_is_better=not metric.startswith("-"))
 
 
 def find_best(checkpoints: list[Checkpoint], rule: BestRule) -> Checkpoint | None:

@@ -45,7 +45,7 @@ from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.inputs import fingerprints
 from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.profiler import StepProfiler
-from rlhf_mcore.trainer.record import MAX_WARNINGS, RunRecord
+from rlhf_mcore.trainer.record import MAX_WARNINGS, SAMPLES_EVERY, RunRecord
 from rlhf_mcore.trainer.resume import find_start
 from rlhf_mcore.trainer.run_state import Start
 
@@ -142,7 +142,7 @@ def open_run(
             throughput=Throughput(dist.get_world_size(), cfg.logging.peak_tflops or peak_tflops(device)),
             without_score="leave the step, with the other responses to their prompts" if drops else "count as 0",
             mark=process.platform.range,
-            samples_every=cfg.logging.samples,
+            samples_every=SAMPLES_EVERY,
             on_save=on_save,
         )
         if dist.get_rank() != 0:

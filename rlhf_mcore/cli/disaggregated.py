@@ -41,7 +41,7 @@ from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from rlhf_mcore.rollout.remote.control import listening
 from rlhf_mcore.rollout.remote.fleet import Fleet
-from rlhf_mcore.rollout.remote.fleet_state import FleetPlan
+from rlhf_mcore.rollout.remote.fleet_state import RESTARTS, FleetPlan
 from rlhf_mcore.rollout.remote.host import EngineSpec
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.trainer.ahead import SamplingAhead, SamplingSchedule
@@ -148,7 +148,7 @@ def start_fleet(run: RunContext) -> Fleet:
         rollout.layout.num_ranks,
         cfg.trainer.threads_per_rank,
         rollout.engine_timeout_s,
-        rollout.engine_restarts,
+        RESTARTS,
         rollout.deterministic_order,
         rollout.slots,
     )

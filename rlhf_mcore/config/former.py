@@ -166,8 +166,25 @@ def _loss_scale_of(role: str) -> Former:
     return Former(
         f"set initial_loss_scale in {key}",
         {f"{role}.optimizer.loss_scale.initial": 65536.0},
-        translate=lambda scale: {key: {"initial_loss_scale": scale}},
+        reads={key: None},
+        translate=lambda scale, fields: {key: {**(fields or {}), "initial_loss_scale": scale}},
     )
+
+
+def _prefix_caching(is_on: bool, engine: str, arguments: Settings | None) -> Settings:
+    return {"rollout.vllm": {**(arguments or {}), "enable_prefix_caching": is_on}} if engine == "vllm" else {}
+
+
+def _kl_controller(name: str, target: float | None, final: float | None) -> Settings:
+    key, value = ("target", target) if name == "adaptive" else ("final", final)
+    if name not in ("fixed", "adaptive", "linear") or (value is None and name != "fixed"):
+        raise ValueError("not the name of a controller, or its number is missing")
+    values = {} if name == "fixed" else {key: value}
+    return {f"algorithm.kl.controller.{key}": values.get(key) for key in ("target", "final")}
+
+
+def _best_model(greater: bool, metric: str | None) -> Settings:
+    return {} if metric is None else {"checkpoint.metric_for_best_model": metric if greater else f"-{metric}"}
 
 
 FORMER = (
@@ -221,6 +238,26 @@ FORMER = (
         "it is 5 times environment.container.timeout_s",
         {"environment.container.start_timeout_s": 300.0},
     ),
+    Former(
+        "set enable_prefix_caching in rollout.vllm",
+        {"rollout.prefix_caching": True},
+        reads={"rollout.engine": "vllm", "rollout.vllm": None},
+        translate=_prefix_caching,
+    ),
+    Former(
+        "set target for an adaptive controller, final for a linear one",
+        {"algorithm.kl.controller.name": "fixed"},
+        reads={"algorithm.kl.controller.target": None, "algorithm.kl.controller.final": None},
+        translate=_kl_controller,
+    ),
+    Former(
+        "write - in front of checkpoint.metric_for_best_model if smaller is better",
+        {"checkpoint.greater_is_better": True},
+        reads={"checkpoint.metric_for_best_model": None},
+        translate=_best_model,
+    ),
+    Former("an engine is started again 3 times in a row", {"rollout.engine_restarts": 3}),
+    Former("the live display shows responses of every 10th step", {"logging.samples": 10}),
     Former(_TRIES, {"reward.remote.deadline_s": 300.0, "reward.remote.retries": 4}),
     Former(_TRIES, {"reward.judge.deadline_s": 600.0, "reward.judge.retries": 4}),
 )

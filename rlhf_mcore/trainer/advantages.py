@@ -28,18 +28,16 @@ def build_kl_controller(cfg: KLConfig) -> KLController:
     """Build the controller of a valid, resolved configuration.
 
     Raises:
-        ConfigError: an unknown name, or a number that the controller needs is null.
+        ConfigError: the number of steps of a linear controller is null.
     """
     controller = cfg.controller
-    if controller.name == "fixed":
-        return FixedKL(cfg.coef)
-    if controller.name == "adaptive" and controller.target is not None:
+    if controller.target is not None:
         return AdaptiveKL(cfg.coef, controller.target, controller.gain)
-    if controller.name == "linear" and controller.final is not None and controller.steps is not None:
-        return LinearKL(cfg.coef, controller.final, controller.steps)
-    raise ConfigError(
-        f"algorithm.kl.controller={controller}: name must be fixed, adaptive (with target) or linear (with final and steps)"
-    )
+    if controller.final is None:
+        return FixedKL(cfg.coef)
+    if controller.steps is None:
+        raise ConfigError("algorithm.kl.controller.steps=null, but final is set; give it the number of steps")
+    return LinearKL(cfg.coef, controller.final, controller.steps)
 
 
 @dataclass(slots=True)

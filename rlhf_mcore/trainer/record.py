@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.trainer.profiler import StepProfiler
 
 MAX_WARNINGS = 5  # warnings of a rank in a step that are shown
+SAMPLES_EVERY = 10  # steps between responses that the live display shows
 RECENT = 100  # steps whose figures are in a checkpoint
 # Of the model that a run trains; each kind of run has one
 LOSSES = ("loss/total", "loss/sft", "loss/reward_model", "loss/dpo")

@@ -85,7 +85,7 @@ def main(directory: Path) -> None:
             kv_cache_gib=case.gib,
             max_num_seqs=8,
             max_num_batched_tokens=case.max_tokens,
-            prefix_caching=case.prefix_caching,
+            vllm={"enable_prefix_caching": case.prefix_caching},
             sampling=drawn,
             at_publish="resubmit" if name == "preempted" else "continue",
         )

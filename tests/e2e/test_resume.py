@@ -335,7 +335,7 @@ def test_a_run_ends_with_its_best_model_in_its_processes(workspace: Path, calm: 
     greater = max(value.values()) > value[STEPS]
     best = (max if greater else min)(value, key=lambda step: value[step])
     assert best != STEPS, value
-    rule = ["checkpoint.metric_for_best_model=evaluate/reward", f"checkpoint.greater_is_better={greater}"]
+    rule = [f"checkpoint.metric_for_best_model={'' if greater else '-'}evaluate/reward"]
     done = run_to_its_end(workspace, "best", *rule, "checkpoint.load_best_model_at_end=true")
     assert done.stdout.count("the run continues after its last step") == 1
     assert f"the run ends with the model of checkpoint-{best}" in done.stdout and "best/actor" in done.stdout

@@ -60,7 +60,6 @@ def test_what_is_carried_over() -> None:
                 "algorithm.kl.coef": 0.001,
                 "algorithm.kl.estimator": "k1",
                 "algorithm.kl.placement": "reward",
-                "algorithm.kl.controller.name": "adaptive",
                 "algorithm.kl.controller.target": 0.05,
             },
         ),

@@ -111,16 +111,15 @@ def _kl_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.kl.estimator={kl.estimator} has an expected gradient of zero in the loss; "
             f"use {' or '.join(KL_IN_LOSS)}, or algorithm.kl.placement=reward"
         )
-    needed = {"adaptive": "target", "linear": "final"}.get(controller.name)
-    if needed is None:
-        return
-    if kl.coef == 0:
+    target, final = controller.target, controller.final
+    if target is not None and final is not None:
+        yield f"algorithm.kl.controller.target={target:g} and final={final:g}: a controller has only one of them; set one to null"
+    elif kl.coef == 0 and controller.name != "fixed":
+        key, value = ("target", target) if target is not None else ("final", final)
         yield (
-            f"algorithm.kl.coef=0 with algorithm.kl.controller.name={controller.name}: the KL is off; "
+            f"algorithm.kl.coef=0 with algorithm.kl.controller.{key}={value:g}: the KL is off; "
             "set algorithm.kl.coef to the weight to start from"
         )
-    if getattr(controller, needed) is None:
-        yield f"algorithm.kl.controller.{needed}=null: the {controller.name} controller needs one; give it a number"
 
 
 def _correction_problems(cfg: Config) -> Iterator[str]:

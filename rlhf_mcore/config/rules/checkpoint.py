@@ -15,7 +15,7 @@ from rlhf_mcore.plugins import missing_plugin
 # Arguments of ``load_plugin``.
 DELTAS = ("checkpoint_hooks", "deltas", "checkpoint.deltas")
 ARCHIVE = ("checkpoint_hooks", "archive", "checkpoint.archive=true")
-_METRIC = re.compile(r"evaluate/\S+")
+_METRIC = re.compile(r"-?evaluate/\S+")
 
 
 def checkpoint_problems(cfg: Config) -> Iterator[str]:

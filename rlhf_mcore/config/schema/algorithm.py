@@ -25,13 +25,23 @@ from rlhf_mcore.config.schema.key import (
 class KLControllerConfig(Group):
     """Set how the weight of the KL changes over a run; it starts at ``kl.coef``."""
 
-    name: str = key("fixed", "", one_of(fixed="", adaptive="towards `target`", linear="to `final` over `steps` steps"))
     target: Optional[float] = key(
-        None, "`adaptive`: the wanted KL, as `kl/mean` shows it", ABOVE_0, unit="nats per response token"
+        None,
+        "adaptive controller: the wanted KL, as `kl/mean` shows it",
+        ABOVE_0,
+        unit="nats per response token",
+        null="`coef` does not follow the KL",
     )
-    gain: float = key(0.1, "`adaptive`: `coef` changes by at most a fifth of this share in a step", ABOVE_0)
-    final: Optional[float] = key(None, "`linear`: `coef` after `steps` steps", AT_LEAST_0)
-    steps: Optional[int] = key(None, "`linear`: steps until `final`", AT_LEAST_1, null="`trainer.num_steps`")
+    gain: float = key(0.1, "with `target`: `coef` changes by at most a fifth of this share in a step", ABOVE_0)
+    final: Optional[float] = key(
+        None, "linear controller: `coef` after `steps` steps", AT_LEAST_0, null="`coef` does not follow a line"
+    )
+    steps: Optional[int] = key(None, "with `final`: steps until `final`", AT_LEAST_1, null="`trainer.num_steps`")
+
+    @property
+    def name(self) -> str:
+        """The kind of controller: fixed, adaptive or linear."""
+        return "adaptive" if self.target is not None else "linear" if self.final is not None else "fixed"
 
 
 class KLConfig(Group):

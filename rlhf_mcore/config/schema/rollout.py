@@ -186,9 +186,6 @@ class RolloutConfig(Group):
     kv_cache_gib: float = key(0.5, "CPU: size of an engine's key-value cache", ABOVE_0)
     server: ServerConfig = group(ServerConfig)
     speculative: SpeculativeConfig = group(SpeculativeConfig)
-    prefix_caching: bool = key(
-        True, "keep the cache of shared prompt prefixes", more="It is emptied whenever weights change."
-    )
     enforce_eager: bool = key(False, "CUDA: no graph capture", more="On a CPU the engine always runs eagerly.")
     sleep_level: int = key(
         2,
@@ -241,12 +238,9 @@ class RolloutConfig(Group):
         only_with=_AHEAD,
     )
     engine_timeout_s: float = key(
-        60.0, "`disaggregated`: an engine that answers nothing for so long is replaced", ABOVE_0, only_with=_APART
-    )
-    engine_restarts: int = key(
-        3,
-        "`disaggregated`: how often in a row an engine that fails is started again before the run ends",
-        AT_LEAST_0,
+        60.0,
+        "`disaggregated`: an engine that answers nothing for so long is replaced, at most 3 times in a row",
+        ABOVE_0,
         only_with=_APART,
     )
     ray: RayConfig = group(RayConfig)

@@ -221,11 +221,11 @@ class CheckpointConfig(Group):
     )
     metric_for_best_model: Optional[str] = key(
         None,
-        "metric of the evaluation, `evaluate/accuracy` for one; a checkpoint is saved whenever it has improved",
+        "metric of the evaluation, such as `evaluate/accuracy`, or `-evaluate/loss` if smaller is better; a checkpoint is saved "
+        "whenever it has improved",
         null="none",
         more="The link `best` names that checkpoint.",
     )
-    greater_is_better: bool = key(True, "of that metric")
     load_best_model_at_end: bool = key(
         False,
         "end with the best checkpoint instead of the last step",
@@ -368,7 +368,6 @@ class LoggingConfig(Group):
         AT_LEAST_0,
         more="With `algorithm.entropy_coef` it is computed in every step.",
     )
-    samples: int = key(10, "steps between responses that the live display shows; 0: never", AT_LEAST_0)
     rollouts_every: int = key(1, "steps between `rollouts/step-*.jsonl`; 0: never", AT_LEAST_0)
     rollout_tokens: int = key(
         0,

@@ -223,7 +223,7 @@ class Fleet:
         engine.failures += 1
         if engine.failures > self._plan.restarts:
             raise EnginesLost(
-                f"engine {engine.name} has failed {engine.failures} times in a row (rollout.engine_restarts={self._plan.restarts}); "
+                f"engine {engine.name} has failed {engine.failures} times in a row, and {self._plan.restarts} are allowed; "
                 f"the last time: {reason}. {REMEDY}"
             )
         if engine.draining:

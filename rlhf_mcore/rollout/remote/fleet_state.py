@@ -16,6 +16,7 @@ class EnginesLost(RuntimeError):
     """There is nothing left to sample with."""
 
 
+RESTARTS = 3  # of an engine that fails, in a row, before the run ends
 STARTING = ("due", "placing", "starting")  # states before an engine is built
 REMEDY = "The run has ended; the same command continues it after its newest checkpoint"
 
@@ -29,7 +30,7 @@ class FleetPlan:
     engine_ranks: int  # processes of an engine
     threads: int  # compute threads of a process
     timeout_s: float  # an engine that does not answer, or draws nothing, for so long has failed
-    restarts: int  # failures in a row that an engine may have before the run ends
+    restarts: int  # see RESTARTS
     in_order: bool = False  # responses depend neither on time nor on what happens to engines
     slots: int = 0  # requests that an engine draws at a time
 

@@ -46,7 +46,6 @@ _BY_KEY = {
     "rollout.max_num_batched_tokens": "max_num_batched_tokens",
     "rollout.gpu_memory_utilization": "gpu_memory_utilization",
     "rollout.kv_cache_gib": "kv_cache_memory_bytes num_gpu_blocks_override",
-    "rollout.prefix_caching": "enable_prefix_caching",
     "rollout.enforce_eager": "enforce_eager",
     "rollout.sleep_level": "enable_sleep_mode",
     "rollout.quantization": "quantization quantization_config allow_deprecated_quantization",

@@ -136,7 +136,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             "dtype": _DTYPES[model.dtype],
             "max_model_len": model.max_model_len,
             "max_num_seqs": cfg.sequences,
-            "enable_prefix_caching": cfg.prefix_caching,
+            "enable_prefix_caching": True,
             "enforce_eager": cfg.enforce_eager or not self._on_cuda,
             "generation_config": "vllm",  # sampling comes from our configuration, never from the model's files
             "logprobs_mode": "processed_logprobs",

@@ -111,7 +111,7 @@ def test_a_better_model_is_saved_and_an_equal_one_is_not(make: Make) -> None:
 
 
 def test_smaller_may_be_better(make: Make) -> None:
-    triggers = make(metric_for_best_model="evaluate/loss", greater_is_better=False)
+    triggers = make(metric_for_best_model="-evaluate/loss")
     assert [triggers.decide(k, {"evaluate/loss": v}).best for k, v in enumerate([2.0, 3.0, 1.0])] == [True, False, True]
 
 

@@ -50,6 +50,16 @@ TRANSLATED = [
     ({"reward.pool": "ray", "reward.ray.address": "10.0.0.1:6379"}, {"reward.pool": "10.0.0.1:6379"}),
     ({"reward.judge.rubric_file": "rubric.txt"}, {"reward.judge.rubric": "rubric.txt"}),
     ({"environment.container.start_timeout_s": 900.0}, {}),
+    ({"rollout.prefix_caching": False}, {"rollout.vllm.enable_prefix_caching": False}),
+    (
+        {"algorithm.kl.controller.name": "adaptive", "algorithm.kl.controller.target": 0.02},
+        {"algorithm.kl.controller.target": 0.02},
+    ),
+    (
+        {"checkpoint.metric_for_best_model": "evaluate/loss", "checkpoint.greater_is_better": False},
+        {"checkpoint.metric_for_best_model": "-evaluate/loss"},
+    ),
+    ({"rollout.engine_restarts": 9, "logging.samples": 0}, {}),
     ({"reward.remote.deadline_s": 20.0, "reward.judge.retries": 2}, {}),
 ]
 

@@ -104,7 +104,7 @@ MISTAKES: list[tuple[str | list[str], str, str, str]] = [
     (["trainer.num_steps=3", "trainer.num_epochs=1"], "trainer.num_steps", "trainer.num_epochs=1", "remove one"),
     (["actor.lora.alpha=16"], "actor.lora.alpha", "16.0", "actor.lora.rank"),
     (["actor.optimizer.schedule.min_lr=1"], "actor.optimizer.schedule.min_lr", "1", "lower it"),
-    (["algorithm.kl={coef: 0.1, controller: {name: adaptive}}"], "algorithm.kl.controller.target", "null", "number"),
+    (["algorithm.kl={coef: 0.1, controller: {target: 1, final: 0}}"], "algorithm.kl.controller.target", "1", "null"),
     (["checkpoint.load_best_model_at_end=true"], "checkpoint.load_best_model_at_end", "True", "evaluate/accuracy"),
     (["actor.megatron={hidden_dropout: 0.1}"], "actor.megatron.hidden_dropout", "0.1", "remove it"),
     (["actor.megatron={overlap_grad_reduc: true}"], "actor.megatron.overlap_grad_reduc", "True", "overlap_grad_reduce"),

@@ -61,8 +61,8 @@ def test_good_variants_pass(workspace: Any) -> None:
         ],
         (["algorithm=reinforce_plus_plus", "rollout.sampling.n=1"], None),
         (["algorithm=ppo", "rollout.sampling.n=1", "algorithm.kl.coef=0.05"], None),  # k1 in the reward is sound
-        (["algorithm.kl={coef: 0.01, controller: {name: linear, final: 0.1, steps: 50}}"], None),
-        (["algorithm.kl={coef: 0.01, controller: {name: adaptive, target: 0.02}}"], None),
+        (["algorithm.kl={coef: 0.01, controller: {final: 0.1, steps: 50}}"], None),
+        (["algorithm.kl={coef: 0.01, controller: {target: 0.02}}"], None),
         (["algorithm.rollout_correction={mode: sequence, mask_low: 0.5, mask_high: 2}"], None),
         (["checkpoint.save_by=90"], None),
         (["checkpoint.save_by=2026-01-01T00:00"], None),
@@ -150,12 +150,7 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
         None,
         ["estimator=k1", "k2 or k3", "placement=reward"],
     ),
-    (["algorithm.kl.controller={name: linear, final: 0.1}"], None, ["kl.coef=0", "name=linear", "start from"]),
-    (
-        ["algorithm.kl.coef=0.1", "algorithm.kl.controller.name=adaptive"],
-        None,
-        ["algorithm.kl.controller.target=null", "adaptive", "number"],
-    ),
+    (["algorithm.kl.controller.final=0.1"], None, ["kl.coef=0", "final=0.1", "start from"]),
     (
         ["algorithm.rollout_correction.mask_low=0.5"],
         None,
@@ -345,8 +340,7 @@ def test_every_key_is_described() -> None:
     silent = [key for key in VALUES if not (DESCRIPTIONS[key].help or DESCRIPTIONS[key].allowed)]
     assert silent == []
     nullable = [key for key in VALUES if NoneType in get_args(KEYS[key]) and not DESCRIPTIONS[key].null]
-    # Of a controller of the KL that the run does not have.
-    assert nullable == ["algorithm.kl.controller.target", "algorithm.kl.controller.final", "reward.function"]
+    assert nullable == ["reward.function"]
 
 
 def test_functions_of_a_users_file_are_accepted_where_they_are_defined(workspace: Any) -> None:

@@ -122,7 +122,7 @@ def test_no_reference_is_needed_without_kl() -> None:
 def test_the_weight_of_the_kl_moves_after_the_step_that_used_it() -> None:
     made = batch([1.0, 0.0], [1, 1], [0, 0])
     made.ref_logprobs = torch.full((4,), -0.5)  # k1 is 1/2 everywhere
-    controller = KLControllerConfig(name="linear", final=0.1, steps=3)
+    controller = KLControllerConfig(final=0.1, steps=3)
     cfg = AlgorithmConfig(normalize_std=False, kl=KLConfig(coef=0.02, estimator="k1", controller=controller))
     estimation = AdvantageComputer(cfg)
     assert [estimation(made)["kl/coef"] for _ in range(4)] == pytest.approx([0.02, 0.06, 0.1, 0.1])
