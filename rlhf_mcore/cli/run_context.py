@@ -125,7 +125,7 @@ def _load_prompts(
     data, reward = cfg.data, cfg.reward
     tools = []
     if (path := cfg.environment.tools) is not None:
-        from rlhf_mcore.readers.tool_schemas import read_tools
+        from rlhf_mcore.config.rules.environment import read_tools
 
         tools = _together(lambda: read_tools(path), group)
     images = _together(lambda: _image_reader(cfg), group)

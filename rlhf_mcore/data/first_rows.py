@@ -15,7 +15,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.foreign import INDEX, read_json, read_text
 from rlhf_mcore.readers.data_columns import file_keys, row_limits, settings_of
-from rlhf_mcore.readers.data_rows import has_column, read_rows, require_column
+from rlhf_mcore.readers.data_rows import read_rows, require_column
 
 ROWS = 64  # rows of each file that are checked
 _MAX_CHARACTERS = 2**20  # longer prompts are not tokenised here
@@ -56,7 +56,7 @@ def check_first_rows(data: DataConfig, folder: str) -> None:
 def _read_prompts(data: DataConfig, field: str, files: list[str]) -> Iterator[tuple[str, Any]]:
     for file, (key, _) in zip(files, file_keys(data, files, field), strict=True):
         for place, row in islice(read_rows(Path(file), row_limits(data)), ROWS):
-            if has_column(list(row), key):
+            if key in row or key.partition(".")[0] in row:
                 yield place, require_column(row, key, place, setting=settings_of(field)[0])
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rlhf_mcore.config.choices import ASKING
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.questions import longest_response
+from rlhf_mcore.config.rules.environment import read_tools
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.environments.containers.kinds import containers_of, options_of
@@ -29,7 +30,6 @@ from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.readers.data_columns import row_limits
 from rlhf_mcore.readers.data_rows import mapping
 from rlhf_mcore.readers.model_files import sees_images
-from rlhf_mcore.readers.tool_schemas import read_tools
 from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request
 
 if TYPE_CHECKING:

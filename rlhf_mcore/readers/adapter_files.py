@@ -6,7 +6,7 @@ Such a directory holds low-rank adapters of a model that is elsewhere: ``adapter
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from os.path import exists, isdir, isfile
 from pathlib import Path
@@ -31,7 +31,7 @@ from rlhf_mcore.foreign import Fields, read_json, shorten
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 from rlhf_mcore.readers.hub import local_model
 from rlhf_mcore.readers.hub_ids import absent_hint
-from rlhf_mcore.readers.model_files import WEIGHT_DTYPES, read_geometry, read_header
+from rlhf_mcore.readers.model_files import WEIGHT_DTYPES, StoredTensor, read_geometry, read_tensors
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -132,8 +132,8 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
             f"{directory} has no {ADAPTER_WEIGHTS}{pickled}; save the adapter with safe_serialization=True"
         )
     possible = adapted_modules(replace(model, adapter=AdapterSizes(1, 1.0, _ALL)))
-    header = read_header(path)
-    names = set(header) - {"__metadata__", *base_copies(), *whole_tensors(model)}
+    stored = read_tensors(path)
+    names = stored.keys() - {*base_copies(), *whole_tensors(model)}
     sides = (A, B, M) if settings.use_dora else (A, B)
     known = {hf_name(module, side): module for module in possible for side in sides if side != M or module != EMBEDDING}
     if unknown := sorted(names - known.keys()):
@@ -160,34 +160,33 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
     targets = short_names(modules, possible)
     sizes = AdapterSizes(settings.rank, settings.alpha, targets, settings.use_rslora, use_dora=settings.use_dora)
     adapters = replace(model, adapter=sizes)
-    _check_tensors(path, header, model, adapters)
+    _check_tensors(path, stored, model, adapters)
     return adapters
 
 
-def _check_tensors(path: Path, header: Fields, model: ModelGeometry, adapters: ModelGeometry) -> None:
+def _check_tensors(
+    path: Path, stored: Mapping[str, StoredTensor], model: ModelGeometry, adapters: ModelGeometry
+) -> None:
     """Compare the shapes and dtypes of a file with those of ``adapters``, and copies of the model's weights in it with the model's."""
     weights = hf_shapes(model)
     for name, of_base in base_copies().items():
-        if name in header and (stored := _shape(header, name)) != weights.get(of_base):
+        if name in stored and stored[name].shape != weights.get(of_base):
             raise ConfigError(
-                f"{path}: tensor {name} is {list(stored)}, and not as {of_base} of the model; train with the vocabulary of the model"
+                f"{path}: tensor {name} is {list(stored[name].shape)}, and not as {of_base} of the model; train with the vocabulary "
+                "of the model"
             )
     for name, shape in hf_shapes(adapters).items():
-        if name not in header:
+        if name not in stored:
             raise ConfigError(f"{path}: tensor {name} is missing; save the adapter again")
-        if (stored := _shape(header, name)) != shape:
+        if stored[name].shape != shape:
             raise ConfigError(
-                f"{path}: tensor {name} is {list(stored)}, but r in {ADAPTER_CONFIG} and the model ask for {list(shape)}; "
+                f"{path}: tensor {name} is {list(stored[name].shape)}, but r in {ADAPTER_CONFIG} and the model ask for {list(shape)}; "
                 "name the model that the adapter was trained for, or save the adapter again"
             )
-        if (dtype := header.object(name).text("dtype")) not in WEIGHT_DTYPES:
+        if (dtype := stored[name].dtype) not in WEIGHT_DTYPES:
             raise ConfigError(
                 f"{path}: tensor {name} is {dtype}, not one of {', '.join(WEIGHT_DTYPES)}; save the adapter unquantised"
             )
-
-
-def _shape(header: Fields, name: str) -> tuple[int, ...]:
-    return tuple(header.object(name).integers("shape"))
 
 
 def check_same(directory: str | Path, saved: ModelGeometry, wanted: ModelGeometry, field: str) -> None:

@@ -9,7 +9,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,6 @@ def require_column(row: dict[str, Any], key: str, place: str, *, setting: str, p
         return require_column(row[parent], name, place, setting=setting, parents=f"{parents}{parent}.")
     columns = ", ".join(sorted(f"{parents}{column}" for column in row)) or "none"
     raise ConfigError(f"{place}: no column {parents + key!r}; there are: {columns}. Set {setting} to one of them")
-
-
-def has_column(columns: Collection[str], key: str) -> bool:
-    """Tell whether a file with these columns may have what ``key`` names: a column, or a field of one."""
-    return key in columns or key.partition(".")[0] in columns
 
 
 def checked_prompt(content: Any, place: str, *, parts: bool = False) -> str | list[dict[str, Any]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from os.path import exists, isdir, isfile
 from pathlib import Path, PurePosixPath
@@ -14,7 +15,7 @@ from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
 from rlhf_mcore.families import ARCHITECTURES, FAMILIES, UNSUPPORTED, embedding_name
 from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.families.sizes import size
-from rlhf_mcore.foreign import INDEX, SMALL, Fields, MissingFile, ReadLimits, open_file, parse_json, read_json, shorten
+from rlhf_mcore.foreign import INDEX, SMALL, Fields, MissingFile, ReadLimits, open_file, read_json, shorten
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.readers.hub_ids import absent_hint
 
@@ -158,7 +159,7 @@ def tensor_names(folder: Path) -> set[str] | None:
     """
     if isfile(folder / INDEX_FILE):
         return set(_read(folder / INDEX_FILE, str(folder), INDEX).table("weight_map"))
-    return set(_header(folder, SINGLE_FILE, {}).content) if isfile(folder / SINGLE_FILE) else None
+    return set(read_tensors(folder / SINGLE_FILE)) if isfile(folder / SINGLE_FILE) else None
 
 
 def weight_problems(folder: Path, prefix: str) -> Iterator[str]:
@@ -176,42 +177,36 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
 
     After the last layer there may be MTP layers, of which nothing is asked here.
     """
-    shard_of = _read(folder / INDEX_FILE, prefix, INDEX).table("weight_map") if isfile(folder / INDEX_FILE) else None
-    files = {SINGLE_FILE} if shard_of is None else set(shard_of.values())
+    indexed = isfile(folder / INDEX_FILE)
+    files = set(_read(folder / INDEX_FILE, prefix, INDEX).table("weight_map").values()) if indexed else {SINGLE_FILE}
     if not all(isfile(folder / file) and os.path.getsize(folder / file) for file in files):
         return  # reported by others
-    headers: dict[str, Fields] = {}
-    names = _header(folder, SINGLE_FILE, headers) if shard_of is None else shard_of
-    more = (name for name in names if name.startswith(_MORE))
+    tensors = {name: tensor for file in sorted(files) for name, tensor in read_tensors(folder / file).items()}
+    more = (name for name in tensors if name.startswith(_MORE))
     if geometry.vision is None and (other := next(more, None)) is not None:
         yield f"{prefix}: the weights are those of more than a language model ({shorten(other)}): {_SAVE_ALONE}"
         return
-    for each in files:  # is whole
-        _header(folder, each, headers)
     number = geometry.num_layers + num_mtp_layers(hf_config)
     embedding = embedding_name(geometry)
-    if f"{embedding.removesuffix(_EMBEDDING)}layers.{number}.post_attention_layernorm.weight" in names:
+    if f"{embedding.removesuffix(_EMBEDDING)}layers.{number}.post_attention_layernorm.weight" in tensors:
         yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
     different = []
     for name, shape in _some_shapes(geometry).items():
-        if len(shape) == 3 and name not in names and is_dequantised(hf_config):  # experts in mxfp4: one of two parts
+        if len(shape) == 3 and name not in tensors and is_dequantised(hf_config):  # experts in mxfp4: one of two parts
             name, shape = f"{name}_scales", (shape[0], shape[2], shape[1] // 32)
-        file = SINGLE_FILE if shard_of is None else shard_of.get(name)
-        entry = _header(folder, file, headers).object(name, default=None) if file is not None else None
-        if entry is None:
+        if name not in tensors:
             different.append(f"{name} is missing")
-        elif tuple(stored := entry.integers("shape")) != shape:
-            different.append(f"{name} is {stored[:8]}, config.json asks for {list(shape)}")
-    if not different and geometry.tied_embeddings and _HEAD in names:
-        files_of = {name: SINGLE_FILE if shard_of is None else shard_of[name] for name in (embedding, _HEAD)}
-        contents = [_content(folder / file, name, headers) for name, file in files_of.items()]
+        elif (stored := tensors[name].shape) != shape:
+            different.append(f"{name} is {list(stored[:8])}, config.json asks for {list(shape)}")
+    if different:
+        yield f"{prefix}: the weights are not those that config.json describes: {shortened(different, _SHOWN)}; {_REMEDY}"
+    elif geometry.tied_embeddings and _HEAD in tensors:
+        contents = [_content(tensors[name].path, name) for name in (embedding, _HEAD)]
         if any(one != other for one, other in zip_longest(*contents)):
             yield (
                 f"{prefix}: config.json has tie_word_embeddings, and {_HEAD} of the weights is not {embedding}: "
                 "transformers would use it, engines would not; set tie_word_embeddings to false, or export the model again"
             )
-    if different:
-        yield f"{prefix}: the weights are not those that config.json describes: {shortened(different, _SHOWN)}; {_REMEDY}"
 
 
 def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
@@ -226,47 +221,38 @@ def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
     return shapes | {f"{decoder}layers.{last}.post_attention_layernorm.weight": (geometry.hidden_size,)}
 
 
-def _header(folder: Path, name: str, known: dict[str, Fields]) -> Fields:
-    """Read the header of a safetensors file: an entry for every tensor.
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a safetensors file. ``dtype`` as safetensors spells it (``BF16``)."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Read the header of a safetensors file.
 
     Raises:
-        ConfigError: it is not such a file.
+        ConfigError: it is not such a file, or it is cut.
     """
-    if name not in known:
-        path = folder / name
-        with open_file(path, remedy=_REMEDY) as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(INDEX.num_bytes, num_bytes - 8):
-                raise ConfigError(
-                    f"{path}: not a readable safetensors file (a header of {length:,} bytes in a file of {num_bytes:,}); {_REMEDY}"
-                )
-            data = file.read(length)
-        known[name] = header = parse_json(data, limits=INDEX, where=str(path), remedy=_REMEDY)
-        tensors = (header.object(tensor) for tensor in header.content if tensor != "__metadata__")
-        ends = (end for tensor in tensors for end in tensor.integers("data_offsets", default=[]))
-        needed = 8 + length + max(ends, default=0)
-        if num_bytes != needed:
-            raise ConfigError(
-                f"{path}: not a readable safetensors file (its tensors end at {needed:,} bytes of {num_bytes:,}); {_REMEDY}"
-            )
-    return known[name]
+    from safetensors import SafetensorError, safe_open
+
+    open_file(path, remedy=_REMEDY).close()
+    try:
+        with safe_open(path, "np") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: StoredTensor(path, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not a readable safetensors file ({shorten(str(error), 200)}); {_REMEDY}") from error
 
 
-def read_header(path: Path) -> Fields:
-    """Read the header of a safetensors file: an entry for every tensor.
-
-    Raises:
-        ConfigError: it is not such a file.
-    """
-    return _header(path.parent, path.name, {})
-
-
-def _content(path: Path, name: str, headers: dict[str, Fields]) -> Iterator[bytes]:
-    """Read the bytes of a tensor of a safetensors file, a piece after the other."""
-    start, end = _header(path.parent, path.name, headers).object(name).integers("data_offsets")
+def _content(path: Path, name: str) -> Iterator[bytes]:
+    """Read the bytes of a tensor of a safetensors file, piece by piece. ``read_tensors`` has checked the header."""
     with open_file(path, remedy=_REMEDY) as file:
-        file.seek(8 + int.from_bytes(file.read(8), "little") + start)
+        length = int.from_bytes(file.read(8), "little")
+        start, end = json.loads(file.read(length))[name]["data_offsets"]
+        file.seek(8 + length + start)
         for num_left in range(end - start, 0, -_PIECE_BYTES):
             yield file.read(min(num_left, _PIECE_BYTES))
 
@@ -287,11 +273,16 @@ def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
             yield f"{prefix}: {INDEX_FILE} names {shorten(shard)}, which is not there; download the model again"
 
 
-def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> Iterator[str]:
+def _unusable(hf_config: Fields, prefix: str) -> Iterator[str]:
+    """Refuse models that bring code, and weights of fewer bits that are not undone as they are loaded."""
     if "auto_map" in hf_config:
         yield f"{prefix}: config.json has auto_map (code from the directory would be run): refused; remove the entry"
     if hf_config.object("quantization_config", default=None) is not None and not is_dequantised(hf_config):
-        yield f"{prefix}: quantised weights (quantization_config) cannot be trained; use the unquantised model"
+        yield f"{prefix}: quantised weights (quantization_config) are not supported; use the unquantised model"
+
+
+def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> Iterator[str]:
+    yield from _unusable(hf_config, prefix)
     name = architecture(hf_config)
     family, head = ARCHITECTURES.get(name, (UNSUPPORTED, ""))
     if head not in heads:
@@ -365,17 +356,9 @@ def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> t
     problems = [] if is_delta or not needs_weights else list(weight_problems(Path(path), prefix))
     try:
         hf_config = read_config(path, prefix)
+        problems += _unusable(hf_config, prefix)
     except ConfigError as error:
         return None, [*error.problems, *problems]
-    if "auto_map" in hf_config:
-        problems.append(f"{prefix}: config.json has auto_map (code from the directory would be run): refused")
-    try:
-        if "quantization_config" in hf_config and not is_dequantised(hf_config):
-            problems.append(
-                f"{prefix}: quantised weights (quantization_config) are not supported; use the unquantised model"
-            )
-    except ConfigError as error:
-        problems.extend(error.problems)
     try:
         return sizes_of(hf_config), problems
     except ConfigError:

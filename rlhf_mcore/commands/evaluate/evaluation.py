@@ -29,6 +29,7 @@ from rlhf_mcore.commands.evaluate.weights import (
     weight_sketches,
 )
 from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.rules.environment import read_tools
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.data.source import image_reader, load_prompts
@@ -41,7 +42,6 @@ from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_ever
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.readers.tokenizer_match import token_problems
-from rlhf_mcore.readers.tool_schemas import read_tools
 from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.redaction import redact
 from rlhf_mcore.trainer.evaluation import (

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 from rlhf_mcore.config.choices import AGENT, ASKING, CONTRIB_ENVIRONMENTS, ENVIRONMENTS
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.schema import Config, EnvironmentConfig
+from rlhf_mcore.foreign import read_bytes
 from rlhf_mcore.plugins import find_plugins, missing_plugin
-from rlhf_mcore.readers.tool_schemas import read_tools
 from rlhf_mcore.readers.user_functions import function_problems, is_file_spec
 
+_TOOLS = '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": {JSON schema}}}, ...]'
 _KIND = "environment.container.kind"
 _CORE_CONTAINERS = ("sandbox", "docker")
 _CONTAINERS = (*_CORE_CONTAINERS, "podman", "remote")
@@ -44,6 +47,28 @@ def environment_problems(cfg: Config) -> Iterator[str]:
             f"environment.max_tokens={own.max_tokens} of an episode is less than rollout.sampling.max_new_tokens="
             f"{cfg.rollout.sampling.max_new_tokens} of one turn; raise it, or lower that"
         )
+
+
+def read_tools(path: str | None) -> list[dict[str, Any]]:
+    """Read the schemas of tools that a prompt is rendered with, from a JSON file in the form of OpenAI's API. Returns [] for None.
+
+    Raises:
+        ConfigError: there is no such file, or it holds something else.
+    """
+    if path is None:
+        return []
+    shown = f"environment.tools={path}"
+    data = read_bytes(path, limit=2**20, where=shown, remedy="correct the path")
+    try:
+        tools = json.loads(data)
+        names = [tool["function"]["name"] for tool in tools if tool["type"] == "function"]
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{shown} is not JSON ({error}); write {_TOOLS}") from error
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{shown} is not of the form {_TOOLS}") from error
+    if not names or len(names) != len(tools) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"{shown} is not of the form {_TOOLS}")
+    return list(tools)
 
 
 def _agent_problems(cfg: Config) -> Iterator[str]:

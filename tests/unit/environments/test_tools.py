@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.rules.environment import read_tools
 from rlhf_mcore.environments.tools import Index, Tools
-from rlhf_mcore.readers.tool_schemas import read_tools
 
 
 def test_each_call_has_a_message_and_a_turn_without_one_ends_the_episode(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_parsed_calls_give_a_tool_its_arguments(tmp_path: Path) -> None:
 )
 def test_schemas_of_tools_are_checked(content: str, tmp_path: Path) -> None:
     (tmp_path / "tools.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"environment\.tools=.*tools\.json is (no JSON|not of the form)"):
+    with pytest.raises(ConfigError, match=r"environment\.tools=.*tools\.json is (not JSON|not of the form)"):
         read_tools(f"{tmp_path}/tools.json")
 
 

@@ -224,12 +224,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (
             "GptOss",
             {**WINDOW, **EXPERTS, "quantization_config": {"quant_method": "fp8"}},
-            "quantised weights (quantization_config) cannot be trained; use the unquantised model",
+            "quantised weights (quantization_config) are not supported; use the unquantised model",
         ),
         (
             "Mixtral",
             {**EXPERTS, "quantization_config": {"quant_method": "mxfp4"}},
-            "quantised weights (quantization_config) cannot be trained; use the unquantised model",
+            "quantised weights (quantization_config) are not supported; use the unquantised model",
         ),
         (
             "Gemma3",

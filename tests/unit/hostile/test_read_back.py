@@ -91,12 +91,10 @@ def test_settings_of_an_evaluation_that_cannot_be_read(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- weights
 def model(folder: Path, config: dict[str, Any], shapes: dict[str, list[int]], name: str = "model.safetensors") -> str:
-    """A directory whose file of weights has a header, and a body that nobody reads."""
+    """A directory with config.json and weights of zeros."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    header = {key: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for key, shape in shapes.items()}
-    data = json.dumps(header).encode()
-    (folder / name).write_bytes(struct.pack("<Q", len(data)) + data)
+    save_file({key: torch.zeros(shape, dtype=torch.bfloat16) for key, shape in shapes.items()}, folder / name)
     return str(folder)
 
 
@@ -164,7 +162,7 @@ def test_headers_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_cut_is_found_by_its_header(tmp_path: Path) -> None:
-    """One file, or the second of two, of which no header is asked for shapes. safetensors reads no longer one, either."""
+    """One file, or the second of two, of which no shape is compared. A longer file is refused too."""
     for number, change in [(1, -100), (2, -100), (1, 1)]:
         here = tmp_path / f"{number} {change}"
         here.mkdir()
@@ -184,12 +182,7 @@ def test_a_file_that_was_cut_is_found_by_its_header(tmp_path: Path) -> None:
         size = last.stat().st_size
         os.truncate(last, size + change)
         (problem,) = inspect_model(str(folder), "model.path")[1]
-        assert_names(
-            problem,
-            field=str(last),
-            value=(f"{size:,}", f"{size + change:,}"),
-            remedy="download or export the model again",
-        )
+        assert_names(problem, field=str(last), value="not fully covered", remedy="download or export the model again")
 
 
 def test_names_of_a_file_with_many_tensors_are_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
