@@ -1,6 +1,6 @@
-"""Attention around its core: Megatron's layer, parts that each add one thing to it, and the rotary frequencies of layers.
+"""Extend Megatron's attention layer by parts that each add one feature, and set the rotary frequencies of layers.
 
-A part overrides methods of the layer and calls the next ones by ``super()``, which are another part's where a layer has several.
+A part overrides methods of the layer. It calls the next class with ``super()``, which can be another part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf_mcore.mcore.weights import transformer_layers
 
 
 class Rotary(RotaryEmbedding):
-    """Rotary embeddings of given frequencies; of the kind yarn Megatron asks for the factor of sines and cosines too."""
+    """Rotary embeddings with given frequencies. For type yarn, Megatron also needs the factor of sines and cosines."""
 
     def __init__(self, like: RotaryEmbedding, inv_freq: Tensor, scale: float | None = None):
         super().__init__(2 * len(inv_freq), 1.0, use_cpu_initialization=True, cp_group=like.cp_group)
@@ -34,7 +34,7 @@ class Rotary(RotaryEmbedding):
 
 
 def set_window_frequencies(chunk: GPTModel, inv_freq: Tensor) -> None:
-    """Give the layers of a chunk that have a window rotary frequencies [rotated elements / 2] of their own."""
+    """Set separate rotary frequencies [rotated elements / 2] for a chunk's windowed layers."""
     rotation = Rotary(chunk.rotary_pos_emb, inv_freq)
     windows = chunk.config.window_size, chunk.config.window_attn_skip_freq
     for layer in chunk.decoder.layers:
@@ -43,7 +43,7 @@ def set_window_frequencies(chunk: GPTModel, inv_freq: Tensor) -> None:
 
 
 def set_latent_frequencies(chunk: GPTModel, inv_freq: Tensor, scale: float) -> None:
-    """Give all layers of a chunk, which rotate by themselves, the frequencies [rope_dim / 2]."""
+    """Set the frequencies [rope_dim / 2] of all layers of a chunk. Latent attention layers rotate by themselves."""
     factor = scale if chunk.config.rope_type == "yarn" else None
     for layer in transformer_layers(chunk):
         attention = layer.self_attention
@@ -51,11 +51,11 @@ def set_latent_frequencies(chunk: GPTModel, inv_freq: Tensor, scale: float) -> N
 
 
 class OwnRotation(SelfAttention):
-    """Rotates queries and keys of some layers by frequencies of their own."""
+    """Rotate queries and keys of some layers by layer-specific frequencies."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.rotation: Rotary | None = None  # None: that of the model
+        self.rotation: Rotary | None = None  # None: the model's frequencies
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> tuple:
         if self.rotation is not None and rotary_pos_emb is not None:
@@ -66,7 +66,10 @@ class OwnRotation(SelfAttention):
 
 
 class OutputGate(SelfAttention):
-    """Multiplies the output with gates. Of a rank that has some heads of a group Megatron takes the gates of all."""
+    """Multiply the output by gates.
+
+    If a rank computes only some heads of a group, Megatron returns the gates of the whole group.
+    """
 
     def get_query_key_value_tensors(self, *args: Any, output_gate: bool = False, **kwargs: Any) -> Any:
         *qkv, gate = super().get_query_key_value_tensors(*args, output_gate=True, **kwargs)
@@ -76,7 +79,7 @@ class OutputGate(SelfAttention):
 
 
 class ProjectionNorms(SelfAttention):
-    """Norms the whole projections to queries and to keys. The layer is to be built without norms of heads."""
+    """Normalise whole query and key projections. Build the layer without norms of heads."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -87,7 +90,7 @@ class ProjectionNorms(SelfAttention):
 
 
 def add_parts(attention: ModuleSpec, *, windows: bool, gates: bool, projection_norms: bool) -> None:
-    """Add parts to a specification of Megatron's attention."""
+    """Add parts to the layer spec of Megatron's attention."""
     parts_by_presence = {OwnRotation: windows, OutputGate: gates, ProjectionNorms: projection_norms}
     if parts := tuple(part for part, is_wanted in parts_by_presence.items() if is_wanted):
         assert attention.module is SelfAttention, f"{attention.module.__name__} takes no parts"
@@ -98,5 +101,5 @@ def add_parts(attention: ModuleSpec, *, windows: bool, gates: bool, projection_n
 
 @cache
 def _compose(parts: tuple[type[SelfAttention], ...]) -> type[SelfAttention]:
-    """Return a layer with all of these parts."""
+    """Return a layer class with all of these parts."""
     return type("And".join(part.__name__ for part in parts), parts, {})

@@ -1,4 +1,4 @@
-"""Build a Megatron model under a layout: its chunks, with the frequencies, heads and kernels that it runs with."""
+"""Build a Megatron model under a layout: its chunks with frequencies, heads and kernels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """Hold the choices a model is built by, beside its spec and groups."""
+    """Options for building a model, in addition to its spec and groups."""
 
     dtype: str
     layer_spec: str
@@ -53,29 +53,30 @@ class BuildOptions:
     seed: int
     aux_loss_coef: float = 0.0
     overrides: Overrides = field(default_factory=Overrides)
-    freeze: Callable[[Sequence[torch.nn.Module]], None] | None = None  # takes the gradient of some weights
-    logit_chunk_tokens: int | None = None  # None: as many as parallel/logprobs.py chooses
+    freeze: Callable[[Sequence[torch.nn.Module]], None] | None = None  # freezes some weights
+    logit_chunk_tokens: int | None = None  # None: parallel/logprobs.py chooses
     expert_bias_rate: float = 0.0
-    microbatch_tokens: int = 0  # the most of a training pass; for ``tp_comm_overlap``
+    microbatch_tokens: int = 0  # maximum tokens of a training microbatch; for ``tp_comm_overlap``
     mtp: MTPLearning | None = None
-    add_adapters: Callable[[Sequence[torch.nn.Module]], Adapters] | None = None  # which freezes the weights
-    images: ImageStore | None = None  # of a model that reads images
-    kept: StepFeatures | None = None  # of all models of the process; None: its own
+    add_adapters: Callable[[Sequence[torch.nn.Module]], Adapters] | None = None  # it also freezes the weights
+    images: ImageStore | None = None  # for models that read images
+    kept: StepFeatures | None = None  # shared by all models of the process; None: a separate one
     trains_tower: bool = False
 
 
 def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, options: BuildOptions) -> MegatronModel:
-    """Allocate the model; its weights are undefined until they are loaded. Collective over the model's ranks.
+    """Allocate a model. Its weights are undefined until they are loaded. Collective over the model's ranks.
 
     Raises:
-        ConfigError: the machine has not what ``options.overrides`` need, or Megatron refuses them; or ``options.freeze`` does.
+        ConfigError: the machine lacks what ``options.overrides`` need, Megatron rejects them, or ``options.freeze``
+            raises.
     """
     if (tower := FAMILIES[spec.geometry.family].vision) is not None and tower.attends_within:
-        options = replace(options, layer_spec="local")  # the others' attention takes no mask for packed sequences
+        options = replace(options, layer_spec="local")  # other core attention takes no mask for packed sequences
     options.overrides.check(platform)
-    # MTP layers beside a pipeline have an embedding of their own, whose gradient is added to the other one's afterwards.
+    # With a pipeline, MTP layers have a separate embedding. Its gradient is added to the other one's afterwards.
     can_overlap = groups.collection.dp_cp.size() > 1 and (options.mtp is None or groups.layout.pp == 1)
-    # The gradient of a tower is made when those of the decoder are there.
+    # The gradient of a tower is computed after the decoder's gradients.
     if platform.name == "cuda" and options.trainable and can_overlap and not options.trains_tower:
         options = replace(options, overrides=options.overrides.overlapping())
     platform.prepare_megatron()
@@ -119,7 +120,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         tell_of_padding(modules)
         if platform.name == "cuda":
             use_fast_kernels(modules, config)
-        # Or Megatron would move it with every gradient, over its globals.
+        # Otherwise Megatron would update the bias with every gradient, over its globals.
         config.moe_router_enable_expert_bias = False
     if options.trainable and options.overrides.wants("overlap_grad_reduce"):
         no_sync = [chunk.no_sync for chunk in chunks]
@@ -192,5 +193,5 @@ def _wrap(chunk: GPTModel, config: TransformerConfig, groups: ModelGroups, optio
     )
     wrapped = DistributedDataParallel(config=config, ddp_config=ddp, module=module, pg_collection=groups.collection)
     if ddp.overlap_param_gather:
-        wrapped.disable_forward_pre_hook(param_sync=False)  # until an update has left something to gather
+        wrapped.disable_forward_pre_hook(param_sync=False)  # until an update leaves weights to gather
     return wrapped

@@ -1,8 +1,10 @@
-"""Core attention over torch's scaled_dot_product_attention: packed or padded, with windows and sinks, on any device.
+"""Core attention with torch's scaled_dot_product_attention: packed or padded, with windows and sinks, on any device.
 
-On CUDA its sums can have one order: its passes then run in torch's strict deterministic mode. Elsewhere torch only warns, for not
-every operation has a deterministic kernel; then flash and memory-efficient attention add gradients in any order (torch's
-``attention_backward.cu``). In strict mode both have a fixed one, and cuDNN's attention, which has none, is not chosen
+On CUDA the attention can sum in a fixed order. Its passes then run in torch's strict deterministic mode. Outside this
+attention torch only warns, because some operations have no deterministic kernel.
+
+If torch only warns, flash and memory-efficient attention add gradients in any order (``attention_backward.cu``). In
+strict mode they use a fixed order. cuDNN's attention has no fixed order, so strict mode excludes it
 (``sdp_utils.cpp``).
 """
 
@@ -29,17 +31,19 @@ from rlhf_mcore.parallel.context import chunks_of, gather_context, order_of_one
 
 
 class SDPACoreAttention(torch.nn.Module):
-    """Causal attention over torch's scaled_dot_product_attention, for padded [s, b, heads, d] and packed [N, heads, d] input.
+    """Causal attention with torch's scaled_dot_product_attention, for padded [s, b, heads, d] and packed [N, heads, d] input.
 
-    Padding is on the right, so the causal mask alone keeps real tokens from seeing it. Under context parallelism a rank has a part of
-    the tokens (``parallel/context.py``): its queries attend to the keys and values of all ranks, which are gathered. In layers to
-    which Megatron's config gives a window, a token sees so many before it. Megatron's mask is here the numbers of images [b, tokens of
-    all ranks] that tokens are of, -1 is none: those of one see each other.
+    Padding is on the right, so the causal mask is enough to hide it from real tokens. Under context parallelism a
+    rank holds a part of the tokens (``parallel/context.py``). Its queries attend to the gathered keys and values of
+    all ranks. If Megatron's config defines a window for a layer, a token attends only to that many tokens before it.
+
+    The argument ``attention_mask`` contains image numbers [b, tokens of all ranks], or -1 for text. The tokens of one
+    image attend to each other.
     """
 
-    # Chosen in ``kernels.py``:
-    varlen: Callable[..., Any] | None = None  # one kernel for all packed sequences
-    in_fixed_order = False  # whether its sums need one order
+    # ``kernels.py`` sets these two:
+    varlen: Callable[..., Any] | None = None  # a single kernel for all packed sequences
+    in_fixed_order = False  # whether sums need a fixed order
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class SDPACoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Return [s, b, heads * d], or [N, heads * d] for packed input, with d of the values."""
+        """Return [s, b, heads * d], or [N, heads * d] for packed input. d is the head size of the values."""
         cp = 1 if self._group is None else self._group.size()
         if self._group is not None:
             order = None if packed_seq_params is None else packed_seq_params.order
@@ -86,7 +90,8 @@ class SDPACoreAttention(torch.nn.Module):
             return self._attend_tree(query, key, value, packed_seq_params.tree)
         if self.varlen is not None and attention_mask is None:
             return self._attend_packed(query, key, value, packed_seq_params)
-        # Neighbours of one length are a batch. All are cut at once: the gradient of a slice is as long as what it is cut from.
+        # Neighbours of equal length form a batch. Split all of them in one call, because the gradient of a slice is
+        # as long as the tensor that it is a slice of.
         lengths, parts = packed_seq_params.sizes, []
         runs = [(length, len(list(same))) for length, same in itertools.groupby(lengths)]
         spans = [length * count for length, count in runs]
@@ -100,7 +105,11 @@ class SDPACoreAttention(torch.nn.Module):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
-        """Attend by one kernel. To it a rank's two chunks of a sequence are two, and the last query of each sees its last key."""
+        """Attend with one kernel.
+
+        The kernel treats a rank's two chunks of a sequence as two sequences. The last query of a chunk attends to its
+        last key.
+        """
         assert self.varlen is not None
         borders = seen_borders = packed.cu_seqlens_q
         longest, parts = packed.max_seqlen_q, 1
@@ -131,7 +140,7 @@ class SDPACoreAttention(torch.nn.Module):
         return out
 
     def _attend_tree(self, q: Tensor, k: Tensor, v: Tensor, part: TreePart) -> Tensor:
-        """Attend over a prefix tree. Spans have neither windows nor sinks, and want values as wide as keys."""
+        """Attend over a prefix tree. Spans support no windows and no sinks, and need values as wide as keys."""
         plain = self._window is None and self.softmax_offset is None and q.size(-1) == v.size(-1)
         if self.varlen is not None:
             k, v = (x.index_select(0, part.placed["path_places"]) for x in (k, v))
@@ -155,7 +164,7 @@ class SDPACoreAttention(torch.nn.Module):
         return torch.cat(parts, dim=2)
 
     def _attend_last(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with queries of the last tokens to keys and values of all."""
+        """Attend from queries of the last tokens to the keys and values of all tokens."""
         total, mask = k.size(2), None
         before, window = total - q.size(2), self._window or total
         if before or total > window:
@@ -165,7 +174,7 @@ class SDPACoreAttention(torch.nn.Module):
         return self._attend_masked(q, k, v, mask)
 
     def _attend_masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend where ``mask`` is true; None: the causal one."""
+        """Attend to the keys for which ``mask`` is true. None selects the causal mask."""
         shares, scale = q.size(1) != k.size(1), self._scale
         if (sinks := self.softmax_offset) is not None:
             scale = scale or q.size(-1) ** -0.5
@@ -177,9 +186,10 @@ class SDPACoreAttention(torch.nn.Module):
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Put a token of value zero in front of [b, heads, s, d]. All see it, and its products with queries are ``sinks`` [heads].
+    """Put a token with value zero in front of [b, heads, s, d]. All queries see it.
 
-    So a head's weights add up to less than one by what it gives to its sink, as OpenAI 2025 (arXiv 2508.10925) has it, in any kernel.
+    Its dot products with the queries are ``sinks`` [heads], before scaling. The weights of a head then add up to less
+    than one, because the sink takes the rest (OpenAI 2025, arXiv 2508.10925). This works with any attention kernel.
     """
     q = torch.cat([q, sinks[None, :, None, None].expand(*q.shape[:-1], 1)], dim=-1)
     k = F.pad(F.pad(k, (0, 1)), (0, 0, 1, 0))
@@ -190,17 +200,17 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor,
 
 
 def with_trees(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Derive from Transformer Engine's core attention one that computes prefix trees by ``SDPACoreAttention``.
+    """Derive a core attention from Transformer Engine's that computes prefix trees with ``SDPACoreAttention``.
 
-    Transformer Engine (2.17) takes no keys of other lengths than the queries under context parallelism, and its fused attention is
-    causal from the upper left then.
+    In a tree, keys and queries differ in length. Transformer Engine (2.17) then does not support context parallelism,
+    and its fused attention aligns the causal mask to the upper left.
     """
 
     class TreeAttention(kind):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
             self.of_trees = SDPACoreAttention(*args, **kwargs)
-            self.of_trees._parameters.pop("softmax_offset", None)  # it takes that of this module
+            self.of_trees._parameters.pop("softmax_offset", None)  # it uses the offset of the outer module
 
         def forward(
             self,
@@ -224,13 +234,13 @@ def with_trees(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def attend_in_fixed_order(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Compute ``scaled_dot_product_attention`` with its ``options``; a mask among them gets no gradient."""
+    """Compute ``scaled_dot_product_attention`` with its ``options`` in a fixed order. A mask in ``options`` gets no gradient."""
     out: Tensor = _InFixedOrder.apply(partial(F.scaled_dot_product_attention, **options), query, key, value)
     return out
 
 
 class _InFixedOrder(torch.autograd.Function):
-    """A graph of its own around the attention, so that torch is strict in its backward pass and in no other operation's."""
+    """Run the attention in a separate autograd graph, so that torch is strict in its backward pass and nowhere else."""
 
     @staticmethod
     def forward(ctx: Any, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -246,7 +256,7 @@ class _InFixedOrder(torch.autograd.Function):
         with _strict():
             gradients = iter(torch.autograd.grad(ctx.out, learned, grads[0]))
         by_input = [next(gradients) if x.requires_grad else None for x in ctx.inputs]
-        ctx.inputs = ctx.out = None  # the graph and what it keeps
+        ctx.inputs = ctx.out = None  # free the graph and its saved tensors
         return None, *by_input
 
 

@@ -1,8 +1,9 @@
-"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464): packed or padded, under tensor and context parallelism.
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464): packed or padded, with tensor and context parallelism.
 
-In plain torch, or on CUDA by the kernels of flash-linear-attention where they are installed (``kernels.py``).
+They run in plain torch, or on CUDA with the kernels of flash-linear-attention if it is installed (``kernels.py``).
 
-Megatron's own layer needs kernels of other packages, and in 0.16 has no packed sequences. Its parameters have the same names.
+Megatron's own layer requires kernels from other packages. In Megatron 0.16 it does not support packed sequences. The
+parameters here use its names.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from rlhf_mcore.mcore.groups import SummedGradient
 from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.parallel.context import order_of_one, to_parts, to_tokens
 
-CHUNK = 64  # tokens whose states are never made: what they read of each other is one triangular system
+CHUNK = 64  # tokens per chunk; a triangular system replaces the states of these tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads that a rank computes, by their numbers among those of a tensor-parallel rank.
+    """The heads that a rank computes, as indices among the heads of a tensor-parallel rank.
 
-    ``uses``: of each head of keys, how many of the heads of values go with it.
+    ``uses``: the number of value heads that use each key head.
     """
 
     keys: range
@@ -42,15 +43,18 @@ class Heads:
     uses: tuple[int, ...]
 
     def repeat_keys(self, x: Tensor) -> Tensor:
-        """[N, heads of keys, K] -> [N, heads of values, K]."""
+        """Map [N, key heads, K] to [N, value heads, K]."""
         if len(set(self.uses)) == 1:
             return x.repeat_interleave(self.uses[0], dim=1)
-        heads = x.unbind(1)  # the device is not asked how many they become
+        heads = x.unbind(1)  # avoids asking the device for the resulting number of heads
         return torch.stack([head for head, uses in zip(heads, self.uses, strict=True) for _ in range(uses)], dim=1)
 
 
 def share_heads(num_keys: int, num_values: int, ranks: int) -> list[Heads]:
-    """Share heads of values out as evenly as possible; a rank may have none, and heads of keys may be with several ranks."""
+    """Distribute value heads over ranks as evenly as possible.
+
+    A rank may get none. Several ranks may share a key head.
+    """
     repeats, shares = num_values // num_keys, []
     for first, last in itertools.pairwise(num_values * rank // ranks for rank in range(ranks + 1)):
         keys = range(first // repeats, max(-(-last // repeats), first // repeats + 1))
@@ -61,7 +65,10 @@ def share_heads(num_keys: int, num_values: int, ranks: int) -> list[Heads]:
 
 @dataclass(frozen=True, slots=True)
 class DeltaKernels:
-    """Kernels of flash-linear-attention, named as there, for ``batch`` rows of one length, or for one row between ``borders``."""
+    """Kernels of flash-linear-attention under their own names.
+
+    The input contains ``batch`` rows of equal length, or one row that ``borders`` divides into sequences.
+    """
 
     causal_conv1d: Callable[..., tuple[Tensor, None]]
     chunk_gated_delta_rule: Callable[..., tuple[Tensor, None]]
@@ -69,12 +76,12 @@ class DeltaKernels:
     borders: Tensor | None = None  # [num_sequences + 1] int32
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return SiLU of ``causal_convolution``."""
+        """Compute ``causal_convolution`` and apply SiLU."""
         out = self.causal_conv1d(self._rows(x), weight, activation="silu", cu_seqlens=self.borders)[0]
         return out.flatten(0, 1)
 
     def apply_rule(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Return ``gated_delta_rule`` of queries and keys of any length, in the dtype of ``q``."""
+        """Compute ``gated_delta_rule`` in the dtype of ``q``. Queries and keys can have any norm."""
         rows = map(self._rows, (q, k, v, decay, beta))
         out = self.chunk_gated_delta_rule(*rows, use_qk_l2norm_in_kernel=True, cu_seqlens=self.borders)[0]
         return out.flatten(0, 1)
@@ -84,12 +91,17 @@ class DeltaKernels:
 
 
 class GatedDeltaNet(torch.nn.Module):
-    """Mix tokens in the place of attention: convolution over the last tokens, a state per head that decays and is corrected, a gate.
+    """Mix tokens with a gated delta net instead of attention.
 
-    A tensor-parallel rank has some of the heads of keys, and the heads of values that go with them. ``in_proj`` gives queries, keys,
-    values, output gates, and of each head of values how much it corrects (beta) and how fast it forgets (alpha).
+    A convolution runs over the last tokens. Each head keeps a state that decays and is corrected. A gate multiplies
+    the output.
 
-    Under context parallelism each rank computes some of these heads for all tokens, since a state passes through all of them.
+    A tensor-parallel rank computes some of the key heads, and the value heads that use them. ``in_proj`` outputs
+    queries, keys, values and output gates. For each value head it also outputs the strength of corrections (beta) and
+    the rate of decay (alpha).
+
+    Under context parallelism each rank computes some of these heads for all tokens, because a state depends on all of
+    them.
     """
 
     fla: DeltaKernels | None = None
@@ -141,7 +153,10 @@ class GatedDeltaNet(torch.nn.Module):
         packed_seq_params: PackedSequences | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, hidden] (a part of the tokens under sequence parallelism), packed with b = 1. Returns as much, and no bias."""
+        """Map [s, b, hidden] to the same shape, and return no bias. Packed input has b = 1.
+
+        Under sequence parallelism, s counts this rank's part of the tokens.
+        """
         mixed, cp = self.in_proj(hidden_states)[0], self._cp.size()  # [s, b, outputs of this rank]
         batch, packed = mixed.size(1), packed_seq_params
         sizes = [len(mixed) * cp] if packed is None else list(packed.sizes)
@@ -151,8 +166,8 @@ class GatedDeltaNet(torch.nn.Module):
             columns = [self._columns(heads, mixed.device) for heads in self._shares]
             by_rank = mixed.index_select(-1, torch.cat(columns))
             mixed = to_parts(by_rank, [len(each) for each in columns], order, self._cp)
-        lengths = np.array(sizes * batch)  # packed, there is one row
-        # The rule keeps ten times what goes in, so it runs again in the backward pass.
+        lengths = np.array(sizes * batch)  # packed input has one row
+        # The rule would save ten times the size of its input, so the backward pass recomputes it.
         rows = mixed.transpose(0, 1).flatten(0, 1)
         fla = None
         if self.fla is not None and self._mine.values:
@@ -165,7 +180,7 @@ class GatedDeltaNet(torch.nn.Module):
         return self.out_proj(out.contiguous())
 
     def _columns(self, heads: Heads, device: torch.device) -> Tensor:
-        """Find the outputs of ``in_proj`` of some heads among all of this rank's, kind by kind."""
+        """Return the columns of this rank's ``in_proj`` outputs that belong to ``heads``, kind by kind."""
         keys, values = (self.keys, heads.keys, self.key_dim), (self.values, heads.values, self.value_dim)
         scalars, parts, begin = (self.values, heads.values, 1), [], 0
         for count, some, width in (keys, keys, values, values, scalars, scalars):
@@ -176,7 +191,7 @@ class GatedDeltaNet(torch.nn.Module):
     def _heads(
         self, mixed: Tensor, lengths: NDArray[np.int64], fla: DeltaKernels | None, tree: PrefixTree | None
     ) -> Tensor:
-        """[N, outputs of ``in_proj`` that are of the heads of this rank] -> [N, its heads of values * value_dim]."""
+        """Map [N, ``in_proj`` outputs of this rank's heads] to [N, its value heads * value_dim]."""
         mine, keys, values = self._mine, len(self._mine.keys), len(self._mine.values)
         key_size, value_size = keys * self.key_dim, values * self.value_dim
         channels = 2 * key_size + value_size
@@ -205,14 +220,14 @@ class GatedDeltaNet(torch.nn.Module):
         return out.to(value.dtype).flatten(1)
 
     def _norm_heads(self, x: Tensor) -> Tensor:
-        """Norm each head, with one weight for the heads of all ranks."""
+        """Normalise each head. The heads of all ranks share one weight."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return SummedGradient.apply(self.out_norm.weight, self._tp) * normed.to(x.dtype)
 
 
 class _Weight(torch.nn.Module):
-    """A weight under the name of its module."""
+    """A module that holds one weight, so that the weight's name contains the module's."""
 
     def __init__(self, config: TransformerConfig, *shape: int | None):
         super().__init__()
@@ -220,23 +235,23 @@ class _Weight(torch.nn.Module):
 
 
 def delta_net_spec(column: type[torch.nn.Module], row: type[torch.nn.Module]) -> ModuleSpec:
-    """Specify a layer's "attention", of linear layers that are split by columns and by rows."""
+    """Build the spec of a gated delta net as a layer's "attention", with column- and row-parallel linear layers."""
     return ModuleSpec(GatedDeltaNet, {"in_proj": column, "out_proj": row})
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Scale heads to length one, in fp32."""
+    """Scale each head to norm one, in fp32."""
     wide = x.float()
     return wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 def causal_convolution(x: Tensor, weight: Tensor, lengths: NDArray[np.int64]) -> Tensor:
-    """Convolve each channel of sequences back to back with its own kernel, over its last tokens.
+    """Convolve each channel with its own kernel over the last tokens, for sequences back to back.
 
     Args:
         x: [N, C] tokens.
         weight: [C, K] kernels, whose last element is multiplied with the token itself.
-        lengths: of the sequences. A token sees none of another sequence.
+        lengths: lengths of the sequences. A token sees no other sequence.
 
     Returns:
         [N, C].
@@ -252,22 +267,22 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: NDArray[np.int64]) ->
 
 
 def convolve_paths(x: Tensor, weight: Tensor, tree: PrefixTree) -> Tensor:
-    """Convolve as ``causal_convolution``, where the first tokens of a segment see the last ones of its ancestors."""
+    """Compute ``causal_convolution`` over a tree. The first tokens of a segment see the last tokens of its ancestors."""
     kernel, wide, factors = weight.size(1), x.float(), weight.float()
     out, padded = wide * factors[:, -1], F.pad(wide, (0, 0, 0, 1))
     for back in range(1, kernel):
-        earlier = torch.from_numpy(tree.earlier(back)).to(x.device)  # len(x): there is none
+        earlier = torch.from_numpy(tree.earlier(back)).to(x.device)  # len(x) means no token
         out = out + padded.index_select(0, earlier) * factors[:, kernel - 1 - back]
     return out.to(x.dtype)
 
 
 def delta_rule_of_paths(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, tree: PrefixTree) -> Tensor:
-    """Apply the gated delta rule to all segments of a depth together, each from the state at the end of its parent."""
+    """Apply the gated delta rule to a tree. All segments of one depth run together, from the final states of their parents."""
     depths = np.array(tree.depths())
     begins, sizes, parents = (
         np.array([getattr(segment, name) for segment in tree.segments]) for name in ("begin", "size", "parent")
     )
-    ranks = np.zeros_like(depths)  # of segments among the states of their depth
+    ranks = np.zeros_like(depths)  # index of each segment's state among the states of its depth
     out, ends = q.new_zeros(len(q), q.size(1), v.size(-1), dtype=torch.float32), list[Tensor]()
     for depth in range(depths.max() + 1):
         (numbers,) = np.nonzero(depths == depth)
@@ -290,33 +305,36 @@ def gated_delta_rule(
     lengths: NDArray[np.int64],
     initial: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Apply the gated delta rule to sequences back to back, in fp32 (arXiv 2412.06464, equation 10, in the chunks of section 3.3).
+    """Apply the gated delta rule to sequences back to back, in fp32.
 
-    Of each head a state S [K, V] begins at zero with every sequence: S' = exp(decay_t) S_{t-1},
-    S_t = S' + k_t beta_t (v_t - S'^T k_t)^T, o_t = S_t^T q_t / sqrt(K). Within a chunk the corrections u of all tokens solve
-    (1 + L) u = beta (v - exp(d) S^T k), where d is the sum of decays since the chunk began, S the state then, and
-    L_ij = beta_i exp(d_i - d_j) k_i k_j for j < i.
+    This is equation 10 of arXiv 2412.06464, in the chunks of section 3.3. The state S [K, V] of each head starts at
+    zero in every sequence: S' = exp(decay_t) S_{t-1}, S_t = S' + k_t beta_t (v_t - S'^T k_t)^T, o_t = S_t^T q_t /
+    sqrt(K).
+
+    Within a chunk the corrections u of all tokens solve (1 + L) u = beta (v - exp(d) S^T k). Here d is the sum of
+    decays since the start of the chunk, S is the state at the start, and L_ij = beta_i exp(d_i - d_j) k_i k_j for j <
+    i.
 
     Args:
-        q, k: [N, H, K] of length one.
+        q, k: [N, H, K] with norm one.
         v: [N, H, V].
         decay, beta: [N, H]; decays are not positive.
-        lengths: of the sequences.
-        initial: [sequences, H, K, V] states to begin with; None: zero.
+        lengths: lengths of the sequences.
+        initial: [sequences, H, K, V] initial states; None: zero.
 
     Returns:
-        o [N, H, V] fp32, and the last states, which joined have the order of ``_ranks``.
+        o [N, H, V] fp32, and the final states. Concatenated, these are in the order of ``_ranks``.
     """
     places, sizes = _chunk_places(lengths)
     places, count = places.to(q.device), sum(sizes)
 
     def chunked(x: Tensor) -> Tensor:
-        """[N, H, ...] -> [chunks, H, CHUNK, ...]; places without a token are zero, and change nothing."""
+        """Map [N, H, ...] to [chunks, H, CHUNK, ...]. Positions without a token are zero and have no effect."""
         rows = x.new_zeros(count * CHUNK, *x.shape[1:]).index_copy(0, places, x)
         return rows.unflatten(0, (count, CHUNK)).transpose(1, 2)
 
     q, k, v, beta = (chunked(x.float()) for x in (q * q.size(-1) ** -0.5, k, v, beta[..., None]))
-    total = chunked(decay).cumsum(dim=-1)  # since the chunk began
+    total = chunked(decay).cumsum(dim=-1)  # sum since the start of the chunk
     before = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     faded = (total[..., :, None] - total[..., None, :]).masked_fill(~before, -torch.inf).exp()
     since = total.exp()[..., None]
@@ -330,7 +348,7 @@ def gated_delta_rule(
     state, parts, first, ended = q.new_zeros(0), [], 0, list[Tensor]()
     if initial is not None:
         state = torch.empty_like(initial).index_copy(0, torch.from_numpy(_ranks(lengths)).to(q.device), initial)
-    for size in sizes:  # the first chunks of all sequences, then the second ones of those that have a second one
+    for size in sizes:  # the first chunks of all sequences, then the second chunks of longer sequences, and so on
         now = slice(first, first + size)
         if first == 0 and initial is None:
             corrections, out = own[now], inside[now] @ own[now]
@@ -347,19 +365,20 @@ def gated_delta_rule(
 
 
 def _ranks(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Rank sequences by their chunks, longer ones first."""
+    """Rank sequences by their number of chunks, longest first."""
     ranks = np.empty_like(lengths)
     ranks[np.argsort(lengths // -CHUNK, kind="stable")] = np.arange(len(lengths))
     return ranks
 
 
 def _chunk_places(lengths: NDArray[np.int64]) -> tuple[Tensor, list[int]]:
-    """Place tokens where sequences are cut into chunks: all first chunks of sequences, then all second ones, and so on.
+    """Compute the position of each token after cutting sequences into chunks.
 
-    Longer sequences come before shorter ones, so sequences with a further chunk are always the first of their kind.
+    All first chunks come first, then all second chunks, and so on. Longer sequences precede shorter ones. Within each
+    group, the sequences that continue are therefore at the front.
 
     Returns:
-        The place of each token [N] among all places, and how many sequences have a first, a second, ... chunk.
+        The position of each token [N], and the number of sequences that have a first, a second, ... chunk.
     """
     chunks = -(-lengths // CHUNK)
     sizes = [int((chunks > nth).sum()) for nth in range(chunks.max())]
@@ -369,5 +388,5 @@ def _chunk_places(lengths: NDArray[np.int64]) -> tuple[Tensor, list[int]]:
 
 
 def _numbers(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number each token [N] in its sequence."""
+    """Return the index of each token [N] in its sequence."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,7 +1,8 @@
-"""One rank's real forward, backward and optimizer step without weights, devices or other ranks, and the bytes that they allocate.
+"""Run one rank's forward, backward and optimizer step without weights, devices or other ranks, and count allocated bytes.
 
-Megatron's own model, schedule and optimizer run on fake tensors (shapes without data) in a fake world, whose collectives return at
-once. A fake tensor has no values. Where one is asked for, every token counts alike: experts get equally many, losses are finite.
+Megatron's own model, schedule and optimizer run on fake tensors (shapes without data). The process group is fake too:
+its collectives return at once. A fake tensor has no values. If code reads one, the values are the same for every
+token: experts get equally many tokens and losses are finite.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _ATEN, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
 
 @dataclass(frozen=True, slots=True)
 class TracedBytes:
-    """Bytes of one rank: those that stay, and the peak of a forward and backward pass beside them."""
+    """Bytes of one rank: persistent memory, and the additional peak of a forward and backward pass."""
 
     weights: int
     gradients: int
@@ -54,9 +55,9 @@ class TracedBytes:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operations make, while they live.
+    """Count the bytes of live storages that operations allocate.
 
-    ``copies_per_token``: that a mixture of experts makes.
+    ``copies_per_token``: copies that an MoE model makes of each token.
     """
 
     def __init__(self, copies_per_token: int = 1) -> None:
@@ -68,7 +69,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # asked for twice as often as all else together
+        # called twice as often as all other operations together
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if func is _ATEN._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
@@ -96,7 +98,7 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Make a process group of ``size`` ranks of which this process is one. Messages of the others are undefined."""
+    """Create a process group of ``size`` ranks with this process as ``rank``. Messages from other ranks are undefined."""
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
@@ -113,12 +115,13 @@ def dry_run(
     microbatches: Sequence[Microbatch],
     add_optimizer: Callable[[MegatronModel], None],
 ) -> TracedBytes:
-    """Trace the rank of this process, in a :func:`fake_world`, over ``microbatches``. Their tensors are real ones on the host."""
+    """Trace this process's rank over ``microbatches``, inside a :func:`fake_world`. The microbatches are real host tensors."""
     platform.prepare_megatron()
     groups = build_groups(layout)
     assert groups is not None
     counted = LiveBytes(1 if spec.geometry.experts is None else spec.geometry.experts.per_token)
-    # Weights are made on the device and in the dtype that they stay in; torch cannot convert modules of fake tensors.
+    # Weights are created on the final device and in the final dtype, because torch cannot convert modules of fake
+    # tensors.
     unconverted = patch.object(torch.nn.Module, "_apply", lambda module, function, recurse=True: module)
     alike = patch.object(own_optimizer, "all_gather_json", lambda value, group: [value] * group.size())
     alone = patch.object(momentum, "all_gather_json", _of_this_rank)
@@ -138,23 +141,23 @@ def dry_run(
         with patch.multiple(mlp, bias_swiglu_impl=_swiglu, weighted_bias_swiglu_impl=_weighted_swiglu):
             model.forward_backward(microbatches, loss(model))
         activations = counted.peak - before
-        model.optimizer.megatron.get_grad_norm = lambda: 1.0  # which is a number, and not a shape
+        model.optimizer.megatron.get_grad_norm = lambda: 1.0  # a number instead of a fake tensor
         model.step(1e-6)
     return TracedBytes(weights, gradients, state, activations)
 
 
 def flat_buffers(chunk: Any) -> list[Any]:
-    """List Megatron's buffers of a chunk that is trained, those of experts too."""
+    """List Megatron's buffers of a trained chunk, including buffers for experts."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def _of_this_rank(value: list[Any], group: dist.ProcessGroup) -> list[Any]:
-    """Select this rank's part of a matrix: the others hold none."""
+    """Keep only this rank's part of a matrix. The other ranks get none."""
     return [value if rank == group.rank() else [] for rank in range(group.size())]
 
 
 class _Done:
-    """Collectives that have ended."""
+    """A handle of collectives that are complete."""
 
     def wait(self) -> None: ...
 
@@ -162,7 +165,10 @@ class _Done:
 def _scatter(
     inputs: Tensor, group: dist.ProcessGroup, input_split_sizes: Sequence[int] | None = None, *args: Any
 ) -> Tensor:
-    """Return a rank's rows, as NCCL reduces them where they are. gloo has no such collective, and the platform makes one of a copy."""
+    """Return a rank's rows without a copy, like NCCL.
+
+    gloo has no such collective. The platform's replacement would copy the input.
+    """
     if group.size() == 1:
         return inputs
     rows = len(inputs) // group.size() if input_split_sizes is None else input_split_sizes[group.rank()]
@@ -170,9 +176,9 @@ def _scatter(
 
 
 def _stand_in(chunk: torch.nn.Module) -> None:
-    """Replace plain torch where a GPU has a kernel: the kernel's memory for the backward pass is kept."""
+    """Replace plain torch code by functions that save as much memory for the backward pass as the GPU kernels do."""
     for module in chunk.modules():
-        if isinstance(module, mlp.MLP):  # experts have a config of their own
+        if isinstance(module, mlp.MLP):  # experts have their own config
             module.config.bias_activation_fusion = True
         if isinstance(module, RMSNorm):
             module.forward = partial(_norm, module.weight)  # type: ignore[method-assign]
@@ -203,7 +209,7 @@ def _weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *args: Any
 
 
 class _Swiglu(torch.autograd.Function):
-    """A fused gated activation, times the routers' probabilities in a mixture of experts: its input."""
+    """A fused gated activation, times the router probabilities in MoE layers. It saves its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor | None) -> Tensor:
@@ -217,7 +223,7 @@ class _Swiglu(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """A fused norm: its input and one fp32 number a row."""
+    """A fused norm. It saves its input and one fp32 number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -231,7 +237,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Flash attention over [s, b, heads, d]: queries, keys, values, the output and one fp32 number a row and head."""
+    """Flash attention over [s, b, heads, d]. It saves queries, keys, values, the output, and one fp32 number per row and head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -246,7 +252,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _deal_evenly(dispatcher: MoEAlltoAllTokenDispatcher, routing_map: Tensor) -> NDArray[np.int64]:
-    """Deal equally many tokens to every expert. They need not be counted."""
+    """Assign the same number of tokens to every expert, without counting."""
     tokens, experts = routing_map.shape
     copies = tokens * dispatcher.config.moe_router_topk
     share, local = copies // experts, dispatcher.num_local_experts

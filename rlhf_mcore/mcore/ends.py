@@ -1,4 +1,4 @@
-"""The two ends of a decoder: its embedding, and what stands in the place of its output layer."""
+"""Modify the two ends of a decoder: its embedding, and its output layer or scalar head."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class ScalarHead(torch.nn.Module):
-    """One number per token, in place of Megatron's output layer: values of a critic, scores of a reward model.
+    """Compute one number per token instead of logits: a critic's value or a reward model's score.
 
-    It is small and whole on every tensor-parallel rank. Hidden states have their full gradient on each of these, so nothing is
-    reduced on the way back; with sequence parallelism they are gathered first. Computed in fp32.
+    The head is small, so every tensor-parallel rank stores it whole. It computes in fp32. With sequence parallelism
+    the hidden states are gathered first. Each rank has their full gradient, so the backward pass reduces nothing.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup, *, has_bias: bool):
@@ -25,7 +25,7 @@ class ScalarHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.empty(1, dtype=config.params_dtype)) if has_bias else None
 
     def forward(self, hidden: Tensor, weight: None = None, runtime_gather_output: bool | None = None) -> tuple:
-        """[T or T / tp, b, hidden] -> [T, b, 1] fp32, and None where a bias would be returned."""
+        """Map hidden states [T or T / tp, b, hidden] to [T, b, 1] fp32. Also return None instead of a bias."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self._tp)
         bias = self.bias.float() if self.bias is not None else None
@@ -33,10 +33,10 @@ class ScalarHead(torch.nn.Module):
 
 
 def defer_logits(output_layer: torch.nn.Module, tp_group: dist.ProcessGroup) -> None:
-    """Let a model return the hidden states in front of its output layer, all of them on every tensor-parallel rank.
+    """Make a model return the input of its output layer: the hidden states, whole on every tensor-parallel rank.
 
-    Logits are then made where logprobs are computed, in chunks (``parallel/logprobs.py``), which also sums the gradient of the hidden
-    states over these ranks.
+    ``parallel/logprobs.py`` then computes the logits in chunks, together with the logprobs. It also sums the gradient
+    of the hidden states over these ranks.
     """
     gathers = bool(output_layer.sequence_parallel)
 
@@ -49,7 +49,7 @@ def defer_logits(output_layer: torch.nn.Module, tp_group: dist.ProcessGroup) -> 
 
 
 def require_gradient(embedding: torch.nn.Module) -> None:
-    """Let what a frozen embedding returns have a gradient: recomputed layers have gradients only if their input has."""
+    """Give the outputs of a frozen embedding a gradient, because recomputed layers have gradients only if their input has."""
 
     def require(_module: torch.nn.Module, _inputs: object, output: Tensor) -> Tensor:
         return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
@@ -58,5 +58,8 @@ def require_gradient(embedding: torch.nn.Module) -> None:
 
 
 def scale_embeddings(embedding: torch.nn.Module, factor: float) -> None:
-    """Multiply what an embedding returns, in its dtype: the output layer may share its weight and is not scaled."""
+    """Multiply the outputs of an embedding by ``factor``, in their dtype.
+
+    The weight itself does not change, because the output layer may share it.
+    """
     embedding.register_forward_hook(lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype))

@@ -1,6 +1,6 @@
-"""All experts of a layer in one grouped matrix product, on a GPU without Transformer Engine.
+"""Compute all experts of a layer in one grouped matrix product, on a GPU without Transformer Engine.
 
-The number of tokens of each expert stays on the device. If ranks exchange tokens, the host reads the sizes of the exchange.
+The token counts of experts stay on the device. If ranks exchange tokens, the host reads the sizes of the exchange.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from rlhf_mcore.mcore.mixture import BiasedExpertOutput
 
-_ALIGNED = 8  # elements: rows of 16 bytes in bf16, which the kernel requires
+_ALIGNED = 8  # elements: the kernel requires rows of 16 bytes, in bf16
 _PLAIN = (ColumnParallelLinear, RowParallelLinear, BiasedExpertOutput)
 
 
 def group_experts(layer: MoELayer) -> None:
-    """Let a layer compute its experts at once, unless they have adapters, or sizes that the kernel does not take."""
+    """Make a layer compute its experts in one product, unless they have adapters or sizes that the kernel does not support."""
     experts = layer.experts
     if type(experts) is not SequentialMLP or experts.num_local_experts == 1:
         return
@@ -41,12 +41,12 @@ def _is_groupable(linear: Any) -> bool:
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron's experts, which are modules one by one, computed by one product for each of their two linear layers."""
+    """Megatron's sequential experts, with one grouped product for each of their two linear layers."""
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Compute tokens [n, hidden], which are sorted by experts, times their probabilities [n]."""
+        """Apply the experts to tokens [n, hidden], sorted by expert, and multiply by their probabilities [n]."""
         if not len(permuted_local_hidden_states):
             output: tuple[Tensor, None] = super().forward(
                 permuted_local_hidden_states, tokens_per_expert, permuted_probs
@@ -63,14 +63,14 @@ class GroupedExperts(SequentialMLP):
 
 
 class _Linear(torch.nn.Module):
-    """The same linear layer of all experts, of tokens that are sorted by experts. It adds biases, times ``probs`` [n] if given."""
+    """The same linear layer of all experts, for tokens sorted by expert. It adds biases, times ``probs`` [n] if given."""
 
     def __init__(self, linears: list[Any], counts: Tensor, probs: Tensor | None = None):
         super().__init__()
         self._linears, self._counts, self._probs = linears, counts, probs
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        first, counts = self._linears[0], self._counts.to(x.device)  # some dispatchers have them on the host
+        first, counts = self._linears[0], self._counts.to(x.device)  # some dispatchers keep them on the host
         ends = counts.cumsum(0, dtype=torch.int32)
         output: Tensor = _GroupedProduct.apply(x, ends, *(linear.weight for linear in self._linears))
         if first.bias is not None:
@@ -81,9 +81,9 @@ class _Linear(torch.nn.Module):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Multiply the rows of x [n, k] up to each of ``ends`` by one of the weights [m, k].
+    """Multiply the rows of x [n, k] by one weight [m, k] per group; each of ``ends`` ends a group.
 
-    It keeps the weights themselves for the backward pass. Stacked copies exist only while they are used.
+    The function saves the weights themselves for the backward pass. Stacked copies exist only while they are used.
     """
 
     @staticmethod
@@ -99,15 +99,16 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = torch._grouped_mm(grad, torch.stack(weights), offs=ends)
         if any(ctx.needs_input_grad[2:]):
-            # Groups may begin at any row only if both matrices have whole rows in memory.
+            # Groups can start at any row only if rows are contiguous in memory in both matrices.
             of_weights = torch._grouped_mm(grad.t(), x.contiguous(), offs=ends).unbind()
         return of_x, None, *of_weights
 
 
 class DeviceCounts(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher, except that the tokens of each expert are counted on the device only.
+    """Megatron's dispatcher, which here counts the tokens of each expert on the device only.
 
-    Without an exchange the tokens are already sorted by experts, so nothing is left to do, and the host waits for nothing.
+    Without an exchange, tokens are already sorted by expert. The dispatcher then does nothing, and the host never
+    waits.
     """
 
     tokens_per_expert: Tensor | None
@@ -129,4 +130,4 @@ class DeviceCounts(MoEAlltoAllTokenDispatcher):
 
     @property
     def _exchanges(self) -> bool:
-        return self.ep_size * self.tp_size > 1 or self.shared_experts is not None  # which overlap with an exchange
+        return self.ep_size * self.tp_size > 1 or self.shared_experts is not None  # overlaps with an exchange

@@ -1,10 +1,10 @@
-"""Process groups of one model, built from its layout and passed in from then on.
+"""Build the process groups of a model from its layout. All code receives these groups as arguments.
 
-Every model has a collection of its own, so an actor and a critic with different layouts live in the same world. Megatron's
-``parallel_state`` is never initialised; the few places in Megatron-core that still read its globals see this collection's groups
-while :func:`use_groups` is entered.
+Each model has its own collection, so an actor and a critic with different layouts can live in the same world.
+Megatron's ``parallel_state`` is never initialised. A few places in Megatron-core still read its globals. Within
+:func:`use_groups` they read this collection's groups.
 
-It also defines what ranks of a model exchange within a pass: messages between the stages of a pipeline, and sums over a group.
+The module also defines the communication within a pass: messages between pipeline stages, and sums over a group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlhf_mcore.types import Microbatch
 
 @dataclass(frozen=True, slots=True)
 class ModelGroups:
-    """A layout and its process groups, as seen from one of its ranks."""
+    """A layout and its process groups, from the view of one rank."""
 
     layout: ParallelLayout
     collection: ProcessGroupCollection
@@ -55,11 +55,12 @@ class ModelGroups:
 
 
 class GroupPool:
-    """Process groups by the ranks that they join: axes with the same ranks share one group, also those of different models.
+    """Process groups by their ranks. Axes with the same ranks share one group, even across models.
 
-    A group is not free: gloo runs threads for each that wake a hundred times a second, NCCL keeps buffers. The default group of the
-    process is never used, because Megatron's unbatched pipeline exchange relies on the pipeline's group being another one.
-    ``timeout`` is how long a rank waits for the others in a collective; None: torch's default.
+    A group is not free: gloo runs threads that wake 100 times per second for each group, and NCCL allocates buffers.
+    The pool never returns the default group of the process, because Megatron's unbatched pipeline exchange requires a
+    separate group for the pipeline. ``timeout`` limits the wait for other ranks in a collective; None: torch's
+    default.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
@@ -67,9 +68,9 @@ class GroupPool:
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def group_of(self, enumeration: list[list[int]]) -> dist.ProcessGroup | None:
-        """Return this rank's group of an enumeration of disjoint groups; None if it is in none. Collective over the world."""
+        """Return this rank's group from a list of disjoint groups, or None if no group contains it. Collective over the world."""
         named = {rank for ranks in enumeration for rank in ranks}
-        # new_subgroups_by_enumeration gives every rank of the world a group, or an error: the others get one each.
+        # new_subgroups_by_enumeration requires a group for every rank of the world. Each remaining rank gets its own.
         alone = [[rank] for rank in range(dist.get_world_size()) if rank not in named]
         key = tuple(sorted(map(tuple, enumeration + alone)))
         if key not in self._groups:
@@ -80,7 +81,7 @@ class GroupPool:
 
 
 def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> ModelGroups | None:
-    """Build the process groups of a layout; None on ranks outside of it.
+    """Build the process groups of a layout. Return None on ranks outside the layout.
 
     Collective: every rank of the world calls it with the same layout and pool.
     """
@@ -98,7 +99,8 @@ def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> Model
         "dp_cp": ["dp", "cp"],
         "tp_cp": ["tp", "cp"],
         "tp_dp_cp": ["tp", "dp", "cp"],
-        # The norm of the gradient is taken over this group; None would mean the whole world, also for a model on a part of it.
+        # The gradient norm is computed over this group. None would mean the whole world, even for a model on a part
+        # of it.
         "intra_dist_opt": ["tp", "cp", "dp", "pp"],
     }
     for name, dims in axes.items():
@@ -106,7 +108,7 @@ def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> Model
     pipelines = grid.get_rank_enum("pp")
     pgs.embd = pool.group_of([sorted({ranks[0], ranks[-1]}) for ranks in pipelines])
     pgs.pos_embd = pool.group_of([ranks[:1] for ranks in pipelines])
-    if layout.ep == 1:  # experts are sharded and replicated as the rest of the model
+    if layout.ep == 1:  # experts are sharded and replicated like the rest of the model
         pgs.ep = pool.group_of([[rank] for rank in layout.ranks])
         pgs.expt_tp = pgs.tp_ep = pgs.tp
         pgs.tp_ep_pp = pgs.mp
@@ -120,8 +122,9 @@ def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> Model
     return ModelGroups(layout, pgs) if dist.get_rank() in layout.ranks else None
 
 
-# Globals that Megatron-core still reads where a collection is passed in: GQA with more TP ranks than KV groups gathers over
-# the default TP group (attention.py), layers (of experts too) built without a tp_group, the tied embedding's replica id, fp8.
+# Globals that Megatron-core still reads despite the collection argument. GQA with more TP ranks than KV groups
+# gathers over the default TP group (attention.py). Other readers are layers that are built without a tp_group
+# (including expert layers), the replica id of the tied embedding, and fp8.
 _GLOBALS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
     "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
@@ -140,7 +143,7 @@ _GLOBALS = {
 
 @contextlib.contextmanager
 def use_groups(groups: ModelGroups, platform: Platform) -> Iterator[None]:
-    """Set Megatron's globals to one model's groups within this block, in which that model is built, run or updated."""
+    """Set Megatron's globals to one model's groups within this block. Build, run and update the model only inside it."""
     before = {name: getattr(parallel_state, name) for name in _GLOBALS}
     for name, attribute in _GLOBALS.items():
         setattr(parallel_state, name, getattr(groups.collection, attribute))
@@ -158,10 +161,11 @@ Shape = tuple[int, int, int]
 
 
 class StageMessages(P2PCommunicator):
-    """Sends and receives hidden states of microbatches that differ in length.
+    """Send and receive hidden states of microbatches with different lengths.
 
-    Megatron's own sends each shape before its tensor, and waits for the device to read it. But stages run the same microbatches in
-    the same order, so messages from the stage before, and from the one behind, come in an order that is known too.
+    Megatron's own class sends each shape before its tensor and waits for the device to read it. But all stages run
+    the same microbatches in the same order, so each stage knows the order and shapes of the messages from its two
+    neighbours.
     """
 
     def __init__(self, groups: ModelGroups, config: TransformerConfig, microbatches: Sequence[Microbatch]):
@@ -171,26 +175,26 @@ class StageMessages(P2PCommunicator):
         shapes = [(m.width // parts, m.token_ids.size(0), config.hidden_size) for m in microbatches]
         chunks, last = layout.vpp or 1, layout.pp - 1
         together = config.microbatch_group_size_per_vp_stage or layout.pp
-        # Nothing comes to the model's first chunk, nor back to its last one.
+        # The model's first chunk receives no hidden states, and its last chunk receives no gradients.
         self._forward = _repeat(shapes, together, chunks - (groups.pp_rank == 0))
         self._backward = _repeat(shapes, together, chunks - (groups.pp_rank == last))
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape | None, Shape | None]:
-        """Return the shapes of the next messages from the stages before and behind; None: nothing is received."""
+        """Return the shapes of the next messages from the previous and the next stage; None: no message."""
         return next(self._forward) if recv_prev else None, next(self._backward) if recv_next else None
 
 
 def _repeat(shapes: Sequence[Shape], together: int, times: int) -> Iterator[Shape]:
-    """Yield shapes in the order of the schedule: so many microbatches together go through one chunk after the other."""
+    """Yield shapes in the order of the schedule: ``together`` microbatches pass through one chunk after another."""
     for begin in range(0, len(shapes), together):
         for _ in range(times):
             yield from shapes[begin : begin + together]
 
 
 class SummedGradient(torch.autograd.Function):
-    """The identity, whose gradient is summed over a group. Megatron's own leaves a gradient that is not contiguous as it is."""
+    """The identity, with a gradient that is summed over a group. Megatron's version does not sum non-contiguous gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -203,7 +207,7 @@ class SummedGradient(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """The sum over a group, of which each rank makes another use: so gradients are summed too."""
+    """The sum over a group whose ranks use it differently. The gradient is therefore summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -222,7 +226,7 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class SumOfParts(torch.autograd.Function):
-    """Sum over a group whose ranks all make the same use of the sum. Each takes the gradient of its own part."""
+    """The sum over a group whose ranks all use it in the same way. Each rank keeps the gradient of its own term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,7 @@
-"""Features of images that frozen towers have made, once in a step, by one of the ranks that need them; and who sees them."""
+"""Features of images from frozen vision towers, and attention masks for images.
+
+The ranks that need an image read it together: one of them runs the tower, once per step.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +16,36 @@ from rlhf_mcore.data.packing import balance
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.context import chunks_of
 
-KEPT_BYTES = 2 * 2**30  # of a process
-Key = tuple[tuple[int, ...], str]  # of a tower and an image
-Levels = list[Tensor]  # of each level [tokens, hidden]
+KEPT_BYTES = 2 * 2**30  # per process
+Key = tuple[tuple[int, ...], str]  # fingerprint of a tower, digest of an image
+Levels = list[Tensor]  # [tokens, hidden] per level
 
 
 @dataclass(slots=True, eq=False)
 class StepFeatures:
-    """Features on the host, for further passes over the rows of a batch. One for the models of a process, whose towers may be equal.
+    """Features on the host, for further passes over the rows of a batch.
 
-    They are forgotten with the batch: which images a tower reads together, and so the last bits of what it makes of them, then
-    depends on nothing before the step.
+    The models of a process share one instance, because their towers may be equal. The features are dropped with the
+    batch. The images that a tower reads together affect the last bits of its features. They must not depend on
+    earlier steps.
     """
 
     limit: int = KEPT_BYTES
     _found: dict[Key, Levels] = field(default_factory=dict)
     _num_bytes: int = 0
-    _tokens: Tensor | None = None  # of the batch
+    _tokens: Tensor | None = None  # the tokens of the current batch
 
     def begin(self, tokens: Tensor) -> None:
-        """Forget everything if these are not the tokens of the batch that began last."""
+        """Drop everything if ``tokens`` are not the tokens of the current batch."""
         if self._tokens is not tokens:
             self._found, self._num_bytes, self._tokens = {}, 0, tokens
 
     def get(self, key: Key) -> Levels | None:
-        """Return what is kept of an image."""
+        """Return the stored features of an image, or None."""
         return self._found.get(key)
 
     def keep(self, key: Key, levels: Levels) -> None:
-        """Keep a copy where there is room."""
+        """Store a copy if it fits."""
         size = sum(level.nbytes for level in levels)
         if self._num_bytes + size <= self.limit and key not in self._found:
             self._found[key] = [level.cpu() for level in levels]
@@ -49,7 +53,7 @@ class StepFeatures:
 
 
 def fingerprint(tower: torch.nn.Module) -> tuple[int, ...]:
-    """Return sums over the bits of a tower's tensors, by which it is known: weights that learn or follow others change them."""
+    """Return sums over the bits of a tower's tensors as its identity. Training or copying weights changes them."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [p.detach().view(kinds[p.element_size()]).sum(dtype=torch.int64) for p in tower.parameters()]
     return tuple(torch.stack(sums).tolist())
@@ -62,13 +66,15 @@ def read_together(
     read: Callable[[Sequence[str]], Mapping[str, Levels]],
     group: dist.ProcessGroup,
 ) -> dict[str, Levels]:
-    """Return features of images, each read by one rank of a group. Collective over it, with the same images on all ranks.
+    """Return features of images. Each image is read by one rank of the group.
+
+    Collective over the group, with the same images on all ranks.
 
     Args:
-        costs: of reading each image, by its digest.
-        sizes: tokens of each.
-        like: [levels, hidden] of the dtype and on the device of features.
-        read: the tower of this rank.
+        costs: cost of reading each image, by its digest.
+        sizes: number of tokens of each image.
+        like: [levels, hidden] with the dtype and device of features.
+        read: runs the tower of this rank.
     """
     digests, num_levels, width = list(costs), *like.shape
     shares = [[digests[place] for place in share] for share in balance(list(costs.values()), group.size())]
@@ -91,16 +97,16 @@ def read_together(
 
 
 def needed_by_any(missing: Sequence[str], group: dist.ProcessGroup) -> list[str]:
-    """Return the images that some rank of a group does not have: what else they keep may differ. Collective."""
+    """Return the images that some rank of a group lacks. Ranks may store different images. Collective."""
     if group.size() == 1:
         return list(missing)
     return list(dict.fromkeys(digest for of_rank in all_gather_json(list(missing), group) for digest in of_rank))
 
 
 def mask_with_images(images: Tensor, num_queries: int, window: int | None, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the mask [b, 1, queries of this context-parallel rank, keys] of sequences whose tokens are of ``images`` [b, keys].
+    """Return the mask [b, 1, queries of this context-parallel rank, keys] for tokens with image numbers [b, keys].
 
-    Tokens see those before them, and those of their own image, no further back than ``window``; -1 is no image.
+    Tokens see earlier tokens and the tokens of their own image, up to ``window`` tokens back. -1 means no image.
     """
     keys = queries = torch.arange(images.size(1), device=images.device)
     if group is not None:

@@ -1,4 +1,4 @@
-"""Derive what passes read of microbatches: on the host, and on the device before the first pass, by one copy for all."""
+"""Derive the inputs of a pass from its microbatches on the host, and copy them to the device together before the pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PassInputs:
-    """Derives what this rank's passes read, and places it. ``with_padding``: routers leave padding out of the balance."""
+    """Derive the inputs for this rank's passes and copy them to the device.
+
+    ``with_padding``: also derive a padding mask, so that routers can exclude padding from load balancing.
+    """
 
     groups: ModelGroups
     platform: Platform
@@ -37,7 +40,7 @@ class PassInputs:
 
     @contextmanager
     def place(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
-        """Keep the fields of microbatches, and what is derived of them, on the device within this block (``placed``)."""
+        """Keep the microbatches' fields and derived tensors on the device within this block (``placed``)."""
         fields = [{**microbatch.fields, **self.derive(microbatch)} for microbatch in microbatches]
         copies = iter(self.platform.to_device([tensor for tensors in fields for tensor in tensors.values()]))
         for microbatch, tensors in zip(microbatches, fields, strict=True):
@@ -49,12 +52,14 @@ class PassInputs:
                 microbatch.placed = {}
 
     def derive(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """Return what passes read of a microbatch beside its fields, by name, on the host.
+        """Return the inputs of a pass that are not fields of the microbatch, by name, on the host.
 
-        ``token_ids``, ``position_ids``, ``padding`` and the ``targets`` [n] and teacher's distributions of the tokens with logits, at
-        places ``counted`` [n], are of this context-parallel rank; the rest is of all tokens. Of a prefix tree ``token_ids``,
-        ``position_ids``, ``padding`` and ``uses`` are in the computed layout. ``counted`` are places of the row layout then, and
-        ``hidden_at`` those of their hidden states.
+        ``token_ids``, ``position_ids`` and ``padding`` contain the tokens of this context-parallel rank. ``targets``
+        [n] and the teacher's distributions contain its tokens with logits, and ``counted`` [n] their positions. All
+        other tensors contain the tokens of all ranks.
+
+        For a prefix tree, ``token_ids``, ``position_ids``, ``padding`` and ``uses`` use the computed layout.
+        ``counted`` then contains positions in the row layout, and ``hidden_at`` the positions of the hidden states.
         """
         tree, sizes = microbatch.tree, computed_sizes(microbatch)
         derived = {"sequence_ids": sequence_ids(microbatch)[0], "last_positions": last_positions(microbatch)}
@@ -67,7 +72,7 @@ class PassInputs:
             if self.with_padding:
                 computed |= {"padding": tree.uses[None] == 0, "uses": tree.uses[None]}
             derived["sources"] = tree.sources
-            if self.platform.name == "cuda":  # where one kernel may compute all pieces
+            if self.platform.name == "cuda":  # there, one kernel can compute all pieces
                 derived |= self._tree_part(tree).borders()
         derived |= {name: self.of_rank(microbatch, values) for name, values in computed.items()}
         if microbatch.cu_seqlens is not None:
@@ -100,7 +105,10 @@ class PassInputs:
         return rows
 
     def subsets(self, microbatch: Microbatch) -> Subsets | None:
-        """Return the ``support`` of this rank's tokens with logits, on the device where it is placed there; None without one."""
+        """Return the ``support`` of this rank's tokens with logits, or None if there is none.
+
+        It is on the device if the microbatch is placed.
+        """
         if (support := microbatch.ragged.get("support")) is None:
             return None
         subsets, placed = Subsets.of(take_tokens(support, self._with_logits(microbatch)[0])), microbatch.placed
@@ -109,14 +117,14 @@ class PassInputs:
         return replace(subsets, tokens=placed["subset_tokens"], ids=placed["subset_ids"], is_cut=placed["is_cut"])
 
     def of_rank(self, microbatch: Microbatch, values: Tensor) -> Tensor:
-        """Return of [b, T, ...] values of what is computed those at this context-parallel rank's places: [b, T / cp, ...]."""
+        """Select this context-parallel rank's values from [b, T, ...] values of all computed tokens: [b, T / cp, ...]."""
         cp = self.groups.layout.cp
         if cp == 1:
             return values
         return values[:, local_places(computed_sizes(microbatch), self.groups.cp_rank, cp)]
 
     def _with_logits(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Return the places [n] int64 of this rank's tokens with logits in the flat row layout, and among its hidden states."""
+        """Find this rank's tokens with logits: positions [n] int64 in the flat row layout, and among its hidden states."""
         count = microbatch.token_ids.size(0) * microbatch.width
         own = self.of_rank(microbatch, torch.arange(count).view(-1, microbatch.width)).flatten()
         rows, hidden = own, torch.arange(len(own))
@@ -134,15 +142,16 @@ class PassInputs:
         return microbatch.fields.get("weights", microbatch.fields.get("loss_mask"))
 
     def packed_sequences(self, microbatch: Microbatch) -> PackedSequences | None:
-        """Describe the sequences, or segments, that a placed microbatch computes; None where it is padded."""
+        """Describe the sequences or segments that a placed microbatch computes. Return None if it is padded."""
         if microbatch.cu_seqlens is None:
             return None
         placed, tree = microbatch.placed, microbatch.tree
         places = placed.get("places", placed["position_ids"]).flatten()
         packed = PackedSequences.of(placed["borders"], places, computed_sizes(microbatch), placed.get("order"))
         if tree is not None:
-            packed.max_seqlen_q = packed.max_seqlen_kv = tree.longest  # Megatron makes angles of so many positions
-            placed["borders"].is_tree = True  # type: ignore[attr-defined]  # for packed.py
+            # Megatron computes angles for this many positions
+            packed.max_seqlen_q = packed.max_seqlen_kv = tree.longest
+            placed["borders"].is_tree = True  # type: ignore[attr-defined]  # packed.py reads it
             packed.tree = replace(self._tree_part(tree), placed=placed)
         return packed
 
@@ -150,7 +159,7 @@ class PassInputs:
         return TreePart.of(tree, self.groups.cp_rank, self.groups.layout.cp)
 
     def _padding(self, microbatch: Microbatch) -> Tensor:
-        """Return True at the tokens that routers leave out of the balance."""
+        """Return a mask that is True for the tokens that routers exclude from load balancing."""
         ids, count = sequence_ids(microbatch)
         real = torch.tensor(microbatch.lengths + [0] * (count - len(microbatch.lengths)))
         return microbatch.position_ids >= real[ids]

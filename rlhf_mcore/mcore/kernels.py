@@ -1,4 +1,7 @@
-"""Kernels of CUDA in the place of plain torch, where they are installed and compute the same; and the kernels of a built model."""
+"""Select CUDA kernels for a model's layers, and list the kernels that a built model uses.
+
+An installed kernel replaces plain torch code if it computes the same function.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def use_fast_kernels(modules: Iterable[torch.nn.Module], config: TransformerConfig) -> None:
-    """Give the layers of a model on CUDA the kernels that compute them. With ``deterministic`` they keep torch's, in a fixed order."""
+    """Set fast kernels on the layers of a CUDA model. In ``deterministic`` mode, the layers use torch in a fixed order."""
     if config.deterministic_mode:
         for module in modules:
             if isinstance(module, SDPACoreAttention):
@@ -66,9 +69,10 @@ def use_fast_kernels(modules: Iterable[torch.nn.Module], config: TransformerConf
 
 
 def _varlen_attention(config: TransformerConfig) -> Any:
-    """Return torch's attention over packed sequences; None where it does not compute that of a model.
+    """Return torch's attention over packed sequences, or None if it does not support this model's attention.
 
-    It has no sinks, and heads of one size for keys and values, up to 256 elements; of 193 to 224 not on every GPU.
+    It supports no sinks. Keys and values must have the same head size, at most 256. Not every GPU supports sizes 193
+    to 224.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -85,7 +89,7 @@ def _varlen_attention(config: TransformerConfig) -> Any:
 
 
 def _varlen_with_all_heads(varlen: Callable[..., Any], q: Any, k: Any, v: Any, *borders: Any, **options: Any) -> Any:
-    """Attend by torch 2.11, which wants a head of keys and values [N, heads, d] for each of the queries: shared ones are repeated."""
+    """Attend with torch 2.11, which needs one key and value head [N, heads, d] per query head. Repeat shared heads."""
     shared = q.size(1) // k.size(1)
     if options.pop("enable_gqa"):
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
@@ -93,7 +97,10 @@ def _varlen_with_all_heads(varlen: Callable[..., Any], q: Any, k: Any, v: Any, *
 
 
 def _delta_kernels(key_dim: int) -> DeltaKernels | None:
-    """Return those of flash-linear-attention, 0.4.2 or later; None where it is not installed, or has none for heads of this size."""
+    """Return the kernels of flash-linear-attention 0.4.2 or later.
+
+    Return None if it is not installed or does not support heads of this size.
+    """
     if key_dim > 256 or not computes_delta_gradients():
         return None
     try:
@@ -107,11 +114,11 @@ def _delta_kernels(key_dim: int) -> DeltaKernels | None:
 
 
 Kind = TypeVar("Kind")
-ADAM = Adam.__module__  # of the class that Megatron has found
+ADAM = Adam.__module__  # module of the Adam class that Megatron imported
 
 
 def live_kernels(model: MegatronModel) -> dict[str, str]:
-    """Name the kernels of a model by part, as found in the model itself and in the config that its code branches on."""
+    """Return the kernel name of each part, as found in the model's modules and in the config that its code reads."""
     config, chunk = model.config, unwrap(model.chunks[0])
     fused_rope = config.apply_rope_fusion or config.fused_single_qkv_rope
     cores = (

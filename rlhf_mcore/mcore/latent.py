@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): Megatron's, with what it needs to learn rightly."""
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): Megatron's layer with correct training gradients."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from torch import Tensor
 from rlhf_mcore.mcore.groups import SummedGradient
 from rlhf_mcore.platform.megatron_versions import LayersOfSpec
 
-# Of the norms of latents, whatever the model's other norms have: as in the authors' code and in transformers.
+# Epsilon for the norms of latents, even if the model's other norms use another one. The authors' code and
+# transformers do this too.
 NORM_EPS = 1e-6
 if not isinstance(multi_latent_attention.TELinear, type):
-    # Megatron takes Transformer Engine for installed there where only its own module of that name is.
+    # Megatron assumes that Transformer Engine is installed, but only finds its own module of that name.
     multi_latent_attention.HAVE_TE = False
 
 
 class WholeLinear(torch.nn.Module):
-    """A projection without bias, whole on every tensor-parallel rank, as Transformer Engine's "duplicated" one.
+    """A projection without bias that every tensor-parallel rank stores whole, like Transformer Engine's "duplicated" mode.
 
-    Under sequence parallelism a rank sees a part of the tokens, so its weight's gradient is summed over tensor-parallel ranks.
+    Under sequence parallelism a rank processes a part of the tokens. The gradient of the weight is therefore summed
+    over tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup, inputs: int, outputs: int):
@@ -36,16 +38,20 @@ class WholeLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """[..., inputs] -> [..., outputs], and None where a bias would be returned."""
+        """Map [..., inputs] to [..., outputs]. Also return None instead of a bias."""
         return F.linear(x, self.weight), None
 
 
 class LatentAttention(LayersOfSpec, MLASelfAttention):
-    """Megatron's layer with whole projections to latents on every rank, and with the full gradient of its rotated keys.
+    """Megatron's layer, with whole projections to latents on every rank and the full gradient of the rotated keys.
 
-    Megatron's own local spec splits these projections and gathers what they return, as Hugging Face tensors never are. All heads share
-    the rotated part of the keys, and a rank has some of the heads: its gradient is a part of the sum over ranks. With sequence
-    parallelism Megatron gathers that part of the keys over tokens, and its backward pass sums. Without, nothing does.
+    Megatron's own local spec splits these projections and gathers their outputs. The Hugging Face tensors are never
+    split in this way.
+
+    All heads share the rotated part of the keys, and a rank computes some of the heads. The gradient of a rank is
+    therefore one term of a sum over ranks. With sequence parallelism, Megatron gathers that part of the keys over
+    tokens, and the backward pass computes the sum. Without sequence parallelism Megatron does not sum, so this layer
+    does.
     """
 
     def __init__(self, config: TransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **kwargs: Any):
@@ -57,7 +63,7 @@ class LatentAttention(LayersOfSpec, MLASelfAttention):
             self.linear_kv_down_proj = WholeLinear(config, self.pg_collection.tp, hidden, config.kv_lora_rank + rope)
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
             layer: Any = getattr(self, name, None)
-            if hasattr(layer, "eps"):  # a norm, or a linear layer with one in front
+            if hasattr(layer, "eps"):  # a norm, or a linear layer with a built-in norm
                 layer.eps = NORM_EPS
         if self.pg_collection.tp.size() > 1 and not config.sequence_parallel:
             self.linear_kv_down_proj.register_forward_hook(self._sum_key_gradient)
@@ -69,7 +75,7 @@ class LatentAttention(LayersOfSpec, MLASelfAttention):
 
 
 def local_attention_spec(norm: type[torch.nn.Module], core_attention: type[torch.nn.Module]) -> ModuleSpec:
-    """Return a specification of latent attention with Megatron's own linear layers."""
+    """Return a layer spec of latent attention with Megatron's own linear layers."""
     backend = LocalSpecProvider()
     column = backend.column_parallel_linear()
     return ModuleSpec(

@@ -1,7 +1,7 @@
-"""Layer specs: Transformer Engine's own modules where it is installed, and without it a local spec that also runs on a CPU.
+"""Build layer specs: Transformer Engine's modules if it is installed, else a local spec that also runs on a CPU.
 
-The local spec takes Megatron's linear layers and replaces two parts: the norm (torch's refuses sequence parallelism) and the core
-attention (Megatron's refuses packed input). Under both, mixtures have a router of ours.
+The local spec uses Megatron's linear layers and replaces two parts. torch's norm does not support sequence
+parallelism. Megatron's core attention does not support packed input. MoE layers use our router under both specs.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ except ImportError:
 
 
 def use_te(kind: str) -> bool:
-    """Tell whether ``model.layer_spec`` means Transformer Engine here ("auto": when it is installed)."""
+    """Return whether ``model.layer_spec`` selects Transformer Engine ("auto": if it is installed)."""
     return kind == "te" or (kind == "auto" and HAVE_TE)
 
 
 def decoder_spec(
     config: TransformerConfig, kind: str, family: Family, *, pp_rank: int, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Specify the layers of one model chunk; ``kind`` is "te", "local" or "auto"."""
+    """Build the spec of the layers in one model chunk; ``kind`` is "te", "local" or "auto"."""
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
     kinds = [(_is_moe(config, number), _is_delta(config, number)) for number in numbers]
@@ -61,7 +61,7 @@ def decoder_spec(
 
 
 def layer_spec(config: TransformerConfig, kind: str, family: Family, *, moe: bool, delta: bool = False) -> ModuleSpec:
-    """Specify one layer; ``moe``: with experts, ``delta``: with a gated delta net."""
+    """Build the spec of one layer. ``moe``: with experts; ``delta``: with a gated delta net instead of attention."""
     te = use_te(kind)
     spec = (_te_spec if te else _local_spec)(config, family, moe=moe)
     layer = spec.submodules
@@ -76,7 +76,7 @@ def layer_spec(config: TransformerConfig, kind: str, family: Family, *, moe: boo
 
 
 def norm_and_linear(kind: str) -> tuple[type[torch.nn.Module], type[torch.nn.Module]]:
-    """Return a norm that stands alone, and a linear layer with split outputs."""
+    """Return the classes of a standalone norm and of a linear layer with split outputs."""
     if not use_te(kind):
         return RMSNorm, LocalSpecProvider().column_parallel_linear()
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
@@ -85,7 +85,7 @@ def norm_and_linear(kind: str) -> tuple[type[torch.nn.Module], type[torch.nn.Mod
 
 
 def _add_parts(attention: ModuleSpec, config: TransformerConfig, family: Family) -> None:
-    """Add to a specification of attention what a family has beside Megatron's."""
+    """Add the parts that a family's attention needs in addition to Megatron's."""
     parts = {
         "windows": family.windows is not None,
         "gates": config.attention_output_gate,
@@ -106,7 +106,7 @@ def _use_delta_net(layer: TransformerLayerSubmodules, te: bool) -> None:
 
 
 def _place_norms(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family) -> None:
-    """Norm the outputs of attention and MLP, instead of their inputs or too, where a family does."""
+    """Normalise the outputs of attention and MLP if the family does, instead of or in addition to their inputs."""
     if family.norms == "outputs":
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
     if family.norms != "inputs":
@@ -133,7 +133,7 @@ def _te_spec(config: TransformerConfig, family: Family, *, moe: bool) -> ModuleS
     attention.submodules.core_attention = with_trees(attention.submodules.core_attention)
     if config.multi_latent_attention:
         attention.module = LatentAttention
-    if family.norms == "outputs":  # and none is a part of the linear layers
+    if family.norms == "outputs":  # the linear layers then contain no norm
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
         attention.submodules.linear_qkv = TEColumnParallelLinear
@@ -144,7 +144,7 @@ def _te_spec(config: TransformerConfig, family: Family, *, moe: bool) -> ModuleS
 def _local_spec(config: TransformerConfig, family: Family, *, moe: bool) -> ModuleSpec:
     backend = LocalSpecProvider()
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    if moe:  # one expert after the other
+    if moe:  # experts run one after another
         mlp = get_moe_module_spec_for_backend(backend, config.num_moe_experts, moe_grouped_gemm=False)
     else:
         mlp = get_mlp_module_spec_for_backend(backend=backend)

@@ -1,9 +1,11 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of Megatron's linear layers: y = W x + scale * B A x.
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) for Megatron's linear layers: y = W x + scale * B A x.
 
-A layer's A and B are its parameters ``lora_a`` and ``lora_b``; W has no gradient. Where ranks split W's outputs, each has the whole
-of A and its own rows of B. Where they split W's inputs, each has its own columns of A and the whole of B. What passes between ranks
-is A x, of ``rank`` elements per token and matrix. The embedding and the output layer are like layers whose outputs are split: each
-rank has the rows of B that belong to its part of the vocabulary.
+A layer's A and B are its parameters ``lora_a`` and ``lora_b``; W has no gradient. If ranks split W's outputs, each
+rank stores the whole of A and its own rows of B. If ranks split W's inputs, each rank stores its own columns of A and
+the whole of B. Ranks exchange A x, which is ``rank`` elements per token and matrix.
+
+The embedding and the output layer work like layers with split outputs. Each rank stores the rows of B for its part of
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ from rlhf_mcore.plugins import load_plugin
 
 @dataclass(frozen=True, slots=True)
 class MatrixRows:
-    """One of the matrices that a layer's weight joins: where its A begins, and which rows of B belong to which rows of the weight."""
+    """One of the matrices that a layer's weight joins.
+
+    ``a_row`` is the first row of its A. ``b_rows`` are the rows of B for the rows ``rows`` of the weight.
+    """
 
     a_row: int
     rows: tuple[int, ...]
@@ -54,8 +59,8 @@ class Adapters:
     sizes: AdapterSizes
     dropout: float = 0.0
     is_on: bool = True
-    role: str = "actor"  # the group of the configuration, for messages
-    _dora: Any = field(init=False, default=None)  # the plug-in, if the adapters have magnitudes
+    role: str = "actor"  # config group, for messages
+    _dora: Any = field(init=False, default=None)  # the plug-in, if the adapters use DoRA magnitudes
 
     def __post_init__(self) -> None:
         if self.sizes.use_dora:
@@ -63,7 +68,7 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Let the layers compute without adapters within this block."""
+        """Run the layers without adapters within this block."""
         before, self.is_on = self.is_on, False
         try:
             yield
@@ -71,16 +76,17 @@ class Adapters:
             self.is_on = before
 
     def add(self, layer: Any, matrices: Sequence[MatrixRows], num_a: int, name: str, number: str = "") -> None:
-        """Give a layer the parameters A and B of one of its weights, whose values are undefined.
+        """Add parameters A and B for one weight of a layer. Their values are undefined.
 
         Args:
-            matrices: those of which this rank has rows; the same for all weights of the layer.
-            num_a: rows of A, of all matrices of the weight.
-            name: of the weight, for messages.
-            number: of the weight, where experts have theirs in one layer.
+            layer: the linear layer.
+            matrices: matrices with rows on this rank; equal for all weights of the layer.
+            num_a: rows of A, over all matrices of the weight.
+            name: name of the weight, for messages.
+            number: number of the weight, if one layer contains the weights of several experts.
 
         Raises:
-            ConfigError: an adapter of such a layer cannot be computed here.
+            ConfigError: this kind of layer does not support adapters.
         """
         form = _form_of(layer, name, self.role)
         path = form.path
@@ -102,7 +108,7 @@ class Adapters:
             assert not path.is_expert, "checked with the targets"
             split_group = path.group if isinstance(path, _RowPath) else None
             magnitudes = self._dora.build_magnitudes(layer, matrices, self.sizes, split_group)
-        if hasattr(layer, "lora_rows"):  # another expert's weight came first
+        if hasattr(layer, "lora_rows"):  # already hooked for another expert's weight
             return
         layer.register_buffer("lora_b_order", torch.tensor(order, device=weight.device), persistent=False)
         rows = torch.tensor([row for matrix in matrices for row in matrix.rows], device=weight.device)
@@ -113,7 +119,7 @@ class Adapters:
 
         def product(hidden: Tensor, b: Tensor) -> Tensor:
             rows = b if in_order else b.index_select(0, layer.lora_b_order)
-            if num_a == rank:  # of one matrix: nothing to divide, and nothing to copy together
+            if num_a == rank:  # a single matrix: nothing to split or concatenate
                 return F.linear(hidden, rows)
             each, parts = hidden.split(rank, dim=-1), rows.split([count for _, count in spans])
             return torch.cat(
@@ -131,13 +137,13 @@ class Adapters:
                 return magnitudes.scale(y, bias, added), bias
             return (y + added if covers else y.index_add(-1, module.lora_rows, added)), bias
 
-        # In front of other hooks: these treat what the layer returns, adapters included.
+        # Run before other hooks, which then process the layer's output including adapters.
         layer.register_forward_hook(add, prepend=True)
 
     def add_to_end(self, layer: Any) -> None:
-        """Give the embedding or the output layer the parameters A and B, whose values are undefined.
+        """Add parameters A and B to the embedding or the output layer. Their values are undefined.
 
-        An output layer computes no logits itself: see :meth:`of_logits`. PEFT drops no input of an embedding, and neither does this.
+        An output layer computes no logits itself: see :meth:`of_logits`. Like PEFT, an embedding uses no dropout.
         """
         weight, rank = layer.weight, self.sizes.rank
         layer.lora_a = torch.nn.Parameter(weight.new_empty(rank, weight.size(1)))
@@ -146,7 +152,7 @@ class Adapters:
         self._fix(layer, layer.lora_a, layer.lora_b)
         if not isinstance(layer, VocabParallelEmbedding):
             return
-        # Each rank's gradient of A is that of its tokens.
+        # Each rank computes A's gradient for its own tokens.
         layer.lora_a.sequence_parallel = layer.reduce_scatter_embeddings
 
         def add(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
@@ -157,7 +163,7 @@ class Adapters:
         layer.register_forward_hook(add, prepend=True)
 
     def _fix(self, layer: Any, a: Tensor, b: Tensor) -> None:
-        """Leave what does not learn of a layer's A and B without a gradient."""
+        """Zero the gradients of the rows of A and columns of B that do not learn."""
         rank, fixed = self.sizes.rank, self.sizes.fixed
         if not fixed:
             return
@@ -167,7 +173,10 @@ class Adapters:
         b.register_hook(lambda gradient: gradient * layer.lora_learns[:rank])
 
     def of_logits(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return scale * A x [N, rank] and B [V_local, rank], whose product is added to the logits of ``hidden`` [N, h]; or None."""
+        """Return scale * A x [N, rank] and B [V_local, rank], or None if there is nothing to add.
+
+        Their product is added to the logits of ``hidden`` [N, h].
+        """
         if not self.is_on or not hasattr(layer, "lora_a"):
             return None
         whole = _Path(layer.tp_group, False, False)
@@ -185,51 +194,55 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """Pass a layer's input and A x between ranks. This one: every rank has the layer whole, and its own tokens or all."""
+    """How a layer's input and A x pass between ranks. This base class: every rank has the whole layer, and some or all tokens."""
 
     group: dist.ProcessGroup
-    sequence_parallel: bool  # ranks have different tokens in front of the layer, or behind it
-    is_expert: bool  # the dispatcher of tokens has gathered what goes in, and sums what comes out
+    sequence_parallel: bool  # ranks hold different tokens before or after the layer
+    is_expert: bool  # the token dispatcher gathers the inputs and sums the outputs
 
     @property
     def inputs_differ(self) -> bool:
-        """Tell whether tensor-parallel ranks have different inputs."""
+        """Return whether tensor-parallel ranks have different inputs."""
         return self.sequence_parallel
 
     def prepare_input(self, x: Tensor) -> Tensor:
-        """Return the input as A needs it."""
+        """Return the input in the form that A needs."""
         return x
 
     def reduce_hidden(self, u: Tensor) -> Tensor:
-        """Return A x as B needs it."""
+        """Return A x in the form that B needs."""
         return u
 
     def scale_output(self, product: Tensor) -> Tensor:
-        """Return this rank's part of the product, if ranks' outputs are summed behind the layer."""
+        """Return this rank's part of the product, if the outputs of ranks are summed after the layer."""
         return product
 
     def mark(self, a: Any, b: Any, allreduce: bool) -> None:
-        """Mark the parameters for the sums and the norm of gradients. ``allreduce``: as the weight is marked."""
+        """Mark the parameters for gradient sums and the gradient norm. ``allreduce``: the mark of the weight."""
         for parameter in (a, b):
             parameter.sequence_parallel = self.sequence_parallel
 
     def _mark(self, split: Any, dim: int, whole: Any, allreduce: bool) -> None:
-        """Mark one parameter as split over tensor-parallel ranks, and one as whole on each, which gets its whole gradient there."""
+        """Mark one parameter as split over tensor-parallel ranks, and the other as whole.
+
+        Each rank gets the whole gradient of the whole one.
+        """
         set_tensor_model_parallel_attributes(split, True, dim, 1)
         whole.sequence_parallel = self.sequence_parallel and not self.is_expert
         for parameter in (split, whole):
             parameter.allreduce = allreduce
         if self.is_expert:
-            # Tensor-parallel ranks may have different experts, so all count, but for copies of the same expert's.
+            # Tensor-parallel ranks can have different experts, so the norm counts all, except copies for the same
+            # expert.
             set_tensor_model_parallel_attributes(whole, True, 0, 1)
             whole.shared = self.group.rank() > 0
 
 
 class _ColumnPath(_Path):
-    """Ranks have different rows of B, and the same A."""
+    """Ranks have different rows of B and the same A."""
 
     def prepare_input(self, x: Tensor) -> Tensor:
-        # The gradient of an expert's input is summed over ranks by the dispatcher.
+        # The dispatcher sums the gradient of an expert's input over ranks.
         return _Scaled.apply(x, 1.0, 1.0 / self.group.size()) if self.is_expert else x
 
     def reduce_hidden(self, u: Tensor) -> Tensor:
@@ -242,7 +255,7 @@ class _ColumnPath(_Path):
 
 
 class _RowPath(_Path):
-    """Ranks have different columns of A, and the same B."""
+    """Ranks have different columns of A and the same B."""
 
     @property
     def inputs_differ(self) -> bool:
@@ -274,15 +287,15 @@ class _Scaled(torch.autograd.Function):
 
 
 def _rows_of(layer: VocabParallelEmbedding, tokens: Tensor, table: Tensor) -> Tensor:
-    """Look tokens [b, T] up in a table of which each rank has the rows [V_local, n] that it has of the embedding.
+    """Look up tokens [b, T] in a table. Each rank stores the rows [V_local, n] for its part of the vocabulary.
 
     Returns:
-        [b, T, n], or [T / tp, b, n] where the embedding leaves each rank its own tokens.
+        [b, T, n], or [T / tp, b, n] if the embedding leaves each rank only its own tokens.
     """
     local = tokens - layer.vocab_start_index
     here = (local >= 0) & (local < table.size(0))
     local = torch.where(here, local, 0)
-    # As for the embedding itself: the backward pass of the second is not deterministic on CUDA.
+    # Like the embedding itself: the backward pass of F.embedding is not deterministic on CUDA.
     rows = table[local] if layer.deterministic_mode else F.embedding(local, table)
     rows = rows * here.unsqueeze(-1)
     if layer.reduce_scatter_embeddings:
@@ -290,27 +303,30 @@ def _rows_of(layer: VocabParallelEmbedding, tokens: Tensor, table: Tensor) -> Te
     return reduce_from_tensor_model_parallel_region(rows, group=layer.tp_group)
 
 
-# What a layer has multiplied, what it has returned, its bias if that is added later, and the tokens of each expert if it has several.
+# The layer's input, its output, its bias if that is added later, and the tokens per expert if it has several experts.
 _Parts = tuple[Tensor, Tensor, Tensor | None, list[int] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Hold what is asked of a layer of one class."""
+    """How to add adapters to layers of one class."""
 
     path: _Path
-    parts_of: Callable[[Any, tuple[Any, ...], Any], _Parts]  # of the layer, its inputs and its output
+    parts_of: Callable[[Any, tuple[Any, ...], Any], _Parts]  # takes the layer, its inputs and its output
 
 
 def _parts_of(layer: Any, inputs: tuple[Any, ...], output: Any) -> _Parts:
-    """Return the parts of what a layer of Megatron's own has computed."""
+    """Return the parts for one of Megatron's own layers."""
     return inputs[0], *output, None
 
 
 def _by_expert(
     multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, layer: Any, name: str, counts: list[int] | None
 ) -> Tensor:
-    """Multiply x by the parameter of that name; the tokens of each expert, one after the other in x, by its own."""
+    """Multiply x by the parameter ``name``.
+
+    If ``counts`` is given, x contains tokens sorted by expert. They are multiplied by the parameter of their expert.
+    """
     if counts is None:
         return multiply(x, getattr(layer, name))
     return torch.cat([multiply(part, getattr(layer, f"{name}{k}")) for k, part in enumerate(x.split(counts))])
@@ -335,6 +351,6 @@ def _form_of(layer: Any, name: str, role: str) -> _Form:
         if isinstance(layer, lora_te.WHOLE):
             return _Form(_Path(layer._tp_group, bool(layer.config.sequence_parallel), False), lora_te.parts_of)
     raise ConfigError(
-        f"{role}.lora.rank: {name} is a layer of {type(layer).__name__}, which takes no adapter; set model.layer_spec=local, "
-        f"or leave it out of {role}.lora.targets"
+        f"{role}.lora.rank: {name} is a {type(layer).__name__}, which does not support adapters; set model.layer_spec=local, "
+        f"or remove it from {role}.lora.targets"
     )

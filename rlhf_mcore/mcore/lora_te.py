@@ -1,8 +1,11 @@
-"""Give Transformer Engine's linear layers what adapters need of Megatron's own. Imported where it is installed.
+"""Adapt Transformer Engine's linear layers to LoRA adapters, which expect the interface of Megatron's own layers.
 
-Three things differ. A norm can be a part of a layer: the layer then returns its normed input too. So the norm is computed once, and
-its gradient is the sum of both products'. The experts of a layer are one layer: its input has their tokens one
-after the other. And a layer that leaves communication to others has no ``parallel_mode``.
+Import this module only if Transformer Engine is installed. Its layers differ in three ways:
+
+- A layer can include a norm. It then also returns its normed input, so the norm is computed once. The gradient of the
+norm is the sum over both products.
+- The experts of a layer are one layer. Its input contains the tokens of the experts back to back.
+- A layer whose communication is done elsewhere has no ``parallel_mode``.
 """
 
 from __future__ import annotations
@@ -21,16 +24,16 @@ from torch import Tensor
 
 COLUMN = (TEColumnParallelLinear, TELayerNormColumnParallelLinear, TEColumnParallelGroupedLinear)
 ROW = (TERowParallelLinear, TERowParallelGroupedLinear)
-WHOLE = (TELinear,)  # what is neither of them: Megatron's "duplicated"
+WHOLE = (TELinear,)  # neither column nor row parallel: Megatron's "duplicated"
 
 
 def has_outside_communication(layer: Any) -> bool:
-    """Tell whether a layer that ranks split leaves communication to the dispatcher of tokens, or to shared experts."""
+    """Return whether the token dispatcher or the shared experts do the communication for a split layer."""
     return layer.parallel_mode is None
 
 
 def return_normed(layer: Any) -> None:
-    """Let a layer with a norm in front return the normed input too, always: without adapters it then computes the same bit for bit."""
+    """Make a layer with a built-in norm always return its normed input too, so that runs without adapters match bit for bit."""
     if isinstance(layer, TELayerNormColumnParallelLinear):
         layer.return_layernorm_output = True
 
@@ -38,13 +41,13 @@ def return_normed(layer: Any) -> None:
 def parts_of(
     layer: Any, inputs: tuple[Any, ...], output: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, list[int] | None]:
-    """Return the input of a layer's product, its output, and its bias if that is added later.
+    """Return the input of a layer's product, its output, its bias if that is added later, and the tokens of each expert.
 
-    The fourth are the tokens of each expert, None where the layer has no experts.
+    The last is None if the layer has no experts.
     """
     x, (y, bias) = inputs[0], output[:2]
     if isinstance(layer, TELayerNormColumnParallelLinear):
-        # Megatron passes on what Transformer Engine returns: a bias that is added later is between the two.
+        # Megatron returns Transformer Engine's tuple. A bias that is added later is in the middle.
         y, bias, x = output if layer.te_return_bias else (y[0], bias, y[1])
     if not isinstance(layer, (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)):
         return x, y, bias, None

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router whose balance does not depend on how ranks share the tokens, and experts in the forms of families."""
+"""MoE layers: a router with layout-independent load balancing, and experts in the forms of families."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from rlhf_mcore.platform.megatron_versions import submodules_of
 class Router(TopKRouter):
     """Top-k router with the load-balancing loss of Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, eq. 4-6).
 
-    Of a microbatch of n tokens and E experts it is E * sum_e f_e * P_e, with f_e the fraction of the n * top_k assignments that
-    went to expert e and P_e the mean router probability of e; 1 is perfect balance. Microbatches are weighted by n, padding does
-    not count. Megatron's own multiplies by the tokens of one tensor-parallel rank, so its strength depends on the layout.
+    For a microbatch of n tokens and E experts, the loss is E * sum_e f_e * P_e. Here f_e is the fraction of the n *
+    top_k assignments to expert e, and P_e is its mean router probability. Perfect balance gives 1. Microbatches are
+    weighted by n, and padding is excluded. Megatron's own loss multiplies by the tokens of one tensor-parallel rank,
+    so its strength depends on the layout.
 
-    ``balance_weight`` (set for each update) multiplies n times the loss; ``balance_sum`` collects this rank's part of n times the
-    loss, over the microbatches since it was last set.
+    ``balance_weight`` (set for each update) multiplies n times the loss. ``balance_sum`` accumulates this rank's part
+    of n times the loss over microbatches.
 
-    ``assigned`` [E] counts this rank's tokens by expert over the microbatches of an update; None: they are not counted.
+    ``assigned`` [E] counts this rank's tokens per expert over the microbatches of an update, unless it is None.
 
-    A token of several rows (``data/prefixes.py``) counts as often as if it was computed for each: ``enter`` says how often.
+    A token that several rows share (``data/prefixes.py``) counts once per row. ``enter`` sets the number of rows.
     """
 
     balance_weight: float = 0.0
     balance_sum: float | Tensor = 0.0
     assigned: Tensor | None = None
-    router_replay: Any  # who chooses the experts; None: those with the best scores
+    router_replay: Any  # chooses the experts; None: the experts with the best scores
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -47,17 +48,17 @@ class Router(TopKRouter):
             if config.moe_router_fusion:
                 raise ConfigError("moe_router_fusion chooses other groups of experts than this model; remove it")
             self.router_replay = _BestExpertOfGroups()
-        self._uses: Tensor | None = None  # of the tokens in the running forward pass
-        self._runs = False  # whether a forward pass is running, which is not one that is computed again
-        self._waiting: deque[Tensor | None] = deque()  # uses of passes that will be computed again
+        self._uses: Tensor | None = None  # rows per token in the current forward pass
+        self._runs = False  # whether a forward pass is running that is not a recomputation
+        self._waiting: deque[Tensor | None] = deque()  # uses of passes that will be recomputed
 
     def begin(self) -> None:
-        """Forget what an update has left, which may have ended before its time."""
+        """Clear state from the previous update, which may have stopped early."""
         self._waiting.clear()
 
     @contextmanager
     def enter(self, uses: Tensor | None) -> Iterator[None]:
-        """Run a forward pass, whose tokens are of ``uses`` [n] rows, within this block. None: of one each."""
+        """Run a forward pass within this block. Each token is shared by ``uses`` [n] rows; None: by one row."""
         self._uses, self._runs = uses, True
         try:
             yield
@@ -65,7 +66,11 @@ class Router(TopKRouter):
             self._runs = False
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """Route tokens. A backward pass computes layers again in the order of their forward passes, which had no gradients."""
+        """Route tokens.
+
+        A backward pass recomputes layers in the order of their forward passes. Those forward passes ran without
+        gradients.
+        """
         if not self._runs:
             self._uses = self._waiting.popleft() if self._waiting else None
         elif self.training and not torch.is_grad_enabled():
@@ -75,19 +80,22 @@ class Router(TopKRouter):
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """Attach the loss to ``probs`` [n, E]; ``scores_for_aux_loss`` and ``routing_map`` [n, E] are zero at padding."""
+        """Attach the loss to ``probs`` [n, E]. ``scores_for_aux_loss`` and ``routing_map`` [n, E] are zero for padding."""
         if self._uses is not None:
             routing_map, scores_for_aux_loss = (x * self._uses[:, None] for x in (routing_map, scores_for_aux_loss))
         assigned = routing_map.sum(dim=0).float()
         dist.all_reduce(assigned, group=self.tp_cp_group)
         fractions = assigned / assigned.sum().clamp(min=1.0)
-        # Other ranks of the group hold the other tokens, and add their own part of P_e.
+        # Other ranks of the group hold the other tokens and add their own part of P_e.
         weighted = self.num_experts * (fractions * scores_for_aux_loss.sum(dim=0)).sum()
         self.balance_sum = self.balance_sum + weighted.detach()
         return MoEAuxLossAutoScaler.apply(probs, self.balance_weight * weighted)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count tokens [n, E], once where activations are recomputed. Megatron's own counts in 16 bits where weights have as many."""
+        """Count tokens [n, E], only once if activations are recomputed.
+
+        Megatron's own counter uses 16 bits if the weights do.
+        """
         if self.assigned is not None and torch.is_grad_enabled():
             real = routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1)
             counted = real if self._uses is None else real * self._uses[:, None]
@@ -95,15 +103,15 @@ class Router(TopKRouter):
 
 
 class _BestExpertOfGroups:
-    """Answer Megatron where it asks a replayed routing for experts: those of the groups with the best expert each.
+    """Choose among the experts of the groups with the best single expert, when Megatron asks a replayed routing.
 
-    Megatron's own adds up the scores of as many experts of a group as are taken of one.
+    Megatron's own rule ranks a group by the sum of its best scores, over as many experts as it selects per group.
     """
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, compute_topk: Callable[..., tuple]
     ) -> tuple[Tensor, Tensor]:
-        """Return values and numbers [n, topk] of the experts that tokens go to, of ``scores`` [n, experts]."""
+        """Return the values and indices [n, topk] of the chosen experts, from ``scores`` [n, experts]."""
         groups = scores.unflatten(1, (num_groups, -1))
         best = groups.amax(-1).topk(group_topk, dim=-1).indices
         chosen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, best, True)
@@ -111,10 +119,11 @@ class _BestExpertOfGroups:
 
 
 def move_expert_biases(routers: Iterable[Router], rate: float, group: dist.ProcessGroup) -> None:
-    """Balance experts without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1), from the tokens that routers have counted.
+    """Balance experts without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1), from the routers' token counts.
 
-    The bias of an expert goes up by ``rate`` where it got fewer tokens than the mean over experts, and down where it got more.
-    ``group`` joins the ranks of the same layers. Each has counted its own tokens. Collective over it.
+    The bias of an expert increases by ``rate`` if the expert got fewer tokens than the mean over experts, and
+    decreases if it got more. ``group`` joins the ranks of the same layers, and each rank counted its own tokens.
+    Collective over it.
     """
     biases, assigned = [], []
     for router in routers:
@@ -131,20 +140,20 @@ def move_expert_biases(routers: Iterable[Router], rate: float, group: dist.Proce
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:
-    """Yield the routers of a model's chunks, layer by layer; not those of MTP layers."""
+    """Yield the routers of a model's chunks in layer order, without MTP layers."""
     for chunk in chunks:
         yield from (module for module in unwrap(chunk).decoder.modules() if isinstance(module, Router))
 
 
 def keep_biases_whole(modules: Iterable[torch.nn.Module]) -> None:
-    """Keep the biases of experts in fp32, where the weights of a model have been made 16 bits."""
+    """Keep the biases of experts in fp32 if the model's weights were converted to 16 bits."""
     for module in modules:
         if isinstance(module, Router):
             module._maintain_float32_expert_bias()
 
 
 def use_mixture(mlp: ModuleSpec, family: Family) -> None:
-    """Give a specification of Megatron's mixture the router, and experts in the form of a family."""
+    """Set our router and the family's form of experts in Megatron's MoE spec."""
     parts = submodules_of(mlp)
     parts.router = Router
     if "glu_linear_offset" in family.megatron:
@@ -155,7 +164,10 @@ def use_mixture(mlp: ModuleSpec, family: Family) -> None:
 
 
 def deinterleaved_linear(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Derive a linear layer whose rows are of gate and linear part in turn: it returns all of the gate, then the linear part."""
+    """Derive a linear layer from one whose rows alternate between gate and linear part.
+
+    Its output contains the whole gate, then the whole linear part.
+    """
 
     class TakingTurns(linear):  # type: ignore[misc, valid-type]
         @staticmethod
@@ -169,7 +181,11 @@ def deinterleaved_linear(linear: type[torch.nn.Module]) -> type[torch.nn.Module]
 
 
 class BiasedExpertOutput(RowParallelLinear):
-    """Megatron adds the bias of an expert, times the expert's weight, to what this returns in place: it must not be a view."""
+    """A row-parallel layer that copies its output.
+
+    Megatron adds the bias of an expert, times the expert's weight, to the output in place. The output must not be a
+    view.
+    """
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)

@@ -1,4 +1,4 @@
-"""A Megatron model under a layout: run over microbatches, and updated."""
+"""Run and update a Megatron model under a parallel layout, microbatch by microbatch."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ if TYPE_CHECKING:
     from rlhf_mcore.mcore.vision import ModelVision
 
 Metrics = dict[str, Tensor]
-# Both are called on the last pipeline stage only, with the model's outputs for one microbatch.
+# Both functions run on the last pipeline stage only. They receive the model's outputs for one microbatch.
 OutputFunction = Callable[[Tensor, Microbatch], Tensor]
 LossFunction = Callable[[Tensor, Microbatch], tuple[Tensor, Metrics]]
 
 
 @dataclass(slots=True)
 class LossSums:
-    """The weighted loss of a microbatch and sums for its metrics, all detached."""
+    """The weighted loss of a microbatch and the sums for its metrics, all detached."""
 
     loss: Tensor
     metrics: Metrics
-    mtp: tuple[Tensor, Tensor] | None = None  # negative log-likelihood and number of the tokens that MTP layers predict
+    mtp: tuple[Tensor, Tensor] | None = None  # summed negative log-likelihood and count of the MTP-predicted tokens
 
 
 @dataclass(slots=True)
 class MegatronModel:
-    """A model's chunks on this rank (one, or ``vpp`` of them), with all that is needed to run them.
+    """The chunks of a model on this rank (one, or ``vpp`` of them) and everything needed to run them.
 
-    ``chunks`` are what Megatron's schedules take: DDP-wrapped for a trained model.
+    Megatron's schedules run ``chunks``. The chunks of a trained model are wrapped in DDP.
     """
 
     spec: ModelSpec
@@ -74,17 +74,17 @@ class MegatronModel:
     groups: ModelGroups
     platform: Platform
     chunks: list[torch.nn.Module]
-    aux_loss_coef: float = 0.0  # of the load-balancing loss of a trained mixture-of-experts model
-    expert_bias_rate: float = 0.0  # by which an update moves the biases of experts
+    aux_loss_coef: float = 0.0  # coefficient of the load-balancing loss of a trained MoE model
+    expert_bias_rate: float = 0.0  # change of an expert's bias per update
     optimizer: Optimizer | None = None
     overrides: Overrides = field(default_factory=Overrides)
     logit_chunk_tokens: int | None = None
-    _has_stale_weights: bool = False  # with overlap_param_gather: updated, and not yet gathered
-    movable: Movable = field(default_factory=Movable)  # what leaves the device between uses
-    mtp: MTPLearning | None = None  # of MTP layers, where they are trained
-    adapters: Adapters | None = None  # which learn in the place of the weights
-    vision: ModelVision | None = None  # of a model that reads images
-    routing: Routing | None = None  # replays the choice of experts, where a run does
+    _has_stale_weights: bool = False  # with overlap_param_gather: an update is not gathered yet
+    movable: Movable = field(default_factory=Movable)  # the parts that are offloaded between uses
+    mtp: MTPLearning | None = None  # set if MTP layers are trained
+    adapters: Adapters | None = None  # set if adapters are trained instead of the weights
+    vision: ModelVision | None = None  # set if the model reads images
+    routing: Routing | None = None  # set if the run replays the routers' choice of experts
 
     @property
     def is_last_stage(self) -> bool:
@@ -99,7 +99,7 @@ class MegatronModel:
         return local_parameters(self.chunks, self.groups.layout)
 
     def adapter_parameters(self) -> list[LocalParameter]:
-        """List what is trained of a model with adapters on this rank: A and B, and a scalar head; none without adapters."""
+        """List the trained parameters of a model with adapters on this rank: A, B and a scalar head. Without adapters: []."""
         return adapter_parameters(self.chunks, self.groups.layout) if self.adapters is not None else []
 
     def adapters_off(self) -> AbstractContextManager[None]:
@@ -107,22 +107,32 @@ class MegatronModel:
         return self.adapters.off() if self.adapters is not None else nullcontext()
 
     def _routers(self, chunks: Iterable[torch.nn.Module] | None = None) -> Iterator[Router]:
-        """Return the routers of all layers but MTP layers; of a dense model none, which does not load them. ``chunks``: None: all."""
+        """Return the routers of all layers except MTP layers, in all chunks if ``chunks`` is None.
+
+        A dense model has none, and its iterator loads no MoE code.
+        """
         if self.spec.geometry.experts is None:
             return iter(())
         return routers(self.chunks if chunks is None else chunks)
 
     def add_optimizer(self, cfg: OptimizerConfig, locate: Locate = lambda *_: []) -> None:
-        """Make the optimizer. The weights must be loaded: master weights are copies. Collective over the model's ranks."""
+        """Create the optimizer. Collective over the model's ranks.
+
+        Load the weights first, because the optimizer copies them to its master weights.
+        """
         alone = self.mtp is not None and self.mtp.alone
         self.optimizer = Optimizer(
             self.chunks, self.config, self.groups, self.platform, cfg, self.overrides, self.movable, locate, alone
         )
 
     def share(self, sharing: DeviceSharing, name: str, kinds: Collection[str], *, by_layer: bool = False) -> None:
-        """Keep the parts of ``kinds`` on the device only while they are used. ``name``: of the model, in the ledger.
+        """Keep the parts of ``kinds`` on the device only while they are used.
 
-        ``by_layer``: in a pass the layers of a frozen model come one by one, for every microbatch.
+        Args:
+            sharing: decides when parts are moved.
+            name: the model's name in the ledger.
+            kinds: kinds of parts: weights, gradients, optimizer state.
+            by_layer: in a pass, copy the layers of a frozen model to the device one at a time, for every microbatch.
         """
         self.movable.sharing = sharing
         if not kinds:
@@ -139,12 +149,12 @@ class MegatronModel:
                 self.movable.add_layers(name, unwrap(chunk).decoder.layers)
             tensors = [tensor for chunk in self.chunks for tensor in weight_storage(chunk)]
             rest = [tensor for tensor in tensors if not any(part.holds(tensor) for part in self.movable.layers)]
-            lingers = self.optimizer is not None  # what is frozen is used once a step
+            lingers = self.optimizer is not None  # a frozen model is used only once per step
             self.movable.add(WEIGHTS, MovablePart(f"{name} {WEIGHTS}", rest, self.platform, lingers=lingers))
 
     def release(self) -> None:
-        """Let go of the model. Megatron refers to it from C++ (hooks) and from caches of methods, and would keep it for ever."""
-        self.config.grad_scale_func = None  # of the optimizer
+        """Break the references that keep the model alive. Megatron holds them in C++ hooks and in caches of methods."""
+        self.config.grad_scale_func = None  # a method of the optimizer
         for chunk in self.chunks:
             if isinstance(chunk, DistributedDataParallel):
                 chunk.grad_accs.clear()
@@ -155,13 +165,13 @@ class MegatronModel:
                     cached.cache_clear()
 
     def updating(self) -> AbstractContextManager[None]:
-        """Keep everything that an update needs, and changes, on the device within this block."""
+        """Keep the parts that an update reads or changes on the device within this block."""
         return self.movable.use(*KINDS, writes=True)
 
     def forward(self, microbatches: Sequence[Microbatch], function: OutputFunction) -> list[Tensor]:
-        """Return what ``function`` makes of each microbatch, on the host, without gradients; empty but on the last stage.
+        """Run the microbatches without gradients and return the results of ``function`` on the host, one per microbatch.
 
-        Collective over the model's ranks.
+        The list is empty except on the last pipeline stage. Collective over the model's ranks.
         """
 
         def collect(microbatch: Microbatch, outputs: Tensor, non_loss_data: bool = True) -> Tensor:
@@ -175,13 +185,16 @@ class MegatronModel:
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: LossFunction) -> list[LossSums]:
         """Accumulate gradients of the summed losses and reduce them over ranks. Collective over the model's ranks.
 
-        ``loss(outputs, microbatch)`` returns a scalar that is already weighted by the global count, and detached metrics. Returns the
-        sums of each microbatch; empty except on the last pipeline stage.
+        ``loss(outputs, microbatch)`` returns a scalar that is already weighted by the global count, and detached
+        metrics.
+
+        Returns:
+            The sums of each microbatch; empty except on the last pipeline stage.
         """
 
         def compute(microbatch: Microbatch, outputs: Tensor) -> tuple[Tensor, Tensor, LossSums]:
             value, metrics = loss(outputs, microbatch)
-            # The schedule divides and scales the returned tensor in place, so what is recorded must be a copy.
+            # The schedule divides and scales the returned tensor in place, so record a copy.
             sums = LossSums(value.detach().clone(), metrics)
             if self.mtp is not None:
                 rows = self._inputs.in_rows(microbatch)
@@ -199,7 +212,7 @@ class MegatronModel:
             device = self.platform.device()
             router.assigned = torch.zeros(router.num_experts, device=device) if self.expert_bias_rate else None
         if self.aux_loss_coef:
-            # The load-balancing loss is a mean over the tokens of the update, and its sums begin at zero.
+            # The load-balancing loss is a mean over the tokens of the update. Its sums start at zero.
             local = {"tokens": float(sum(sum(m.lengths) for m in microbatches))}
             num_tokens = reduce_sums(local, self.groups.collection.dp)["tokens"]
             for router in self._routers():
@@ -210,7 +223,7 @@ class MegatronModel:
 
     @contextmanager
     def _gathering_weights(self) -> Iterator[None]:
-        """Gather the weights of an update within this block, as the layers that need them run (overlap_param_gather)."""
+        """Gather updated weights within this block, when the layers that need them run (overlap_param_gather)."""
         if not self._has_stale_weights:
             yield
             return
@@ -222,14 +235,14 @@ class MegatronModel:
         self._has_stale_weights = False
 
     def gather_weights(self) -> None:
-        """Gather the weights that an update has left to be gathered by the next one. Collective over the model's ranks."""
+        """Gather now the updated weights that the next update would gather. Collective over the model's ranks."""
         if self._has_stale_weights:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
             self._has_stale_weights = False
 
     def step(self, lr: float) -> StepOutcome:
-        """Update the weights with the accumulated gradient. See :meth:`Optimizer.step`, and :meth:`gather_weights`."""
+        """Update the weights with the accumulated gradient. See :meth:`Optimizer.step` and :meth:`gather_weights`."""
         assert self.optimizer is not None
         self.movable.ready(OPTIMIZER)
         outcome = self.optimizer.step(lr)
@@ -239,7 +252,7 @@ class MegatronModel:
         return outcome
 
     def load_balance(self) -> float:
-        """Return the load-balancing loss of the last update: the sum over layers of the mean over tokens, times its coefficient.
+        """Return the load-balancing loss of the last update: its coefficient times the sum over layers of the token mean.
 
         Collective over the model's ranks.
         """
@@ -258,11 +271,19 @@ class MegatronModel:
         output_weight: Tensor | None = None,
         divergence: Divergence | None = None,
     ) -> TokenLogprobs:
-        """Compute logprobs of the next tokens, and entropies where wanted, at a sampling temperature: fp32 in the shape of its tokens.
+        """Compute the logprobs of the next tokens, fp32, in the shape of ``microbatch.token_ids``.
 
-        With a ``support`` also the log of its mass, with a ``divergence`` that from the teacher's distributions. Where the
-        microbatch's ``weights``, or ``loss_mask``, are zero there are no logits, and all is zero. ``outputs``: of this model's last
-        stage. ``output_weight``: of the output layer; None: the model's.
+        Optional results are the entropies (``with_entropy``), the log of the support's mass (if the microbatch
+        contains a ``support``) and the divergence from the teacher's distributions (``divergence``). Tokens whose
+        ``weights`` or ``loss_mask`` is zero have no logits. All their results are zero.
+
+        Args:
+            outputs: outputs of this model's last stage.
+            microbatch: the microbatch that produced them.
+            temperature: sampling temperature.
+            with_entropy: compute entropies too.
+            output_weight: weight of the output layer; None: the model's.
+            divergence: divergence from the teacher to compute.
         """
         placed = microbatch.placed or self._inputs.derive(microbatch)
         hidden, weight, added = self.output_layer(outputs, placed, output_weight)
@@ -280,7 +301,7 @@ class MegatronModel:
             with_entropy=with_entropy,
             support=self._inputs.subsets(microbatch),
             compared=compared,
-            main_grad=getattr(weight, "main_grad", None),  # Megatron's: what microbatches add up to, in fp32
+            main_grad=getattr(weight, "main_grad", None),  # Megatron accumulates microbatches here in fp32
             added=added,
         )
         whole = partial(self.in_shape, microbatch, placed)
@@ -289,9 +310,10 @@ class MegatronModel:
     def output_layer(
         self, outputs: Tensor, placed: Mapping[str, Tensor], output_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """Return the hidden states [n, h] of tokens with logits, the output layer's weight, and what adapters add to its logits.
+        """Return the inputs of the logits: hidden states, output weight, and the term that adapters add.
 
-        ``placed``: what ``PassInputs.derive`` returns for the microbatch.
+        Hidden states [n, h] are for the tokens with logits. ``placed`` is the result of ``PassInputs.derive`` for the
+        microbatch.
         """
         chunk, adapters = unwrap(self.chunks[-1]), self.adapters if output_weight is None else None
         if (weight := output_weight) is None:
@@ -303,7 +325,10 @@ class MegatronModel:
         return hidden, weight, adapters.of_logits(chunk.output_layer, hidden) if adapters is not None else None
 
     def in_shape(self, microbatch: Microbatch, placed: Mapping[str, Tensor], values: Tensor) -> Tensor:
-        """Return values [n, ...] of this rank's tokens with logits in the shape of the microbatch's ``token_ids``, zero elsewhere."""
+        """Scatter values [n, ...] of this rank's tokens with logits into the shape of ``microbatch.token_ids``.
+
+        Other tokens get zero.
+        """
         (height, width), cp = microbatch.token_ids.shape, self.groups.layout.cp
         shape = (height, width // cp if microbatch.tree is None else width)
         if (places := placed.get("counted")) is not None:
@@ -316,7 +341,10 @@ class MegatronModel:
         return whole
 
     def _whole(self, microbatch: Microbatch, values: Tensor) -> Tensor:
-        """Gather [b, T, ...] of all context-parallel ranks, which compute the same loss then. A rank's gradient is of its places."""
+        """Gather [b, T, ...] from all context-parallel ranks, so that they compute the same loss.
+
+        The gradient of a rank covers only its own tokens.
+        """
         if self.groups.layout.cp == 1:
             return values
         order = (microbatch.placed or self._inputs.derive(microbatch))["order"].to(values.device)
@@ -361,7 +389,7 @@ class MegatronModel:
             self.vision.enter(microbatch)
         padding = microbatch.placed.get("padding")
         if padding is not None and self.config.sequence_parallel and not unwrap(chunk).pre_process:
-            # Megatron shards the mask on the first stage, where it shards the embeddings, and not on the later ones.
+            # Megatron shards the padding mask on the first stage, with the embeddings, but not on later stages.
             padding = padding.chunk(self.groups.layout.tp, dim=1)[self.groups.tp_rank].contiguous()
         uses = microbatch.placed.get("uses")
         if uses is not None:
@@ -374,7 +402,8 @@ class MegatronModel:
             output = chunk(
                 input_ids=microbatch.placed["token_ids"],
                 position_ids=microbatch.placed["position_ids"],
-                attention_mask=microbatch.placed.get("image_blocks"),  # one of vision.py, see core_attention.py
+                # image numbers from vision.py; core_attention.py reads them
+                attention_mask=microbatch.placed.get("image_blocks"),
                 packed_seq_params=self._inputs.packed_sequences(microbatch),
                 padding_mask=padding,
             )
@@ -383,7 +412,7 @@ class MegatronModel:
         return output, partial(on_outputs, microbatch)
 
     def _in_rows(self, microbatch: Microbatch, outputs: Tensor) -> Tensor:
-        """Return what a scalar head gives [b, T, 1] in the row layout, for the tokens of all context-parallel ranks."""
+        """Convert the outputs [b, T, 1] of a scalar head to the row layout, for the tokens of all context-parallel ranks."""
         if self.groups.layout.cp > 1:
             outputs = self._whole(microbatch, outputs.squeeze(-1)).unsqueeze(-1)
         return outputs if microbatch.tree is None else outputs.index_select(1, microbatch.placed["sources"])
@@ -396,7 +425,7 @@ def _finalize(
     num_tokens: Tensor | None = None,
     **kwargs: Any,
 ) -> None:
-    """Reduce gradients. The losses are divided by the global count already, so the token count is not passed to Megatron."""
+    """Reduce gradients. The token count is not passed to Megatron, because the losses are already divided by the global count."""
     if vision is not None:
         vision.backward()
     finalize_model_grads(chunks, None, **kwargs)
@@ -405,7 +434,7 @@ def _finalize(
 
 
 def scalar_outputs(outputs: Tensor, microbatch: Microbatch) -> Tensor:
-    """Return the number that a scalar head gives at each position: shape of ``microbatch.token_ids``, fp32."""
+    """Return the output of a scalar head at each position, fp32 in the shape of ``microbatch.token_ids``."""
     return outputs.squeeze(-1)
 
 
@@ -413,11 +442,11 @@ _RNG_PREFIX = "megatron."
 
 
 def rng_tracker_states() -> dict[str, Tensor]:
-    """Return states, uint8, by name, of the generators with which Megatron gives tensor-parallel ranks different numbers."""
+    """Return the states (uint8, by name) of Megatron's generators that differ between tensor-parallel ranks."""
     return {_RNG_PREFIX + name: state for name, state in get_cuda_rng_tracker().get_states().items()}
 
 
 def set_rng_tracker_states(states: Mapping[str, Tensor]) -> None:
-    """Restore what :func:`rng_tracker_states` has returned; other names are ignored."""
+    """Restore the states from :func:`rng_tracker_states`. Other names are ignored."""
     mine = {name.removeprefix(_RNG_PREFIX): state for name, state in states.items() if name.startswith(_RNG_PREFIX)}
     get_cuda_rng_tracker().set_states(mine)

@@ -1,4 +1,4 @@
-"""A model as Megatron builds it: a Hugging Face config in, TransformerConfig out. Anything unknown is refused by name."""
+"""Convert a Hugging Face config to a ``ModelSpec`` and to Megatron's TransformerConfig. Unknown settings are rejected."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from rlhf_mcore.readers.model_files import inspect_model
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Everything about a model that does not depend on a layout."""
+    """All properties of a model that do not depend on the layout."""
 
     geometry: ModelGeometry
-    hf_config: PretrainedConfig  # of the language model
+    hf_config: PretrainedConfig  # config of the language model
     architecture: str
-    megatron: Mapping[str, Any]  # settings of TransformerConfig that the family needs
-    inv_freq: torch.Tensor  # [head_dim / 2] rotary frequencies, of latent attention [rope_dim / 2]
+    megatron: Mapping[str, Any]  # TransformerConfig settings that the family requires
+    inv_freq: torch.Tensor  # [head_dim / 2] rotary frequencies; for latent attention [rope_dim / 2]
     rope_scale: float  # multiplies the rotary sines and cosines (yarn's attention factor)
-    window_inv_freq: torch.Tensor | None = None  # [head_dim / 2] frequencies of layers with a window, where they differ
-    vision_config: PretrainedConfig | None = None  # of a tower
+    window_inv_freq: torch.Tensor | None = None  # [head_dim / 2] frequencies of windowed layers, if they differ
+    vision_config: PretrainedConfig | None = None  # config of the vision tower, if any
 
     @property
     def has_fresh_head(self) -> bool:
-        """Tell whether the directory holds a language model, so that a scalar head has to begin at zero."""
+        """Return whether the directory contains a language model, so that a scalar head must start at zero."""
         return ARCHITECTURES[self.architecture][1] != self.geometry.head
 
     @property
     def config_updates(self) -> dict[str, Any]:
-        """Keys of a saved config.json that differ from the one the model came from: those of the head."""
+        """Keys of a saved config.json that differ from the original model's: those for the head."""
         has_mtp = bool(getattr(self.hf_config, MTP_KEY, 0))
         return head_fields(self.architecture, self.geometry.head, has_mtp=has_mtp)
 
@@ -61,9 +61,9 @@ class ModelSpec:
 def load_spec(
     path: str | Path, head: str = "lm", field: str = "model.path", *, needs_weights: bool = True
 ) -> ModelSpec:
-    """Read ``config.json`` of a Hugging Face directory. A scalar ``head`` may also be put on a language model.
+    """Read ``config.json`` of a Hugging Face directory. A scalar ``head`` can also be added to a language model.
 
-    ``needs_weights``: whether the weights have to be there too.
+    ``needs_weights``: whether the directory must contain the weights too.
 
     Raises:
         ConfigError: something about the model is not supported; the message names it.
@@ -80,7 +80,7 @@ def load_spec(
         own = _rotary(hf, _WINDOW)[0] if _WINDOW in hf.rope_parameters else None
     except ConfigError:
         raise
-    except Exception as error:  # of whatever kind: transformers checks keys that we do not read
+    except Exception as error:  # any type: transformers checks keys that we do not read
         reason = shorten(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"{field}={path}: transformers does not take config.json ({reason}); export the model again"
@@ -94,7 +94,7 @@ def load_spec(
 
 
 def _check_rotated(hf: PretrainedConfig, geometry: ModelGeometry, inv_freq: torch.Tensor, where: str) -> None:
-    """Refuse a config.json of which transformers would rotate another part of a head than the layers here."""
+    """Reject a config.json if transformers would rotate another part of a head than our layers do."""
     layered = hf.rope_parameters.get("full_attention", hf.rope_parameters)
     head = geometry.attention.rope_dim
     rotated = int(head * layered.get("partial_rotary_factor", 1.0))
@@ -105,11 +105,11 @@ def _check_rotated(hf: PretrainedConfig, geometry: ModelGeometry, inv_freq: torc
         )
 
 
-_WINDOW = "sliding_attention"  # the kind of layers with a window
+_WINDOW = "sliding_attention"  # layer type of windowed layers
 
 
 def _rotary(hf: PretrainedConfig, layers: str) -> tuple[torch.Tensor, float]:
-    """Compute frequencies as transformers does, so that every scaling rule has one implementation. ``layers``: a kind of them."""
+    """Compute the frequencies of one layer type with transformers, so that each scaling rule has only one implementation."""
     is_layered = layers in hf.rope_parameters
     rope = hf.rope_parameters[layers] if is_layered else hf.rope_parameters
     kind = rope["rope_type"]
@@ -119,7 +119,7 @@ def _rotary(hf: PretrainedConfig, layers: str) -> tuple[torch.Tensor, float]:
         )
         if scale != 1.0 and is_layered:
             raise ConfigError(f"model.path: a rotary attention factor ({scale}) of some layers is not supported.")
-        if scale < 1.0 and not hasattr(hf, "kv_lora_rank"):  # of which Megatron takes the factor itself
+        if scale < 1.0 and not hasattr(hf, "kv_lora_rank"):  # for these models Megatron takes the factor directly
             raise ConfigError(f"model.path: a rotary attention factor below 1 ({scale}) is not supported.")
         return inv_freq.float(), float(scale)
     dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -140,18 +140,19 @@ def transformer_config(
     aux_loss_coef: float = 0.0,
     overrides: Overrides | None = None,
 ) -> TransformerConfig:
-    """Make Megatron's config of one model under one layout. ``fused`` is true when Transformer Engine's kernels are there.
+    """Build Megatron's config for a model under a layout. ``fused`` is true if Transformer Engine is used.
 
     Raises:
-        ConfigError: it refuses the user's ``overrides``.
+        ConfigError: Megatron rejects the user's ``overrides``.
     """
     latent, family = isinstance(spec.geometry.attention, LatentSizes), FAMILIES[spec.geometry.family]
     settings: dict[str, Any] = {"add_bias_linear": False, **spec.megatron}
     if latent:
-        # It asks for norms within fused layers. Gradients of norms that stand alone are whole already, and would be summed again.
+        # This setting puts norms inside fused layers. The gradients of standalone norms are already whole, so
+        # Megatron would sum them twice.
         settings["qk_layernorm"] = fused
     if fused and groups.layout.cp > 1 and family.windows is not None:
-        settings["cp_comm_type"] = "a2a"  # the ring of Transformer Engine's default takes neither windows nor sinks
+        settings["cp_comm_type"] = "a2a"  # Transformer Engine's default, the ring, supports neither windows nor sinks
     config = (overrides or Overrides()).build(
         MLATransformerConfig if latent else TransformerConfig,
         **_sizes(spec),
@@ -174,7 +175,10 @@ def transformer_config(
 
 
 def _swish(x: torch.Tensor) -> torch.Tensor:
-    """Gate the clamped SwiGLU. Megatron's own is compiled where it is first called, which a CPU may lack the compiler for."""
+    """Gate the clamped SwiGLU.
+
+    Megatron's version is compiled at its first call. A CPU machine may lack the compiler.
+    """
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -213,24 +217,26 @@ def _parallelism(groups: ModelGroups, dtype: str) -> dict[str, Any]:
         bf16=dtype == "bf16",
         fp16=dtype == "fp16",
         variable_seq_lengths=layout.pp > 1,  # StageMessages knows the shapes
-        # variable_seq_lengths is refused with the default dispatcher, in dense models too.
+        # Megatron rejects variable_seq_lengths with the default dispatcher, in dense models too.
         moe_token_dispatcher_type="alltoall",
-        # On gloo both directions of an interleaved exchange share one peer and batched messages are matched in order, so
-        # gradients get mixed up silently; unbatched, overlapped sends are matched by group.
+        # On gloo, both directions of an interleaved exchange share one peer, and batched messages are matched in
+        # order. Gradients would then be mixed up silently. Unbatched, overlapped sends are matched by group.
         batch_p2p_comm=layout.vpp is None,
-        # It waits for the device because requests of a batch could not be waited for before torch 1.13 (pytorch pull request 82450).
+        # Megatron waits for the device only because torch before 1.13 could not wait for batched requests (pytorch
+        # pull request 82450).
         batch_p2p_sync=False,
         overlap_p2p_comm=layout.vpp is not None,
-        # The loss arrives already divided by the global count: Megatron must neither divide by microbatches nor by ranks.
+        # The loss is already divided by the global count. Megatron must not divide it by microbatches or ranks.
         calculate_per_token_loss=True,
     )
 
 
 class UnevenStages(PipelineParallelLayerLayout):
-    """Megatron's table of the layers of each stage, as one rank asks it.
+    """Megatron's table of the layers of each stage, bound to one rank.
 
-    Megatron-core 0.16 asks its globals for the pipeline rank, and for whether the pipeline is interleaved: where the latter is not
-    set, all chunks silently get the layers of the first one. This table knows both itself.
+    Megatron-core 0.16 reads the pipeline rank from its globals. It also reads there whether the pipeline is
+    interleaved. If that is not set, all chunks silently get the layers of the first chunk. This table stores both
+    values itself.
     """
 
     def __init__(self, groups: ModelGroups):
@@ -245,14 +251,14 @@ class UnevenStages(PipelineParallelLayerLayout):
     def get_num_layers_to_build(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Count the layers of a chunk of a rank (this one, if none is named)."""
+        """Return the number of layers in a chunk of a rank. Default: this rank."""
         rank = self._pp_rank if pp_rank is None else pp_rank
         return int(self.layout[rank][vp_stage or 0].count(layer_type))
 
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Count the layers in the stages before a chunk."""
+        """Return the number of layers in the stages before a chunk."""
         rank = self._pp_rank if pp_rank is None else pp_rank
         before = (vp_stage or 0) * self.pipeline_model_parallel_size + rank
         stages = [divmod(number, self.pipeline_model_parallel_size) for number in range(before)]
@@ -269,7 +275,7 @@ def _experts(spec: ModelSpec, groups: ModelGroups, fused: bool, aux_loss_coef: f
         moe_layer_freq=[int(g.is_moe_layer(layer)) for layer in range(g.num_layers)],
         moe_router_topk=experts.per_token,
         moe_shared_expert_intermediate_size=experts.shared_ffn_size or None,
-        # Which experts a token goes to must not hang on 16-bit rounding.
+        # 16-bit rounding must not change the experts of a token.
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="aux_loss" if aux_loss_coef else "none",
         moe_aux_loss_coeff=aux_loss_coef,
@@ -289,9 +295,9 @@ def _recompute(cfg: RecomputeConfig) -> dict[str, Any]:
 
 
 def fused_kernels(spec: ModelSpec) -> dict[str, bool]:
-    """Choose CUDA's kernels for Megatron's plain code, as far as they are installed."""
+    """Select CUDA kernels to replace Megatron's plain code, if they are installed."""
     permutes = ("fused_permute_with_probs", "fused_sort_chunks_by_index_with_probs", "fused_unpermute")
-    # Of packed sequences the fused rotation leaves out yarn's factor, and how pairs are told apart, without a word.
+    # For packed sequences, the fused rotation silently ignores yarn's factor and the pairing of elements.
     latent = isinstance(spec.geometry.attention, LatentSizes)
     is_plain = (
         spec.rope_scale == 1.0

@@ -1,9 +1,9 @@
-"""Optimizers with momentum alone, beside Megatron's AdamW: SGD, and Muon for the matrices of a model's layers.
+"""Optimizers that keep only a momentum: SGD, and Muon for the matrices of a model's layers.
 
-Megatron's own Muon refuses gradients and state that data-parallel ranks share element by element. Here shards stay as they are. For
-an update the ranks of a model exchange the momentum of Hugging Face's matrices: one of the ranks that hold a part of a matrix gets
-all of it, makes the update and sends the parts back ("Distributed Muon" of arXiv 2502.16982 gathers it on each of them). So the
-update is the same in every layout.
+Megatron's Muon rejects gradients and state that data-parallel ranks shard by element. This module keeps such shards.
+In an update, the model's ranks exchange the momentum of Hugging Face's matrices. One rank among a matrix's holders
+receives all of it, computes the update and sends the parts back. (In "Distributed Muon", arXiv 2502.16982, each
+holder gathers the matrix.) The update is therefore equal under every layout.
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ from torch import Tensor
 from rlhf_mcore.geometry import Shard
 from rlhf_mcore.parallel.collectives import all_gather_json
 
-_BUCKET = 1 << 26  # elements of a rank that are exchanged at a time
+_BUCKET = 1 << 26  # elements per rank in one exchange
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """A rectangle of a matrix of a model's layers. ``name``: the matrix's, on all ranks; ``shape``: of all of it."""
+    """A rectangle of a matrix in a model's layers.
+
+    ``name`` and ``shape`` describe the whole matrix and are equal on all ranks.
+    """
 
     name: str
     shape: tuple[int, int]
     start: tuple[int, int]
     extent: tuple[int, int]
-    of: Callable[[Tensor], Tensor]  # the rectangle, as a view of the flat range of a parameter that holds it
+    of: Callable[[Tensor], Tensor]  # views the rectangle in the flat parameter range that contains it
 
     @property
     def numel(self) -> int:
         return self.extent[0] * self.extent[1]
 
 
-# The matrices in elements ``start`` to ``stop`` of a local parameter (name, shard, start, stop); [] if it holds none.
+# Return the matrices in elements ``start`` to ``stop`` of a local parameter (name, shard, start, stop), or [].
 Locate = Callable[[str, Shard, int, int], list[MatrixPart]]
 
 
 @dataclass(slots=True)
 class MuonRange:
-    """A flat range of a parameter, [n] fp32, that is stepped here; ``state`` and ``group`` are those of the optimizer that has it."""
+    """A flat range [n] fp32 of a parameter that this module steps. ``state`` and ``group`` belong to its Megatron optimizer."""
 
     tensor: Tensor
     state: dict[str, Any]
@@ -53,25 +56,25 @@ class MuonRange:
 
     def __post_init__(self) -> None:
         if "momentum" not in self.state:
-            # Counted as torch's AdamW counts: a rank may hold matrices alone, and the count is one of the whole model.
+            # Counted like torch's AdamW: a rank may hold only matrices, and the count is for the whole model.
             self.state["step"] = torch.zeros((), dtype=torch.float32)
             self.state["momentum"] = torch.zeros_like(self.tensor)
 
 
 class MomentumSteps:
-    """Steps of the ranges ``held``, which no other optimizer steps then. With ``exchange`` they are Muon's, else SGD's."""
+    """Step the ranges ``held``. No other optimizer steps them. The steps are Muon's with ``exchange``, else SGD's."""
 
     def __init__(self, held: Sequence[MuonRange], momentum: float, exchange: MatrixExchange | None):
         self._stepped, self._momentum, self._exchange = held, momentum, exchange
 
     def step(self) -> None:
-        """Make one update by the gradients, which are taken away. Collective over the model's ranks with ``exchange``."""
+        """Make one update with the gradients and drop them. Collective over the model's ranks with ``exchange``."""
         updates = []
         for one in self._stepped:
             grad, one.tensor.grad = one.tensor.grad, None
             assert grad is not None
             moving = one.state["momentum"].mul_(self._momentum).add_(grad)
-            updates.append(grad.add(moving, alpha=self._momentum) if self._exchange else moving)  # Nesterov's
+            updates.append(grad.add(moving, alpha=self._momentum) if self._exchange else moving)  # Nesterov momentum
         if self._exchange is not None:
             self._exchange(updates)
         for one, update in zip(self._stepped, updates, strict=True):
@@ -85,17 +88,17 @@ class _Bucket:
     """Matrices that are exchanged together."""
 
     sent: list[tuple[int, MatrixPart]]  # this rank's ranges and their parts, by owner
-    given: list[int]  # elements for each rank
-    taken: list[int]  # elements from each rank
-    pieces: list[tuple[str, slice, slice]]  # of this rank's own matrices, in the order of arrival
+    given: list[int]  # elements to send to each rank
+    taken: list[int]  # elements to receive from each rank
+    pieces: list[tuple[str, slice, slice]]  # parts of the matrices that this rank owns, in the order of arrival
     owned: dict[str, tuple[int, int]]
 
 
 class MatrixExchange:
-    """Replaces flat ranges of matrices by those of their orthogonalised matrices, scaled."""
+    """Replace flat ranges of matrices by the same ranges of the orthogonalised, scaled matrices."""
 
     def __init__(self, held: Sequence[MuonRange], group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device):
-        """Collective over ``group``. ``dtype``: in which matrices travel and are orthogonalised."""
+        """Plan the exchange. Collective over ``group``. ``dtype`` is used to send and to orthogonalise matrices."""
         self._group, self._dtype, self._device = group, dtype, device
         mine = [(number, part) for number, one in enumerate(held) for part in one.parts]
         everyones = all_gather_json([[part.name, part.shape, part.start, part.extent] for _, part in mine], group)
@@ -149,7 +152,7 @@ class MatrixExchange:
         return [matrices[name][down, across].numel() for name, down, across in bucket.pieces]
 
     def _travel(self, parts: Sequence[Tensor], given: Sequence[int], taken: Sequence[int]) -> Tensor:
-        """Exchange parts as bytes: gloo knows no bf16."""
+        """Exchange parts as bytes, because gloo does not support bf16."""
         empty = torch.empty(0, dtype=self._dtype, device=self._device)
         sent = torch.cat([empty, *parts]).view(torch.uint8)
         came = torch.empty(sum(taken) * self._dtype.itemsize, dtype=torch.uint8, device=self._device)
@@ -159,7 +162,7 @@ class MatrixExchange:
 
 
 def _owners(shapes: dict[str, tuple[int, int]], holders: dict[str, list[int]], num_ranks: int) -> dict[str, int]:
-    """Choose for each matrix one of its ranks, so that all have about equally much to compute."""
+    """Choose one owner among the ranks of each matrix, so that the computation is balanced."""
     loads, owners = [0] * num_ranks, {}
     cost = {name: max(shape) * min(shape) ** 2 for name, shape in shapes.items()}
     for name in sorted(shapes, key=lambda name: (-cost[name], name)):
@@ -169,7 +172,7 @@ def _owners(shapes: dict[str, tuple[int, int]], holders: dict[str, list[int]], n
 
 
 def _buckets(shapes: dict[str, tuple[int, int]], limit: int) -> list[set[str]]:
-    """Group matrices of about ``limit`` elements together, the same on all ranks."""
+    """Group matrices into buckets of about ``limit`` elements, equal on all ranks."""
     groups: list[set[str]] = []
     size = limit
     for name, (rows, columns) in sorted(shapes.items()):
@@ -181,14 +184,17 @@ def _buckets(shapes: dict[str, tuple[int, int]], limit: int) -> list[set[str]]:
     return groups
 
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's, of the quintic iteration
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients of the quintic iteration
 _STEPS = 5
-# The root mean square of AdamW's updates, as Liu et al. measured it.
+# Root mean square of AdamW's updates, as measured by Liu et al.
 _RMS = 0.2
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Approximate U V^T of matrix = U S V^T [m, n] by five Newton-Schulz iterations. Its singular values are 0.7 to 1.2."""
+    """Approximate U V^T of matrix = U S V^T [m, n] by five Newton-Schulz iterations.
+
+    The singular values of the result are 0.7 to 1.2.
+    """
     first, second, third = _COEFFICIENTS
     wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     wide = wide / wide.norm().clamp(min=1e-7)
@@ -199,5 +205,5 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 def update_scale(rows: int, columns: int) -> float:
-    """Return the factor of a direction with which the root mean square of its elements is 0.2."""
+    """Return the factor that gives a direction a root mean square of 0.2 over its elements."""
     return _RMS * math.sqrt(max(rows, columns))

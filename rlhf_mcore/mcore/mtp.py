@@ -1,8 +1,11 @@
-"""MTP layers of a trained model (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2): how they are built, and their loss.
+"""Build MTP layers of a trained model and compute their loss (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
 
-Megatron-core's own block, behind the last layer of the last pipeline stage. The k-th layer makes of the hidden state of token i, and
-of the embedding of token i + k, a hidden state from which the model's output layer predicts token i + k + 1. Megatron's forward pass
-is not used for it: it needs the logits of all tokens. The block is run where the loss of a microbatch is computed.
+The layers are Megatron-core's own block, after the last layer of the last pipeline stage. The k-th layer combines the
+hidden state of token i with the embedding of token i + k. From the resulting hidden state, the model's output layer
+predicts token i + k + 1.
+
+Megatron's forward pass does not run the block, because that would need the logits of all tokens. The block runs when
+the loss of a microbatch is computed.
 """
 
 from __future__ import annotations
@@ -42,9 +45,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MTPLearning:
-    """``alone``: nothing but MTP layers learns from their loss, and their gradient is clipped by its own norm.
+    """How MTP layers are trained.
 
-    Otherwise the loss counts ``coef`` times and all of the model learns from it. ``temperature`` is that of the sampler.
+    If ``alone``, only MTP layers learn from their loss, and their gradient is clipped by its own norm. Otherwise the
+    whole model learns from the loss, with weight ``coef``. ``temperature`` is the sampling temperature.
     """
 
     alone: bool = True
@@ -55,22 +59,21 @@ class MTPLearning:
 def add_mtp_layers(
     chunk: GPTModel, geometry: ModelGeometry, groups: ModelGroups, kind: str, family: Family, *, alone: bool
 ) -> None:
-    """Give the last chunk of a model its MTP layers, and where it is not the first one an embedding too, a copy of the first one's.
+    """Add MTP layers to the last chunk of a model. If it is not the first chunk too, also add a copy of the embedding.
 
-    Called for every chunk before it is wrapped. ``kind`` of layers, as of ``decoder_spec``.
+    Call it for every chunk before the chunk is wrapped. ``kind``: kind of layers, as in ``decoder_spec``.
     """
     if geometry.mtp_layers and groups.layout.num_stages > 1 and chunk.pre_process:
-        chunk.embedding.word_embeddings.weight.shared_embedding = True  # a bucket of its own, cut alike on both stages
+        # a separate bucket, split equally on both stages
+        chunk.embedding.word_embeddings.weight.shared_embedding = True
     if not geometry.mtp_layers or not chunk.post_process:
         return
     config = copy.copy(chunk.config)
     config.mtp_num_layers = geometry.mtp_layers
-    # Megatron does not tell these layers which tokens are padding, so their experts are not balanced.
+    # Megatron does not pass the padding mask to these layers, so their experts are not balanced.
     config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = "none", 0.0
     if config.recompute_granularity == "full":
-        config.recompute_granularity = (
-            None  # of these layers Megatron saves the borders of packed sequences as a tensor, and fails
-        )
+        config.recompute_granularity = None  # for these layers Megatron would save packed borders as a tensor, and fail
     if not chunk.pre_process:
         chunk.embedding = LanguageModelEmbedding(
             config,
@@ -80,7 +83,7 @@ def add_mtp_layers(
             tp_group=groups.collection.tp,
         )
         weight = chunk.embedding.word_embeddings.weight
-        weight.shared = weight.shared_embedding = True  # the norm of the gradient counts the first one
+        weight.shared = weight.shared_embedding = True  # the norm of the gradient includes the first embedding
     norm, linear = norm_and_linear(kind)
     layers = []
     for number in geometry.mtp_numbers:
@@ -95,7 +98,10 @@ def add_mtp_layers(
 
 
 def sum_embedding_gradients(chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup) -> None:
-    """Add up the gradients of the embedding and of its copy, so that both learn alike. ``group``: first and last pipeline stage."""
+    """Add up the gradients of the embedding and of its copy, so that both stay equal.
+
+    ``group`` joins the first and the last pipeline stage.
+    """
     for chunk in map(unwrap, chunks):
         embedding = getattr(chunk, "embedding", None)
         if embedding is not None and group.size() > 1 and hasattr(embedding.word_embeddings.weight, "main_grad"):
@@ -105,21 +111,22 @@ def sum_embedding_gradients(chunks: Iterable[torch.nn.Module], group: dist.Proce
 def mtp_loss(
     model: MegatronModel, outputs: Tensor, microbatch: Microbatch, packed: PackedSequences | None, learning: MTPLearning
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Compute the weighted loss of the tokens that MTP layers predict; behind it their negative log-likelihood, and their number.
+    """Compute the weighted loss of the tokens that MTP layers predict, their negative log-likelihood, and their number.
 
-    ``outputs``: hidden states [b, T, h] behind the last norm, of the last stage. A token has the weight (``microbatch.fields``) that
-    it has in the loss of the model. The loss is the mean over layers of the weighted sums. No sequence sees another one.
+    ``outputs``: hidden states [b, T, h] of the last stage, after the final norm. A token has the same weight
+    (``microbatch.fields``) as in the model's loss. The loss is the mean over MTP layers of the weighted sums.
+    Sequences do not see each other.
     """
     chunk, config, tp = unwrap(model.chunks[-1]), model.config, model.groups.collection.tp
     device, count = outputs.device, len(chunk.mtp.layers)
     hidden = outputs.transpose(0, 1).to(config.params_dtype)
     weight = chunk.output_layer.weight
     if learning.alone:
-        # Recomputed layers have gradients only where their input has.
+        # Recomputed layers have gradients only if their input has.
         hidden, weight = hidden.detach().requires_grad_(), weight.detach()
     if config.sequence_parallel:
         hidden = scatter_to_sequence_parallel_region(hidden, group=tp)
-    latent = isinstance(model.spec.geometry.attention, LatentSizes)  # such attention makes its rotation itself
+    latent = isinstance(model.spec.geometry.attention, LatentSizes)  # latent attention computes its rotation itself
     hidden_states = chunk.mtp(
         input_ids=microbatch.placed["token_ids"],
         position_ids=microbatch.placed["position_ids"],
@@ -140,7 +147,7 @@ def mtp_loss(
             states.transpose(0, 1), shifted, learning.temperature, with_entropy=False, output_weight=weight
         ).logprobs
         loss = loss - (logprobs * weights.to(device)).sum() * (learning.coef / count)
-        nll = nll - logprobs.detach().sum()  # zero where nothing counts
+        nll = nll - logprobs.detach().sum()  # zero for tokens without weight
         tokens += int((weights != 0).sum())
     return loss, (nll, nll.new_full((), tokens))
 

@@ -1,4 +1,4 @@
-"""Check what a user's fields of Megatron's configuration classes need of the machine: kernels, and a device for 8 bits."""
+"""Check that the machine supports the user's Megatron fields: kernels, and devices with FP8."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 TE = "transformer_engine"
 _PACKAGES = {TE: "Transformer Engine", APEX: "NVIDIA's apex with --cuda_ext", "deep_ep": "DeepEP", "": ""}
-# Fields whose kernels are CUDA's: the module they are in, "" for Megatron or torch itself. False, null and 0 ask for nothing.
+# Fields with CUDA kernels, and the module that provides them. "" means Megatron or torch. False, null and 0 need no
+# kernel.
 _KERNELS = {
     "gradient_accumulation_fusion": APEX,
     "apply_rope_fusion": TE,
@@ -50,7 +51,7 @@ HOPPER, CUDA = 9, (12, 9)
 
 
 def problems(overrides: Overrides, platform: Platform) -> Iterator[str]:
-    """List what cannot work on this machine, naming the field."""
+    """Yield a message for each field that cannot work on this machine."""
     values = overrides.values
     needed = {name: module for name, module in _KERNELS.items() if overrides.wants(name)}
     if values.get("moe_token_dispatcher_type") == "flex":
@@ -72,10 +73,10 @@ def problems(overrides: Overrides, platform: Platform) -> Iterator[str]:
 def make_buffers(
     overrides: Overrides, platform: Platform, layout: ParallelLayout, tokens: int, hidden_size: int
 ) -> None:
-    """Make those through which tensor-parallel ranks exchange rows while they compute (``tp_comm_overlap``), once a process.
+    """Create the buffers for overlapped tensor-parallel communication (``tp_comm_overlap``), once per process.
 
     Raises:
-        ConfigError: another model of this process has ones of another shape.
+        ConfigError: another model of this process uses buffers of another shape.
     """
     multiple = layout.token_multiple * (FP8_TOKENS if overrides.wants("fp8") else 1)
     rows = tokens // multiple * multiple // layout.cp
@@ -87,9 +88,9 @@ def make_buffers(
 
 
 def _device_problems(shown: str) -> Iterator[str]:
-    """Name what keeps Transformer Engine from blocks of 128x128 with fp32 scales, which engines have.
+    """Yield why Transformer Engine cannot use 128x128 blocks with fp32 scales, which the engines use.
 
-    On GPUs after Hopper it computes blocks by MXFP8's products, whose scales are powers of two.
+    On GPUs newer than Hopper it emulates such blocks with MXFP8, whose scales are powers of two.
     """
     major, minor = torch.cuda.get_device_capability()
     version = tuple(int(number) for number in (torch.version.cuda or "0").split(".")[:2])
@@ -106,7 +107,10 @@ def _device_problems(shown: str) -> Iterator[str]:
 
 
 def has_fp32_scales() -> bool:
-    """Tell whether blocks of Transformer Engine have scales of any value; it reads that from the environment where it is imported."""
+    """Return whether Transformer Engine's block scales can be any fp32 value.
+
+    Transformer Engine reads this from the environment when it is imported.
+    """
     from transformer_engine.common.recipe import Float8BlockScaling
 
     return not Float8BlockScaling().fp8_quant_fwd_weight.power_2_scale

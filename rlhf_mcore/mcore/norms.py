@@ -1,4 +1,4 @@
-"""Norms that are not Megatron's: one that also runs under sequence parallelism on a CPU, of whole projections, and behind a block."""
+"""Norms that Megatron lacks: RMSNorm on a CPU with sequence parallelism, norms of projections, norms after a block."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from rlhf_mcore.platform import cpu_kernels
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467) over the last dimension, computed in fp32.
 
-    Under sequence parallelism a rank sees a part of the tokens, so its weight's gradient is summed over tensor-parallel ranks;
-    the attribute ``sequence_parallel`` asks Megatron for that. Norms of query and key heads are summed by name instead. With
-    Megatron's ``layernorm_zero_centered_gamma`` it multiplies by one plus the weight, in fp32 too.
+    Under sequence parallelism a rank processes a part of the tokens, so the weight's gradient is summed over
+    tensor-parallel ranks. The attribute ``sequence_parallel`` requests this from Megatron. For norms of query and key
+    heads, Megatron recognises the module's name instead.
+
+    With Megatron's ``layernorm_zero_centered_gamma`` the norm multiplies by one plus the weight, in fp32 too.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
@@ -33,7 +35,7 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if cpu_kernels.has_kernel(x) and self.weight.dtype == x.dtype:
             return cpu_kernels.rms_norm(x, 1.0 + self.weight if self._zero_centered else self.weight, self.eps)
-        if x.is_cuda and not self._zero_centered:  # one kernel, where the lines below are five
+        if x.is_cuda and not self._zero_centered:  # one kernel instead of five
             return self.weight * F.rms_norm(x, (x.size(-1),), eps=self.eps)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -43,10 +45,10 @@ class RMSNorm(torch.nn.Module):
 
 
 class ProjectionNorm(torch.nn.Module):
-    """The same over all heads of a projection together, of which a tensor-parallel rank has some: [..., its heads, head_dim].
+    """RMSNorm over all heads of a projection together. Input on a tensor-parallel rank: [..., its heads, head_dim].
 
-    The weight [num_heads * head_dim] is whole on every rank; Megatron sums its gradient over them by the module's name. With fewer
-    heads than ranks several of these have the same one.
+    Every rank stores the whole weight [num_heads * head_dim]. Megatron recognises the module's name and sums the
+    gradient over ranks. If there are fewer heads than ranks, several ranks hold the same head.
     """
 
     def __init__(self, config: TransformerConfig, num_heads: int, group: dist.ProcessGroup):
@@ -58,7 +60,7 @@ class ProjectionNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide, num_local, ranks = x.float(), x.size(-2), self._group.size()
         squares = wide.pow(2).sum((-2, -1), keepdim=True)
-        if ranks > 1:  # a head that several ranks have is counted as often
+        if ranks > 1:  # correct for heads that several ranks count
             squares = Sum.apply(squares, self._group) * (self.num_heads / (num_local * ranks))
         normed = wide * torch.rsqrt(squares / self.weight.numel() + self.eps)
         first = self._group.rank() * self.num_heads // ranks
@@ -66,14 +68,14 @@ class ProjectionNorm(torch.nn.Module):
 
 
 class NormedAdd(torch.nn.Module):
-    """Adds the output of attention or of an MLP to the residual, in Megatron's form, with a norm of that output."""
+    """Normalise the output of attention or of an MLP and add it to the residual, with Megatron's interface."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.norm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Return a function of (output, its bias or None), the residual and the dropout rate."""
+        """Return a function of ((output, its bias or None), residual, dropout rate)."""
         add = get_bias_dropout_add(training, fused)
 
         def normed_add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:

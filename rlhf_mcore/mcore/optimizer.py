@@ -1,9 +1,9 @@
-"""Megatron's distributed optimizer with fp32 master weights: updates, and its state, named and placed, to be saved and filled.
+"""Megatron's distributed optimizer with fp32 master weights: updates, and access to its named state for checkpoints.
 
-AdamW steps them, or what is in ``momentum.py``.
+AdamW makes the steps, or an optimizer from ``momentum.py``.
 
-The optimizer shards the flat buffer of a model's gradients over data-parallel ranks without regard to the bounds of parameters; here
-a shard is a list of ranges of elements, each of one local parameter.
+The optimizer shards the flat gradient buffer of a model over data-parallel ranks. Shards do not respect parameter
+boundaries. Here, a shard is therefore a list of element ranges, each within one local parameter.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The outcome of one update, the same on every rank of the model.
+    """The outcome of one update, equal on every rank of the model.
 
-    ``grad_norm`` is that before clipping, NaN when the loss scaler found an overflow. ``finite`` is false when the gradient was NaN or
-    infinite without a loss scaler having asked for it. ``norm_alone`` is of the parameters that are clipped by themselves.
+    ``grad_norm`` is the norm before clipping, or NaN if the loss scaler found an overflow. ``finite`` is false if the
+    gradient was NaN or infinite and no loss scaler handled it. ``norm_alone`` is the norm of the parameters that are
+    clipped separately.
     """
 
     updated: bool
@@ -69,10 +70,12 @@ class Optimizer:
         locate: Locate = lambda *_: [],
         clips_alone: bool = False,
     ):
-        """Collective over the model's ranks. The model's weights must be loaded: master weights are copied from them.
+        """Create the optimizer. Collective over the model's ranks.
 
-        ``locate`` finds the matrices of which Muon takes whole ones. ``clips_alone``: some parameters (``is_clipped_alone``), on some
-        rank of the model, are clipped by the norm of their own.
+        Load the model's weights first, because the optimizer copies them to its master weights.
+
+        ``locate`` finds the matrices that Muon needs whole. ``clips_alone``: some rank of the model holds parameters
+        that are clipped by their own norm (``is_clipped_alone``).
         """
         self._chunks, self._groups, self._platform = chunks, groups, platform
         self._clips_alone = clips_alone
@@ -101,7 +104,7 @@ class Optimizer:
                 settings, list(chunks), use_gloo_process_groups=False, pg_collection=groups.collection
             )
         for group in self.megatron.param_groups:
-            # Megatron leaves this product to its own scheduler; without it norms and biases would be decayed too.
+            # Megatron's own scheduler computes this product. Without it, norms and biases would be decayed too.
             group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
         config.grad_scale_func = self.megatron.scale_loss
         self._reader: Future[None] | None = None
@@ -114,21 +117,21 @@ class Optimizer:
             self._momentum = MomentumSteps(ranges, cfg.momentum, exchange)
 
     def read_in_thread(self, read: Callable[[], None]) -> Future[None]:
-        """Let ``read`` copy the state while the run continues: what would change it waits (:meth:`wait_for_reader`)."""
+        """Run ``read`` in a thread to copy the state while the run continues. Changes wait for it (:meth:`wait_for_reader`)."""
         self.wait_for_reader()
         self._reader = self._platform.in_thread(read)
         if (part := self._movable.parts.get(OPTIMIZER)) is not None:
-            part.reader = self._reader  # nor does it leave the device meanwhile
+            part.reader = self._reader  # the state also stays on the device until then
         return self._reader
 
     def wait_for_reader(self) -> None:
-        """Wait until the state may be changed or moved."""
+        """Wait until the state can be changed or moved."""
         if self._reader is not None:
-            wait([self._reader])  # what went wrong is for who reads
+            wait([self._reader])  # the caller of read_in_thread handles errors
             self._reader = None
 
     def step(self, lr: float) -> StepOutcome:
-        """Make one update, unless the gradient is not finite: then nothing is changed. Collective over the model's ranks."""
+        """Make one update. If the gradient is not finite, change nothing. Collective over the model's ranks."""
         self.wait_for_reader()
         for group in self.megatron.param_groups:
             group["lr"] = lr
@@ -138,7 +141,7 @@ class Optimizer:
             finally:
                 for part in self._parts():
                     for parameter in part.get_parameters():
-                        parameter.grad = None  # of 16-bit gradients it is a copy in fp32
+                        parameter.grad = None  # for 16-bit gradients this is an fp32 copy
 
     def _step(self) -> StepOutcome:
         if self.megatron.prepare_grads():
@@ -156,7 +159,7 @@ class Optimizer:
         return StepOutcome(updated, norms[0], norm_alone=norms[-1])
 
     def _norms(self) -> list[float]:
-        """Compute norms of the gradient, of parameters that are clipped together. Collective over the model's ranks."""
+        """Compute one gradient norm per group of parameters that are clipped together. Collective over the model's ranks."""
         if not self._clips_alone:
             return [float(self.megatron.get_grad_norm())]
         counted: list[list[Tensor]] = [[], []]
@@ -169,7 +172,7 @@ class Optimizer:
         return [float(get_grad_norm_fp32(grads, grad_stats_parallel_group=group)) for grads in counted]
 
     def _split_by_clipping(self, part: DistributedOptimizer) -> list[list[Tensor]]:
-        """Split the stepped tensors by clipping: all together, or some of them and the others alone."""
+        """Split the stepped tensors by clipping: one list of all, or [clipped together, clipped alone]."""
         if not self._clips_alone:
             return [part.get_parameters()]
         alone = {id(stepped) for param, stepped in _list_stepped(part) if getattr(param, "is_clipped_alone", False)}
@@ -179,7 +182,7 @@ class Optimizer:
         return parts
 
     def _ranges_with_momentum(self, name: str, locate: Locate) -> Iterator[MuonRange]:
-        """Select all ranges with SGD, those of matrices with Muon."""
+        """Yield the ranges that this module steps: all with SGD, those within matrices with Muon."""
         groups = {
             id(p): group for part in self._parts() for group in part.optimizer.param_groups for p in group["params"]
         }
@@ -189,7 +192,7 @@ class Optimizer:
                 yield MuonRange(stepped, part.optimizer.state[stepped], groups[id(stepped)], matrices)
 
     def _ranges(self) -> Iterator[tuple[DistributedOptimizer, LocalParameter, range, Tensor]]:
-        """List the optimizer, the local parameter, which of its elements this rank steps, and the flat fp32 tensor of these."""
+        """Yield the optimizer, the local parameter, the element range that this rank steps, and the flat fp32 tensor of it."""
         local = {_place(one.tensor): one for one in self._parameters()}
         for part in self._parts():
             for param, stepped in _list_stepped(part):
@@ -197,10 +200,11 @@ class Optimizer:
                 yield part, local[_place(param)], range(ranges.start, ranges.end), stepped
 
     def shards(self) -> list[StateShard]:
-        """View this rank's part of the state: live ones, or of the host's copy where the state is not on the device.
+        """Return views of this rank's part of the state.
 
-        With 16-bit parameters the fp32 weights that Adam steps are ``master``. With fp32 parameters Adam steps the parameters
-        themselves, so there is no ``master``. Moments that do not exist yet (before the first update) are made, as zeros.
+        Offloaded state is viewed in the host's copy. With 16-bit parameters, ``master`` is the fp32 weights that Adam
+        steps. With fp32 parameters there is no ``master``, because Adam steps the parameters themselves. Moments that
+        do not exist yet (before the first update) are created as zeros.
         """
         views = []
         for part, parameter, span, stepped in self._ranges():
@@ -210,10 +214,10 @@ class Optimizer:
         return views
 
     def is_finite(self) -> bool:
-        """Tell whether the weights that this rank steps, their masters and their moments hold no NaN and no infinity. Local.
+        """Return whether this rank's stepped weights, master weights and moments are all finite. Local.
 
-        One fused pass over the state: a norm is not finite if an element is not. A norm may also overflow: then every element
-        is checked.
+        One fused pass computes a norm of the state, which is not finite if any element is not. The norm can also
+        overflow. Every element is then checked.
         """
         weights = self._flat_weights()
         tensors = []
@@ -223,9 +227,9 @@ class Optimizer:
         return math.isfinite(get_total_norm(tensors)) or all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def unrounded_masters(self) -> list[str]:
-        """Name 16-bit parameters that are not everywhere on this rank their fp32 master, rounded.
+        """Return the names of 16-bit parameters that differ on this rank from their rounded fp32 masters.
 
-        The optimizer keeps it so after every update; after loading, it shows that weights and state belong together.
+        Every update keeps them equal. After loading, equality proves that weights and state belong together.
         """
         local = self._flat_weights()
         names = []
@@ -237,10 +241,9 @@ class Optimizer:
         return names
 
     def scalars(self) -> dict[str, Any]:
-        """Return the number of updates that Adam has made, and the state of the loss scaler (null without one). Plain JSON
-        values.
+        """Return the number of Adam's updates and the state of the loss scaler (None without a scaler), as plain JSON values.
 
-        Numbers are the same on every rank; a rank that holds no state has ``step`` 0.
+        The numbers are equal on every rank, except that a rank without state has ``step`` 0.
         """
         parts = self._parts()
         steps = {int(step) for part in parts for step in _steps(part.optimizer)}
@@ -252,9 +255,9 @@ class Optimizer:
         return {"step": steps.pop() if steps else 0, "loss_scale": scale}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Set what :func:`scalars` has returned. The moments must have been made (:func:`shards`).
+        """Restore the values from :func:`scalars`. Call :func:`shards` first to create the moments.
 
-        Who reads ``scalars`` from a file checks them; they may hold more.
+        If ``scalars`` come from a file, the caller must check them. Additional keys are ignored.
         """
         step, scale = scalars["step"], scalars["loss_scale"]
         for part in self._parts():
@@ -271,7 +274,7 @@ class Optimizer:
                 scaler._hysteresis_tracker = scale["hysteresis_tracker"]
 
     def _flat_weights(self) -> dict[str, Tensor]:
-        """Return the weights by name, wherever they are."""
+        """Return the weights by name, on the device or offloaded."""
         return {one.name: self._movable.current(one.tensor).view(-1) for one in self._parameters()}
 
     def _parameters(self) -> list[LocalParameter]:
@@ -279,10 +282,7 @@ class Optimizer:
         return [*local_parameters(self._chunks, layout), *adapter_parameters(self._chunks, layout)]
 
     def _parts(self) -> list[DistributedOptimizer]:
-        """List the optimizers: experts have one of their own, beside that of the rest.
-
-        One without parameters on this rank is left out.
-        """
+        """List the optimizers that have parameters on this rank. Experts have a separate optimizer."""
         parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
         assert all(isinstance(part, DistributedOptimizer) for part in parts)
         return [part for part in parts if not part.is_stub_optimizer]
@@ -290,13 +290,13 @@ class Optimizer:
 
 @contextmanager
 def aligned_within(group: dist.ProcessGroup) -> Iterator[None]:
-    """Align parameter groups over the ranks of the model: Megatron would do it over the whole world, and by pickles.
+    """Align parameter groups over the model's ranks. Megatron would do this over the whole world, with pickles.
 
-    Only the module of Megatron that does it sees other collectives, and only within this block.
+    Only Megatron's optimizer module sees the replaced collectives, and only within this block.
     """
 
     def tuples(value: Any) -> Any:
-        """Turn lists that JSON has made of tuples back into tuples."""
+        """Convert the lists that JSON made from tuples back to tuples."""
         return tuple(map(tuples, value)) if isinstance(value, list) else value
 
     def gather(output: list[Any], keys: list[Any]) -> None:
@@ -312,12 +312,12 @@ def aligned_within(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Tell parameters apart by their place, also while there is no memory behind it."""
+    """Identify a parameter by its storage, even while the storage has no memory."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _list_stepped(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """(parameter of the model, the flat fp32 tensor of its range that Adam steps)."""
+    """Yield (model parameter, flat fp32 tensor of its range that Adam steps)."""
     pairs = (
         (part.model_float16_groups, part.shard_fp32_from_float16_groups),
         (part.model_fp32_groups, part.shard_fp32_groups),
@@ -331,7 +331,7 @@ def _tensors(adam: torch.optim.Optimizer, param: Tensor, stepped: Tensor) -> dic
     state = adam.state[stepped]
     if not state.keys() & {"exp_avg", "momentum"}:
         if _counts_per_parameter(adam):
-            state["step"] = torch.zeros((), dtype=torch.float32)  # as torch's Adam makes it
+            state["step"] = torch.zeros((), dtype=torch.float32)  # like torch's Adam
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(stepped), torch.zeros_like(stepped)
     tensors = {kind: state[kind] for kind in ("exp_avg", "exp_avg_sq", "momentum") if kind in state}
     if param.dtype != torch.float32:
@@ -341,8 +341,9 @@ def _tensors(adam: torch.optim.Optimizer, param: Tensor, stepped: Tensor) -> dic
 
 
 def _counts_per_parameter(adam: torch.optim.Optimizer) -> bool:
-    """Tell whether steps are counted by parameter, as torch's Adam does; the fused ones of Transformer Engine and apex count by
-    group.
+    """Return whether the optimizer counts steps per parameter, like torch's Adam.
+
+    The fused optimizers of Transformer Engine and apex count per group.
     """
     return isinstance(adam, torch.optim.Adam)
 
@@ -354,9 +355,10 @@ def _steps(adam: torch.optim.Optimizer) -> list[Any]:
 
 
 def learning_rate(update: int, peak: float, cfg: ScheduleConfig) -> float:
-    """Rate of update ``update`` (counted from 0): linear warm-up to ``peak``, then constant, linear or cosine down to ``min_lr``.
+    """Return the rate of an update, counted from 0: linear warm-up to ``peak``, then constant, linear or cosine to ``min_lr``.
 
-    The first update of a warm-up of w updates has peak / w, the w-th has the peak; the last of ``total_updates`` has ``min_lr``.
+    In a warm-up of w updates, the first update uses peak / w and the w-th uses the peak. The last of
+    ``total_updates`` uses ``min_lr``.
     """
     if update < cfg.warmup:
         return peak * (update + 1) / cfg.warmup

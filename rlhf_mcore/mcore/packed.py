@@ -1,4 +1,4 @@
-"""Describe packed sequences for all layers beforehand, so that no layer asks the device."""
+"""Describe packed sequences once for all layers, so that no layer waits for the device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from rlhf_mcore.parallel.context import chunks_of
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's borders of sequences, and what layers here and Transformer Engine would compute of them, waiting for the device."""
+    """Megatron's sequence borders, and values derived from them.
 
-    sizes: Sequence[int] = ()  # tokens of each sequence, over all context-parallel ranks
-    order: Tensor | None = None  # with context parallelism: of ``parallel.context.order_of_ranks``
-    pad_between_seqs: bool | None = False  # borders tell of padding as of tokens
-    seen: tuple[Tensor, Tensor, Tensor] | None = None  # of ``seen_by_chunks``, which all layers share
-    tree: TreePart | None = None  # the sequences are segments of a prefix tree
+    Without these values, our layers and Transformer Engine would each compute them and wait for the device.
+    """
+
+    sizes: Sequence[int] = ()  # tokens per sequence, over all context-parallel ranks
+    order: Tensor | None = None  # with context parallelism: result of ``parallel.context.order_of_ranks``
+    pad_between_seqs: bool | None = False  # the borders include padding
+    seen: tuple[Tensor, Tensor, Tensor] | None = None  # result of ``seen_by_chunks``, shared by all layers
+    tree: TreePart | None = None  # set if the sequences are segments of a prefix tree
 
     @classmethod
     def of(cls, borders: Tensor, places: Tensor, sizes: Sequence[int], order: Tensor | None) -> PackedSequences:
@@ -34,22 +37,23 @@ class PackedSequences(PackedSeqParams):
 
         Args:
             borders: [num_sequences + 1] int32, over all context-parallel ranks.
-            places: [N] int64 of this rank's tokens in their sequences.
-            sizes: of the sequences.
+            places: [N] int64 positions of this rank's tokens in their sequences.
+            sizes: lengths of the sequences.
             order: with context parallelism, [sum of sizes] int64.
         """
-        borders.places = places  # type: ignore[attr-defined]  # goes where Megatron takes the borders
-        padded = None if order is None else borders  # what Transformer Engine cuts into chunks
+        borders.places = places  # type: ignore[attr-defined]  # an attribute, because Megatron passes only the borders on
+        padded = None if order is None else borders  # Transformer Engine splits these into chunks
         return cls("thd", borders, borders, padded, padded, max(sizes), max(sizes), sizes=sizes, order=order)
 
     def seen_by_chunks(self, rank: int, cp: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens that a context-parallel rank's two chunks of each sequence attend to, under a causal mask.
 
-        Computed on the device, where the host need not wait for it.
+        They are computed on the device, so the host does not wait.
 
         Returns:
-            The borders [2 * num_sequences + 1] int32 of the rank's chunks back to back, the borders of the tokens that each chunk
-            sees, and the places of these tokens [sum(sizes) * (2 * cp + 1) / (2 * cp)] among all.
+            The borders [2 * num_sequences + 1] int32 of the rank's chunks back to back. The borders of the tokens
+            that each chunk sees. The positions of these tokens [sum(sizes) * (2 * cp + 1) / (2 * cp)] among all
+            tokens.
         """
         if self.seen is None:
             begins, total = self.cu_seqlens_q[:-1], sum(self.sizes) // (2 * cp) * (2 * cp + 1)
@@ -62,14 +66,15 @@ class PackedSequences(PackedSeqParams):
 
 
 def _twice(x: Tensor) -> Tensor:
-    """[n] -> [2 * n], each element two times."""
+    """Map [n] to [2 * n] by repeating each element."""
     return x[:, None].expand(-1, 2).flatten()
 
 
 def rotate_packed() -> None:
-    """Let Megatron rotate packed tokens by their places.
+    """Make Megatron rotate packed tokens by their positions.
 
-    Its own asks the device for the borders, in every layer for queries and for keys, and cuts the angles for each sequence.
+    Megatron's version reads the borders from the device, in every layer, for queries and for keys. It also splits the
+    angles for each sequence.
     """
     if hasattr(plain := rope_utils._apply_rotary_pos_emb_thd, "__wrapped__"):
         return
@@ -90,7 +95,10 @@ def rotate_packed() -> None:
 
     @wraps(fused)
     def rotate_fused(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **options: Any) -> Tensor:
-        """Transformer Engine begins each sequence at position 0. A segment of a prefix tree begins where its parent ends."""
+        """Rotate segments of a prefix tree from the end of their parent.
+
+        Transformer Engine starts each sequence at position 0.
+        """
         if not getattr(cu_seqlens, "is_tree", False):
             return fused(t, cu_seqlens, freqs, **options)
         angles = freqs.index_select(0, cu_seqlens.places)  # type: ignore[attr-defined]
@@ -101,11 +109,11 @@ def rotate_packed() -> None:
 
 
 def tell_of_padding(modules: Iterable[torch.nn.Module]) -> None:
-    """Let Transformer Engine's attention be told that there is no padding between sequences: it would compare their borders."""
+    """Pass ``pad_between_seqs`` to Transformer Engine's attention. Without it the attention compares borders on the device."""
     for module in modules:
         if (names := getattr(module, "kept_packed_seq_params", None)) is None:
             continue
-        # Transformer Engine's own, behind Megatron's and ours
+        # Transformer Engine's class, below Megatron's and our subclass
         attention: Any = [kind for kind in type(module).__mro__ if kind.__name__ != "TreeAttention"][1]
         if "pad_between_seqs" in inspect.signature(attention.forward).parameters:
             names.add("pad_between_seqs")

@@ -18,15 +18,17 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TreePart:
-    """What a context-parallel rank computes of a tree. A piece is a segment, or one of the rank's two chunks of a segment.
+    """The part of a tree that a context-parallel rank computes.
 
-    Queries are places among the rank's computed tokens, keys among those of all ranks. A rank has equally many tokens of each segment.
+    A piece is a segment, or one of the rank's two chunks of a segment. Queries are positions among the rank's
+    computed tokens, keys are positions among the tokens of all ranks. Each rank computes the same number of tokens
+    per segment.
 
     Attributes:
-        pieces: of each piece its queries, and the spans of keys that it sees. Its own keys are last.
-        spans: (queries, keys, whether masked causally), which together cover the pieces. The queries of all descendants of a segment
-            are one span.
-        placed: ``borders`` on the device, where one kernel computes all pieces.
+        pieces: for each piece, its queries and the spans of keys that it sees. Its own keys are last.
+        spans: (queries, keys, whether to mask causally), which together cover the pieces. The queries of all
+            descendants of a segment are one span.
+        placed: the tensors of ``borders`` on the device, if one kernel computes all pieces.
     """
 
     tree: PrefixTree
@@ -36,7 +38,7 @@ class TreePart:
 
     @classmethod
     def of(cls, tree: PrefixTree, rank: int, cp: int) -> TreePart:
-        """Divide a tree among ``cp`` ranks."""
+        """Build the part of ``rank`` of a tree that is split over ``cp`` ranks."""
         pieces: list[tuple[Span, list[Span]]] = []
         own: list[tuple[Span, Span, bool]] = []
         above: list[tuple[Span, Span, bool]] = []
@@ -62,10 +64,10 @@ class TreePart:
         return cls(tree, pieces, own + above)
 
     def borders(self) -> dict[str, Tensor]:
-        """Describe the pieces to a kernel of packed sequences, whose last query sees the last key.
+        """Describe the pieces for a kernel over packed sequences, which aligns the last query with the last key.
 
-        ``piece_borders`` and ``path_borders`` [pieces + 1] int32: of the queries and the keys of pieces. ``path_places`` [keys of all
-        pieces] int64: which keys they are.
+        ``piece_borders`` and ``path_borders`` [pieces + 1] int32 are the borders of the pieces' queries and keys.
+        ``path_places`` [keys of all pieces] int64 are the positions of the keys.
         """
         queries = [end - begin for (begin, end), _ in self.pieces]
         keys = [sum(end - begin for begin, end in spans) for _, spans in self.pieces]
@@ -75,12 +77,12 @@ class TreePart:
 
     @property
     def longest_piece(self) -> int:
-        """Most queries of a piece."""
+        """The maximum number of queries in a piece."""
         return max(end - begin for (begin, end), _ in self.pieces)
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """Join spans that follow each other, as a segment and its first child do."""
+    """Join adjacent spans, such as a segment and its first child."""
     joined = spans[:1]
     for begin, end in spans[1:]:
         if joined[-1][1] == begin:
@@ -97,15 +99,15 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 class SpanAttention(torch.autograd.Function):
     """Attend span by span on a CPU. No key is copied, and all descendants of a segment read its keys together.
 
-    Softmaxes of spans are joined by their log-sum-exps (Milakov and Gimelshein 2018, arXiv 1805.02867). In the backward pass each span
-    takes the joined output and log-sum-exp, so its gradients are exact parts of the sum.
+    The softmaxes of spans are combined by their log-sum-exps (Milakov and Gimelshein 2018, arXiv 1805.02867). The
+    backward pass of each span uses the combined output and log-sum-exp, so its gradients are exact terms of the sum.
 
     q [n, heads, d], k and v [M, key heads, d] -> [n, heads, d].
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, part: TreePart, scale: float | None) -> Tensor:
-        """Attend, and keep the log-sum-exps."""
+        """Attend and save the log-sum-exps."""
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out, sums = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
         for (a, b), (c, d), causal in part.spans:
@@ -120,7 +122,7 @@ class SpanAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Add up the spans' gradients in their order."""
+        """Add up the gradients of the spans, in order."""
         q, k, v, out, sums = ctx.saved_tensors
         grad = grads[0].transpose(0, 1).unsqueeze(0)
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
@@ -147,20 +149,20 @@ def attend_by_pieces(
     Args:
         q: [n, heads, d] of this rank.
         k, v: [M, key heads, d] of all ranks.
-        window: tokens that a query sees, itself among them; None: all.
-        attend: for one piece [1, heads, tokens, d], whose queries are the last tokens of the keys.
+        window: number of tokens that a query sees, including itself; None: all.
+        attend: attention for one piece [1, heads, tokens, d], whose queries are the last tokens of the keys.
 
     Returns:
         [n, heads, d of the values].
     """
-    # All are cut at once: the gradient of a slice is as long as what it is cut from.
+    # Split all pieces in one call, because the gradient of a slice is as long as the tensor that it is a slice of.
     borders = sorted({place for _, spans in part.pieces for span in spans for place in span} | {0, len(k)})
     number = {place: which for which, place in enumerate(borders)}
     sizes = [end - begin for begin, end in pairwise(borders)]
     keys, values, parts = k.split(sizes), v.split(sizes), []
     for own, (_, spans) in zip(q.split([end - begin for (begin, end), _ in part.pieces]), part.pieces, strict=True):
         seen = [which for begin, end in spans for which in range(number[begin], number[end])]
-        if window is not None:  # what is before it on the path is not read
+        if window is not None:  # skip the path before the window
             needed, first = window + len(own) - 1, len(seen)
             while first and needed > 0:
                 first -= 1

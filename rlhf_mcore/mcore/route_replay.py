@@ -1,11 +1,11 @@
-"""Router replay: tokens go to the experts that an engine, or an earlier pass, has chosen for them.
+"""Router replay: send tokens to the experts that an engine or an earlier pass chose for them.
 
-R3 of Ma et al. 2025 (arXiv 2510.11370) replays the routes of engines; R2 of Zheng et al. 2025 (arXiv 2507.18071, section 5.3;
-arXiv 2512.01374) those of the pass for old logprobs. Experts are given; their weights are gathered from the scores of the router,
-which so has the gradient of what was computed.
+R3 (Ma et al. 2025, arXiv 2510.11370) replays the routes of engines. R2 (Zheng et al. 2025, arXiv 2507.18071, section
+5.3; arXiv 2512.01374) replays the routes of the pass for old logprobs. Only the choice of experts is replayed. Their
+weights are gathered from the router's scores, so the router gets the gradient of the computed output.
 
-Megatron has such a replay, whose registry is global to all models of a process, and holds for one microbatch. Here each model has its
-own, of the layers in front of MTP layers.
+Megatron's own replay uses a registry that is global to all models of a process and valid for one microbatch. Here
+each model has its own registry, for all layers except MTP layers.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from rlhf_mcore.types import ROUTES, Microbatch
 if TYPE_CHECKING:
     from rlhf_mcore.mcore.model import MegatronModel
 
-Step = Callable[[Iterator[Microbatch], torch.nn.Module], Any]  # a forward pass of a chunk, over the next microbatch
+Step = Callable[[Iterator[Microbatch], torch.nn.Module], Any]  # a forward pass of a chunk over the next microbatch
 
 
 @dataclass(slots=True, eq=False)
 class RoutedLayer:
-    """Chooses the experts of a layer where Megatron asks a replayed routing for them (``Router.router_replay``)."""
+    """Choose the experts of a layer when Megatron asks a replayed routing for them (``Router.router_replay``)."""
 
     routing: Routing
-    column: int  # of the layer among those with experts
-    usual: Any  # what was there before
-    given: Tensor | None = None  # [n, k] routes of this rank's tokens, in the running forward pass
-    waiting: deque[Tensor | None] = field(default_factory=deque)  # routes of passes that will be computed again
+    column: int  # index of the layer among the MoE layers
+    usual: Any  # the value that this object replaced
+    given: Tensor | None = None  # [n, k] routes of this rank's tokens in the current forward pass
+    waiting: deque[Tensor | None] = field(default_factory=deque)  # routes of passes that will be recomputed
 
     def get_replay_topk(
         self,
@@ -50,7 +50,7 @@ class RoutedLayer:
         group_topk: int | None,
         compute_topk: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
-        """Return scores and numbers [n, k] of the experts that tokens go to, of ``scores`` [n, experts]."""
+        """Return the scores and indices [n, k] of the chosen experts, from ``scores`` [n, experts]."""
         if self.usual is not None:
             values, own = self.usual.get_replay_topk(scores, topk, num_groups, group_topk, compute_topk)
         else:
@@ -70,7 +70,8 @@ class RoutedLayer:
     def _take(self) -> Tensor | None:
         """Return the routes of the microbatch that is computed now.
 
-        A backward pass computes layers again in the order of their forward passes. The first time these had no gradients.
+        A backward pass recomputes layers in the order of their forward passes. Those forward passes ran without
+        gradients.
         """
         if not self.routing.runs:
             return self.waiting.popleft()
@@ -86,22 +87,22 @@ class Routing:
     groups: ModelGroups
     device: torch.device
     per_token: int
-    num_layers: int  # with experts, in all of the model
+    num_layers: int  # number of MoE layers in the whole model
     layers: dict[int, list[RoutedLayer]] = field(default_factory=dict)  # by the id of their chunk
-    runs: bool = False  # whether a forward pass is running, which is not one that is computed again
+    runs: bool = False  # whether a forward pass is running that is not a recomputation
     learns: bool = False
-    # Routes by the id of a microbatch and by layer, where a pass is recorded.
+    # Routes by the id of a microbatch and by layer, while a pass is recorded.
     noted: dict[int, dict[int, Tensor]] | None = None
-    num_unshared: int = 0  # rows of updates whose shared beginning an engine had routed otherwise
-    _current: int = 0  # the id of the microbatch that is run
-    # Of updates: tokens and layers whose router had chosen others, and all that were replayed.
+    num_unshared: int = 0  # rows of updates that an engine routed differently in their shared prefix
+    _current: int = 0  # id of the current microbatch
+    # For updates: the number of tokens and layers whose router chose other experts, and the number replayed.
     _counts: Tensor | None = None
-    # Microbatches, and the places of this rank's tokens.
+    # Microbatches, and the positions of this rank's tokens.
     _recorded: list[tuple[Microbatch, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: MegatronModel) -> Routing:
-        """Take over the choice of experts of a model."""
+        """Create the routing of a model and connect it to all routers."""
         geometry = model.spec.geometry
         assert geometry.experts is not None
         columns = {layer: column for column, layer in enumerate(geometry.moe_layers)}
@@ -115,7 +116,7 @@ class Routing:
         return routing
 
     def steps(self, step: Step, microbatches: Sequence[Microbatch], inputs: PassInputs, *, learns: bool) -> Step:
-        """Return ``step`` for a pass over these microbatches, with their routes. They are taken out of their fields."""
+        """Return ``step`` wrapped to replay the routes of these microbatches. The routes are removed from the fields."""
         self.learns = learns
         layers = [layer for of_chunk in self.layers.values() for layer in of_chunk]
         for layer in layers:
@@ -147,34 +148,34 @@ class Routing:
         return run
 
     def _places(self, microbatch: Microbatch, inputs: PassInputs) -> Tensor:
-        """Return the places [n] of this rank's tokens in each line of a microbatch."""
+        """Return the positions [n] of this rank's tokens in each row of a microbatch."""
         places = inputs.of_rank(microbatch, torch.arange(microbatch.width)[None])[0]
         layout = self.groups.layout
         return places.chunk(layout.tp)[self.groups.tp_rank] if layout.sequence_parallel else places
 
     def _cut(self, routes: Tensor, places: Tensor, columns: Sequence[int]) -> Tensor:
-        """Return of routes [b, T, L, k] those of this rank's layers and tokens: [layers, n * b, k]."""
+        """Select this rank's layers and tokens from routes [b, T, L, k]: [layers, n * b, k]."""
         if routes.shape[2:] != (self.num_layers, self.per_token):
             raise RuntimeError(
-                f"routes of {routes.size(2)} layers with {routes.size(3)} experts per token were recorded, and the model has "
-                f"{self.num_layers} with {self.per_token}"
+                f"recorded routes have {routes.size(2)} layers and {routes.size(3)} experts per token, but the model has "
+                f"{self.num_layers} layers and {self.per_token} experts per token"
             )
         return routes[:, places][:, :, list(columns)].permute(2, 1, 0, 3).flatten(1, 2).contiguous()
 
     def note(self, column: int, chosen: Tensor) -> None:
-        """Keep the experts [n, k] that a layer has chosen in the running pass."""
+        """Record the experts [n, k] that a layer chose in the current pass."""
         assert self.noted is not None
         self.noted.setdefault(self._current, {})[column] = chosen.to(torch.int16) + 1
 
     def count(self, counts: Tensor) -> None:
-        """Add to the counts of updates: [2]."""
+        """Add ``counts`` [2] to the counts for updates."""
         self._counts = counts if self._counts is None else self._counts + counts
 
     def mismatch(self) -> dict[str, float]:
-        """Return the share of tokens and layers of the last updates that were replayed otherwise than their router had chosen.
+        """Return the fraction of replayed tokens and layers whose router chose other experts, over the last updates.
 
-        ``unshared_rows`` counts the rows whose beginning was computed again because it was routed otherwise. Nothing where no routes
-        were replayed. Collective over the model's ranks.
+        ``unshared_rows`` is the number of rows whose prefix was recomputed because it was routed differently. Return
+        {} if no routes were replayed. Collective over the model's ranks.
         """
         changed, known = [0.0, 0.0] if self._counts is None else self._counts.tolist()
         layout = self.groups.layout
@@ -187,7 +188,7 @@ class Routing:
         return {"route_mismatch": sums["changed"] / sums["known"], "unshared_rows": round(sums["unshared"])}
 
     def recorded(self) -> tuple[list[Tensor], list[Microbatch]]:
-        """Return routes [b, T, layers, k] int32 of the microbatches of the recorded pass, on the host, and these microbatches.
+        """Return routes [b, T, layers, k] int32 of the recorded pass on the host, one per microbatch, and the microbatches.
 
         Collective over the ranks that run them together.
         """
@@ -197,7 +198,7 @@ class Routing:
         return wholes, microbatches
 
     def _whole(self, microbatch: Microbatch, places: Tensor) -> Tensor:
-        """Add up what ranks have noted of a microbatch: each token and layer once."""
+        """Add up the records of all ranks for a microbatch. Exactly one rank records each token and layer."""
         assert self.noted is not None
         noted, pgs, layout = self.noted.pop(id(microbatch), {}), self.groups.collection, self.groups.layout
         height = microbatch.token_ids.size(0)
@@ -214,11 +215,14 @@ class Routing:
 
 
 def _computed(microbatch: Microbatch, routes: Tensor) -> Tensor:
-    """Return of routes [b, T, L, k] in the row layout those of the computed tokens: of a row that knows them, if one does."""
+    """Convert routes [b, T, L, k] from the row layout to the computed tokens.
+
+    For a token that several rows share, prefer a row with known routes.
+    """
     if (tree := microbatch.tree) is None:
         return routes
     is_known = (routes[0, :, 0, 0] > 0).numpy()
     places = np.concatenate([np.flatnonzero(~is_known), np.flatnonzero(is_known)[::-1]])
     chosen = np.zeros(microbatch.width, np.int64)
-    chosen[tree.sources.numpy()[places]] = places  # the last one wins
+    chosen[tree.sources.numpy()[places]] = places  # the last write wins
     return routes[:, torch.from_numpy(chosen)] * (tree.uses > 0)[None, :, None, None]

@@ -1,9 +1,11 @@
-"""Images within a decoder: features of a tower in the places of tokens, positions by row and column, and DeepStack.
+"""Images in a decoder: tower features as token embeddings, positions by row and column, and DeepStack.
 
-The tower is transformers' own module on the first pipeline stage. It reads every image of a pass once, before the decoder runs, and
-all sequences with that image share the features. They are leaves of the decoder's graph: their gradients add up over microbatches,
-and where the tower learns it is run again with them, some images at a time, when the last microbatch has been learned from. So
-neither the decoder's recomputation nor a pipeline's order of passes concerns the tower.
+The tower is transformers' own module on the first pipeline stage. It reads every image of a pass once, before the
+decoder runs. All sequences with that image share the features, which are leaves of the decoder's graph. Their
+gradients add up over microbatches.
+
+If the tower is trained, it runs again after the backward pass of the last microbatch, some images at a time, with
+these gradients. The tower is therefore independent of the decoder's recomputation and of the pipeline schedule.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Pass:
-    """Hold the images of one microbatch, and the places that the rows of their features go to."""
+    """The images of one microbatch, and its placed tensors, which contain the positions of the features."""
 
     digests: list[str]
     placed: Mapping[str, Tensor]
@@ -47,28 +49,30 @@ class _Pass:
 
 @dataclass(slots=True)
 class ModelVision:
-    """The images of a model on this rank. ``tower`` is None but on the first pipeline stage."""
+    """The images of a model on this rank. ``tower`` is None except on the first pipeline stage."""
 
     sizes: VisionSizes
-    source: ImageStore | None  # None: there are no images, only text
+    source: ImageStore | None  # None: text only, without images
     groups: ModelGroups
     sequence_parallel: bool
     platform: Platform
-    hidden_size: int  # of the decoder
+    hidden_size: int  # hidden size of the decoder
     kept: StepFeatures
     tower: torch.nn.Module | None = None
     attends_within: bool = False  # whether all tokens of an image attend to each other
-    _features: dict[str, list[Tensor]] = field(default_factory=dict)  # by digest, of each level [tokens, hidden], fp32
+    _features: dict[str, list[Tensor]] = field(default_factory=dict)  # by digest: [tokens, hidden] fp32 per level
     _current: _Pass | None = None
     _by_angles: dict[int, _Pass] = field(default_factory=dict)
 
     def derive(self, microbatch: Microbatch, of_rank: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return what a pass reads of a microbatch's images, on the host.
+        """Return the inputs of a pass for a microbatch's images, on the host.
 
-        ``rotary_positions`` [b, T, 3] and ``places`` [b * T], their own numbers, are of this context-parallel rank, of models whose
-        tokens rotate by row and column.
-        ``image_rows`` [n] are the features, counted over the images of the microbatch, that stand at ``image_places`` [n] of this
-        rank's hidden states, flattened. ``image_blocks`` [b, T] numbers the images that all tokens, of all ranks, are of: -1 is text.
+        ``rotary_positions`` [b, T, 3] and ``places`` [b * T] (token indices) cover this context-parallel rank. They
+        exist if the model rotates tokens by row and column.
+
+        ``image_rows`` [n] are indices of features, counted over the images of the microbatch. ``image_places`` [n]
+        are their positions in this rank's flattened hidden states. ``image_blocks`` [b, T] is the image number of
+        each token of all ranks, or -1 for text.
         """
         positions, rows, blocks = self._positions_and_rows(microbatch)
         positions, rows = of_rank(positions), of_rank(rows).t()
@@ -84,7 +88,7 @@ class ModelVision:
         return derived | {"image_places": places, "image_rows": rows[places]}
 
     def _positions_and_rows(self, microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return positions [b, T, 3] of all tokens, and the numbers of each one's feature and image [b, T], -1 where it has none."""
+        """Return the positions [b, T, 3] of all tokens, and their feature and image numbers [b, T], or -1 without image."""
         ids, first = microbatch.token_ids, 0
         positions = microbatch.position_ids[..., None].repeat(1, 1, 3)
         rows, blocks = torch.full_like(ids, -1), torch.full_like(ids, -1)
@@ -98,11 +102,11 @@ class ModelVision:
             grids = [self._image(digest).grid_thw for digest in digests]
             counts = torch.tensor([self.sizes.tokens(grid) for grid in grids])
             total = int(counts.sum())
-            # A policy may draw this token too; only the first ones are of images.
+            # A policy may also generate this token. Only the first ones belong to images.
             places = (ids[line, span] == self.sizes.image_token_id).nonzero().flatten()[:total]
             if len(places) < total:
                 raise RuntimeError(
-                    f"a sequence has {len(places)} tokens of images, and its {len(grids)} images have {total}"
+                    f"a sequence has {len(places)} image tokens, but its {len(grids)} images need {total}"
                 )
             rows[line, span][places] = torch.arange(first, first + total)
             blocks[line, span][places] = torch.arange(len(grids)).repeat_interleave(counts)
@@ -118,7 +122,7 @@ class ModelVision:
 
     @contextmanager
     def reading(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
-        """Keep the features of the images of microbatches within this block."""
+        """Keep the features of the microbatches' images within this block."""
         if self.tower is not None:
             wanted = list(dict.fromkeys(d for m in microbatches for digests in m.images for d in digests))
             with torch.no_grad():
@@ -135,7 +139,7 @@ class ModelVision:
         return {d: f for batch in self._batches(digests) for d, f in zip(batch, self._run(batch), strict=True)}
 
     def _read_frozen(self, digests: Sequence[str]) -> dict[str, list[Tensor]]:
-        """Return features that are kept, and run the tower on the other images together with the ranks that need them too."""
+        """Return stored features, and run the tower on the other images together with the ranks that also need them."""
         tower, group = self.tower, self.groups.collection.tp_cp
         if tower is None or not digests:
             return {}
@@ -156,12 +160,13 @@ class ModelVision:
         return self.tower is not None and any(parameter.requires_grad for parameter in self.tower.parameters())
 
     def backward(self) -> None:
-        """Add to the gradients of the tower what those of its features ask for."""
+        """Accumulate the tower's gradients from the gradients of its features."""
         if not self._learns:
             return
         tower: Any = self.tower
         if not tower.is_gradient_checkpointing:
-            tower.gradient_checkpointing_enable({"use_reentrant": False})  # one block's activations at a time
+            # keeps the activations of one block at a time
+            tower.gradient_checkpointing_enable({"use_reentrant": False})
         for batch in self._batches([d for d, levels in self._features.items() if levels[0].grad is not None]):
             with torch.enable_grad():
                 found = self._run(batch)
@@ -174,7 +179,7 @@ class ModelVision:
             torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
 
     def _batches(self, digests: Sequence[str]) -> Iterator[list[str]]:
-        """Cut images into runs of the tower."""
+        """Split images into batches for the tower."""
         batch, patches = list[str](), 0
         for digest in digests:
             count = len(self._image(digest).pixel_values)
@@ -187,7 +192,7 @@ class ModelVision:
             yield batch
 
     def _run(self, digests: Sequence[str]) -> list[list[Tensor]]:
-        """Return the features of images [tokens, hidden]: those of tokens, then those of each level of DeepStack."""
+        """Return the features [tokens, hidden] of images: first for tokens, then for each level of DeepStack."""
         images = [self._image(digest) for digest in digests]
         grids = torch.tensor([image.grid_thw for image in images])
         pixels, grids = self.platform.to_device([torch.cat([image.pixel_values for image in images]), grids])
@@ -198,11 +203,11 @@ class ModelVision:
         return [list(parts) for parts in zip(*(level.split(sizes) for level in levels), strict=True)]
 
     def enter(self, microbatch: Microbatch) -> None:
-        """Say which microbatch the decoder runs next."""
+        """Set the microbatch that the decoder runs next."""
         self._current = _Pass([d for digests in microbatch.images for d in digests], microbatch.placed)
 
     def angles(self, inv_freq: Tensor, axes: Tensor) -> Tensor:
-        """Return the angles [T, b, 1, head_dim] by which the microbatch's tokens rotate."""
+        """Return the rotation angles [T, b, 1, head_dim] of the microbatch's tokens."""
         assert self._current is not None
         positions = self._current.placed["rotary_positions"]
         half = positions[..., axes.to(positions.device)].float() * inv_freq.to(positions.device)
@@ -211,14 +216,15 @@ class ModelVision:
         return angles
 
     def insert(self, _module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        """Put features in the places of embeddings (a hook of the embedding)."""
+        """Replace the embeddings of image tokens by features (a hook of the embedding)."""
         assert self._current is not None
         return self._changed(self._current, output, 0)
 
     def add(self, level: int) -> Callable[..., tuple[Tensor, ...]]:
-        """Return a hook of a layer that adds features of DeepStack to what it returns.
+        """Return a hook that adds the features of a DeepStack level to a layer's output.
 
-        A layer that is recomputed runs while another microbatch is the current one. Its own is known by the angles it is given.
+        A layer can be recomputed while another microbatch is current. The hook finds the right microbatch by the
+        angles that the layer receives.
         """
 
         def hook(
@@ -230,7 +236,7 @@ class ModelVision:
         return hook
 
     def _changed(self, run: _Pass, hidden: Tensor, level: int) -> Tensor:
-        """Return hidden states [T, b, hidden] with features of a level: put there at level 0, added else."""
+        """Return hidden states [T, b, hidden] with the features of a level: inserted at level 0, added at other levels."""
         places = run.placed["image_places"]
         if not len(places):
             return hidden
@@ -244,11 +250,14 @@ class ModelVision:
 def image_positions(length: int, places: Tensor, grids: Sequence[Sequence[int]], merge_size: int) -> Tensor:
     """Return the positions [length, 3] of tokens by time, row and column (M-RoPE: Wang et al. 2024, arXiv 2409.12191).
 
-    Text counts on in all three. An image counts from where the text before it ended, and the text behind it from the largest of these.
+    Text increments all three. An image starts at the position where the text before it ended. The text after it
+    starts after the largest of the image's positions.
 
     Args:
-        places: of the tokens of all images, in order; those of an image follow each other.
-        grids: (time, rows, columns) of each image, in patches, of which ``merge_size`` squared are a token.
+        length: number of tokens.
+        places: indices of the tokens of all images, in order. The tokens of an image are contiguous.
+        grids: (time, rows, columns) of each image in patches. ``merge_size`` squared patches form a token.
+        merge_size: edge of a token in patches.
     """
     positions = torch.empty(length, 3, dtype=torch.int64)
     position = done = taken = 0
@@ -289,10 +298,10 @@ def add_vision(
     source: ImageStore | None,
     kept: StepFeatures | None = None,
 ) -> ModelVision:
-    """Give a model that has no wrappers yet its tower and its positions.
+    """Add the tower and its positions to a model that is not wrapped yet.
 
     Raises:
-        ConfigError: the first chunk has fewer layers than levels of features are added to.
+        ConfigError: the first chunk has fewer layers than DeepStack has levels.
     """
     sizes, family = spec.geometry.vision, FAMILIES[spec.geometry.family]
     assert sizes is not None and family.vision is not None
@@ -307,8 +316,8 @@ def add_vision(
         return vision
     if len(first.decoder.layers) < sizes.deepstack:
         raise ConfigError(
-            f"the first pipeline stage has {len(first.decoder.layers)} layers, and images speak to the first {sizes.deepstack} of "
-            "this model (DeepStack); lower pp or vpp, or give layers_per_stage"
+            f"the first pipeline stage has {len(first.decoder.layers)} layers, but DeepStack adds image features to the first "
+            f"{sizes.deepstack} layers of this model; lower pp or vpp, or set layers_per_stage"
         )
     vision.tower = _tower(spec, config, platform)
     first.add_module(TOWER[:-1], vision.tower)
@@ -323,11 +332,11 @@ def _tower(spec: ModelSpec, config: TransformerConfig, platform: Platform) -> to
     with torch.device(platform.device()):
         tower = _new_tower(spec, config.params_dtype)
     for parameter in tower.parameters():
-        # Under sequence parallelism a rank has the gradient of its own tokens' features.
+        # Under sequence parallelism a rank computes the gradient for the features of its own tokens.
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     for module in tower.modules():
         for name in list(module._non_persistent_buffers_set):
-            # Frequencies stay in fp32, whatever a wrapper makes of buffers.
+            # Keep frequencies in fp32, even if a wrapper converts buffers.
             frequencies = module._buffers.pop(name)
             module._non_persistent_buffers_set.discard(name)
             if frequencies is not None and frequencies.is_floating_point():
@@ -346,7 +355,7 @@ def _new_tower(spec: ModelSpec, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _tower_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return transformers' class of such towers. ``AutoModel`` does not know all of them before transformers 5.19."""
+    """Return transformers' class for this kind of tower. ``AutoModel`` lacks some of them before transformers 5.19."""
     modeling = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     kinds: list[Any] = [kind for kind in vars(modeling).values() if isinstance(kind, type)]
     [tower] = [kind for kind in kinds if issubclass(kind, PreTrainedModel) and kind.config_class is type(config)]
@@ -365,7 +374,7 @@ class SquareTower(torch.nn.Module):
 
         super().__init__()
         self._channels = sizes.channels
-        self.vision_tower = torch.nn.Module()  # as files name it
+        self.vision_tower = torch.nn.Module()  # the name in model files
         self.vision_tower.vision_model = AutoModel.from_config(config, dtype=dtype)
         whole: Any = SimpleNamespace(
             vision_config=config,
@@ -375,7 +384,7 @@ class SquareTower(torch.nn.Module):
         self.multi_modal_projector = Gemma3MultiModalProjector(whole).to(dtype)
 
     def forward(self, pixels: Tensor, *, grid_thw: Tensor, return_dict: bool) -> SimpleNamespace:
-        """Return the features ``pooler_output`` [tokens, hidden] of images as patches, see ``data.images.whole_images``."""
+        """Return the features ``pooler_output`` [tokens, hidden] of images in patches (see ``data.images.whole_images``)."""
         patches = pixels.size(0) // len(grid_thw)
         edge = int(patches**0.5)
         hidden = self._siglip(whole_images(pixels, (1, edge, edge), self._channels)).last_hidden_state
@@ -390,5 +399,5 @@ class SquareTower(torch.nn.Module):
         return bool(self._siglip.is_gradient_checkpointing)
 
     def gradient_checkpointing_enable(self, options: dict[str, Any]) -> None:
-        """Keep activations of one block at a time."""
+        """Keep the activations of one block at a time."""
         self._siglip.gradient_checkpointing_enable(options)

@@ -1,4 +1,4 @@
-"""The weights of a model on this rank, named for the bridge."""
+"""The weights of a model on this rank, under the names that the bridge uses."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
 
 
 def transformer_layers(chunk: GPTModel) -> list[Any]:
-    """Return the layers of a chunk, and those within its MTP layers."""
+    """Return the layers of a chunk, including the layers inside its MTP layers."""
     beyond = chunk.mtp.layers if hasattr(chunk, "mtp") else ()
     return [*chunk.decoder.layers, *(getattr(layer, MTP_INNER) for layer in beyond)]
 
 
 def local_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) -> list[LocalParameter]:
-    """List every tensor of a model on this rank but its adapters: parameters, and the buffers that are part of its state.
+    """List every tensor of a model on this rank except adapters: parameters, and buffers that are part of its state.
 
-    Layers are numbered over the whole model (by Megatron's ``layer_number``), MTP layers behind them, experts within this rank.
+    Layers are numbered over the whole model (Megatron's ``layer_number``), followed by MTP layers. Experts are
+    numbered within this rank.
     """
     return [one for one in _all_parameters(chunks, layout) if not _ADAPTER.fullmatch(one.name)]
 
 
 def adapter_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) -> list[LocalParameter]:
-    """List what a model with adapters trains on this rank: their A, B and magnitudes, and the weights that are trained beside them."""
+    """List the trained tensors of a model with adapters on this rank: A, B, magnitudes, and other trained weights."""
     return list(_all_parameters(chunks, layout, trained=True))
 
 
@@ -77,7 +78,7 @@ def global_names(chunk: GPTModel) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def _state_buffers(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that a checkpoint must hold, by name, such as the biases of experts."""
+    """Yield the buffers that a checkpoint must contain, by name, such as the biases of experts."""
     for prefix, module in chunk.named_modules():
         for name, tensor in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -89,7 +90,7 @@ def _global_name(name: str, layer_numbers: list[int]) -> str:
 
 
 def weight_storage(chunk: torch.nn.Module) -> list[Tensor]:
-    """Return the tensors that hold a chunk's weights: flat buffers where it is trained, and what is frozen there."""
+    """Return the tensors that store a chunk's weights: for a trained chunk, its flat buffers and its frozen parameters."""
     if isinstance(chunk, DistributedDataParallel):
         frozen = [parameter for parameter in chunk.parameters() if not parameter.requires_grad]
         return [*(buffer.param_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)), *frozen]
@@ -97,10 +98,10 @@ def weight_storage(chunk: torch.nn.Module) -> list[Tensor]:
 
 
 def mark_tensor_parallel(chunk: GPTModel) -> None:
-    """Mark which weights are sharded over tensor-parallel ranks.
+    """Mark the weights that are sharded over tensor-parallel ranks.
 
-    Megatron does it while initialising weights, which is skipped here because they are loaded; without it the gradient norm counts
-    one rank's part only, and clipping is silently wrong.
+    Megatron marks them when it initialises weights. We skip initialisation, because weights are loaded. Without the
+    marks, the gradient norm includes only one rank's part, and clipping is silently wrong.
     """
     for module in chunk.modules():
         if (sinks := getattr(module, "softmax_offset", None)) is not None:
@@ -112,6 +113,7 @@ def mark_tensor_parallel(chunk: GPTModel) -> None:
             set_tensor_model_parallel_attributes(weight, True, dim, 1)
     for name, parameter in chunk.named_parameters():
         if is_expert(name) and name.rpartition(".")[2].startswith("bias"):
-            # Ranks that share tokens have different experts: nothing of these is summed over them, and the norm counts all.
+            # Ranks that share tokens have different experts. The gradients of these biases are not summed over them,
+            # and the norm includes all of them.
             parameter.sequence_parallel = False
             parameter.tensor_model_parallel = True
