@@ -11,6 +11,7 @@ import numpy as np
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.questions import role_layouts
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.group import with_values
 from rlhf_mcore.planning.engines import kv_tokens, state_tokens
 from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlanInputs, engines_apart, roles_of, workload
 from rlhf_mcore.planning.phases import GENERATE, SYNC
@@ -69,9 +70,7 @@ def planned_times(cfg: Config, gpu: GpuType, assumed: Assumptions, mean: float) 
 def _plan(cfg: Config, gpu: GpuType, assumed: Assumptions, mean: float, split: Split) -> Scenario:
     engines = split.rollout // cfg.rollout.layout.num_ranks
     placement = "colocated" if split.colocated else "disaggregated"
-    cfg = cfg.model_copy(
-        update={"rollout": cfg.rollout.model_copy(update={"placement": placement, "num_engines": engines})}
-    )
+    cfg = with_values(cfg, {"rollout.placement": placement, "rollout.num_engines": engines})
     dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
     work = replace(workload(cfg, assumed), response_tokens=mean)
     roles = roles_of(cfg, split.training, dtype)

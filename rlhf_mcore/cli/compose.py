@@ -25,6 +25,7 @@ from rlhf_mcore.config.questions import has_teacher, role_layouts
 from rlhf_mcore.config.resolve import with_sequences
 from rlhf_mcore.config.run_kinds import DPO, REWARD_MODEL, RL, SFT, RunKind, run_kind
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.group import with_values
 from rlhf_mcore.config.yaml_text import to_yaml
 from rlhf_mcore.observability import rank_file
 from rlhf_mcore.observability.alarms import AlarmBell, RewardAlarm
@@ -188,9 +189,7 @@ def explain_out_of_memory(cfg: Config, record: RunRecord, sharing: DeviceSharing
 def _with_sequences(cfg: Config, memory_bytes: int, device: str) -> Config:
     """Choose ``rollout.max_num_seqs`` for the smallest device of the run. Collective."""
     rollout = with_sequences(cfg.rollout, memory_bytes, device)
-    return cfg.model_copy(
-        update={"rollout": rollout.model_copy(update={"max_num_seqs": min(all_gather_json(rollout.max_num_seqs))})}
-    )
+    return with_values(cfg, {"rollout.max_num_seqs": min(all_gather_json(rollout.max_num_seqs))})
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from rlhf_mcore.cli.trainers import decide_offload, note_kernels, trained_work
 from rlhf_mcore.config.choices import PREFERENCE_LOSSES
 from rlhf_mcore.config.questions import needs_reference
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.group import with_values
 from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, example_batch
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.parallel.collectives import world_group
@@ -71,7 +72,7 @@ def preference_trainer(run: RunContext) -> TrainingLoop:
     has_reference = needs_reference(run.cfg)
     cfg = decide_offload(run) if has_reference else run.cfg
     if cfg.reference.precompute:  # nothing of it waits on the host
-        cfg = cfg.model_copy(update={"reference": cfg.reference.model_copy(update={"offload": False})})
+        cfg = with_values(cfg, {"reference.offload": "never"})
     models = _models(run, cfg)
     once, is_actor = cfg.reference.precompute, cfg.actor.lora.rank is not None  # without its adapters
     if once and not is_actor:

@@ -9,9 +9,11 @@ from itertools import product
 from typing import Any
 
 from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.questions import sends_adapters
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.group import with_values
 from rlhf_mcore.families import hf_shapes
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.planning.counts import num_parameters
@@ -256,15 +258,9 @@ def _ways_to_offload(cfg: Config) -> list[tuple[str, str]]:
 
 def _offloaded(cfg: Config, trained: str, frozen: str) -> Config:
     """Set ``offload`` of the models that leave it to the plan."""
-    groups: dict[str, Any] = {}
-    for name, choice in {"actor": trained, "critic": trained, "reference": frozen, "teacher": frozen}.items():
-        if getattr(cfg, name).offload == "auto":
-            groups[name] = getattr(cfg, name).model_copy(update={"offload": choice})
-    if cfg.reward.model.offload == "auto":
-        groups["reward"] = cfg.reward.model_copy(
-            update={"model": cfg.reward.model.model_copy(update={"offload": frozen})}
-        )
-    return cfg.model_copy(update={**groups}) if groups else cfg
+    choices = {"actor": trained, "critic": trained, "reference": frozen, "teacher": frozen, "reward.model": frozen}
+    keys = {f"{name}.offload": choice for name, choice in choices.items()}
+    return with_values(cfg, {key: choice for key, choice in keys.items() if value_of(cfg, key) == "auto"})
 
 
 def _role_plan(role: PlannedRole, inputs: PlanInputs) -> RolePlan:

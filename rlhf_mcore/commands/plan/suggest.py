@@ -12,6 +12,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.questions import balanced_stages, needs_critic
 from rlhf_mcore.config.rules.layouts import cut_problems as layout_problems
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, RolloutLayoutConfig
+from rlhf_mcore.config.schema.group import with_values
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.families.quantised import QUANTISATIONS, cut_problems
@@ -175,14 +176,10 @@ def with_adapters(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptio
     overrides, candidate = list[str](), cfg
     if cfg.actor.lora.rank is None:
         # The reference is the actor without adapters then, and has no weights to move.
-        actor = cfg.actor.model_copy(update={"lora": cfg.actor.lora.model_copy(update={"rank": ADAPTER_RANK})})
-        candidate = candidate.model_copy(
-            update={"actor": actor, "reference": cfg.reference.model_copy(update={"offload": None})}
-        )
+        candidate = with_values(candidate, {"actor.lora.rank": ADAPTER_RANK, "reference.offload": "auto"})
         overrides.append(f"actor.lora.rank={ADAPTER_RANK}")
     if needs_critic(cfg) and cfg.critic.lora.rank is None:
-        critic = cfg.critic.model_copy(update={"lora": cfg.critic.lora.model_copy(update={"rank": ADAPTER_RANK})})
-        candidate = candidate.model_copy(update={"critic": critic})
+        candidate = with_values(candidate, {"critic.lora.rank": ADAPTER_RANK})
         overrides.append(f"critic.lora.rank={ADAPTER_RANK}")
     found = suggest(candidate, world_size, gpu, 1, assumed) if overrides else []
     return replace(found[0], overrides=(*overrides, *found[0].overrides)) if found else None
@@ -204,13 +201,10 @@ def _actor_layouts(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Confi
             RecomputeConfig(granularity="off"),
             RecomputeConfig(granularity="full", num_layers=1),
         ):
-            candidate = cfg.model_copy(
-                update={"actor": cfg.actor.model_copy(update={"layout": layout, "recompute": recompute})}
-            )
+            candidate = with_values(cfg, {"actor.layout": layout, "actor.recompute": recompute})
             yield candidate
             if needs_critic(cfg):
-                critic = cfg.critic.model_copy(update={"layout": layout, "recompute": recompute})
-                yield candidate.model_copy(update={"critic": critic})
+                yield with_values(candidate, {"critic.layout": layout, "critic.recompute": recompute})
 
 
 def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
@@ -231,7 +225,7 @@ def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
         engines, left = divmod(devices, layout.num_ranks) if devices else (num_engines, 0)
         if not left:
             made = {"layout": layout, "num_engines": engines, "gpu_memory_utilization": share}
-            yield cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={**made})})
+            yield with_values(cfg, {f"rollout.{name}": value for name, value in made.items()})
 
 
 def _wants_plain_engines(cfg: Config, geometry: ModelGeometry) -> bool:
