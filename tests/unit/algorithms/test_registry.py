@@ -103,18 +103,23 @@ def write(folder: Path, text: str) -> Path:
 def test_a_function_of_a_users_file(tmp_path: Path):
     path = write(
         tmp_path,
-        "from rlhf_mcore.algorithms.interfaces import Advantages, reads\n"
+        "from rlhf_mcore.algorithms.interfaces import Advantages, reads, takes\n"
         "def constant(inputs, cfg):\n"
         "    return Advantages(cfg.clip_low * inputs.loss_mask)\n"
         "@reads('old_values')\n"
         "def half(inputs, cfg):\n"
-        "    return inputs.logprobs.sum() * cfg.clip_low, {}\n",
+        "    return inputs.logprobs.sum() * cfg.clip_low, {}\n"
+        "@takes('clip_high', 'sapo.tau_negative')\n"
+        "def declared(inputs, *, clip_high, tau_negative):\n"
+        "    return inputs.logprobs.sum() * clip_high * tau_negative, {}\n",
     )
     result = find_advantage_estimator(f"{path}:constant")(inputs(), AlgorithmConfig(clip_low=0.5))
     assert result.advantages.tolist() == [0, 0.5, 0.5, 0, 0.5, 0.5]
     loss = find_policy_loss(AlgorithmConfig(policy_loss=f"{path}:half", clip_low=0.5))
     made = loss_inputs(*(torch.ones(1, 2) for _ in range(4)))
     assert loss(made)[0].item() == 1.0 and fields_read(loss) == ("old_values",)
+    settings = {"policy_loss": f"{path}:declared", "clip_high": 0.25, "sapo": {"tau_negative": 4.0}}
+    assert find_policy_loss(AlgorithmConfig(**settings))(made)[0].item() == 2.0
 
 
 @pytest.mark.parametrize(
