@@ -1,1 +1,1 @@
-"""Describe where tensors are: rectangles in Hugging Face coordinates, and the places that hold them."""
+"""Describe tensors' places: rectangles in Hugging Face coordinates, and the local tensors that store them."""

@@ -1,4 +1,4 @@
-"""Proofs about descriptions, before anything moves: sources hold every element, destinations fill every element of theirs once."""
+"""Check descriptions before a sync: sources hold every element, and destinations fill each of their elements once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _View = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, strides
 
 
 class CoverageError(ValueError):
-    """A description leaves elements out, or fills some twice."""
+    """A description misses elements, or fills elements twice."""
 
 
 def check_coverage(
@@ -24,13 +24,14 @@ def check_coverage(
 ) -> None:
     """Check descriptions against the true shapes of the Hugging Face tensors.
 
-    Every element of every tensor must be in some source; no piece may reach outside its tensor; the pieces of a destination must
-    be disjoint in its local tensor and, where ``numel`` is given, fill all of it except exactly the declared padding.
+    Every element of every tensor must be in some source. No piece may reach outside its tensor. The pieces of a
+    destination must be disjoint in its local tensor. If ``numel`` is given, they must fill the whole local tensor
+    except exactly its declared padding.
 
     Raises:
-        CoverageError: naming the tensor or buffer and the first offending elements.
+        CoverageError: with the tensor or buffer and the first wrong elements.
     """
-    # Start and shape of the pieces that are within a tensor of a third shape: many are alike.
+    # Cache of (start, shape, tensor shape) for pieces known to be inside their tensor. Many pieces are alike.
     inside: set[tuple[tuple[int, ...], ...]] = set()
     for place in (*sources, *destinations):
         for piece in place.pieces:
@@ -117,7 +118,7 @@ def _fill(views: Sequence[_View], buffer: str) -> Intervals:
 
 
 def _runs(view: _View) -> tuple[NDArray[np.int64], int]:
-    """First elements of a view's contiguous runs, and the length of each."""
+    """Return the first element of each contiguous run of a view, and the common length of the runs."""
     offset, shape, strides = view
     fastest_first = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1)
     length = 1

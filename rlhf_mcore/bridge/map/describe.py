@@ -1,4 +1,4 @@
-"""Tell all ranks of a group what each holds: the inputs of a plan. Equal descriptions travel once."""
+"""Exchange tensor descriptions between all ranks of a group, as inputs of a plan. Equal descriptions are sent once."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ Pieces = Callable[[LocalParameter], Sequence[Piece]]
 
 
 def describe_sources(parameters: Sequence[LocalParameter], pieces_of: Pieces, group: dist.ProcessGroup) -> list[Place]:
-    """Describe the places of the trained tensors of all ranks. Collective over the group; a rank without a model passes none."""
+    """Describe the places of the trained tensors of all ranks.
+
+    This is a collective call over the group. A rank without a model passes an empty sequence.
+    """
     return _places_of_all([Place(p.name, tuple(pieces_of(p)), (), p.tensor.numel()) for p in parameters], group)
 
 
 def describe_destinations(engine: EngineMap, group: dist.ProcessGroup) -> list[Place]:
-    """Describe the places of the engine tensors of all ranks. Collective over the group."""
+    """Describe the places of the engine tensors of all ranks. This is a collective call over the group."""
     return _places_of_all([Place(p.name, p.pieces, (), prod(p.shape), p.padding) for p in engine.parameters], group)
 
 
 def wire_dtypes(
     parameters: Sequence[LocalParameter], pieces_of: Pieces, group: dist.ProcessGroup
 ) -> dict[str, torch.dtype]:
-    """Agree on the dtype in which each Hugging Face tensor travels: the source's. Collective over the group."""
+    """Agree on the dtype in which each Hugging Face tensor is sent: the source's dtype.
+
+    This is a collective call over the group.
+    """
     mine: Mapping[str, str] = {
         piece.hf_name: str(p.tensor.dtype).removeprefix("torch.") for p in parameters for piece in pieces_of(p)
     }
@@ -37,12 +43,12 @@ def wire_dtypes(
     for described, _ in all_gather_unique_json(mine, group):
         for name, dtype in described.items():
             if merged.setdefault(name, dtype) != dtype:
-                raise ValueError(f"{name} is held as {merged[name]} on one rank and as {dtype} on another")
+                raise ValueError(f"{name} has dtype {merged[name]} on one rank and {dtype} on another")
     return {name: getattr(torch, dtype) for name, dtype in merged.items()}
 
 
 def _places_of_all(mine: Sequence[Place], group: dist.ProcessGroup) -> list[Place]:
-    """Gather the places of all ranks, each with the ranks that have it."""
+    """Gather the places of all ranks, and the ranks that store each place."""
     described = [
         [
             place.buffer,

@@ -1,7 +1,8 @@
 """Map the live model of an engine: traced from vLLM's loaders, or read from a transformers model.
 
-A vLLM layer that adds adapters has a tensor of all As and one of all Bs for each Hugging Face matrix in it, with a slot for each
-adapter. Its ``set_lora`` is given meta tensors of whole matrices, and what it writes into its buffers is recorded instead of executed.
+A vLLM layer with adapters has one tensor of As and one tensor of Bs for each of its Hugging Face matrices, with a
+slot for each adapter. The trace calls its ``set_lora`` with meta tensors of whole matrices and records the writes
+into its buffers instead of executing them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rlhf_mcore.platform.transformers_models import checkpoint_tensors
 from rlhf_mcore.platform.wrapped_layers import SLOT, base_layers, set_adapter
 from rlhf_mcore.protocols import ADAPTER_SLOTS
 
-Weights = Literal["loaders", "plain"]  # how an engine's kind declares them
+Weights = Literal["loaders", "plain"]  # declared by each engine kind
 
 
 def map_engine(
@@ -33,11 +34,11 @@ def map_engine(
     """Map the live model of an engine.
 
     Args:
-        model: of the engine, before it has slept for the first time.
-        shapes: of the tensors that are sent, by their names in Hugging Face's format, or in PEFT's for adapters.
-        weights: "loaders": traced from the loaders of vLLM's models; "plain": read from a transformers model.
-        has_adapters: the engine adds adapters itself.
-        quantisation: of weights on their way, by its name.
+        model: the engine's model, before its first sleep.
+        shapes: shapes of the sent tensors by name, in Hugging Face's format (in PEFT's format for adapters).
+        weights: "loaders" traces the loaders of vLLM's models; "plain" reads a transformers model.
+        has_adapters: the engine applies adapters itself.
+        quantisation: the name of the format to which a sync quantises weights.
     """
 
     def read(shapes: Shapes) -> EngineMap:
@@ -54,14 +55,14 @@ def map_engine(
 
 
 def _holds(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Tell whether vLLM loads some weights of a model in this dtype."""
+    """Return whether vLLM loads some weights of the model in this dtype."""
     return any(tensor.dtype == dtype for module in model.modules() for tensor in recorded_layout(module).values())
 
 
 def map_plain_model(model: nn.Module) -> EngineMap:
-    """Map a live model whose parameters hold Hugging Face tensors, or parts of them."""
+    """Map a live model whose parameters store Hugging Face tensors, or parts of them."""
     live, parts = model.state_dict(keep_vars=True), checkpoint_tensors(model)
-    first = {id(tensor): name for name, tensor in reversed(live.items())}  # tied tensors are brought once
+    first = {id(tensor): name for name, tensor in reversed(live.items())}  # tied tensors are sent once
     pieces: dict[str, list[Piece]] = {name: [] for name in first.values()}
     for part in parts:
         if part.holder in pieces:
@@ -76,9 +77,9 @@ def map_plain_model(model: nn.Module) -> EngineMap:
 
 
 def trace_with_adapters(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> EngineMap:
-    """Trace the live model of a vLLM rank that adds adapters: see :func:`trace`.
+    """Trace the live model of a vLLM rank that applies adapters: see :func:`trace`.
 
-    ``shapes`` are those of the model's tensors, and of the adapters', under the names of PEFT.
+    ``shapes`` contains the shapes of the model's tensors, and of the adapters' tensors under PEFT's names.
     """
     adapters = {name: shape for name, shape in shapes.items() if ".lora_" in name}
     with base_layers(model):
@@ -102,17 +103,19 @@ def _trace_slots(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Engi
     return parameters
 
 
-# Live parameters on a CPU instead of vLLM's packed copies (``bridge.live_cpu_weights``).
 def keep_loading_layout(model: nn.Module) -> list[str]:
-    """Let layers multiply with their live parameters on the CPU, so that these can be written in place.
+    """Make CPU layers multiply with their live parameters, so that a sync can write these in place.
 
-    vLLM's CPU kernels multiply with a packed copy, and drop the original. Here the linear layers, the embeddings and the
-    output layer get live parameters back and plain ``torch.nn.functional.linear``, for good: a later reload leaves it so.
-    Experts of a mixture keep their packed kernel. Returned are the names of the layers that have changed; on other
-    platforms there is none. The weights are undefined until they are loaded or synchronised.
+    vLLM's CPU kernels multiply with a packed copy and drop the original. This function restores the live
+    parameters of linear layers, embeddings and the output layer, and makes them use plain
+    ``torch.nn.functional.linear`` permanently. A later reload does not change this back. MoE experts keep their
+    packed kernel. The restored weights are undefined until they are loaded or synchronised. Return the names of
+    the changed layers (none on other platforms).
 
-    An update then is a plain copy, as on a GPU, but generation gets slower (by up to two fifths at 80M parameters), and a
-    reload costs less than that: for speed leave the layers as they are and use ``reload.reloading``.
+    An update is then a plain copy, as on a GPU, but generation is slower (up to two fifths at 80M parameters). A
+    reload costs less than that. For speed, keep the layers unchanged and use ``reload.reloading``.
+
+    ``bridge.live_cpu_weights`` turns this on.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -135,7 +138,7 @@ def _multiply_plainly(layer: Any) -> None:
 
 
 def _restore_weight(layer: Any) -> None:
-    """Give back the weight that packing has dropped; a bias that it has widened gets the weight's dtype again."""
+    """Restore the weight that packing dropped, and cast a widened bias back to the weight's dtype."""
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, restore_layer_refs
 
     device = layer.weight.device

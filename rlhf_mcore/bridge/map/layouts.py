@@ -1,4 +1,4 @@
-"""Places from layouts: who holds what among trainer ranks and among engines, by arithmetic and the families' rules."""
+"""Compute the places of tensors on trainer ranks and engines from their layouts and the families' rules."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def trainer_places(
 ) -> list[Place]:
     """List the places of every trainer rank.
 
-    ``names_by_stage`` are Megatron's parameter names by pipeline rank, with layers numbered over the whole model and experts
-    numbered on their rank.
+    ``names_by_stage`` contains Megatron's parameter names for each pipeline rank. Layers are numbered over the
+    whole model; experts are numbered within their rank.
 
     Raises:
         KeyError: the family has no rule for a parameter.
@@ -37,7 +37,7 @@ def trainer_places(
 
 
 def _shards(layout: ParallelLayout, pp: int) -> tuple[list[tuple[Shard, range]], list[tuple[Shard, range]]]:
-    """List the shards of a stage's dense parameters, and those of its experts, each with its ranks."""
+    """List the shards of a stage's dense parameters and of its experts, each with its ranks."""
     dense = [(Shard(tp, layout.tp), replicas(layout, tp, pp)) for tp in range(layout.tp)]
     grid = [(etp, ep) for ep in range(layout.ep) for etp in range(layout.expert_tp)]
     return dense, [
@@ -46,13 +46,13 @@ def _shards(layout: ParallelLayout, pp: int) -> tuple[list[tuple[Shard, range]],
 
 
 def replicas(layout: ParallelLayout, tp: int, pp: int) -> range:
-    """Return the ranks with the given coordinates: the data- and context-parallel replicas of one shard."""
+    """Return the data- and context-parallel replicas of one shard, as ranks."""
     first = layout.rank_of(tp=tp, pp=pp)
     return range(first, first + layout.dp * layout.cp * layout.tp, layout.tp)
 
 
 def expert_replicas(layout: ParallelLayout, etp: int, ep: int, pp: int) -> range:
-    """Return the ranks that hold the same part of the same experts."""
+    """Return the ranks that store the same part of the same experts."""
     stage, size = layout.rank_of(pp=pp), layout.expert_tp * layout.ep
     first = stage + ep * layout.expert_tp + etp
     return range(first, first + layout.expert_dp * size, size)
@@ -61,8 +61,8 @@ def expert_replicas(layout: ParallelLayout, etp: int, ep: int, pp: int) -> range
 def stage_names(geometry: ModelGeometry, layout: ParallelLayout, *, fused: bool = False) -> list[list[str]]:
     """List Megatron's parameter names on a rank of each pipeline stage, for planning without a model.
 
-    ``fused`` names parameters as Transformer Engine's layers do: norms within linear layers, experts as one grouped product. A tied
-    output layer is held by the last stage too.
+    ``fused`` selects the names of Transformer Engine's layers: norms inside linear layers, and experts as one
+    grouped product. The last stage also stores a tied output layer.
     """
     stages = [
         [

@@ -1,8 +1,8 @@
-"""Pieces and places: where parts of Hugging Face tensors are stored on ranks. Pure Python; :func:`view` takes a view of a real tensor.
+"""Describe the parts of Hugging Face tensors that ranks store. Pure Python, except :func:`view` of a real tensor.
 
-Ranks of the same layout position (same tensor, pipeline and expert coordinates; any data-parallel coordinate) hold the same pieces
-at the same local views. They are described once, with their ranks as an arithmetic progression, so the description of 16,384
-ranks is no longer than that of one replica.
+Ranks with the same tensor, pipeline and expert coordinates hold the same pieces at the same local views, for any
+data-parallel coordinate. They share one description, with their ranks as an arithmetic progression. So the
+description of 16,384 ranks is no longer than the description of one replica.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One local tensor as it is stored on each of ``ranks`` (ascending; a range where the layout is regular).
+    """A local tensor that each of ``ranks`` stores. ``ranks`` are ascending (a range for regular layouts).
 
-    ``numel`` counts the local tensor's elements; ``padding`` lists half-open intervals of them that no Hugging Face tensor fills.
-    Both are used by :func:`rlhf_mcore.bridge.map.coverage.check_coverage` only; ``numel`` 0 means that the size is not known.
+    ``numel`` is the size of the local tensor, or 0 if it is unknown. ``padding`` lists half-open intervals of
+    elements that no Hugging Face tensor fills. Only :func:`rlhf_mcore.bridge.map.coverage.check_coverage` uses
+    both.
     """
 
     buffer: str
@@ -58,6 +59,9 @@ class Place:
 
 
 def view(tensor: Tensor, piece: Piece) -> Tensor:
-    """View the part of a contiguous local tensor that a piece describes. The view is writable and has shape ``piece.shape``."""
+    """View the part of a contiguous local tensor that a piece describes.
+
+    The view is writable and has shape ``piece.shape``.
+    """
     assert tensor.is_contiguous(), piece.hf_name
     return tensor.as_strided(piece.shape, piece.strides, tensor.storage_offset() + piece.offset)

@@ -1,4 +1,4 @@
-"""Map what is sent, and what engines hold, where weights are quantised on their way."""
+"""Map sent tensors and engine tensors when a sync quantises weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rlhf_mcore.geometry import LocalParameter
 
 
 class Names(Protocol):
-    """Name the tensors that are sent, before they are quantised."""
+    """Names and pieces of the sent tensors before quantisation."""
 
     def shapes(self) -> Shapes: ...
     def pieces(self, parameter: LocalParameter) -> Sequence[Piece]: ...
 
 
 class QuantisedNames:
-    """Name the tensors that are sent where some are quantised: these in 8 bits, and their scales beside them."""
+    """Names and pieces of the sent tensors after quantisation: 8-bit weights and their scales."""
 
     def __init__(self, names: Names, quantisation: str) -> None:
         self.kind = quantisation_of(quantisation)
@@ -44,7 +44,7 @@ class QuantisedNames:
         return self._names.pieces(parameter)
 
     def sent(self, parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
-        """Describe what of a rank's parameters is sent: tensors on the meta device where these are quantised."""
+        """Describe the sent tensors of a rank. Quantised weights and their scales are meta tensors."""
         sent = []
         for parameter in parameters:
             pieces = self.pieces(parameter)
@@ -58,22 +58,23 @@ class QuantisedNames:
         return sent
 
     def cut(self, sources: Sequence[Place]) -> list[str]:
-        """Name the tensors with blocks of which no place holds all, in the order of the network."""
-        # Pieces are whole together: where one ends within a block, another begins within it.
+        """Name the tensors with blocks that no single rank holds whole, in network order."""
+        # Pieces cover each tensor: if one piece ends within a block, another piece begins within it.
         starts = {(piece.hf_name, piece.start) for place in sources for piece in place.pieces}
         begun = {name for name, start in starts if self.kind.applies(name) and self._is_within(start)}
         return [name for name in self._shapes if name in begun]
 
     def _is_within(self, start: tuple[int, ...]) -> bool:
-        """Tell whether a rectangle of a tensor begins within a block."""
+        """Return whether a rectangle of a tensor begins within a block."""
         return any(begin % size for begin, size in zip(start, self.kind.block, strict=True))
 
 
 @dataclass(frozen=True)
 class DequantisedMap(EngineMap):
-    """The map of an engine that cannot multiply with 8 bits: they and their scales are brought beside ``live``, its own map.
+    """The map of an engine that cannot multiply in 8 bits.
 
-    What is brought is in tensors of one sync. The parameters beside quantised ones in a layer that is reloaded whole are, too.
+    A sync writes 8-bit weights and their scales into temporary tensors, in addition to ``live``, the engine's own
+    map. The other parameters of a layer that is reloaded whole also get temporary tensors.
     """
 
     live: EngineMap = field(default_factory=lambda: EngineMap(()))
@@ -81,13 +82,13 @@ class DequantisedMap(EngineMap):
 
     @cached_property
     def extra_names(self) -> frozenset[str]:
-        """Names of the tensors that are brought beside the engine's."""
+        """Names of the temporary tensors."""
         as_before = {*self.live.direct}
         return frozenset(parameter.name for parameter in self.direct if parameter not in as_before)
 
     @property
     def together(self) -> list[list[str]]:
-        """See the base. A tensor and its scales come together too."""
+        """Extend the base: a tensor and its scales are also sent together."""
         names = {piece.hf_name for p in self.parameters for piece in p.pieces if self.kind.applies(piece.hf_name)}
         return [*self.live.together, *([name, name + self.kind.suffix] for name in sorted(names))]
 
@@ -103,7 +104,7 @@ class DequantisedMap(EngineMap):
 
 
 def dequantised_map(live: EngineMap, kind: Quantisation) -> DequantisedMap:
-    """Describe what an engine is brought that gets the values of 8 bits in a larger dtype."""
+    """Describe the sync's destinations for an engine that converts 8-bit values to a larger dtype."""
     quantised = {p.name for p in live.parameters if are_quantised(p.pieces, kind)}
     layers = {p.module for p in live.parameters if p.repacked and p.name in quantised}
     brought = []

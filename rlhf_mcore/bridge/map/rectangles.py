@@ -1,4 +1,4 @@
-"""Rectangles of tensors: a start and a shape along every axis. All intersections, differences and cuts of them. Pure Python."""
+"""Intersect, subtract and cut rectangles of tensors. A rectangle has a start and a size along every axis. Pure Python."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from math import prod
 from typing import NamedTuple
 
 Index = tuple[int, ...]
-Interval = tuple[int, int]  # of elements in flat order, half-open
-_Label = tuple[int, int]  # bit masks of the sources and destinations that cover a cell
+Interval = tuple[int, int]  # elements in flat order, half-open
+_Label = tuple[int, int]  # bit masks: the sources and the destinations that cover a cell
 
 
 class Rectangle(NamedTuple):
@@ -26,7 +26,7 @@ class Rectangle(NamedTuple):
 
     @property
     def end(self) -> Index:
-        """Exclusive."""
+        """Return the exclusive end along every axis."""
         return tuple([begin + size for begin, size in zip(self.start, self.shape, strict=True)])
 
     def slices(self, origin: Index | None = None) -> tuple[slice, ...]:
@@ -39,17 +39,17 @@ class Rectangle(NamedTuple):
         return Rectangle(tuple([begin - first for begin, first in zip(self.start, origin, strict=True)]), self.shape)
 
     def contains(self, other: Rectangle) -> bool:
-        """Tell whether another rectangle has as many axes and nowhere reaches outside."""
+        """Return whether another rectangle has the same number of axes and lies inside this one."""
         if len({len(self.start), len(other.start), len(other.shape)}) > 1:
             return False
         axes = zip(*self, *other, strict=True)
         return all(low <= begin and size >= 0 and begin + size <= low + full for low, full, begin, size in axes)
 
     def intersection(self, other: Rectangle) -> Rectangle | None:
-        """Return the elements of both, or None where there are none."""
+        """Return the common elements, or None if there are none."""
         start, shape = [], []
         for low, size, begin, length in zip(*self, *other, strict=True):
-            first = low if low > begin else begin  # planning intersects by the ten thousand: min and max are slower
+            first = low if low > begin else begin  # min and max are slower, and planning needs 10,000s
             extent = (low + size if low + size < begin + length else begin + length) - first
             if extent <= 0:
                 return None
@@ -58,7 +58,7 @@ class Rectangle(NamedTuple):
         return Rectangle(tuple(start), tuple(shape))
 
     def clipped_to(self, window: Rectangle) -> Rectangle | None:
-        """Return the part inside a window, relative to the window's start, or None where they do not meet."""
+        """Return the part inside a window, relative to the window's start, or None if they do not intersect."""
         inside = self.intersection(window)
         return None if inside is None else inside.relative_to(window.start)
 
@@ -78,7 +78,7 @@ class Rectangle(NamedTuple):
         return parts
 
     def slabs(self, axis: int, count: int) -> list[Rectangle]:
-        """Cut across an axis into ``count`` nearly equal parts, or as many as the axis has elements."""
+        """Cut along an axis into ``count`` nearly equal parts, at most one per element."""
         start, shape = self
         count = min(count, shape[axis])
         borders = [shape[axis] * part // count for part in range(count + 1)]
@@ -97,7 +97,7 @@ def whole(shape: Index) -> Rectangle:
 
 
 def bounding_box(rectangles: Sequence[Rectangle]) -> Rectangle:
-    """Return the smallest rectangle that contains all given ones."""
+    """Return the smallest rectangle that contains all given rectangles."""
     bounds = [(min(starts), max(ends)) for starts, ends in _bounds(rectangles)]
     return Rectangle(tuple([low for low, _ in bounds]), tuple([high - low for low, high in bounds]))
 
@@ -106,7 +106,7 @@ def gaps(shape: Index, filled: Iterable[Rectangle]) -> list[Rectangle]:
     """List the parts of a tensor of ``shape`` that no rectangle covers.
 
     Raises:
-        ValueError: two of them overlap.
+        ValueError: two rectangles overlap.
     """
     free = [whole(shape)]
     for rectangle in filled:
@@ -126,7 +126,7 @@ def contiguous_strides(shape: Index) -> Index:
 def of_interval(shape: Index, begin: int, end: int) -> Iterator[Rectangle]:
     """Cut elements ``begin`` to ``end`` of a row-major tensor into rectangles, in order.
 
-    An interval of a matrix is up to three: the rest of a row, whole rows, a part of a row.
+    An interval of a matrix gives up to three rectangles: the rest of a row, whole rows, and a part of a row.
     """
     row = prod(shape[1:])
     while begin < end:
@@ -143,7 +143,7 @@ def of_interval(shape: Index, begin: int, end: int) -> Iterator[Rectangle]:
 
 
 def to_intervals(shape: Index, rectangles: Iterable[Rectangle]) -> tuple[Interval, ...]:
-    """Turn rectangles of a contiguous tensor into ascending intervals of elements that do not touch."""
+    """Convert rectangles of a contiguous tensor to maximal, ascending intervals of elements."""
     strides = contiguous_strides(shape)
     joined: list[Interval] = []
     for begin, end in sorted(run for rectangle in rectangles for run in _runs(shape, strides, rectangle)):
@@ -155,9 +155,9 @@ def to_intervals(shape: Index, rectangles: Iterable[Rectangle]) -> tuple[Interva
 
 
 def _runs(shape: Index, strides: Index, rectangle: Rectangle) -> Iterator[Interval]:
-    """List the contiguous runs of a rectangle of a contiguous tensor."""
+    """Yield the contiguous runs of a rectangle in a contiguous tensor."""
     start, extent = rectangle
-    whole_from = len(shape)  # axes from here on are whole
+    whole_from = len(shape)  # the rectangle is whole along this axis and all later axes
     while whole_from > 0 and extent[whole_from - 1] == shape[whole_from - 1]:
         whole_from -= 1
     outer = max(whole_from - 1, 0)
@@ -170,7 +170,7 @@ def _runs(shape: Index, strides: Index, rectangle: Rectangle) -> Iterator[Interv
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A rectangle, with the numbers of its sources and of its destinations."""
+    """A rectangle with the numbers of its sources and destinations."""
 
     start: Index
     shape: Index
@@ -183,13 +183,13 @@ class Cell:
 
 
 def cut_into_cells(sources: Sequence[Rectangle], destinations: Sequence[Rectangle]) -> list[Cell]:
-    """Cut into cells all that destinations need, in row-major order of their first element. A cell that nobody holds has no
-    holders.
+    """Cut the elements that destinations need into cells, in row-major order of their first element.
 
-    Within a cell every source and every destination is whole or absent.
+    Every source and destination either contains a cell completely or does not touch it. A cell without any source
+    has empty ``holders``.
     """
     every = [*sources, *destinations]
-    # Along each axis the borders of all rectangles, ascending: they make the finest grid that may be needed.
+    # The borders of all rectangles along each axis, ascending. They form the finest grid that may be needed.
     borders = [sorted({*lows, *highs}) for lows, highs in _bounds(every)]
     positions = [{value: index for index, value in enumerate(axis)} for axis in borders]
 
@@ -214,13 +214,16 @@ def cut_into_cells(sources: Sequence[Rectangle], destinations: Sequence[Rectangl
 
 
 def _bounds(rectangles: Sequence[Rectangle]) -> list[tuple[Index, Index]]:
-    """List for each axis the starts and the ends of all rectangles."""
+    """Return, for each axis, the starts and the ends of all rectangles."""
     starts, ends = zip(*(r.start for r in rectangles), strict=True), zip(*(r.end for r in rectangles), strict=True)
     return list(zip(starts, ends, strict=True))
 
 
 def _merge(labels: dict[Index, _Label], axes: int) -> list[tuple[Index, Index, _Label]]:
-    """Join neighbours with the same label greedily, along the last axis first. Boxes are (low, high, label), high exclusive."""
+    """Join neighbours with the same label greedily, along the last axis first.
+
+    A box is (low, high, label) with exclusive high.
+    """
     boxes = [(index, tuple(i + 1 for i in index), label) for index, label in labels.items()]
     for axis in reversed(range(axes)):
         open_boxes: dict[tuple[Index, Index, Index, Index, _Label, int], Index] = {}

@@ -1,4 +1,4 @@
-"""Layers whose kernels do not read live parameters: vLLM's layerwise reload for them."""
+"""Reload layers whose kernels do not read live parameters, with vLLM's layerwise reload."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Scratch:
-    """Memory for one weight at a time, which stays: fresh pages for each would take a sixth of the time of packing it."""
+    """Reusable memory for one weight at a time. New pages for each weight would add a sixth to the packing time."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, in the place of the one before."""
+        """Return an uninitialised tensor. It overwrites the previous tensor."""
         size = math.prod(shape) * dtype.itemsize
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.uint8)
@@ -33,17 +33,17 @@ class Scratch:
 def reloading(
     model: nn.Module, group: Sequence[EngineParameter], scratch: Scratch | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Replace the repacked parameters of one layer, through vLLM's layerwise reload.
+    """Replace the repacked parameters of one layer, with vLLM's layerwise reload.
 
-    Yields flat tensors in the loading layout, uninitialised, by parameter name; every element of them has to be written.
-    Leaving the context lets vLLM process the layer and put the result where its kernels read it. Modules above that have made
-    something of its weights (latent attention absorbs a projection) are processed, too. Peak extra memory is one layer. Run it
-    under vLLM's ``set_current_vllm_config``.
+    Yield uninitialised flat tensors in the loading layout, by parameter name. The caller must write every element.
+    On exit vLLM processes the layer and puts the result where its kernels read it. Enclosing modules that derive
+    data from the layer's weights are processed again, too (latent attention absorbs a projection). The peak extra
+    memory is one layer. Run it under vLLM's ``set_current_vllm_config``.
 
     Args:
         model: the live model.
-        group: one of ``EngineMap.repacked``.
-        scratch: where layers that are reloaded one after the other may be written.
+        group: an element of ``EngineMap.repacked``.
+        scratch: reusable memory for layers that are reloaded one after the other.
     """
     from vllm.model_executor.model_loader.reload import layerwise, meta
     from vllm.platforms import current_platform
@@ -59,18 +59,18 @@ def reloading(
     above = {id(parent): parent for name in names for parent in _processing_above(model, name)}
     for parameter in group if above else ():
         kernel = info.kernel_tensors[0][parameter.name.rpartition(".")[2]]
-        if not kernel.numel():  # the module above has emptied it, and will again
+        if not kernel.numel():  # the enclosing module has emptied it, and empties it again after processing
             kernel.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=kernel.device)
     try:
         meta.materialize_layer(module, info)
         yield {p.name: getattr(module, p.name.rpartition(".")[2]).data.view(-1) for p in group}
         if current_platform.is_cpu() and getattr(module.quant_method, "moe_kernel", None) is not None:
-            module.quant_method.moe_kernel = None  # vLLM 0.32 packs experts only while it builds their kernel
+            module.quant_method.moe_kernel = None  # vLLM 0.32 packs experts only when it builds their kernel
         layerwise._layerwise_process(module, info)
         for processing in above.values():
             processing.process_weights_after_loading(group[0].dtype)
     finally:
-        if info.can_load():  # it was not processed: put back what was there
+        if info.can_load():  # processing failed: restore the old tensors
             layerwise._place_kernel_tensors(module, info)
             info.reset()
     for alias in {alias for parameter in group for alias in parameter.aliases}:
@@ -80,7 +80,7 @@ def reloading(
 
 
 def _has_packed_weight_alone(module: Any, group: Sequence[EngineParameter]) -> bool:
-    """Tell whether it is a linear layer on a CPU without bias, whose weight is only in its kernel's packed copy."""
+    """Return whether the module is a CPU linear layer without bias whose only weight copy is its kernel's packed copy."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     is_linear = type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod and hasattr(module, "cpu_linear")
@@ -89,7 +89,7 @@ def _has_packed_weight_alone(module: Any, group: Sequence[EngineParameter]) -> b
 
 @contextmanager
 def _packing(module: Any, weight: EngineParameter, scratch: Scratch) -> Iterator[dict[str, Tensor]]:
-    """Replace a packed weight like :func:`reloading`, without vLLM's records of a reload."""
+    """Replace a packed weight like :func:`reloading`, without vLLM's reload records."""
     empty, whole = module.weight, scratch.empty(weight.shape, weight.dtype)
     yield {weight.name: whole.view(-1)}
     module.weight = torch.nn.Parameter(whole, requires_grad=False)
@@ -100,7 +100,7 @@ def _packing(module: Any, weight: EngineParameter, scratch: Scratch) -> Iterator
 
 
 def _processing_above(model: nn.Module, parameter: str) -> Iterator[Any]:
-    """List the modules around a parameter's own that process weights below them after loading."""
+    """Yield the modules around a parameter's own module that process inner weights after loading."""
     name = parameter.rpartition(".")[0].rpartition(".")[0]
     while name:
         module = model.get_submodule(name)

@@ -1,6 +1,6 @@
-"""Place Megatron's tensors in Hugging Face coordinates: the rules of the families, and the geometry of each kind of split.
+"""Map Megatron's parameters to Hugging Face tensors: family rules and the geometry of each kind of split.
 
-Pure Python: neither torch, megatron nor vllm.
+Pure Python: imports neither torch nor megatron nor vllm.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ from rlhf_mcore.parallel.layout import is_expert
 
 
 def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bool = False) -> Iterator[str]:
-    """Yield Megatron's parameters of one layer on a rank that has ``num_experts`` of its experts.
+    """Yield the names of Megatron's parameters in one layer, for a rank with ``num_experts`` local experts.
 
-    ``fused`` names them as Transformer Engine's layers do: norms within linear layers, experts as one grouped product.
+    ``fused`` selects the names of Transformer Engine's layers: norms inside linear layers, and experts as one
+    grouped product.
     """
     for rule in layer_rules(geometry, layer, fused=fused):
         yield from (rule.mcore.format(i=layer, k=k) for k in range(num_experts if "{k}" in rule.mcore else 1))
 
 
 def parameter_names(geometry: ModelGeometry) -> list[str]:
-    """List Megatron's parameters of a whole model on one rank, in the network's order, named as Transformer Engine's layers do."""
+    """List Megatron's parameter names of a whole model on one rank, in network order.
+
+    The names are the names of Transformer Engine's layers.
+    """
     first, last = end_rules(geometry)
     layers = (layer_names(geometry, layer, geometry.num_experts, True) for layer in range(geometry.num_layers))
     return [
@@ -42,9 +46,10 @@ def parameter_names(geometry: ModelGeometry) -> list[str]:
 
 
 def in_memory(name: str, geometry: ModelGeometry) -> str | None:
-    """Name the Megatron parameter with the rows of a tensor that transformers (since 5) holds under another name than it saves.
+    """Find the Megatron parameter for a tensor whose name in transformers' memory differs from its name in files.
 
-    ``{k}`` in it: the tensor is a stack, one for each expert. None: the name is not one of these.
+    transformers uses such names since version 5. The result contains ``{k}`` if the tensor stacks one matrix per
+    expert. Return None if the name is not an in-memory name of this family.
     """
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name):
         for rule in FAMILIES[geometry.family].rules:
@@ -54,7 +59,9 @@ def in_memory(name: str, geometry: ModelGeometry) -> str | None:
 
 
 def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
-    """Describe what a rank's Megatron parameter holds, in Hugging Face coordinates; an adapter's in those of PEFT.
+    """Describe the contents of a rank's Megatron parameter, in coordinates of Hugging Face tensors.
+
+    Adapters are described in coordinates of PEFT's tensors.
 
     Raises:
         KeyError: the family has no rule for this parameter.
@@ -73,7 +80,10 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
 
 
 def _rows_of_weight(name: str, shapes: Shapes, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
-    """Describe a rank's part of Bs of adapters, or of magnitudes: it has their rows that it has of the weight, in that order."""
+    """Describe a rank's part of adapters' Bs, or of DoRA magnitudes.
+
+    The rank holds the same rows as of the weight, in the same order.
+    """
     from rlhf_mcore.families.adapters import base_name, hf_name
 
     whole, side = base_name(name)
@@ -88,14 +98,16 @@ def _rows_of_weight(name: str, shapes: Shapes, geometry: ModelGeometry, shard: S
 
 
 def part_of(parameters: Iterable[LocalParameter], geometry: ModelGeometry, part: ModelGeometry) -> list[LocalParameter]:
-    """Select the parameters of a part of a model, such as that without its MTP layers."""
+    """Select the parameters that belong to ``part``, a smaller model (for example the model without its MTP layers)."""
     shapes = hf_shapes(part)
     return [p for p in parameters if all(piece.hf_name in shapes for piece in pieces(p.name, geometry, p.shard))]
 
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """Rows from ``row`` on of a Megatron tensor are ``count`` rows of a Hugging Face tensor, from ``hf_row`` on."""
+    """A run of equal rows: ``count`` rows of a Megatron tensor from ``row`` are rows of a Hugging Face tensor from
+    ``hf_row``.
+    """
 
     hf_name: str
     hf_row: int
@@ -104,13 +116,13 @@ class RowRun:
 
 
 def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tuple[int, ...]]:
-    """Describe what the rows of a Megatron parameter of a whole model hold, in order, and its shape without padding.
+    """Describe the rows of a whole Megatron parameter in order, and return its shape without padding.
 
-    Where files have all experts in one tensor, an expert is one row of it, in another form (``files/formats/tiles.py``).
+    If files store all experts in one tensor, each expert is one row in another form (``files/formats/tiles.py``).
 
     Raises:
         KeyError: the family has no such parameter.
-        ConfigError: its rows are no rows of Hugging Face tensors.
+        ConfigError: the parameter's rows are not rows of Hugging Face tensors.
     """
     if geometry.vision is not None:
         raise ConfigError(
@@ -127,7 +139,7 @@ def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tup
     width = parts[0].shape[1:]
     runs = []
     for piece in parts:
-        # On one rank nothing is split by columns: every piece is whole rows.
+        # On one rank no tensor is split by columns, so every piece consists of whole rows.
         assert piece.shape[1:] == width and not any(piece.start[1:]), parameter
         runs.append(RowRun(piece.hf_name, piece.start[0], piece.offset // piece.strides[0], piece.shape[0]))
     runs.sort(key=lambda run: run.row)
@@ -135,7 +147,7 @@ def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tup
 
 
 def holds_matrices(parameter: str, geometry: ModelGeometry) -> bool:
-    """Tell whether a parameter of a layer is made of tensors of two dimensions, or is one expert's of a stack of such."""
+    """Return whether a layer's parameter is made of 2-D tensors, or is one expert of a stack of 2-D tensors."""
     if not parameter.startswith("decoder.layers."):
         return False
     rule = find_rule(geometry, parameter)[0]
@@ -143,7 +155,7 @@ def holds_matrices(parameter: str, geometry: ModelGeometry) -> bool:
 
 
 def is_padded(parameter: str, geometry: ModelGeometry) -> bool:
-    """Tell whether a file may have more rows of a parameter than the model: those of a vocabulary."""
+    """Return whether files may store more rows of a parameter than the model uses (padded vocabulary)."""
     return find_rule(geometry, parameter)[0].kind in ("vocab_parallel", "vocab_columns")
 
 
@@ -151,11 +163,11 @@ def _rule_of_tower(geometry: ModelGeometry, name: str) -> Rule:
     for rule in end_rules(replace(geometry, adapter=None))[0]:
         if rule.mcore == name:
             return rule
-    raise KeyError(f"{geometry.family}: no rule for {name!r}")  # an adapter's: they are of the language model
+    raise KeyError(f"{geometry.family}: no rule for {name!r}")  # e.g. an adapter: only the language model has adapters
 
 
 def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
-    """Find the rule of a Megatron parameter, its layer, and its expert's number on its rank (0 where there is none).
+    """Find the rule of a Megatron parameter, its layer, and its expert's local number (0 without experts).
 
     Raises:
         KeyError: the family has no rule for this parameter.
@@ -178,7 +190,7 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
 
 @lru_cache(maxsize=4096)
 def _adapter_rules(geometry: ModelGeometry, weight: str, layer: int) -> list[Rule]:
-    """Derive the rules of the adapters of a weight in one layer. They are the same for all experts."""
+    """Return the rules for the adapters of a weight in one layer. All experts share them."""
     from rlhf_mcore.families.adapters import adapter_rules
 
     return adapter_rules(_rules(geometry.family, geometry.head)[weight], geometry, layer)
@@ -186,7 +198,7 @@ def _adapter_rules(geometry: ModelGeometry, weight: str, layer: int) -> list[Rul
 
 @cache
 def _rules(family: str, head: str) -> dict[str, Rule]:
-    """Return the rules of a model by their names; of two with one name the first."""
+    """Return a model's rules by Megatron name. If two rules share a name, the first wins."""
     rules: dict[str, Rule] = {}
     for rule in FAMILIES[family].rules + HEADS[head].rules:
         rules.setdefault(rule.mcore, rule)
@@ -210,20 +222,20 @@ def _find_rule(family: str, head: str, name: str) -> tuple[Rule, int, int]:
 
 
 def _rows(name: str, shape: tuple[int, ...], first: int, count: int, local_row: int) -> Piece:
-    """Describe ``count`` whole rows of a tensor, or elements of a vector."""
+    """Describe ``count`` whole rows of a tensor, or ``count`` elements of a vector."""
     strides = contiguous_strides(shape)
     return Piece(name, (first, *(0 for _ in shape[1:])), (count, *shape[1:]), local_row * strides[0], strides)
 
 
 def _of_stack(name: str, shape: tuple[int, ...], expert: int) -> Piece:
-    """Describe one expert's part of the tensor of all: a vector, or a matrix that is held transposed."""
+    """Describe one expert's part of a stacked tensor: a vector, or a matrix that Megatron stores transposed."""
     rows = shape[1]
     strides = (rows, 1) if len(shape) == 2 else (rows * shape[2], 1, rows)
     return Piece(name, (expert, *(0 for _ in shape[1:])), (1, *shape[1:]), 0, strides)
 
 
 def _replicated(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """Describe a tensor that every rank has whole; of several (the As of adapters) one below the other."""
+    """Describe tensors that every rank stores whole. Several tensors (adapters' As) are stacked by rows."""
     position = 0
     for name, shape in shapes.items():
         yield _rows(name, shape, 0, shape[0], position)
@@ -231,7 +243,7 @@ def _replicated(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piec
 
 
 def _column_parallel(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """Describe a linear layer whose outputs are split: this rank's rows of each matrix, one below the other (gate, then up)."""
+    """Describe a linear layer with split outputs: this rank's rows of each matrix, stacked (gate, then up)."""
     position = 0
     for name, shape in shapes.items():
         per_rank = shape[0] // shard.size
@@ -240,14 +252,14 @@ def _column_parallel(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator
 
 
 def _row_parallel(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """Describe a linear layer whose inputs are split."""
+    """Describe a linear layer with split inputs."""
     for name, (rows, columns) in shapes.items():
         per_rank = columns // shard.size
         yield Piece(name, (0, shard.rank * per_rank), (rows, per_rank), 0, (per_rank, 1))
 
 
 def _vocab_parallel(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """Equal row ranges of the padded vocabulary, clipped to the true one."""
+    """Describe equal row ranges of the padded vocabulary, clipped to the real vocabulary."""
     per_rank = g.padded_vocab(shard.size) // shard.size
     first = shard.rank * per_rank
     for name, shape in shapes.items():
@@ -256,28 +268,28 @@ def _vocab_parallel(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[
 
 
 def _transposed(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """Describe a matrix that every rank has whole, transposed."""
+    """Describe a matrix that every rank stores whole and transposed."""
     for name, shape in shapes.items():
         yield Piece(name, (0, 0), shape, 0, (1, shape[0]))
 
 
 def _vocab_columns(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """Equal column ranges of the padded vocabulary, clipped to the true one, transposed."""
+    """Describe equal column ranges of the padded vocabulary, clipped to the real vocabulary and transposed."""
     per_rank = g.padded_vocab(shard.size) // shard.size
     first = shard.rank * per_rank
     for name, (rows, columns) in shapes.items():
         if (count := min(per_rank, columns - first)) > 0:
-            # Of one row the strides are those of a contiguous matrix too.
+            # A single row gets the strides of a contiguous matrix.
             yield Piece(name, (0, first), (rows, count), 0, (1, rows) if rows > 1 else (count, 1))
 
 
-_Runs = Iterable[tuple[str, int, int]]  # of rows: their tensor, the first of them and how many
+_Runs = Iterable[tuple[str, int, int]]  # rows: (tensor name, first row, number of rows)
 
 
 def _interval(shapes: Shapes, runs: _Runs, shard: Shard) -> Iterator[Piece]:
-    """Describe a rank's equal interval of the rows of ``runs``, one below the other.
+    """Describe a rank's equal interval of the stacked rows of ``runs``.
 
-    It need not end at the border of a run: with fewer groups than ranks Megatron splits raw rows.
+    The interval may end inside a run: with fewer groups than ranks Megatron splits raw rows.
     """
     runs = list(runs)
     per_rank = sum(count for _, _, count in runs) // shard.size
@@ -291,7 +303,7 @@ def _interval(shapes: Shapes, runs: _Runs, shard: Shard) -> Iterator[Piece]:
 
 
 def _qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """Describe rows interleaved by query group: its queries, its key, its value."""
+    """Describe rows interleaved by query group: queries, then key, then value."""
     per_group = {name: shape[0] // g.num_kv_heads for name, shape in shapes.items()}
     groups = range(g.num_kv_heads)
     return _interval(
@@ -300,9 +312,9 @@ def _qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
 
 
 def _gated_qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """Describe the same where queries have gates.
+    """Describe rows interleaved by query group, for queries with gates.
 
-    Files have heads' queries and gates in turn; here a group has its queries, then its gates.
+    Files alternate queries and gates per head. Megatron stores all queries of a group, then all its gates.
     """
     (queries, keys, values), width = shapes, g.head_dim
 
@@ -318,7 +330,10 @@ def _gated_qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece
 
 
 def _delta(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """Describe rows of all heads of a kind, one kind after the other: queries, keys and values in one tensor, others in one each."""
+    """Describe a delta net's rows, grouped by kind.
+
+    One tensor holds queries, keys and values; each other kind has its own tensor.
+    """
     (mixed, *others), sections = shapes, []
     assert g.delta is not None
     first = 0
@@ -334,8 +349,9 @@ def _delta(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
 
 
 def _delta_by_head(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """Describe the same where files have rows by head of keys: its query, key, values and gates; in a second tensor its betas and
-    alphas.
+    """Describe a delta net's rows for files that group rows by key head.
+
+    The first tensor has query, key, values and gates of each head; the second tensor has betas and alphas.
     """
     assert g.delta is not None
     (mixed, scalars), heads = shapes, g.delta.value_heads // g.delta.key_heads
@@ -360,16 +376,17 @@ _SPLITS: dict[str, Callable[[Shapes, ModelGeometry, Shard], Iterator[Piece]]] = 
     "delta": _delta,
     "delta_by_head": _delta_by_head,
 }
-# Of these a rank has of B and of magnitudes what the kind says; else it has the rows of B that it has of the weight.
+# For these kinds, B and magnitudes are split as the kind says. For other kinds, a rank holds B's rows that match
+# its weight rows.
 _PLAIN_SPLITS = ("replicated", "vocab_parallel", "vocab_columns")
 
 
-# Rows of a rank's weight with the rows of B and of A whose product they get.
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows ``row`` to ``row + count`` of a rank's weight get the product of rows of its B and of its A.
+    """The block from ``row`` to ``row + count`` of a rank's weight, to which a product of rows of B and of A is
+    added.
 
-    They are ``b_row`` to ``b_row + count`` of B, and ``a_row`` to ``a_row + rank`` of A.
+    The product uses rows ``b_row`` to ``b_row + count`` of B, and rows ``a_row`` to ``a_row + rank`` of A.
     """
 
     row: int
@@ -385,12 +402,12 @@ def adapter_names(weight: str) -> tuple[str, str]:
 
 
 def blocks(weight: str, geometry: ModelGeometry, shard: Shard) -> list[Block]:
-    """List the blocks of a rank's weight that have adapters, by their rows; none where it has none.
+    """List the blocks of a rank's weight that have adapters, sorted by row. Return an empty list without adapters.
 
     Args:
-        weight: Megatron's name.
-        geometry: of the adapters.
-        shard: the rank's.
+        weight: Megatron's name of the weight.
+        geometry: model geometry with adapters.
+        shard: the rank's shard.
     """
     adapter = geometry.adapter
     assert adapter is not None
@@ -400,7 +417,7 @@ def blocks(weight: str, geometry: ModelGeometry, shard: Shard) -> list[Block]:
     except KeyError:
         return []
     first_rows = {hf_module(piece.hf_name): piece.offset // piece.strides[0] for piece in held_a}
-    # By the first row that a piece has of the whole B: of the embedding, whose B PEFT has transposed, it is a column.
+    # Key: a piece's first row in the whole B. PEFT transposes the embedding's B, so there the key is a column.
     b_rows = {(hf_module(piece.hf_name), max(piece.start)): piece.offset // adapter.rank for piece in held_b}
     joined = []
     for piece in pieces(weight, replace(geometry, adapter=None), shard):

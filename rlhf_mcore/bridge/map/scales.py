@@ -1,4 +1,7 @@
-"""Places of the scales of weights of 8 bits: a rank has those of all blocks that it has a part of. Pure Python."""
+"""Describe places of 8-bit weights' scales.
+
+A rank stores the scales of all blocks that it holds a part of. Pure Python.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,21 @@ from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.families.quantised import Quantisation
 
-SCALES = "::scales"  # behind the name of a local tensor: that of its scales
+SCALES = "::scales"  # suffix: the scales of local tensor X are in local tensor X::scales
 
 
 def are_quantised(pieces: Sequence[Piece], kind: Quantisation) -> bool:
-    """Tell whether the tensors in one local tensor have 8 bits: all, or none."""
+    """Return whether the pieces of one local tensor are quantised to 8 bits.
+
+    They must be all quantised or all unquantised.
+    """
     found = {kind.applies(piece.hf_name) for piece in pieces}
     assert len(found) < 2, f"8 bits and more in one tensor: {[piece.hf_name for piece in pieces]}"
     return True in found
 
 
 def scale_tables(pieces: Sequence[Piece], kind: Quantisation) -> tuple[Piece, ...]:
-    """Describe the scales of some pieces: one table behind the other, of the blocks that a piece has a part of."""
+    """Describe the scales of some pieces: consecutive tables of all blocks that a piece intersects."""
     tables, offset = list[Piece](), 0
     for piece in pieces:
         start, shape = kind.blocks(piece.start, piece.shape)
@@ -32,9 +38,9 @@ def scale_tables(pieces: Sequence[Piece], kind: Quantisation) -> tuple[Piece, ..
 
 
 def scale_pieces(pieces: Sequence[Piece], kind: Quantisation) -> tuple[Piece, ...]:
-    """Describe the same as pieces that are equal or disjoint on all ranks, as those of weights are.
+    """Describe the scales of some pieces, in pieces that are equal or disjoint on all ranks, like weight pieces.
 
-    Of a block that a piece has only a part of another piece may have the rest: its scale is a piece of its own.
+    If two pieces share a block, its scale is a separate piece.
     """
     return tuple(
         [
@@ -46,7 +52,7 @@ def scale_pieces(pieces: Sequence[Piece], kind: Quantisation) -> tuple[Piece, ..
 
 
 def _divide(piece: Piece, table: Piece, kind: Quantisation) -> Iterator[Piece]:
-    """Cut a table behind the blocks at its borders that ``piece`` has only a part of."""
+    """Split a table so that partly covered blocks at its borders are separate."""
     runs = []
     for begin, count, size, first, num in zip(
         piece.start, piece.shape, kind.block, table.start, table.shape, strict=True
@@ -62,12 +68,12 @@ def _divide(piece: Piece, table: Piece, kind: Quantisation) -> Iterator[Piece]:
 
 
 def num_scales(pieces: Sequence[Piece], kind: Quantisation) -> int:
-    """Count the elements of the tables of some pieces."""
+    """Return the number of scales for some pieces."""
     return sum(prod(table.shape) for table in scale_tables(pieces, kind))
 
 
 def with_scales(places: Sequence[Place], kind: Quantisation) -> list[Place]:
-    """Add the places of scales to those of weights."""
+    """Add the scales' places to the weights' places."""
     every = list[Place]()
     for place in places:
         every.append(place)

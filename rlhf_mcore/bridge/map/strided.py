@@ -1,4 +1,4 @@
-"""From copies between strided views to rectangles: what a weight loader did, in Hugging Face coordinates.
+"""Convert copies between strided views to rectangles, to describe a weight loader in Hugging Face coordinates.
 
 Pure Python. Strides and offsets count elements; full tensors are contiguous.
 """
@@ -26,28 +26,30 @@ class View:
 
 
 def copied_pieces(hf_name: str, hf_shape: tuple[int, ...], source: View, destination: View) -> list[Piece]:
-    """List the pieces that ``destination.copy_(source)`` writes. The source is any view of a full tensor of ``hf_shape``.
+    """List the pieces that ``destination.copy_(source)`` writes.
 
-    Slices, transposes, reshapes and broadcasts become as few rectangles as their geometry allows. Pieces are in order of
-    destination offset; the shapes of both views must be the same.
+    The source is any view of a full tensor of ``hf_shape``.
+
+    Slices, transposes, reshapes and broadcasts become as few rectangles as their geometry allows. Pieces are
+    sorted by destination offset. Both views must have the same shape.
     """
     return [Piece(hf_name, *where) for where in _list_copies(hf_shape, source, destination)]
 
 
 def covered(piece: Piece, shape: tuple[int, ...]) -> list[Rectangle]:
-    """List the parts of a contiguous local tensor of ``shape`` that a piece fills, in the tensor's own coordinates."""
+    """List the parts of a contiguous local tensor of ``shape`` that a piece fills, in the local tensor's coordinates."""
     local = View(piece.offset, piece.shape, piece.strides)
     return [Rectangle(start, extent) for start, extent, _, _ in _list_copies(shape, local, local)]
 
 
-@cache  # layers are alike, and so are the copies into them
+@cache  # layers are alike, so their copies repeat
 def _list_copies(hf_shape: tuple[int, ...], source: View, destination: View) -> list[_Copied]:
     assert source.shape == destination.shape, (source, destination)
     if 0 in source.shape:
         return []
     dims = [dim for dim in zip(source.shape, source.strides, destination.strides, strict=True) if dim[0] != 1]
     start = _unravel(source.offset, hf_shape)
-    if isinstance(placed := _place(start, dims, hf_shape), dict):  # nearly always
+    if isinstance(placed := _place(start, dims, hf_shape), dict):  # the usual case
         return [_rectangle(start, placed, destination.offset)]
     work: list[tuple[int, int, list[_Dim]]] = [(source.offset, destination.offset, _join(dims))]
     copies = []
@@ -64,7 +66,7 @@ def _list_copies(hf_shape: tuple[int, ...], source: View, destination: View) -> 
 
 @cache
 def unfilled(shape: tuple[int, ...], filled: tuple[Rectangle, ...]) -> tuple[Interval, ...]:
-    """List the elements outside of some rectangles of a contiguous tensor, as ascending intervals that do not touch.
+    """List the elements of a contiguous tensor outside some rectangles, as maximal ascending intervals.
 
     Raises:
         ValueError: two rectangles overlap.
@@ -73,7 +75,7 @@ def unfilled(shape: tuple[int, ...], filled: tuple[Rectangle, ...]) -> tuple[Int
 
 
 def _join(dims: Iterable[_Dim]) -> list[_Dim]:
-    """Join dimensions that are one run on both sides, in order of descending source stride."""
+    """Join dimensions that form one run on both sides, in descending order of source stride."""
     result: list[_Dim] = []
     for size, a, b in sorted(dims, key=lambda dim: -dim[1]):
         if result and result[-1][1] == a * size and result[-1][2] == b * size:
@@ -90,7 +92,10 @@ def _unravel(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _place(start: tuple[int, ...], dims: list[_Dim], shape: tuple[int, ...]) -> dict[int, tuple[int, int]] | int:
-    """Map each axis to (extent, destination stride), or return the number of the first dimension that is no range along one axis."""
+    """Map each axis to (extent, destination stride).
+
+    If a dimension is not a range along one axis, return the first such number.
+    """
     strides = contiguous_strides(shape)
     placed: dict[int, tuple[int, int]] = {}
     for number, (size, stride, target) in enumerate(dims):
@@ -104,7 +109,7 @@ def _place(start: tuple[int, ...], dims: list[_Dim], shape: tuple[int, ...]) -> 
 def _cut(
     offset: int, target: int, dims: list[_Dim], number: int, start: tuple[int, ...], shape: tuple[int, ...]
 ) -> Iterator[tuple[int, int, list[_Dim]]]:
-    """Go one step nearer to rectangles: a dimension that runs over whole rows is split in two, any other is enumerated."""
+    """Make one step towards rectangles: split a dimension that spans whole rows in two, enumerate any other."""
     size, stride, step = dims[number]
     rest = dims[:number] + dims[number + 1 :]
     strides = contiguous_strides(shape)
@@ -118,7 +123,10 @@ def _cut(
 
 
 def _rectangle(start: tuple[int, ...], placed: dict[int, tuple[int, int]], offset: int) -> _Copied:
-    """Describe a rectangle. Axes of one element get the stride of a packed layout, so that equal places have equal descriptions."""
+    """Describe a rectangle.
+
+    Axes of size 1 get the stride of a packed layout, so that equal places have equal descriptions.
+    """
     extents, strides = [], []
     packed = 1
     for axis in reversed(range(len(start))):

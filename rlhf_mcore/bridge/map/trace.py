@@ -1,11 +1,11 @@
-"""Learn what a vLLM rank holds, in Hugging Face coordinates, from vLLM's own weight loaders.
+"""Trace a vLLM rank's weights in Hugging Face coordinates, by recording vLLM's own weight loaders.
 
-There is no table of models here. vLLM keeps, for its layerwise reload, the layout in which every parameter was loaded. The
-parameters are put into that layout on the meta device, ``model.load_weights`` is given meta tensors under Hugging Face names, and
-every write into a parameter is recorded and not executed. Strides and offsets of meta tensors are real, so the two sides of a
-``copy_`` give the rectangle of the checkpoint's tensor and its place.
+No table of models is needed. For its layerwise reload vLLM keeps the layout in which every parameter was loaded.
+The trace puts the parameters into that layout on the meta device and passes meta tensors with Hugging Face names
+to ``model.load_weights``. It records every write into a parameter instead of executing it. Strides and offsets of
+meta tensors are real, so both sides of a ``copy_`` give a rectangle of a checkpoint tensor and its place.
 
-Whether a write to the live tensor reaches the kernels is tried out, not assumed: see :func:`trace`.
+The trace also tests whether a write to the live tensor reaches the kernels: see :func:`trace`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class EngineParameter:
-    """One tensor of a vLLM rank in the layout it is loaded in, which is contiguous.
+    """A tensor of a vLLM rank in its loading layout, which is contiguous.
 
-    ``padding`` are the elements that no Hugging Face tensor fills; they must be zero. ``repacked`` is the reason why a write to the
-    live tensor would not do, and is empty where it does. ``aliases`` are other names of the same tensor (a tied lm_head).
+    ``padding`` lists the elements that no Hugging Face tensor fills; they must be zero. ``repacked`` is the reason
+    why the live tensor cannot be written directly, or "" if it can. ``aliases`` are other names of the same tensor
+    (tied lm_head).
     """
 
     name: str
@@ -48,15 +49,16 @@ class EngineParameter:
 
     @property
     def module(self) -> str:
-        """Name of the module that holds it."""
+        """Name of the module that owns this parameter."""
         return self.name.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMap:
-    """All tensors of a vLLM rank, in layer order. ``unused`` are Hugging Face tensors of which this rank needs nothing.
+    """All tensors of a vLLM rank, in layer order.
 
-    ``derived`` are parameters that vLLM makes of these after loading; nothing is brought to them.
+    ``unused`` names the Hugging Face tensors that this rank does not need. ``derived`` names the parameters that
+    vLLM computes from others after loading; a sync does not write them.
     """
 
     parameters: tuple[EngineParameter, ...]
@@ -70,7 +72,7 @@ class EngineMap:
 
     @property
     def repacked(self) -> tuple[tuple[EngineParameter, ...], ...]:
-        """Parameters that must go through vLLM's layerwise reload: one group per layer, in layer order, for ``reload.reloading``."""
+        """Parameters that need vLLM's layerwise reload, grouped by layer in layer order; see ``reload.reloading``."""
         groups: dict[str, list[EngineParameter]] = {}
         for parameter in self.parameters:
             if parameter.repacked:
@@ -79,14 +81,14 @@ class EngineMap:
 
     @property
     def together(self) -> list[list[str]]:
-        """Hugging Face names of what a sync has to bring together: the tensors of each repacked layer."""
+        """Groups of Hugging Face names that a sync must send together: the tensors of each repacked layer."""
         return [sorted({piece.hf_name for p in layer for piece in p.pieces}) for layer in self.repacked]
 
     def views(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return live flat tensors of the direct parameters: offsets and strides of the pieces apply to them.
+        """Return flat views of the live direct parameters. Offsets and strides of pieces apply to these views.
 
         Raises:
-            RuntimeError: a tensor no longer has the layout that was traced.
+            RuntimeError: a tensor no longer has the traced layout.
         """
         live = _tensors(model)
         flat = {}
@@ -99,21 +101,22 @@ class EngineMap:
 
 
 def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: bool = True) -> EngineMap:
-    """Learn what the live model of a vLLM rank holds. Deterministic; milliseconds to a second, no memory, no communication.
+    """Trace the live model of a vLLM rank. The result is deterministic.
 
-    A parameter is direct when its live tensor is contiguous in the shape and dtype it is loaded in and its layer computes with
-    that very tensor. The latter is tried out by writing a pattern, running the layer's kernel on it and restoring what
-    was there, so the model must not be in use meanwhile, and its weights must be finite (dummies will do).
+    A trace takes milliseconds to a second, and needs no memory and no communication. A parameter is direct if two
+    conditions hold: its live tensor is contiguous in its loading shape and dtype, and its layer computes with that
+    tensor. The second condition is tested: write a pattern, run the layer's kernel, restore the old values. So the
+    model must be idle meanwhile, and its weights must be finite (dummy weights are fine).
 
     Args:
-        model: as vLLM's worker holds it.
-        hf_shapes: every tensor of the checkpoint format, tied ones once or under both names.
-        probe: False calls every parameter direct whose layout is right, without trying. Layers of a model cannot compute before
-            vLLM has processed its weights.
+        model: the model in vLLM's worker.
+        hf_shapes: every tensor of the checkpoint format; tied tensors once or under both names.
+        probe: False skips the kernel test and checks the layout only. Use it before vLLM has processed the
+            weights, because layers cannot compute until then.
 
     Raises:
         ValueError: the loaders wrote an element twice, or left elements unwritten that are not padding.
-        ConfigError: a loader computes elements, so that no element of a checkpoint can be brought there.
+        ConfigError: a loader computes elements, so a sync cannot write them from a checkpoint.
     """
     recorder = _record(model, hf_shapes)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -123,7 +126,7 @@ def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: 
     for names, tensor in _tensors_with_names(model):
         pieces, layout = recorder.of(names)
         if not pieces and not isinstance(tensor, torch.nn.Parameter):
-            continue  # a buffer that is not part of a checkpoint
+            continue  # a buffer that checkpoints do not contain
         if not pieces and _is_derived(modules, names[0]):
             derived.append(names[0])
             continue
@@ -133,7 +136,7 @@ def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: 
         padding = _padding(names, layout, pieces, modules, is_checked)
         if opaque and padding and not quantised:
             raise ConfigError(
-                f"rollout.engine=vllm: of {names[0]} it is not known where it is from ({opaque}); set bridge.method=gather"
+                f"rollout.engine=vllm: the source of {names[0]} is unknown ({opaque}); set bridge.method=gather"
             )
         reason = opaque or _why_repacked(tensor, layout) or _why_copied(modules, names, probe)
         shape = tuple(layout.shape)
@@ -143,7 +146,10 @@ def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: 
 
 
 def _with_siblings(parameters: list[EngineParameter], modules: dict[str, nn.Module]) -> Iterator[EngineParameter]:
-    """Mark the parameters beside a repacked one: a layer is reloaded whole, so they cannot be written directly."""
+    """Mark the other parameters of a repacked parameter's layer.
+
+    A layer is reloaded whole, so they cannot be written directly.
+    """
     reloaded = {parameter.module for parameter in parameters if parameter.repacked}
     for parameter in parameters:
         attribute = parameter.name.rpartition(".")[2]
@@ -160,7 +166,10 @@ def _with_siblings(parameters: list[EngineParameter], modules: dict[str, nn.Modu
 def _padding(
     names: tuple[str, ...], layout: Tensor, pieces: list[Piece], modules: dict[str, nn.Module], is_checked: bool
 ) -> tuple[Interval, ...]:
-    """Return the elements that no piece fills. For a checked parameter vLLM must declare as many as padding."""
+    """Return the elements that no piece fills.
+
+    For a checked parameter, vLLM must declare the same number of padding elements.
+    """
     shape = tuple(layout.shape)
     try:
         padding = unfilled(shape, tuple([box for piece in pieces for box in covered(piece, shape)]))
@@ -176,7 +185,9 @@ def _padding(
 
 
 def _declared_padding(names: tuple[str, ...], layout: Tensor, modules: dict[str, nn.Module]) -> int:
-    """Count the elements that vLLM declares as padding: rows of the vocabulary, or what a weight's creator declares."""
+    """Count the elements that vLLM declares as padding: vocabulary rows, or the padding that a weight's creator
+    declares.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     module = modules[names[0].rpartition(".")[0]]
@@ -190,7 +201,7 @@ def _declared_padding(names: tuple[str, ...], layout: Tensor, modules: dict[str,
 
 
 class Recorder(TorchDispatchMode):
-    """Looks at every operation of the loaders; writes into the engine's tensors are noted instead of executed."""
+    """Record the loaders' writes into the engine's tensors instead of executing them."""
 
     def __init__(self, sources: dict[str, Tensor], destinations: dict[str, Tensor]):
         super().__init__()
@@ -200,13 +211,16 @@ class Recorder(TorchDispatchMode):
         self._layouts = destinations
         self._pieces: dict[str, dict[Rectangle, Piece]] = {name: {} for name in destinations}
         self._opaque: dict[str, str] = {}
-        self._item: Tensor | None = None  # read by .item(), to be written by a fill_
-        self._emptied: set[int] = set()  # sources that a loader has set to zero: where another rank has them
-        self.has_zeros: set[str] = set()  # destinations that were written from these
+        self._item: Tensor | None = None  # a source element read by .item(), which a later fill_ writes
+        self._emptied: set[int] = set()  # sources that a loader set to zero because another rank holds them
+        self.has_zeros: set[str] = set()  # destinations written from emptied sources
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here, and torch's guard against it would take a third of the time."""
+        """Return False.
+
+        No code is compiled here, and torch's guard against compilation would take a third of the time.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -214,9 +228,9 @@ class Recorder(TorchDispatchMode):
             self._item = args[0]
             return 0.0
         if func is _aten.clone.default and _storage(args[0]) in self._sources:
-            return args[0]  # made contiguous on its way, which changes no element's place
+            return args[0]  # the loader makes the source contiguous; this moves no element
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and _storage(args[0]) in self._sources:
-            del self._sources[_storage(args[0])]  # it is the checkpoint's no longer
+            del self._sources[_storage(args[0])]  # the loader changed it, so it no longer equals the checkpoint
             if func is _aten.zero_.default:
                 self._emptied.add(_storage(args[0]))
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and _storage(args[0]) in self._destinations:
@@ -245,10 +259,10 @@ class Recorder(TorchDispatchMode):
         origin = View(int(source.storage_offset()), tuple(source.shape), source.stride())
         for piece in copied_pieces(hf_name, self._hf_shapes[hf_name], origin, target):
             for box in covered(piece, tuple(self._layouts[name].shape)):
-                self._pieces[name][box] = piece  # of two writes to the same place the last counts
+                self._pieces[name][box] = piece  # if two writes hit the same place, the last one counts
 
     def of(self, names: tuple[str, ...]) -> tuple[list[Piece], Tensor]:
-        """Return the pieces by offset, and the layout, of the first of a tensor's names that was written."""
+        """Return pieces (sorted by offset) and layout for the first of a tensor's names that was written."""
         written = next((name for name in names if self._pieces[name]), names[0])
         unique = {(piece.offset, piece.start, piece.hf_name): piece for piece in self._pieces[written].values()}
         return [unique[key] for key in sorted(unique)], self._layouts[written]
@@ -269,10 +283,11 @@ def _record(model: Any, hf_shapes: Mapping[str, tuple[int, ...]]) -> Recorder:
 
 @contextmanager
 def _loading_layout(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Put meta tensors in the place of the parameters, in the layout that vLLM has recorded for reloading them.
+    """Replace the parameters by meta tensors in the loading layout that vLLM has recorded.
 
-    Yields all tensors by every one of their names. What vLLM has not recorded (biases) it reloads in place; for that,
-    the layout is the live one. After a first reload vLLM leaves its deferring loaders behind, so they are taken off.
+    Yield all tensors by all their names. vLLM does not record biases, because it reloads them in place; their
+    layout is the live layout. After a first reload vLLM leaves its deferring loaders on the parameters, so they
+    are removed here.
     """
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
     from vllm.model_executor.model_loader.reload.meta import restore_layer_refs, to_meta_tensor
@@ -294,7 +309,7 @@ def _loading_layout(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def recorded_layout(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module as vLLM makes them anew for a reload, on the meta device."""
+    """Return a module's parameters as vLLM creates them for a reload, on the meta device."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     parameters, _ = get_layerwise_info(module).restore_metadata
@@ -302,7 +317,7 @@ def recorded_layout(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Collect parameters, buffers and slots of adapters by every one of their names."""
+    """Collect parameters, buffers and adapter slots by all their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -338,7 +353,10 @@ def _why_repacked(tensor: Tensor, layout: Tensor) -> str:
 
 
 def _why_copied(modules: dict[str, nn.Module], names: tuple[str, ...], probe: bool) -> str:
-    """Explain why the kernels do not read a tensor that still has its layout. Every layer that shares it is asked."""
+    """Explain why the kernels do not read a tensor in its loading layout, or return "".
+
+    Test every layer that shares it.
+    """
     for name in names if probe else ():
         owner, _, attribute = name.rpartition(".")
         if reason := _why_processed_above(modules, owner) or _why_layer_copies(modules[owner], attribute):
@@ -347,7 +365,10 @@ def _why_copied(modules: dict[str, nn.Module], names: tuple[str, ...], probe: bo
 
 
 def _why_processed_above(modules: dict[str, nn.Module], owner: str) -> str:
-    """Explain that a module above processes weights: it may keep what it made of the parameters below (MLA does)."""
+    """Explain that an enclosing module processes weights.
+
+    It may store results computed from inner parameters (MLA does).
+    """
     while True:
         module = modules[owner]
         if hasattr(module, "process_weights_after_loading"):
@@ -358,10 +379,10 @@ def _why_processed_above(modules: dict[str, nn.Module], owner: str) -> str:
 
 
 def _is_derived(modules: Mapping[str, nn.Module], name: str) -> bool:
-    """Tell whether a parameter was made of others after loading, as latent attention does where it absorbs a projection.
+    """Return whether a parameter is computed from others after loading (latent attention absorbs a projection).
 
-    vLLM's loaders do not know it: it was not there when vLLM recorded what a checkpoint is loaded into. Processing its module again
-    (see ``reload.reloading``) makes it anew.
+    vLLM's loaders do not know it, because it did not exist when vLLM recorded the loading layout. Processing its
+    module again (see ``reload.reloading``) computes it again.
     """
     owner, _, attribute = name.rpartition(".")
     module = modules[owner]
@@ -381,7 +402,7 @@ def _why_layer_copies(module: nn.Module, attribute: str) -> str:
         return f"{layer} holds tensors beside its parameters"
     if isinstance(method, UnquantizedFusedMoEMethod):
         return "" if _experts_are_read(module) else f"{layer} has packed its experts"
-    # The kernels of a convolution are in such a layer in name only: another one than this layer's reads them.
+    # A convolution layer only owns its kernel tensor; another layer reads it.
     if attribute != "weight" or module.get_parameter(attribute).dim() == 3 or _matrix_is_read(module):
         return ""
     return f"{layer} multiplies with a packed copy"
@@ -399,7 +420,7 @@ def _why_quantised(module: nn.Module) -> str:
 
 @torch.no_grad()
 def _matrix_is_read(module: Any) -> bool:
-    """Write the first and the last column and multiply with the unit vectors that pick them: small integers, so exact."""
+    """Write the first and last columns, then multiply with their unit vectors. Small integers keep the result exact."""
     weight = module.weight.data
     rows, columns = weight.shape
     ends = [0, columns - 1]
@@ -419,7 +440,7 @@ def _matrix_is_read(module: Any) -> bool:
 
 @torch.no_grad()
 def _experts_are_read(layer: Any) -> bool:
-    """Write the first local expert as its loader would, and compare the kernel with the formula of a gated MLP."""
+    """Write the first local expert as its loader would, then compare the kernel with the formula of a gated MLP."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
     from vllm.model_executor.layers.fused_moe.prepare_finalize import MoEPrepareAndFinalizeNoDPEPModular
@@ -428,7 +449,7 @@ def _experts_are_read(layer: Any) -> bool:
     if method.is_monolithic or layer.activation != MoEActivation.SILU or method.moe_kernel is None:
         return False
     if method.moe_kernel.fused_experts.activation_format() != FusedMoEActivationFormat.Standard:
-        return False  # its tokens come sorted by expert, from other ranks
+        return False  # its tokens arrive sorted by expert, from other ranks
     w13, w2 = layer.w13_weight.data[0], layer.w2_weight.data[0]
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, w13.shape[1], generator=generator).to(w13)
