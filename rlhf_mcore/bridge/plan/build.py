@@ -1,7 +1,8 @@
-"""Plan a weight transfer: the rectangles to send from rank to rank, and the bucket of each.
+"""Plan a weight transfer: the rectangles that ranks send to each other, and the bucket of each rectangle.
 
-Pure arithmetic on descriptions: no tensor, no process group, no communication. Every rank that is given the same descriptions
-comes to the same plan (compare :attr:`Plan.digest`) and works out its own part alone (:meth:`Plan.rank_view`).
+Planning is pure arithmetic on descriptions: no tensors, process groups or communication. Ranks with equal
+descriptions build equal plans (compare :attr:`Plan.digest`). Each rank computes its own part alone
+(:meth:`Plan.rank_view`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _FORMAT = b"rlhf_mcore bridge plan 1"
 
 
 class Plan:
-    """A transfer between two descriptions of the same tensors. Made by :func:`build_plan`."""
+    """A transfer between two descriptions of the same tensors. :func:`build_plan` builds it."""
 
     def __init__(self, schedule: Schedule, sources: Sequence[Place], destinations: Sequence[Place]):
         self._schedule = schedule
@@ -37,22 +38,22 @@ class Plan:
 
     @property
     def bucket_bytes(self) -> int:
-        """Upper limit of the bytes that a rank sends in a bucket. The same limit holds for received bytes."""
+        """Upper limit of the bytes that a rank sends per bucket. The same limit applies to received bytes."""
         return self._schedule.bucket_bytes
 
     @property
     def world_size(self) -> int:
-        """One more than the highest rank that takes part."""
+        """The highest rank in the plan, plus 1."""
         return self._schedule.sets.world_size
 
     def rank_view(self, rank: int) -> RankPlan:
-        """Work out the copies and messages of ``rank``."""
+        """Return the copies and messages of ``rank``."""
         with _pause_collector():
             return build_rank_plan(self._schedule, rank)
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all that determines the plan. Ranks with equal digests send and receive matching messages."""
+        """Hash of everything that determines the plan. Ranks with equal digests send and receive matching messages."""
         schedule = self._schedule
         state = blake2b(_FORMAT, digest_size=16)
         state.update(np.array([schedule.bucket_bytes, *schedule.nodes], dtype="<i8").tobytes())
@@ -80,17 +81,19 @@ def build_plan(
     """Plan the transfer of every tensor that a destination needs.
 
     Args:
-        sources: who holds what. Several ranks may hold the same elements, in equal or in different tilings.
-        destinations: who needs what.
-        element_sizes: bytes of an element on the wire by Hugging Face name: 1, 2, 4 or 8.
-        bucket_bytes: limit of the bytes that a rank sends per bucket, and the same for those received.
-        order: Hugging Face names in the order of travel, usually the network's.
-        nodes: the number of the node of every rank; then a cell is imported to a node once and forwarded inside.
-        only: transfer these tensors alone.
+        sources: the places that hold tensors. Several ranks may hold the same elements, with equal or different
+            tilings.
+        destinations: the places that need tensors.
+        element_sizes: bytes per element on the wire, by Hugging Face name: 1, 2, 4 or 8.
+        bucket_bytes: limit of the bytes that a rank sends per bucket. The same limit applies to received bytes.
+        order: Hugging Face names in sending order, usually network order.
+        nodes: the node number of every rank. With it, a cell is sent to each node once and forwarded inside the
+            node.
+        only: the names of the tensors to transfer; None transfers all.
 
     Raises:
-        ValueError: a needed tensor is missing in ``order``, an element has no source, ``bucket_bytes`` is too small, or ``nodes``
-            lacks a rank.
+        ValueError: ``order`` misses a needed tensor, an element has no source, ``bucket_bytes`` is too small, or
+            ``nodes`` misses a rank.
     """
     needed = {piece.hf_name for place in destinations for piece in place.pieces}
     transferred = needed if only is None else set(only)
@@ -107,14 +110,16 @@ def build_plan(
         tensors, sets = gather_tensors(sources, destinations, element_sizes, chosen)
         size = sets.world_size
         if nodes is not None and len(nodes) < size:
-            raise ValueError(f"nodes has those of {len(nodes)} ranks, but rank {size - 1} takes part")
+            raise ValueError(
+                f"nodes has {len(nodes)} entries, but the plan includes rank {size - 1}; give the node of every rank"
+            )
         each = np.arange(size) if nodes is None else np.array(nodes, dtype=np.int64)
         schedule = Schedule(tensors, sets, bucket_bytes, each)
     return Plan(schedule, sources, destinations)
 
 
 def even_nodes(num_ranks: int, ranks_per_node: int) -> list[int]:
-    """List the node of every rank, where each node has as many consecutive ranks."""
+    """Return the node of every rank, for nodes with ``ranks_per_node`` consecutive ranks each."""
     return [rank // ranks_per_node for rank in range(num_ranks)]
 
 
@@ -122,7 +127,8 @@ def even_nodes(num_ranks: int, ranks_per_node: int) -> list[int]:
 def _pause_collector() -> Iterator[None]:
     """Pause the garbage collector.
 
-    Planning makes hundreds of thousands of small objects and no cycles, and looking for garbage would take a third of its time.
+    Planning creates hundreds of thousands of small objects and no cycles. Garbage collection would take a third of
+    its time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -134,7 +140,7 @@ def _pause_collector() -> Iterator[None]:
 
 
 def _numbers(places: Sequence[Place]) -> Iterator[int]:
-    """List all numbers of a description, each list preceded by its length."""
+    """Yield all numbers of a description, each list preceded by its length."""
     for place in places:
         ranks = place.ranks
         if isinstance(ranks, range):
@@ -151,10 +157,11 @@ def _numbers(places: Sequence[Place]) -> Iterator[int]:
 
 
 def spread_order(order: Sequence[str], sources: Sequence[Place], *, keep_layers: bool = True) -> list[str]:
-    """Order tensors so that those of different owners take turns: more ranks send at a time.
+    """Order tensors so that different owners alternate. Then more ranks send at the same time.
 
-    With ``keep_layers`` they take turns within a layer only (experts of one layer are on different ranks); without, over the whole
-    model (so all pipeline stages send at once), for engines that do not ask for layers in order.
+    With ``keep_layers`` owners alternate within a layer only (experts of one layer are on different ranks).
+    Without it they alternate over the whole model, so all pipeline stages send at once. This suits engines that
+    accept layers in any order.
     """
     owners: dict[str, dict[Sequence[int], None]] = defaultdict(dict)
     for place in sources:

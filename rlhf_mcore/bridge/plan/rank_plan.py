@@ -1,7 +1,8 @@
-"""Work out what one rank does in a sync, from the common schedule alone: buckets of local copies and of messages.
+"""Build one rank's part of a sync from the common schedule: buckets of local copies and messages.
 
-Both ends of a message walk the same units and cells in the same order, so they agree on its content by construction. Phase 0 sends
-from source tensors; phase 1 (only where nodes are distinguished) forwards from destination tensors what phase 0 has brought.
+Both ends of a message visit the same units and cells in the same order, so they agree on its content by
+construction. Phase 0 sends from source tensors. Phase 1 exists only with ``nodes``. It forwards data that phase 0
+has written to destination tensors.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ DEPTH = 2  # buckets in flight
 
 @dataclass(slots=True)
 class Copy:
-    """One rectangle of a message: ``hf_name[start : start + shape]`` in row-major order from byte ``message_offset``.
+    """A rectangle in a message: ``hf_name[start : start + shape]``, in row-major order from byte
+    ``message_offset``.
 
-    On this rank it is in ``buffer`` at ``offset`` with ``strides`` (elements). In a receive, two copies may read the same bytes of
-    the message: the rank needs that rectangle twice.
+    On this rank the rectangle is in ``buffer`` at ``offset`` with ``strides`` (in elements). In a receive, two
+    copies may read the same bytes of the message if the rank needs the rectangle twice.
     """
 
     hf_name: str
@@ -42,7 +44,7 @@ class Copy:
 
 @dataclass(slots=True)
 class LocalCopy:
-    """One rectangle that goes from a source tensor straight to a destination tensor of the same rank (``message_offset`` is 0)."""
+    """A rectangle copied from a source tensor to a destination tensor of the same rank (``message_offset`` is 0)."""
 
     source: Copy
     destination: Copy
@@ -50,7 +52,10 @@ class LocalCopy:
 
 @dataclass(slots=True)
 class Message:
-    """All that one peer gets from this rank, or this rank from it, in one phase of a bucket. Offsets are naturally aligned."""
+    """All data that this rank sends to one peer, or receives from it, in one phase of a bucket.
+
+    Offsets are naturally aligned.
+    """
 
     peer: int
     nbytes: int
@@ -59,7 +64,7 @@ class Message:
 
 @dataclass(slots=True)
 class Phase:
-    """At most one message to and one from each peer, by ascending peer. All may be in flight at once."""
+    """At most one message to and from each peer, in ascending order of peers. All may be in flight at once."""
 
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
@@ -67,7 +72,10 @@ class Phase:
 
 @dataclass(slots=True)
 class Bucket:
-    """One bucket of one rank. A rank without a part in a bucket has it empty, so numbers agree between ranks."""
+    """A bucket of one rank.
+
+    If the rank has no part in a bucket, the bucket is empty, so all ranks use the same numbers.
+    """
 
     index: int
     local: list[LocalCopy] = field(default_factory=list)
@@ -83,13 +91,16 @@ class Bucket:
 
     @property
     def source_buffers(self) -> set[str]:
-        """Buffers of this rank that the bucket reads. What is forwarded comes from destination buffers."""
+        """This rank's source buffers that the bucket reads.
+
+        Forwarded data is read from destination buffers, which are not included.
+        """
         local = {copy.source.buffer for copy in self.local}
         return local | {copy.buffer for message in self.phases[0].sends for copy in message.copies}
 
     @property
     def destination_buffers(self) -> set[str]:
-        """Buffers of this rank that the bucket writes."""
+        """This rank's buffers that the bucket writes."""
         local = {copy.destination.buffer for copy in self.local}
         return local | {copy.buffer for phase in self.phases for message in phase.receives for copy in message.copies}
 
@@ -114,8 +125,9 @@ class RankPlan:
         return sum(copy.source.nbytes for bucket in self.buckets for copy in bucket.local)
 
     def peak_bytes(self, depth: int = 1) -> int:
-        """Compute the most bytes of send and receive buffers while ``depth`` consecutive buckets are in flight; at most 2 * depth
-        * bucket.
+        """Return the peak bytes of send and receive buffers with ``depth`` consecutive buckets in flight.
+
+        The result is at most 2 * depth * bucket_bytes.
         """
         sizes = [bucket.send_bytes + bucket.receive_bytes for bucket in self.buckets]
         return max((sum(sizes[i : i + depth]) for i in range(len(sizes))), default=0)
@@ -123,22 +135,22 @@ class RankPlan:
 
 @dataclass(slots=True)
 class _OwnCell:
-    """A cell of a pattern that this rank holds or needs. ``source`` and ``destinations`` number the pieces that are its own."""
+    """A cell of a pattern that this rank holds or needs. ``source`` and ``destinations`` number this rank's pieces."""
 
     cell: Cell
     group: CellGroup
     item_bytes: int
-    number: int  # in the group
+    number: int  # within the group
     route: RankRoute
     source: int | None
     destinations: list[int]
 
 
-_Local = tuple[str, Piece]  # a buffer of this rank and a piece in it
+_Local = tuple[str, Piece]  # a buffer of this rank, and a piece in the buffer
 
 
 class _BucketBuilder:
-    """Collects one bucket's copies. Messages by peer, for both phases."""
+    """Collect one bucket's local copies, and its messages by peer for both phases."""
 
     def __init__(self, index: int):
         self._bucket = Bucket(index)
@@ -159,12 +171,12 @@ class _BucketBuilder:
             source, phase = own.route.sender(turn)
             _append(self._receives[phase], (source,), unit, own, needed[0])
             message = self._receives[phase][source]
-            for entry in needed[1:]:  # other places for the rectangle that was added last
+            for entry in needed[1:]:  # more places on this rank for the rectangle that was added last
                 message.copies.append(_copy(unit, own, entry, message.nbytes - own.group.nbytes))
             _append(self._sends[1], own.route.forwarded_to(turn), unit, own, needed[0])
 
     def finish(self) -> Bucket:
-        """Return the bucket, messages by ascending peer."""
+        """Return the bucket with messages in ascending order of peers."""
         for phase, sends, receives in zip(self._bucket.phases, self._sends, self._receives, strict=True):
             phase.sends = [sends[peer] for peer in sorted(sends)]
             phase.receives = [receives[peer] for peer in sorted(receives)]
@@ -181,7 +193,7 @@ class _BucketBuilder:
 
 
 def build_rank_plan(schedule: Schedule, rank: int) -> RankPlan:
-    """Build the plan of one rank. It takes no longer for more ranks of the same kind."""
+    """Build the plan of one rank. The time does not depend on the number of ranks of the same kind."""
     own_sets = schedule.sets.containing(rank)
     cells: dict[int, list[_OwnCell]] = {}
     routes: dict[int, RankRoute] = {}
@@ -221,10 +233,10 @@ def _local(placed: PlacedPieces, number: int) -> _Local:
 
 
 def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, own: _OwnCell, entry: _Local) -> None:
-    """Add a rectangle to the end of each peer's message, or lengthen its last copy where the rectangle continues it.
+    """Append a rectangle to each peer's message, or extend the message's last copy if the rectangle continues it.
 
-    Units of a bucket come by falling element size, a power of two, so every offset is naturally aligned. Messages that have the
-    rectangle at the same offset share the copy.
+    Units of a bucket are sorted by descending element size (a power of two), so every offset is naturally aligned.
+    Messages with the rectangle at the same offset share the copy.
     """
     new: Copy | None = None
     for peer in peers:
@@ -242,7 +254,9 @@ def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, own:
 
 
 def _adjoins(last: Copy, new: Copy) -> bool:
-    """Tell whether rectangles are neighbours along the first axis, in Hugging Face coordinates and in the local tensor."""
+    """Return whether rectangles are neighbours along the first axis, in Hugging Face coordinates and in the local
+    tensor.
+    """
     return (
         last.hf_name == new.hf_name
         and len(new.shape) > 0
@@ -260,7 +274,7 @@ def _join(last: Copy, new: Copy) -> Copy:
 
 
 def _copy(unit: Unit, own: _OwnCell, entry: _Local, message_offset: int) -> Copy:
-    """Describe a cell's view within the piece that contains it."""
+    """Describe a cell's view in the piece that contains it."""
     buffer, piece = entry
     start, offset = own.cell.start, piece.offset
     if (origin := unit.window.start) is not None:

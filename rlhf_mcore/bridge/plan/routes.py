@@ -1,10 +1,12 @@
-"""Decide who sends a cell to whom, by arithmetic over the sorted holders and needers: every rank finds its own part alone.
+"""Choose the sender of each cell by arithmetic on the sorted holders and needers. Every rank computes its part
+alone.
 
-A needing rank takes a cell from itself if it holds it; else from a holder on its node; else the node imports the cell once, at one
-of its needing ranks, which forwards it to the others (a second phase). Senders and importers take turns (round-robin): the k-th
-cell of a route continues where cell k - 1 stopped, so after any run of consecutive cells the shares of two equal candidates differ
-by at most one.
-Without nodes every rank is a node of its own: nothing is forwarded.
+A needing rank takes a cell from itself if it holds the cell, or else from a holder on its node. If the node has no
+holder, one of the needing ranks imports the cell once and forwards it to the others in a second phase.
+
+Senders and importers take turns (round-robin): cell k of a route starts at the candidate after cell k - 1. So
+after any run of consecutive cells, the shares of two equal candidates differ by at most one. Without ``nodes``
+every rank is its own node, and no data is forwarded.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ Ranks = NDArray[np.int64]
 
 
 class RankSets:
-    """Numbers the distinct sets of ranks that places mention, in order of first mention."""
+    """Number the distinct rank sets of the places, in order of first use."""
 
     def __init__(self) -> None:
         self._numbers: dict[Sequence[int], int] = {}
@@ -31,7 +33,7 @@ class RankSets:
         return len(self._numbers)
 
     def number(self, ranks: Sequence[int]) -> int:
-        """Return the number of a set of ranks, which may be new."""
+        """Return the number of a rank set. Add the set if it is new."""
         key = ranks if isinstance(ranks, range) else tuple(ranks)
         number = self._numbers.get(key)
         if number is None:
@@ -42,22 +44,25 @@ class RankSets:
 
     @property
     def world_size(self) -> int:
-        """One more than the highest rank mentioned."""
+        """The highest rank in any set, plus 1."""
         return max((ranks[-1] for ranks in self._numbers), default=-1) + 1
 
     def containing(self, rank: int) -> frozenset[int]:
-        """List the numbers of the sets that a rank belongs to."""
+        """Return the numbers of the sets that contain a rank."""
         return frozenset(number for ranks, number in self._numbers.items() if rank in ranks)
 
     def union(self, numbers: frozenset[int]) -> Ranks:
-        """Return the ranks of the union of some sets, ascending."""
+        """Return the union of some sets, in ascending order."""
         if numbers not in self._unions:
             every = list(self._numbers)
             self._unions[numbers] = np.unique(np.concatenate([np.asarray(every[n], dtype=np.int64) for n in numbers]))
         return self._unions[numbers]
 
     def profiles(self) -> NDArray[np.bool_]:
-        """[profiles, sets]: the distinct ways in which a rank belongs to sets. Ranks of one profile are loaded alike."""
+        """Return the distinct rows of set membership over all ranks: bool [profiles, sets].
+
+        Ranks with equal rows get equal loads.
+        """
         member = np.zeros((self.world_size, len(self)), dtype=bool)
         for ranks, number in self._numbers.items():
             member[np.asarray(ranks), number] = True
@@ -68,10 +73,13 @@ class RankSets:
 
 
 class Route:
-    """A route from the ranks with a cell to the ranks that need it (both ascending). Cells with the same ranks share a route."""
+    """A route from the ranks that hold a cell to the ranks that need it (both ascending).
+
+    Cells with equal ranks share a route.
+    """
 
     def __init__(self, holders: Ranks, needers: Ranks, nodes: Ranks):
-        """Sort the needers by their distance to a holder. ``nodes`` has the node of every rank."""
+        """Sort the needers by their distance to a holder. ``nodes`` contains the node of every rank."""
         self.holders, self.needers, self.nodes = holders, needers, nodes
         holds = _occur(needers, holders)
         self.keepers, self.receivers = needers[holds], needers[~holds]
@@ -80,36 +88,36 @@ class Route:
 
     @cached_property
     def imports(self) -> NodeGroups:
-        """The receivers of the nodes that have to import, by node."""
+        """Receivers on nodes without a holder, by node. These nodes must import."""
         return NodeGroups.by_node(self.far, self.nodes)
 
     @cached_property
     def near_receivers(self) -> NodeGroups:
-        """The receivers that share a node with a holder, by node."""
+        """Receivers that share a node with a holder, by node."""
         return NodeGroups.by_node(self.near, self.nodes)
 
     @cached_property
     def near_holders(self) -> NodeGroups:
-        """The holders on the nodes of ``near_receivers``; same number of groups, same order."""
+        """Holders on the nodes of ``near_receivers``, with the same groups in the same order."""
         is_near = _occur(self.nodes[self.holders], self.near_receivers.nodes)
         return NodeGroups.by_node(self.holders[is_near], self.nodes)
 
     def most_sent(self, count: int) -> int:
-        """Bound the copies that one holder sends over ``count`` consecutive cells."""
+        """Return an upper bound of the copies that one holder sends over ``count`` consecutive cells."""
         far = -(-count * len(self.imports) // len(self.holders))
         if not len(self.near):
             return far
         return far + int((-(-count * self.near_receivers.sizes // self.near_holders.sizes)).max())
 
     def most_forwarded(self, count: int) -> int:
-        """Bound the copies that one receiver forwards over ``count`` consecutive cells."""
+        """Return an upper bound of the copies that one receiver forwards over ``count`` consecutive cells."""
         sizes = self.imports.distinct_sizes
         return max((-(-count // size) * (size - 1) for size in sizes), default=0)
 
 
 @dataclass
 class NodeGroups:
-    """Ranks in order of their nodes, on each ascending, cut into runs of the same node."""
+    """Ranks grouped by node. The ranks of a node are ascending."""
 
     ranks: Ranks
     nodes: Ranks
@@ -119,7 +127,7 @@ class NodeGroups:
 
     @classmethod
     def by_node(cls, ranks: Ranks, nodes: Ranks) -> NodeGroups:
-        """Group ascending ``ranks`` by their node. ``nodes`` has the node of every rank."""
+        """Group ascending ``ranks`` by their node. ``nodes`` contains the node of every rank."""
         ranks = ranks[np.argsort(nodes[ranks], kind="stable")]
         node = nodes[ranks]
         starts = np.flatnonzero(np.diff(node, prepend=-1))
@@ -130,39 +138,39 @@ class NodeGroups:
         return len(self.nodes)
 
     def find(self, node: int) -> int | None:
-        """Return the position of a node."""
+        """Return the position of a node, or None."""
         at = int(np.searchsorted(self.nodes, node))
         return at if at < len(self.nodes) and self.nodes[at] == node else None
 
     def members(self, number: int) -> list[int]:
-        """List the ranks of the node at a position."""
+        """Return the ranks of the node at a position."""
         start = int(self.starts[number])
         members: list[int] = self.ranks[start : start + int(self.sizes[number])].tolist()
         return members
 
     @cached_property
     def local_ranks(self) -> Ranks:
-        """For each rank, its place among those of its node."""
+        """For each rank, its index within its node."""
         return np.arange(len(self.ranks)) - self.spread(self.starts)
 
     @cached_property
     def local_sizes(self) -> Ranks:
-        """For each rank, the number of those of its node."""
+        """For each rank, the number of ranks in its node."""
         return self.spread(self.sizes)
 
     @cached_property
     def by_size(self) -> list[tuple[int, Ranks, Ranks]]:
-        """For each size of a node its number of ranks, these ranks of all such nodes, and the place of each on its node."""
+        """For each node size: the size, the ranks of all nodes with this size, and their indices within their node."""
         which = [(size, self.local_sizes == size) for size in self.distinct_sizes]
         return [(size, self.ranks[mask], self.local_ranks[mask]) for size, mask in which]
 
     def spread(self, values: Ranks) -> Ranks:
-        """Repeat for each rank the value of its node."""
+        """Repeat each node's value for each of its ranks."""
         return np.repeat(values, self.sizes)
 
 
 class RankRoute:
-    """A route as one rank sees it: the sender and the receivers of the cell of each turn. Turns count from 0."""
+    """The view of a route from one rank: the sender and the receivers of the cell in each turn. Turns count from 0."""
 
     __slots__ = (
         "_holder",
@@ -187,7 +195,7 @@ class RankRoute:
         self._node_receivers = [] if self._node is None else route.imports.members(self._node)
 
     def sender(self, turn: int) -> tuple[int, int]:
-        """Return, for a receiver, the rank that sends it the cell, and the phase of the message."""
+        """Return the rank that sends the cell to this receiver, and the phase of the message."""
         if self._near_receivers:
             at = self._near_receivers.index(self._rank) + turn * len(self._near_receivers)
             return self._near_holders[at % len(self._near_holders)], 0
@@ -198,7 +206,7 @@ class RankRoute:
         return int(self._holders[(self._node + turn * len(self._imports)) % len(self._holders)]), 0
 
     def receivers(self, turn: int) -> list[int]:
-        """List, for a holder, the receivers of the cell."""
+        """List the ranks to which this holder sends the cell."""
         assert self._holder is not None
         receivers = []
         if self._near_receivers:
@@ -211,7 +219,7 @@ class RankRoute:
         return receivers
 
     def forwarded_to(self, turn: int) -> list[int]:
-        """List, for a receiver, the ranks of its node to which it forwards the cell."""
+        """List the ranks of this receiver's node to which it forwards the cell."""
         members = self._node_receivers
         if len(members) < 2 or members[turn % len(members)] != self._rank:
             return []
@@ -219,7 +227,7 @@ class RankRoute:
 
 
 def _occur(values: Ranks, among: Ranks) -> NDArray[np.bool_]:
-    """Tell for each value whether it occurs in an ascending array."""
+    """Return, for each value, whether it occurs in an ascending array."""
     if not len(among):
         return np.zeros(len(values), dtype=bool)
     at = np.minimum(np.searchsorted(among, values), len(among) - 1)

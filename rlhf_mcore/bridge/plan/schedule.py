@@ -1,8 +1,9 @@
-"""Schedule a plan's cells, for all ranks alike: their order, their bucket, and who sends each.
+"""Schedule the cells of a plan, equally on all ranks: their order, their bucket and their senders.
 
-Tensors whose pieces have the same rectangles on the same ranks (the same matrix of all layers of a stage, all experts of a rank)
-share one pattern. It is worked out once. A unit is a tensor, or a window of one that had to be cut to fit a bucket. Bucket
-limits are kept for the worst rank by upper bounds that hold whoever is the first to send in a bucket.
+If tensors have the same rectangles on the same ranks, they share a pattern, which is computed once. Examples are
+the same matrix of all layers in a stage, or all experts of a rank. A unit is a tensor, or a window of a tensor
+that was cut to fit a bucket. Upper bounds keep the bucket limits for the worst rank. The bounds hold for any first
+sender in a bucket.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rectangles import Cell, Index, Rectangle, bounding_box, cut_into_cells
 from rlhf_mcore.bridge.plan.routes import Ranks, RankSets, Route
 
-Load = NDArray[np.int64]  # [2 * profiles]: bytes sent, then bytes received, by ranks of each profile
-# Of the pieces of a tensor on one side: numbers of their rank sets, starts, shapes.
+Load = NDArray[np.int64]  # [2 * profiles]: bytes sent, then bytes received, per rank of each profile
+# A tensor's pieces on one side: numbers of their rank sets, starts, shapes.
 _Tiling = tuple[tuple[int, ...], tuple[Index, ...], tuple[Index, ...]]
-_Key = tuple[int, _Tiling, _Tiling]  # bytes of an element, sources, destinations
+_Key = tuple[int, _Tiling, _Tiling]  # bytes per element, sources, destinations
 
 
 @dataclass(slots=True)
 class PlacedPieces:
-    """The pieces of one tensor on one side: the number of the rank set, the buffer and the piece, in three columns.
+    """The pieces of one tensor on one side, in three columns: number of the rank set, buffer and piece.
 
-    One object a row would keep the garbage collector busy: there are hundreds of thousands.
+    One object per row would keep the garbage collector busy, because there are hundreds of thousands of rows.
     """
 
     sets: list[int] = field(default_factory=list)
@@ -38,12 +39,15 @@ class PlacedPieces:
     pieces: list[Piece] = field(default_factory=list)
 
     def tiling(self) -> _Tiling:
-        """Return the rectangles in the tensor's own coordinates."""
+        """Return the rectangles in the tensor's coordinates."""
         pieces = self.pieces
         return tuple(self.sets), tuple([piece.start for piece in pieces]), tuple([piece.shape for piece in pieces])
 
     def clipped_to(self, window: Rectangle) -> tuple[Sequence[int], _Tiling]:
-        """Clip the pieces to a window: the numbers of those that meet it, and their parts in it, relative to the window's start."""
+        """Clip the pieces to a window.
+
+        Return the numbers of intersecting pieces, and their parts relative to the window's start.
+        """
         parts = [piece.rectangle.clipped_to(window) for piece in self.pieces]
         inside = [number for number, part in enumerate(parts) if part is not None]
         starts, shapes = zip(*(part for part in parts if part is not None), strict=True) if inside else ((), ())
@@ -61,34 +65,37 @@ class TensorPieces:
 
 @dataclass(slots=True, eq=False)
 class CellGroup:
-    """The cells of a pattern that share a route and a size. Their senders take turns: ``len(cells)`` turns per unit."""
+    """The cells of a pattern with the same route and size. Their senders take turns: ``len(cells)`` turns per unit."""
 
     route: Route
     nbytes: int
     holder_sets: frozenset[int]
     needer_sets: frozenset[int]
     cells: list[Cell] = field(default_factory=list)
-    first_turn: int = 0  # of the first cell of the pattern's first unit
+    first_turn: int = 0  # turn of the first cell in the pattern's first unit
 
 
 @dataclass(slots=True, eq=False)
 class Pattern:
-    """The cells of tensors that have the same rectangles on the same ranks, and what one of these adds to a bucket."""
+    """The cells of tensors with the same rectangles on the same ranks, and the load that one such tensor adds to a
+    bucket.
+    """
 
     item_bytes: int
     groups: list[CellGroup]
     sets: frozenset[int]
     count: int = 0  # units of this pattern
-    loads: list[Load] = field(default_factory=list)  # what the n-th of consecutive units adds to the bounds
-    total: Load = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # the sum of ``loads``
-    windows: list[Window] = field(default_factory=list)  # how a tensor of this pattern is cut to fit a bucket
+    loads: list[Load] = field(default_factory=list)  # entry n: bytes that the n-th consecutive unit adds to the bounds
+    total: Load = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # sum of ``loads``
+    windows: list[Window] = field(default_factory=list)  # windows that cut a tensor of this pattern to fit buckets
 
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """Hold what fits a bucket of all tensors of a pattern: these tensors whole, or a part from ``start`` with a pattern of its own.
+    """A window that fits a bucket, for all tensors of a pattern: whole tensors, or the part at ``start`` with its
+    own pattern.
 
-    ``sources`` and ``destinations`` are the numbers of the tensors' pieces that have elements in it.
+    ``sources`` and ``destinations`` number the tensors' pieces that intersect the window.
     """
 
     start: Index | None  # None: the whole tensor
@@ -128,14 +135,14 @@ class Schedule:
         self._patterns: dict[_Key, Pattern] = {}
         self._members: dict[frozenset[int], NDArray[np.bool_]] = {}
         self.buckets = list(self._fill(tensors))
-        for units in self.buckets:  # larger elements first, so that messages need no padding to be aligned
+        for units in self.buckets:  # larger elements first, so that messages are aligned without padding
             units.sort(key=lambda unit: -unit.pattern.item_bytes)
         self._set_first_turns()
 
     def _fill(self, tensors: Mapping[str, TensorPieces]) -> Iterator[list[Unit]]:
         bucket: list[Unit] = []
         load = self._no_load()
-        numbers: dict[int, int] = defaultdict(int)  # units of a pattern in this bucket
+        numbers: dict[int, int] = defaultdict(int)  # units of each pattern in this bucket
         for unit in self._in_turn(tensors):
             key = id(unit.pattern)
             more = load + self._load_of_next(unit.pattern, numbers[key])
@@ -151,9 +158,9 @@ class Schedule:
             yield bucket
 
     def _in_turn(self, tensors: Mapping[str, TensorPieces]) -> Iterator[Unit]:
-        """List the units of all tensors. Consecutive tensors of different ranks take turns with their windows.
+        """Yield the units of all tensors. If consecutive tensors have different ranks, their windows alternate.
 
-        Each may be a bucket's worth for its holders, and so all of these send at a time.
+        A tensor may fill a whole bucket for its holders. Alternating lets all holders send at the same time.
         """
         run: list[list[Unit]] = []
         holders: set[int] = set()
@@ -195,7 +202,7 @@ class Schedule:
                 work.extend(reversed(rectangle.slabs(axis, -(-worst // self.bucket_bytes))))
 
     def _best_axis(self, name: str, tensor: TensorPieces, window: Rectangle, worst: int) -> int:
-        """Return the axis across which a cut spreads the load over most ranks."""
+        """Return the axis along which a cut spreads the load over most ranks."""
         axes = [axis for axis, size in enumerate(window.shape) if size > 1]
         if not axes:
             raise ValueError(
@@ -209,11 +216,11 @@ class Schedule:
         return min(axes, key=worst_half)
 
     def _worst(self, pattern: Pattern) -> int:
-        """Compute the most bytes that a rank sends or receives of one unit of a pattern."""
+        """Return the most bytes that any rank sends or receives for one unit of a pattern."""
         return int(self._load_of_next(pattern, 0).max(initial=0))
 
     def _clip(self, name: str, tensor: TensorPieces, rectangle: Rectangle) -> Window:
-        """Take a window of a tensor."""
+        """Return a window of a tensor."""
         sources, have = tensor.sources.clipped_to(rectangle)
         destinations, need = tensor.destinations.clipped_to(rectangle)
         pattern = self._pattern(name, (tensor.item_bytes, have, need))
@@ -250,7 +257,9 @@ class Schedule:
         return np.zeros(2 * len(self._profiles), dtype=np.int64)
 
     def _load_of_next(self, pattern: Pattern, number: int) -> Load:
-        """Return what one unit more adds to the bounds [sent, received] of every profile, after ``number`` units in the bucket."""
+        """Return the load that one more unit adds to the bounds [sent, received] of every profile, after
+        ``number`` units in the bucket.
+        """
         while len(pattern.loads) <= number:
             total = self._load(pattern, len(pattern.loads) + 1)
             pattern.loads.append(total - pattern.total if pattern.loads else total)
@@ -270,13 +279,13 @@ class Schedule:
         return load
 
     def _belongs(self, sets: frozenset[int]) -> NDArray[np.bool_]:
-        """[profiles]: which have a rank in one of some sets."""
+        """Return whether each profile has a rank in any of the sets: bool [profiles]."""
         if sets not in self._members:
             self._members[sets] = np.logical_or.reduce(self._profiles[:, list(sets)], axis=1)
         return self._members[sets]
 
     def _set_first_turns(self) -> None:
-        """Number the turns: each group of cells begins where the group before it on the same route ends."""
+        """Number the turns. On each route, a cell group starts at the turn after the group before it."""
         ends: dict[int, int] = {}
         for pattern in self._patterns.values():
             for group in pattern.groups:
@@ -287,7 +296,7 @@ class Schedule:
 def gather_tensors(
     sources: Sequence[Place], destinations: Sequence[Place], element_sizes: Mapping[str, int], order: Sequence[str]
 ) -> tuple[dict[str, TensorPieces], RankSets]:
-    """Gather the pieces of the needed tensors of ``order``, and number the rank sets that hold them."""
+    """Gather the pieces of the tensors in ``order`` that a destination needs, and number the rank sets that hold them."""
     sets = RankSets()
     sources_by_name, needs_by_name = _by_tensor(sources, order, sets), _by_tensor(destinations, order, sets)
     tensors = {
@@ -299,7 +308,7 @@ def gather_tensors(
 
 
 def _by_tensor(places: Sequence[Place], order: Sequence[str], sets: RankSets) -> dict[str, PlacedPieces]:
-    """Collect the pieces of the tensors of ``order``. The one loop over all pieces of all places, so it is kept lean."""
+    """Collect the pieces of the tensors in ``order``. This loop visits all pieces of all places, so it must be fast."""
     placed = {name: PlacedPieces() for name in order}
     find = placed.get
     for place in places:
