@@ -49,7 +49,7 @@ def test_trainers_and_engines_may_be_on_ranks_of_their_own(findings: Any) -> Non
     """Two ranks hold the model (float64) between them, two others an engine each, which receives all of it."""
     num_bytes = 8 * sum(tensor.numel() for tensor in hf_tensors(GEOMETRY).values())
     for found in findings["apart"]:
-        assert found["wrong"] == [] and "no whole weights" in found["refused"]
+        assert found["wrong"] == [] and "no complete weights" in found["refused"]
         assert found["bytes"] == [0 if found["is_trainer"] else num_bytes, 0]
 
 

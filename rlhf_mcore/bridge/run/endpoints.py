@@ -1,4 +1,6 @@
-"""Both ends of a transfer: where an executor reads, and where it writes, such as the live tensors of an engine."""
+"""Define both ends of a transfer: the tensors to read, and the tensors to write (for example the live tensors of
+an engine).
+"""
 
 from __future__ import annotations
 
@@ -19,33 +21,36 @@ from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
 from rlhf_mcore.platform import current_platform
 
 Written = Callable[[EngineParameter, Tensor], None]
-_ALIGNMENT = 64  # bytes, of tensors in one buffer
+_ALIGNMENT = 64  # bytes, for tensors in a shared buffer
 
 
 class Sources(ABC):
-    """Read what is sent: the tensors of a model as this rank holds them, or what is made of them (merged, averaged, cast).
+    """Tensors to send: this rank's model tensors, or tensors computed from them (merged, averaged, cast).
 
-    ``device`` is where the tensors are. ``is_static``: ``open`` always gives the same memory, so each bucket is opened once, for all
-    runs, and not closed.
+    ``device`` is the tensors' device. ``is_static``: ``open`` always returns the same memory, so each bucket is
+    opened once for all runs and never closed.
     """
 
     device: torch.device
     is_static: bool
 
     def prepare(self) -> None:  # noqa: B027
-        """Compute what ranks have to compute together, before a sync opens buckets. Collective over the ranks of the model."""
+        """Compute shared values before a sync opens buckets. This is a collective call over the model's ranks."""
 
     @abstractmethod
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        """Return flat tensors by buffer name, at least those of ``bucket.source_buffers``. A value is cast to the wire's dtype."""
+        """Return flat tensors by buffer name, including ``bucket.source_buffers``.
+
+        Values are cast to the wire's dtype later.
+        """
 
     @abstractmethod
     def close(self, bucket: Bucket) -> None:
-        """Drop a bucket's tensors: it has been sent and copied. A few buckets are open at a time."""
+        """Drop the tensors of a bucket that has been sent and copied. A few buckets are open at the same time."""
 
 
 class LiveSources(Sources):
-    """The tensors themselves, flat, by buffer name. A rank may hold no part of a model, and still receive."""
+    """The live tensors, flat, by buffer name. They may be empty on a rank that only receives."""
 
     is_static = True
 
@@ -60,25 +65,25 @@ class LiveSources(Sources):
 
 
 class KeptSources(Sources):
-    """Sources that can be sent again after the model was updated: as they were at the last ``take``."""
+    """Sources that can be sent again after a model update, with their values at the last ``take``."""
 
     @abstractmethod
     def take(self) -> None:
-        """Copy what changes in an update."""
+        """Copy the tensors that an update changes."""
 
 
 class HostCopies(KeptSources):
-    """Copies of tensors on the host, as they were at the last ``take``: a version that can be sent after the model was updated."""
+    """Host copies of tensors at the last ``take``. This version can be sent after the model was updated."""
 
     def __init__(self, flats: Mapping[str, Tensor]):
-        """Keep the live tensors, flat, by buffer name, in ``flats``. They may be elsewhere until ``take``."""
+        """Store references to the live flat tensors by buffer name. They may be moved before ``take``."""
         self._flats = flats
         self._copies: dict[str, Tensor] = {}
         self.device = next((flat.device for flat in flats.values()), current_platform().device())
         self.is_static = current_platform().is_host(self.device)
 
     def take(self) -> None:
-        """Copy the tensors. Memory is allocated the first time."""
+        """Copy the tensors. The first call allocates the memory."""
         if not self._copies:
             sizes = [flat.numel() * flat.element_size() for flat in self._flats.values()]
             starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
@@ -93,7 +98,7 @@ class HostCopies(KeptSources):
         return self._copies if self.is_static else self.read(bucket.source_buffers)
 
     def read(self, names: Iterable[str]) -> Mapping[str, Tensor]:
-        """Return some of the copies, on the device."""
+        """Return some of the copies on the device."""
         return {name: self._copies[name].to(self.device) for name in names}
 
     def close(self, bucket: Bucket) -> None: ...
@@ -101,39 +106,42 @@ class HostCopies(KeptSources):
 
 @dataclass(frozen=True, slots=True)
 class TransientBuffers:
-    """Buffers that exist inside a context only: they are entered, written and left before the next ones are."""
+    """Buffers that exist only inside a context. Enter, write and leave it before entering the next context."""
 
     names: frozenset[str]
     enter: Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
 
 
 class Destinations(ABC):
-    """Take received elements."""
+    """Tensors for received elements."""
 
     @abstractmethod
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        """Return the flat tensors that a bucket writes, by buffer name, without transient ones."""
+        """Return the flat tensors that a bucket writes, by buffer name, without transient buffers."""
         ...
 
     def written(self) -> Mapping[str, Tensor]:
-        """Return the flat tensors in which everything can be read that was written last, by buffer name."""
+        """Return the flat tensors that contain the last written values, by buffer name."""
         return {}
 
     def transient(self, bucket: Bucket) -> Sequence[TransientBuffers]:
-        """Return the buffers that the bucket writes whole, one after the other. None in a bucket whose parts are forwarded."""
+        """Return the buffers that the bucket writes completely, one after the other.
+
+        A bucket that forwards data has none.
+        """
         return ()
 
     @abstractmethod
     def close(self, bucket: Bucket) -> None:
-        """Close a bucket that is written: what it completes can be used."""
+        """Close a written bucket. The layers that it completes can be used afterwards."""
         ...
 
 
 @dataclass(slots=True)
 class _Group:
-    """The repacked parameters of one layer, between their first and their last bucket.
+    """The repacked parameters of one layer, from their first to their last bucket.
 
-    ``is_transient``: one bucket brings them whole, and forwards nothing.
+    ``is_transient``: one bucket writes all of them and forwards nothing.
     """
 
     parameters: Sequence[EngineParameter]
@@ -147,17 +155,17 @@ class _Group:
 class EngineDestinations(Destinations):
     """The destinations of one engine rank during one sync.
 
-    Parameters that the kernels read directly are written in place. A layer that the engine repacks is opened with the first bucket
-    of its parts. It is closed after the last, and the engine then processes it. Layers that one bucket brings whole are opened one
-    after the other. Padding is zeroed.
+    Parameters that kernels read directly are written in place. A layer that the engine repacks is opened at its
+    first bucket and closed after its last bucket; then the engine processes it. Layers that a single bucket
+    completes are opened one after the other. Padding is set to zero.
 
     Args:
         model: the engine's live model.
-        engine: its map.
-        plan: the plan of this rank, whose buckets are written in order.
-        poison: fill the engine with NaN first, so that an element shows where nothing is written.
-        written: called with every parameter and its flat tensor when it is complete.
-        names: the tensors that the plan brings, under Hugging Face names; None: all.
+        engine: the engine's map.
+        plan: this rank's plan. Its buckets are written in order.
+        poison: fill the engine with NaN first, to expose elements that are not written.
+        written: called with every complete parameter and its flat tensor.
+        names: the Hugging Face names that the plan transfers; None: all.
     """
 
     def __init__(
@@ -176,7 +184,7 @@ class EngineDestinations(Destinations):
         for parameter in engine.direct:
             self._prepare(parameter, self._flats[parameter.name])
         self._groups = _groups(engine, plan)
-        self._scratch = Scratch()  # of layers that are opened one after the other
+        self._scratch = Scratch()  # shared by layers that are opened one after the other
 
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
         """Return the flat tensors that the bucket writes."""
@@ -192,7 +200,7 @@ class EngineDestinations(Destinations):
         )
 
     def transient(self, bucket: Bucket) -> Sequence[TransientBuffers]:
-        """Return the layers that the bucket brings whole."""
+        """Return the layers that the bucket writes completely."""
         return [
             TransientBuffers(frozenset(parameter.name for parameter in group.parameters), partial(self._reload, group))
             for group in self._groups
@@ -200,7 +208,7 @@ class EngineDestinations(Destinations):
         ]
 
     def close(self, bucket: Bucket) -> None:
-        """Let the engine process the layers that the bucket has completed."""
+        """Make the engine process the layers that the bucket has completed."""
         for group in self._groups:
             if group.last == bucket.index and not group.is_transient:
                 group.stack.close()
@@ -216,11 +224,11 @@ class EngineDestinations(Destinations):
             self._finish(group.parameters, flats)
 
     def finish(self) -> None:
-        """Report the direct parameters: everything is written."""
+        """Report the direct parameters after everything is written."""
         self._finish(self._engine.direct, self._flats)
 
     def abandon(self) -> None:
-        """Give open layers back to the engine after a failed sync. Its weights are unusable."""
+        """Close open layers after a failed sync. The engine's weights are unusable."""
         for group in self._groups:
             group.stack.close()
 

@@ -1,7 +1,7 @@
-"""Carrying out a rank's plan: bucket by bucket, one message per peer, what is already here copied straight across.
+"""Run a rank's plan bucket by bucket: one message per peer, and direct copies for local data.
 
-While a bucket is on the wire the next one is packed, so packing, the wire and unpacking overlap. Extra memory is the messages in
-flight: at most 2 * depth * bucket.
+While a bucket is on the wire, the next bucket is packed. So packing, sending and unpacking overlap. Messages in
+flight need extra memory: at most 2 * depth * bucket_bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhf_mcore.platform import current_platform
 
 @dataclass(slots=True)
 class _Outgoing:
-    """Views of source tensors that a bucket reads: by message of its first phase, and for its local copies."""
+    """Views of source tensors that a bucket reads: for each message of phase 0, and for local copies."""
 
     sends: list[list[Tensor]]
     local: list[Tensor]
@@ -38,19 +38,19 @@ class _Flight:
 
 
 class Executor:
-    """Runs one rank's plan again and again over the same sources.
+    """Run one rank's plan repeatedly over the same sources.
 
-    Memory for messages stays for the next run on the host, for there a fresh page costs as much as what is written to it; a device's
-    allocator keeps pages itself, and between runs they belong to others.
+    On the host, message memory is kept for the next run, because a new page costs as much as writing to it. A
+    device's allocator caches pages itself, so the memory is available to others between runs.
 
     Args:
-        plan: this rank's view. Its peers are ranks of the group that ``links`` are of.
-        sources: of what is sent.
+        plan: this rank's plan. Its peers are ranks of the links' group.
+        sources: the tensors to send.
         dtypes: the dtype of each Hugging Face tensor on the wire.
-        links: between the ranks. On the host, those of one machine read their messages where they are packed instead of receiving
-            them. An executor is built collectively.
-        depth: buckets in flight.
-        changes: over which messages travel without what has not changed, as none is read in shared memory then.
+        links: links between the ranks. On the host, ranks of one machine read messages in the sender's memory
+            instead of receiving them. Building an executor is a collective call.
+        depth: number of buckets in flight.
+        changes: sends messages without unchanged elements. Shared memory is not used then.
     """
 
     def __init__(
@@ -70,20 +70,23 @@ class Executor:
         if changes is None:
             senders = {message.peer for bucket in plan.buckets for phase in bucket.phases for message in phase.receives}
             if (memory := links.share(self._staging.send_bytes, senders, sources.device)) is not None:
-                self._keeps_memory = True  # peers have it mapped or registered
+                self._keeps_memory = True  # peers have mapped or registered it
                 self._staging.pack_into(memory)
                 self._transport = SharedMemory(links, memory, self._staging.views, direct)
-        self._outgoing: dict[int, _Outgoing] = {}  # by bucket, of static sources
-        # By slot: what is packed there may still be read.
+        self._outgoing: dict[int, _Outgoing] = {}  # static sources only, by bucket
+        # By slot: exchanges whose packed data may still be read.
         self._posted: list[list[Exchange]] = [[] for _ in range(depth)]
 
     @property
     def peak_bytes(self) -> int:
-        """Extra memory of a run."""
+        """Extra bytes that a run needs."""
         return self._staging.nbytes
 
     def run(self, destinations: Destinations, *, is_full: bool = True) -> None:
-        """Transfer everything once; with ``changes``, and not ``is_full``, what has changed. Collective over the ranks of the plan."""
+        """Transfer everything once. With ``changes`` and without ``is_full``, transfer only changes.
+
+        This is a collective call over the plan's ranks.
+        """
         flying: deque[_Flight] = deque()
         if self._changes is not None:
             self._changes.begin(destinations, is_full=is_full)
@@ -99,7 +102,7 @@ class Executor:
             for slot in range(self._depth):
                 self._settle(slot)
         except BaseException:
-            # A message that is dropped while it is on the wire would break the connection for whatever comes next.
+            # Dropping a message on the wire would break the connection for later messages.
             exchanges = [exchange for posted in self._posted for exchange in posted]
             for exchange in exchanges:
                 with contextlib.suppress(RuntimeError):
@@ -118,7 +121,7 @@ class Executor:
             self._staging.forget()
 
     def _launch(self, bucket: Bucket) -> _Flight:
-        """Pack a bucket's messages and send them."""
+        """Pack and send a bucket's messages."""
         outgoing = self._outgoing.get(bucket.index)
         if outgoing is None:
             buffers = self._sources.open(bucket)
@@ -143,13 +146,13 @@ class Executor:
         return exchange, receives
 
     def _settle(self, slot: int) -> None:
-        """Wait until nobody reads what is packed in a slot."""
+        """Wait until no peer reads the packed data of a slot."""
         for exchange in self._posted[slot]:
             exchange.settle()
         self._posted[slot] = []
 
     def _complete(self, flight: _Flight, destinations: Destinations) -> None:
-        """Wait for a bucket and write it. Forward the parts that other ranks of the node need, and copy the local ones."""
+        """Wait for a bucket and write it. Forward parts to other ranks of the node, and copy local parts."""
         bucket = flight.bucket
         buffers = destinations.open(bucket)
         transient = destinations.transient(bucket)
@@ -172,9 +175,10 @@ class Executor:
     def _write_transient(
         self, flight: _Flight, buffers: Mapping[str, Tensor], transient: Sequence[TransientBuffers]
     ) -> None:
-        """Write layers that come whole, one after the other.
+        """Write complete layers one after the other.
 
-        Each is still in the cache when its context ends and processes it, and no more of them exist at a time than have to.
+        Each layer is still in the cache when its context exits and processes it. At most one layer exists at a
+        time.
         """
         assert not flight.bucket.phases[1].sends, "what is forwarded has to stay"
         flight.exchange.arrive()
@@ -204,17 +208,17 @@ def _write(pairs: Sequence[tuple[Copy, Tensor]], buffers: Mapping[str, Tensor]) 
 
 
 def views_of_packet(packet: Packet, buffers: Mapping[str, Tensor]) -> list[Tensor]:
-    """List the views that the parts of a packet are copied from."""
+    """List the source views of a packet's parts."""
     return [_view(copy, buffers) for copy in packet.message.copies] if packet.parts else []
 
 
 def _view(copy: Copy, buffers: Mapping[str, Tensor]) -> Tensor:
-    """View a rectangle's place in a local tensor."""
+    """View a rectangle in a local tensor."""
     flat = buffers[copy.buffer]
     return flat.as_strided(copy.shape, copy.strides, flat.storage_offset() + copy.offset)
 
 
 def copy_parts(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Many copies in one call; a dtype that differs is converted by the copy."""
+    """Run many copies in one call. A copy also converts the dtype."""
     if to:
         torch._foreach_copy_(list(to), list(source))

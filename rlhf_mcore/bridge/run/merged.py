@@ -1,4 +1,4 @@
-"""Send a model with adapters: its weights with the adapters added, or the adapters themselves."""
+"""Send a model with adapters: as weights with merged adapters, or as weights and separate adapters."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from rlhf_mcore.families.adapters import B, base_name, hf_module
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 from rlhf_mcore.platform import current_platform
 
-ROWS = 32768  # of a product at a time: a vocabulary has many more, and its product in fp32 would be twice the weight
-ADAPTERS = ("base_model.*",)  # for ``sync(only=...)``: A and B under the names of PEFT
+# Rows per product. A vocabulary has many more rows, and its whole fp32 product would be twice as large as the weight.
+ROWS = 32768
+ADAPTERS = ("base_model.*",)  # for ``sync(only=...)``: A and B under PEFT's names
 
 
 def adapted_weights(geometry: ModelGeometry) -> list[str]:
-    """List the Hugging Face weights that have adapters: those that change where merged weights are sent."""
+    """List the Hugging Face weights that have adapters. Only these change when merged weights are sent."""
     return list(dict.fromkeys(f"{hf_module(name)}.weight" for name in hf_shapes(geometry)))
 
 
 class _AdapterSources(KeptSources):
-    """Tensors made of adapters. Opening a bucket makes them, and closing their last bucket drops them.
+    """Tensors computed from adapters. Opening a bucket computes them, and closing their last bucket frees them.
 
-    All others are the live tensors. With ``keep``, adapters are read as they were at the last ``take``; the rest does not change.
+    All other tensors are live tensors. With ``keep``, adapters are read as of the last ``take``. Other tensors do
+    not change.
     """
 
     is_static = False
@@ -40,13 +42,13 @@ class _AdapterSources(KeptSources):
         *,
         keep: bool = False,
     ):
-        """Keep this rank's ``parameters`` and ``adapters``. ``geometry`` is that of the adapters."""
+        """Store this rank's ``parameters`` and ``adapters``. ``geometry`` is the adapters' geometry."""
         assert geometry.adapter is not None
         self._sizes = geometry.adapter
         self._tensors = {parameter.name: parameter.tensor for parameter in parameters}
         self._adapters = {parameter.name: parameter.tensor for parameter in adapters}
         self._copies = HostCopies({name: t.view(-1) for name, t in self._adapters.items()}) if keep else None
-        self._opened: dict[str, tuple[Tensor, int]] = {}  # and the number of open buckets that read it
+        self._opened: dict[str, tuple[Tensor, int]] = {}  # tensor, and the number of open buckets that read it
         tensors = (*self._tensors.values(), *self._adapters.values())
         self.device = next((tensor.device for tensor in tensors), current_platform().device())
 
@@ -73,11 +75,11 @@ class _AdapterSources(KeptSources):
 
     @abstractmethod
     def _make(self, name: str) -> Tensor:
-        """Make a tensor of the wire, or return the live one."""
+        """Compute a tensor to send, or return the live tensor."""
 
 
 class MergedSources(_AdapterSources):
-    """Weights W with W + scale * B A in the place of those that have adapters; with DoRA with g * (W + scale * B A)."""
+    """Replace each weight W with adapters by W + scale * B A, or with DoRA by g * (W + scale * B A)."""
 
     def __init__(
         self,
@@ -88,7 +90,10 @@ class MergedSources(_AdapterSources):
         keep: bool = False,
         gains: Callable[[], Mapping[str, Tensor]] | None = None,
     ):
-        """See the base. ``gains``: with DoRA, returns g [rows] of this rank's weights by name; collective."""
+        """Extend the base.
+
+        ``gains`` is given with DoRA; it returns g [rows] of this rank's weights by name (collective call).
+        """
         super().__init__(parameters, adapters, geometry, keep=keep)
         assert (gains is not None) == self._sizes.use_dora
         self._compute_gains, self._keeps = gains, keep
@@ -113,7 +118,7 @@ class MergedSources(_AdapterSources):
 
 
 class SeparateAdapterSources(_AdapterSources):
-    """The weights as they are, and beside them A, and scale * B in the place of B: an engine adds B A without a scale."""
+    """Send the unchanged weights, A, and scale * B instead of B, because engines add B A without a scale."""
 
     def _make(self, name: str) -> Tensor:
         if name in self._tensors:
@@ -128,11 +133,13 @@ class SeparateAdapterSources(_AdapterSources):
 def merge(
     weight: Tensor, a: Tensor, b: Tensor, where: Sequence[Block], scale: float, gain: Tensor | None = None
 ) -> Tensor:
-    """Return a copy of a rank's weight with scale * B A added to its blocks, and their rows multiplied by ``gain`` [rows], if given.
+    """Return a copy of a rank's weight with scale * B A added to its blocks.
 
-    The product is computed in fp32, rounded to the weight's dtype and added there, as PEFT's ``merge_and_unload`` does: an engine
-    then has the weights that an exported and merged model has, bit for bit. Rounding the sum once would differ in the last place.
-    With a gain PEFT rounds once, at the end.
+    Multiply the rows by ``gain`` [rows], if given.
+
+    The product is computed in fp32, rounded to the weight's dtype and then added, as PEFT's ``merge_and_unload``
+    does. So an engine has the same weights as an exported merged model, bit for bit. Rounding the sum once would
+    change the last bit. With a gain PEFT rounds once, at the end.
     """
     merged, dtype, rank = weight.clone(), _product_dtype(a), b.shape[1]
     for block in where:
@@ -149,7 +156,7 @@ def merge(
 
 
 def scaled(b: Tensor, scale: float) -> Tensor:
-    """Multiply the scale of an adapter into its B, for layers that add B A without a scale."""
+    """Multiply an adapter's scale into its B, for layers that add B A without a scale."""
     return (b.to(_product_dtype(b)) * scale).to(b.dtype)
 
 

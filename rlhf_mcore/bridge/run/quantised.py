@@ -1,10 +1,11 @@
-"""Quantise what is sent to 8 bits, and write it into engines that multiply with 8 bits, or with their values in a larger dtype.
+"""Quantise sent weights to 8 bits, and write them into engines that compute in 8 bits or in a larger dtype.
 
-fp8: blocks of 128x128 with a scale each, as DeepSeek-V3 is stored (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3) and as vLLM's
-``per_block_cast_to_fp8`` computes it. int8: rows with a scale each, as compressed-tensors computes it (strategy "channel", symmetric).
-Products, quotients and roundings are those of the two, operation by operation, so results are equal bit for bit. What the trainer
-computes with itself (``actor.fp8``) is sent as Transformer Engine makes it of the same blocks: values times 448 / amax, rounded once,
-and the reciprocal of that factor for a scale (Float8BlockQuantizer with fp32 scales, of its releases from 2.3 to 2.17).
+fp8: blocks of 128x128 with a scale each, as DeepSeek-V3 is stored (DeepSeek-AI 2024, arXiv 2412.19437, section
+3.3) and as vLLM's ``per_block_cast_to_fp8`` computes it. int8: rows with a scale each, as compressed-tensors
+computes it (strategy "channel", symmetric). Products, quotients and roundings follow these two sources operation
+by operation, so results are equal bit for bit. If the trainer itself computes in fp8 (``actor.fp8``), weights are
+sent as Transformer Engine quantises the same blocks: values times 448 / amax, rounded once, with the reciprocal of
+that factor as scale (Float8BlockQuantizer with fp32 scales, in its releases 2.3 to 2.17).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from rlhf_mcore.bridge.run.endpoints import EngineDestinations, KeptSources, Sou
 from rlhf_mcore.families.quantised import Quantisation
 from rlhf_mcore.geometry import LocalParameter
 
-ELEMENTS = 1 << 24  # of a weight at a time: in fp32 64 MiB
+ELEMENTS = 1 << 24  # per chunk of a weight: 64 MiB in fp32
 _FP8_MAX, _LEAST_AMAX = 448.0, 1e-4
 _INT8_STEPS = 127.5  # half of the range from -128 to 127
 
 
 def scales_of(amax: Tensor, kind: Quantisation) -> Tensor:
-    """Compute the scales of blocks from the largest magnitude in each, fp32 of any shape."""
+    """Return the scales of blocks from the largest magnitude in each block, fp32 of any shape."""
     if kind.of_training:
         return 1.0 / _factors(amax, kind)
     if kind.name == "fp8":
@@ -44,19 +45,21 @@ def scales_of(amax: Tensor, kind: Quantisation) -> Tensor:
 
 
 def _factors(amax: Tensor, kind: Quantisation) -> Tensor:
-    """Compute what values of fp8 are multiplied by, from the largest magnitude in each block."""
+    """Return the factors that convert values to fp8, from the largest magnitude in each block."""
     if not kind.of_training:
         return 1.0 / scales_of(amax, kind)
-    # Of a number and a tensor torch makes a product with the reciprocal, which rounds twice.
+    # torch divides a number by a tensor with a reciprocal and a product, which round twice. So make a tensor.
     factors = (torch.full_like(amax, _FP8_MAX) / amax).clamp(max=torch.finfo(torch.bfloat16).max)
     return torch.where(amax > 0, factors, 1.0)  # a block of zeros
 
 
 @torch.no_grad()
 def largest_magnitudes(part: Tensor, start: Sequence[int], kind: Quantisation) -> Tensor:
-    """Compute the largest magnitude in each block that a rectangle [n, m] of a tensor reaches into: fp32 [blocks, blocks].
+    """Return the largest magnitude in each block that a rectangle [n, m] of a tensor intersects: fp32 [blocks,
+    blocks].
 
-    The rectangle begins at ``start`` of the tensor; of a block at its borders only what it has counts.
+    The rectangle starts at ``start`` in the tensor. In blocks at its borders, only elements inside the rectangle
+    count.
     """
     first, shape = kind.blocks(tuple(start), tuple(part.shape))
     largest = part.new_zeros(shape, dtype=torch.float32)
@@ -69,12 +72,12 @@ def largest_magnitudes(part: Tensor, start: Sequence[int], kind: Quantisation) -
 
 
 def _grouped(part: Tensor, start: Sequence[int], kind: Quantisation) -> Tensor:
-    """View a rectangle as [blocks, rows of a block, blocks, columns of a block], with zeros where it does not fill one."""
+    """View a rectangle as [blocks, rows per block, blocks, columns per block]. Pad partial blocks with zeros."""
     padding, shape = list[int](), list[int]()
     for begin, count, size in zip(start, part.shape, kind.block, strict=True):
         first = begin % size
         before, after = (0, 0) if first + count <= size else (first, -(first + count) % size)
-        padding = [before, after, *padding]  # of the last axis first
+        padding = [before, after, *padding]  # last axis first
         shape += [1, count] if first + count <= size else [(before + count + after) // size, size]
     if any(padding):
         part = torch.nn.functional.pad(part, padding)
@@ -83,9 +86,9 @@ def _grouped(part: Tensor, start: Sequence[int], kind: Quantisation) -> Tensor:
 
 @torch.no_grad()
 def quantise(part: Tensor, start: Sequence[int], amax: Tensor, kind: Quantisation, out: Tensor) -> None:
-    """Write a rectangle [n, m] of a tensor, which begins at ``start`` of it, into ``out`` in 8 bits.
+    """Quantise a rectangle [n, m], which starts at ``start`` in its tensor, and write it into ``out``.
 
-    ``amax``: the largest magnitudes in the blocks that it reaches into.
+    ``amax`` contains the largest magnitudes in the blocks that the rectangle intersects.
     """
     is_fp8 = kind.name == "fp8"
     factors = _factors(amax, kind) if is_fp8 else scales_of(amax, kind)
@@ -97,7 +100,9 @@ def quantise(part: Tensor, start: Sequence[int], amax: Tensor, kind: Quantisatio
 
 @torch.no_grad()
 def dequantise(eight: Tensor, start: Sequence[int], scales: Tensor, kind: Quantisation, out: Tensor) -> None:
-    """Write the values of 8 bits [n, m], which begin at ``start`` of their tensor, into ``out``: products in fp32, rounded once."""
+    """Dequantise 8-bit values [n, m], which start at ``start`` in their tensor, into ``out``: products in fp32,
+    rounded once.
+    """
     for rows, chunk in _chunks(eight, 1):
         factors = _spread(scales, (start[0] + rows, start[1]), chunk.shape, start, kind)
         out[rows : rows + len(chunk)] = chunk.float() * factors
@@ -106,7 +111,7 @@ def dequantise(eight: Tensor, start: Sequence[int], scales: Tensor, kind: Quanti
 def _spread(
     scales: Tensor, begin: Sequence[int], shape: Sequence[int], start: Sequence[int], kind: Quantisation
 ) -> Tensor:
-    """Repeat scales for the elements of rows of a rectangle: [n, m], or [n, 1] where a row has one."""
+    """Repeat scales for the elements of a rectangle's rows: [n, m], or [n, 1] if each row has one scale."""
     for axis, (low, count, first, size) in enumerate(zip(begin, shape, start, kind.block, strict=True)):
         if axis == 0 or scales.shape[1] > 1:
             place = torch.arange(low, low + count, device=scales.device) // size - first // size
@@ -115,14 +120,14 @@ def _spread(
 
 
 def _chunks(part: Tensor, multiple: int) -> Iterator[tuple[int, Tensor]]:
-    """Cut a rectangle into rows that are converted at a time. Yields the number of the first row, and the rows."""
+    """Cut a rectangle into chunks of rows to convert at once. Yield the first row's number, and the rows."""
     count = max(ELEMENTS // max(part.shape[1], 1) // multiple, 1) * multiple
     for first in range(0, part.shape[0], count):
         yield first, part[first : first + count]
 
 
 class _ReadBucket(Bucket):
-    """A bucket that reads some buffers, for sources that are read outside of a plan."""
+    """A bucket that reads some buffers, for reading sources outside a plan."""
 
     def __init__(self, names: set[str]) -> None:
         super().__init__(-1)
@@ -134,17 +139,18 @@ class _ReadBucket(Bucket):
 
 
 class QuantisedSources(KeptSources):
-    """Other sources in 8 bits, and their scales.
+    """Other sources quantised to 8 bits, and their scales.
 
-    A block that several ranks have parts of has the scale of the whole: their largest magnitudes are compared before a sync.
+    If several ranks hold parts of a block, the block's scale covers all parts. A sync starts with an all-reduce of
+    their largest magnitudes.
 
     Args:
-        sources: of the weights.
-        parameters: this rank's, as ``sources`` have them.
-        names: of what travels.
-        places: of the sources of all ranks.
-        group: the ranks that take part in a sync.
-        kept: copies of what was sent last, where there are any.
+        sources: the weights.
+        parameters: this rank's parameters, as in ``sources``.
+        names: names and pieces of the sent tensors.
+        places: source places of all ranks.
+        group: the ranks of a sync.
+        kept: copies of the values sent last, if there are any.
     """
 
     is_static = False
@@ -169,7 +175,7 @@ class QuantisedSources(KeptSources):
             self._cut[name] = self._cut_numel, shape
             self._cut_numel += prod(shape)
         self._amax: Mapping[str, Tensor] = {}  # the largest magnitudes in blocks, flat, by buffer
-        self._opened: dict[str, tuple[Tensor, int]] = {}  # 8 bits, and the number of open buckets that read them
+        self._opened: dict[str, tuple[Tensor, int]] = {}  # 8-bit tensor, and the number of open buckets that read it
         self.kept: QuantisedSources | None = None
         if kept is not None:
             self.kept = QuantisedSources(kept, parameters, names, places, group)
@@ -179,7 +185,7 @@ class QuantisedSources(KeptSources):
         self._sources.take()
 
     def prepare(self) -> None:
-        """Compute what scales follow from. Collective over the group."""
+        """Compute the magnitudes that determine the scales. This is a collective call over the group."""
         self._sources.prepare()
         if self.kept is not None:
             self.kept._amax = self._amax
@@ -195,7 +201,7 @@ class QuantisedSources(KeptSources):
         self._amax = {name: torch.cat([table.view(-1) for table in tables]) for name, tables in largest.items()}
 
     def _largest(self, name: str) -> list[Tensor]:
-        """Compute the largest magnitudes in the blocks of each piece of a buffer."""
+        """Return the largest magnitudes in the blocks of each piece of a buffer."""
         bucket = _ReadBucket({name})
         flat = self._sources.open(bucket)[name]
         largest = [largest_magnitudes(view(flat, piece), piece.start, self._kind) for piece in self._pieces[name]]
@@ -210,7 +216,7 @@ class QuantisedSources(KeptSources):
                     yield piece, table
 
     def _of_whole(self, shared: Tensor, piece: Piece) -> Tensor:
-        """View the blocks of a piece among those of its whole tensor."""
+        """View the blocks of a piece in its whole tensor's table."""
         offset, shape = self._cut[piece.hf_name]
         start, extent = self._kind.blocks(piece.start, piece.shape)
         return shared[offset : offset + prod(shape)].view(shape)[Rectangle(start, extent).slices()]
@@ -242,7 +248,7 @@ class QuantisedSources(KeptSources):
             self._sources.close(_ReadBucket(rest))
 
     def _quantised(self, name: str) -> Tensor:
-        """Make the 8 bits of a buffer, flat."""
+        """Quantise a buffer to a flat 8-bit tensor."""
         bucket, amax, pieces = _ReadBucket({name}), self._amax[name], self._pieces[name]
         flat = self._sources.open(bucket)[name]
         eight = torch.empty(flat.shape, dtype=getattr(torch, self._kind.dtype), device=flat.device)
@@ -254,7 +260,10 @@ class QuantisedSources(KeptSources):
 
 
 class DequantisedDestinations(EngineDestinations):
-    """An engine that cannot multiply with 8 bits. They are written beside its parameters, which get their values in the end."""
+    """Destinations of an engine that cannot multiply in 8 bits.
+
+    A sync writes 8-bit values into temporary tensors and converts them to the engine's parameters at the end.
+    """
 
     def __init__(
         self,
@@ -276,7 +285,7 @@ class DequantisedDestinations(EngineDestinations):
         return {name: flat for name, flat in super().written().items() if name not in self._engine.extra_names}
 
     def finish(self) -> None:
-        """Report the direct parameters, and give the engine the values of those that are brought beside it."""
+        """Report the direct parameters, and write the values of the temporary tensors into the engine."""
         super().finish()
         live, beside = self._engine.live, self._engine.extra_names & self._brought
         flats = live.views(self._model)
@@ -305,5 +314,5 @@ class DequantisedDestinations(EngineDestinations):
 
 
 def landing(engine: EngineMap) -> type[EngineDestinations]:
-    """Choose how 8 bits are written into an engine of this map."""
+    """Return the destinations class for an engine with this map."""
     return DequantisedDestinations if isinstance(engine, DequantisedMap) else EngineDestinations

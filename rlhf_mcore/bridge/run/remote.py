@@ -1,8 +1,9 @@
-"""The planned bridge to engines in processes of their own: its two ends, and what happens when engines come, fail or go.
+"""Sync weights to disaggregated engines: both ends of the planned bridge, and changes of the engine set.
 
-Trainer ranks and engine ranks form one group, the trainer's first. Over it both ends build the same :class:`PlannedBridge`: trainer
-ranks have no engine, engine ranks no part of the model. The group, what is described in it and the plan are kept as long as the same
-processes take part. Otherwise they are made anew, and the next sync brings all weights to everybody.
+Trainer ranks and engine ranks form one group, trainer ranks first. Over this group both ends build the same
+:class:`PlannedBridge`: trainer ranks have no engine, and engine ranks have no part of the model. The group, its
+descriptions and the plan are kept as long as the same processes take part. Otherwise they are rebuilt, and the
+next sync sends all weights to all engines.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from rlhf_mcore.parallel.joint_group import JointGroup, connections
 from rlhf_mcore.plugins import load_plugin
 from rlhf_mcore.protocols import EngineProcess, GroupSpec, LiveWeights, PeersLost, RemoteEngines, SyncStats
 
-ATTEMPTS = 3  # with the same processes
-MARGIN_S = 5.0  # for engines to notice that a transfer has failed
+ATTEMPTS = 3  # per set of processes
+MARGIN_S = 5.0  # additional time for engines to notice a failed transfer
 T = TypeVar("T")
 
 
@@ -54,7 +55,7 @@ _PARTS = {
 
 
 def geometry_of(fields: Mapping[str, Any]) -> ModelGeometry:
-    """Build a geometry of what ``asdict`` and JSON have made of one."""
+    """Build a geometry from a mapping made by ``asdict`` and JSON."""
     kinds: dict[str, Any] = {
         "attention": LatentSizes if "kv_rank" in fields["attention"] else GroupedSizes,
         **_PARTS,
@@ -69,23 +70,26 @@ def geometry_of(fields: Mapping[str, Any]) -> ModelGeometry:
 
 @dataclass(frozen=True, slots=True)
 class BridgeJob:
-    """Hold what both ends have to agree on; see the arguments of :class:`PlannedBridge`."""
+    """Parameters on which both ends must agree; see the arguments of :class:`PlannedBridge`."""
 
     geometry: ModelGeometry
     bucket_bytes: int
     verify: bool = False
-    live_cpu_weights: bool = False  # of vLLM; see keep_loading_layout
+    live_cpu_weights: bool = False  # for vLLM; see keep_loading_layout
     poison: bool = False
     adapter: AdapterSizes | None = None
     full_every: int | None = None
     transport: str = "group"
     quantisation: str | None = None
-    weights: Weights = "plain"  # of the engines
+    weights: Weights = "plain"  # the engines' kind of declaration
 
     def options(
         self, group: dist.ProcessGroup, timeout_s: float, node: str, previous: KeptSources | None
     ) -> SyncOptions:
-        """Return the options of one end. Collective over the group. ``node``: the name of this machine."""
+        """Return the options of one end.
+
+        ``node`` is the name of this machine. This is a collective call over the group.
+        """
         names = all_gather_json(node, group)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return SyncOptions(
@@ -97,7 +101,7 @@ class BridgeJob:
         )
 
     def links(self, timeout_s: float) -> Callable[[dist.ProcessGroup], Links]:
-        """Return what makes the links of a plan over a group."""
+        """Return the function that builds the links of a plan over a group."""
         if self.transport == "group":
             return GroupLinks
         connect = load_plugin("transports", self.transport, f"bridge.transport={self.transport}")
@@ -115,10 +119,11 @@ class BridgeJob:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Hold a rank's part of a transfer: parts of the model or an engine.
+    """A rank's part of a transfer: part of the model, or an engine.
 
-    ``node`` is the name of its machine ("": found out): what goes to a machine is brought there once and forwarded inside.
-    ``sources`` are as in :class:`SentWeights`, ``previous`` as in :class:`ChangedOnly`, ``weights`` as in :class:`EngineWeights`.
+    ``node`` is the name of its machine ("": detect it). Data is sent to each machine once and forwarded inside.
+    ``sources`` is as in :class:`SentWeights`, ``previous`` as in :class:`ChangedOnly`, ``weights`` as in
+    :class:`EngineWeights`.
     """
 
     parameters: Sequence[LocalParameter]
@@ -130,7 +135,7 @@ class Side:
 
 
 class _End:
-    """One end of the bridge in one group. Collective over the group."""
+    """An end of the bridge in one group. All methods are collective over the group."""
 
     def __init__(self, side: Side, job: BridgeJob, spec: GroupSpec, listening: socket.socket | None = None) -> None:
         self._joint = JointGroup(spec, listening)
@@ -154,7 +159,7 @@ class _End:
 
 
 class EngineEnd:
-    """The engine's end: a :class:`WeightReceiver`."""
+    """The engine's end of the bridge: a :class:`WeightReceiver`."""
 
     def __init__(self, target: LiveWeights, node: str = "") -> None:
         self._side = Side((), target, node)
@@ -187,21 +192,21 @@ class EngineEnd:
 
 
 class RemoteBridge:
-    """The trainer's end: a :class:`WeightBridge` to all remote engines that are well.
+    """The trainer's end of the bridge: a :class:`WeightBridge` to all healthy remote engines.
 
-    An engine that dies, stops or fails in the middle of a transfer is left out, and the transfer is made again with the others. In
-    between their weights cannot be used. No rank waits for an engine longer than ``timeout_s`` and some seconds.
+    If an engine dies, stops or fails during a transfer, the transfer is repeated with the other engines. Until
+    then, their weights are unusable. No rank waits for an engine longer than ``timeout_s`` plus a few seconds.
 
     Args:
-        side: this rank's; its target is a ``NoTarget``.
-        job: what the engines build their end from.
+        side: this rank's side; its target is a ``NoTarget``.
+        job: the parameters from which the engines build their end.
         trainers: the trainer's ranks.
-        engines: control of the engines, on the first of these; None on the others.
-        address: of the machine of the first rank, where all other processes reach it. A store listens there and nowhere else.
-        timeout_s: how long a rank waits for others to come, and for a message.
-        note: is told that a transfer is made again; which engines have failed is known to their control.
-        kept: copies of the sent weights. Every sync makes them, so that ``sync_again`` sends the same after an update of the model,
-            and the next sync sends what has changed since.
+        engines: control of the engines on the first trainer rank; None on the others.
+        address: the first rank's machine, as all other processes reach it. A store listens on this address only.
+        timeout_s: timeout of a rank for others to join, and for each message.
+        note: called with a text when a transfer is repeated. The engines' control knows which engines have failed.
+        kept: copies of the sent weights. Every sync updates them. So ``sync_again`` sends the same weights after a
+            model update, and the next sync sends only later changes.
     """
 
     def __init__(
@@ -222,23 +227,27 @@ class RemoteBridge:
         side = replace(side, previous=kept)
         self._side, self._kept, self._side_again = side, kept, side if kept is None else replace(side, sources=kept)
         self._end: _End | None = None
-        self._end_side = side  # of this end
-        self._members: list[EngineProcess] = []  # of the group, behind the trainer's ranks
-        self._problems: list[str] = []  # of the last transfer that failed
+        self._end_side = side  # the side of this end
+        self._members: list[EngineProcess] = []  # engine processes in the group, after the trainer's ranks
+        self._problems: list[str] = []  # reported by the last failed transfer
         self._version = -1
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
-        """Bring weights to all engines that are well, and let them generate again. Collective over the trainer's ranks.
+        """Send weights to all healthy engines and resume their generation.
+
+        This is a collective call over the trainer's ranks.
 
         Args:
-            version: of the weights.
-            only: as in :meth:`PlannedBridge.sync`. Where an engine has come, gone or failed since the last sync, all get everything.
+            version: the version of the weights.
+            only: as in :meth:`PlannedBridge.sync`. If an engine has joined, left or failed since the last sync,
+                all weights are sent to all engines.
 
         Returns:
-            What this rank has moved; nothing where no engine is well.
+            Statistics of this rank's transfer, or zeros if no engine is healthy.
 
         Raises:
-            RuntimeError: it fails again and again though all engines are well, or the control of the engines has raised.
+            RuntimeError: the transfer failed ``ATTEMPTS`` times with healthy engines, or the engines' control
+                raised.
             SyncMismatch: see :meth:`PlannedBridge.sync`.
         """
         self._version = version
@@ -248,7 +257,7 @@ class RemoteBridge:
         return stats
 
     def sync_again(self) -> SyncStats:
-        """Bring the last version once more, like ``sync``: the kept weights, or else the trainer's present ones."""
+        """Send the last version again: the kept weights, or without them the trainer's current weights."""
         return self._bring(self._side_again, None)
 
     def _bring(self, side: Side, only: Sequence[str] | None) -> SyncStats:
@@ -275,18 +284,18 @@ class RemoteBridge:
         return replace(stats, seconds=time.perf_counter() - started)
 
     def leave(self) -> None:
-        """Leave the group, if there is one. The next sync makes another."""
+        """Leave the group, if any. The next sync builds a new group."""
         end, self._end, self._members = self._end, None, []
         if end is not None:
             end.close()
 
     def _on_first(self, action: Callable[[RemoteEngines], T]) -> T | None:
-        """Run an action on the engines from the first rank. Returns None on the others. All raise what it raises."""
+        """Run an action on the engines from the first rank. Return None on the others. All ranks raise its error."""
         engines = self._engines
         return on_every_rank(lambda: None if engines is None else action(engines), self._trainers)
 
     def _join(self, members: list[EngineProcess]) -> bool:
-        """Make a group with these processes and plan in it. Returns whether it could be made."""
+        """Build a group and a plan with these processes. Return whether this succeeded."""
         listening = self._on_first(lambda engines: listener(self._address))
         place = None if listening is None else [f"weights-{secrets.token_hex(8)}", listening.getsockname()[1]]
         name, port = broadcast_json(place, 0, self._trainers)
@@ -311,7 +320,10 @@ class RemoteBridge:
         return self._end.sync(version, only)
 
     def _together(self, action: Callable[[], T]) -> T | None:
-        """Carry out the trainer's part of what all processes do. None on all ranks, and the group is left, where engines are lost."""
+        """Run the trainer's part of a collective action.
+
+        If engines are lost, leave the group and return None on all ranks.
+        """
         began, result, lost, caught = time.monotonic(), None, "", None
         try:
             result = action()
@@ -320,7 +332,7 @@ class RemoteBridge:
         except Exception as error:
             caught = error
         if result is None:
-            self.leave()  # who waits for this rank is told so
+            self.leave()  # peers that wait for this rank get an error
 
         def end(engines: RemoteEngines) -> list[str]:
             remaining_s = max(began + self._timeout_s - time.monotonic(), 0) + MARGIN_S

@@ -1,4 +1,4 @@
-"""Memory of messages: where each is packed or arrives, and where its rectangles are in it."""
+"""Allocate memory for messages, and find each message's rectangles in it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from rlhf_mcore.bridge.run.transports import MappedMemory, Packet
 
 @dataclass(slots=True)
 class StagedBucket:
-    """The messages of a bucket in their places, by phase. The same in every run."""
+    """The messages of a bucket in memory, by phase. They are the same in every run."""
 
     sends: list[list[Packet]]
     receives: list[list[Packet]]
 
 
 class Staging:
-    """Memory of buckets: they use ``depth`` slots in turn, each with room to send and room to receive.
+    """Memory for buckets. They use ``depth`` slots in turn; each slot has space for sends and receives.
 
-    A message to several peers is stored once. Messages that this rank reads in their senders' memory need no room.
+    A message to several peers is stored once. Messages that this rank reads in their senders' memory need no
+    space.
 
     Args:
-        plan: of this rank.
+        plan: this rank's plan.
         dtypes: the dtype of each Hugging Face tensor on the wire.
         depth: number of slots.
-        device: of the memory.
+        device: device of the memory.
     """
 
     def __init__(self, plan: RankPlan, dtypes: Mapping[str, torch.dtype], depth: int, device: torch.device):
@@ -43,21 +44,21 @@ class Staging:
 
     @property
     def send_bytes(self) -> int:
-        """Return the bytes of all slots."""
+        """Bytes for the sends of all slots."""
         return sum(self._send_bytes)
 
     @property
     def nbytes(self) -> int:
-        """Memory of all slots, of both directions."""
+        """Bytes for the sends and receives of all slots."""
         return sum(self._send_bytes) + sum(self._receive_bytes)
 
     def pack_into(self, memory: MappedMemory) -> None:
-        """Pack what is sent where peers can read it."""
+        """Pack sends in memory that peers can read."""
         self._memory = memory
         self._measure()
 
     def stage(self, bucket: Bucket) -> StagedBucket:
-        """Return the messages of a bucket. Memory is allocated for the first one."""
+        """Return the messages of a bucket. The first call allocates the memory."""
         if not self._sends:
             memory = self._empty(self.send_bytes) if self._memory is None else self._memory.own
             self._sends = list(memory.split(self._send_bytes))
@@ -85,7 +86,10 @@ class Staging:
         return staged
 
     def forget(self) -> None:
-        """Leave nothing behind but what peers have mapped: after a failure messages may still be arriving."""
+        """Drop all memory except the memory that peers have mapped.
+
+        After a failure, messages may still be arriving there.
+        """
         self._sends, self._receives, self._staged = [], [], {}
 
     def views(self, message: Message, flat: Tensor) -> list[Tensor]:
@@ -97,7 +101,7 @@ class Staging:
         ]
 
     def _measure(self) -> None:
-        """Compute the sizes of the slots: each has room for the largest of its buckets."""
+        """Compute the slot sizes. Each slot fits the largest of its buckets."""
         self._send_bytes, self._receive_bytes = [0] * self._depth, [0] * self._depth
         for bucket in self._plan.buckets:
             slot, sent, received = bucket.index % self._depth, 0, 0
@@ -108,7 +112,7 @@ class Staging:
             self._receive_bytes[slot] = max(self._receive_bytes[slot], received)
 
     def _send_offsets(self, messages: Sequence[Message], end: int) -> tuple[list[int], int]:
-        """Place messages one behind the other from byte ``end``. Returns their starts, and the end."""
+        """Place messages consecutively from byte ``end``. Return their starts, and the new end."""
         offsets: list[int] = []
         for number, message in enumerate(messages):
             twin = next((k for k in range(number) if messages[k].copies == message.copies), None)

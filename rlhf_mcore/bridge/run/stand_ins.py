@@ -1,4 +1,4 @@
-"""Stand in for a planned bridge, or an engine, in some runs: the plain bridge, parts of a sync, and nothing."""
+"""Replace a planned bridge or an engine in some runs: gathering bridge, partial sync, and empty engine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class GatherBridge:
-    """The plain bridge: every rank gathers every full tensor, one at a time, and the engine cuts its part out again."""
+    """Sync without a plan: every rank gathers every full tensor, one at a time, and the engine takes its part."""
 
     gatherer: Gatherer
     target: WeightTarget
 
     def sync(self, version: int) -> SyncStats:
-        """Replace all weights of the engine and set their version. Collective over the model's ranks."""
+        """Replace all weights of the engine and set their version. This is a collective call over the model's ranks."""
         started, sizes = time.perf_counter(), [0]
 
         def count_bytes() -> Iterator[tuple[str, Tensor]]:
@@ -38,7 +38,7 @@ class GatherBridge:
 
 
 class NoTarget:
-    """Stand for the engine of a rank that has none, and sends weights to others."""
+    """Placeholder for the engine on a rank without one. The rank only sends weights to others."""
 
     policy_version = 0
 
@@ -58,9 +58,9 @@ class NoTarget:
 
 @dataclass(frozen=True, slots=True)
 class ChangedOnlyBridge:
-    """Sends only the tensors that change, where the ``target`` has the others already.
+    """Send only the tensors that change, once ``target`` has the other tensors.
 
-    ``sync_some`` is :meth:`PlannedBridge.sync` of a bridge: it sends the tensors that it is given, None: all.
+    ``sync_some`` is :meth:`PlannedBridge.sync` of a bridge. It sends the given tensors; None: all.
     """
 
     sync_some: Callable[[int, Sequence[str] | None], SyncStats]
@@ -78,16 +78,17 @@ def matching(
     aliases: Mapping[str, str],
     together: Sequence[frozenset[str]] = (),
 ) -> frozenset[str]:
-    """Resolve names and patterns to tensors of the model, and to those that come together with them.
+    """Resolve names and patterns to tensors of the model, and add the tensors that must be sent together with
+    them.
 
-    ``aliases``: of tied tensors.
+    ``aliases`` maps names of tied tensors.
 
     Raises:
         ValueError: a pattern matches no tensor.
     """
     names: set[str] = set()
     every = {*known, *aliases}
-    for pattern in only:  # thousands of plain names are no patterns
+    for pattern in only:  # fast path: thousands of plain names are not patterns
         matching = [pattern] if pattern in every else [name for name in every if fnmatchcase(name, pattern)]
         matched = {aliases.get(name, name) for name in matching}
         if not matched:

@@ -1,4 +1,4 @@
-"""The weights' way from a trained model to the rollout engines."""
+"""Send weights from a trained model to the rollout engines."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ from rlhf_mcore.protocols import LiveWeights, SyncMismatch, SyncStats
 
 @dataclass(frozen=True, slots=True)
 class SentWeights:
-    """Describe what is sent, and what this rank holds of it.
+    """The weights that a sync sends, and this rank's part of them.
 
     Args:
-        parameters: this rank's, in the dtypes of the wire; none on a rank that holds no part of the model. Their own tensors are
-            sent unless ``sources`` are given; then they may be on the meta device.
-        geometry: of the model, with its MTP layers if the engine drafts with layers that learn.
-        sources: what is sent instead of the parameters' own tensors, under the same names and in the same shapes: merged with
+        parameters: this rank's parameters in the dtypes of the wire; empty on a rank without a part of the model.
+            Their own tensors are sent unless ``sources`` is given. With ``sources`` they may be on the meta
+            device.
+        geometry: the model's geometry, including its MTP layers if the engine drafts with trained layers.
+        sources: tensors to send instead of the parameters' own, with the same names and shapes: merged with
             adapters, averaged or cast.
-        adapter: of an engine that adds adapters itself. Their A and B are among ``parameters``, and are sent under PEFT's names.
-        quantisation: of weights on their way, by its name in ``QUANTISATIONS``.
+        adapter: sizes of adapters, for an engine that applies adapters itself. ``parameters`` contains their A and
+            B, which are sent under PEFT's names.
+        quantisation: the name in ``QUANTISATIONS`` of the format to which the sync quantises weights.
     """
 
     parameters: Sequence[LocalParameter]
@@ -53,20 +55,20 @@ class SentWeights:
     quantisation: str | None = None
 
     def names(self) -> Names:
-        """Name the tensors that are sent, before they are quantised."""
+        """Return names and pieces of the sent tensors before quantisation."""
         return _Names(self.geometry, self.adapter)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineWeights:
-    """Describe where weights are written: this rank's part of a rollout engine.
+    """The destination of a sync: this rank's part of a rollout engine.
 
     Args:
-        target: the engine; a ``NoTarget`` on a rank that has none.
-        weights: how its kind declares them.
-        traced: the map of its model (:func:`map_engine`) if it was made before. An engine that has slept cannot be traced: it has
-            lost its weights.
-        poison: fill it with NaN before each sync, so that an element shows that was not written (a test mode).
+        target: the engine, or a ``NoTarget`` on a rank without an engine.
+        weights: how the engine's kind declares its weights.
+        traced: the map of its model (:func:`map_engine`), if it was built earlier. An engine that has slept cannot
+            be traced, because it has lost its weights.
+        poison: fill the weights with NaN before each sync, to expose elements that are not written (a test mode).
     """
 
     target: LiveWeights
@@ -90,10 +92,10 @@ class EngineWeights:
 
 @dataclass(frozen=True, slots=True)
 class ChangedOnly:
-    """Send only the elements that have changed, by the plug-in ``delta_sync``.
+    """Send only changed elements, with the plug-in ``delta_sync``.
 
-    ``full_every``: interval in syncs between those that send everything. ``previous``: what was sent last; None on a rank that
-    sends nothing.
+    ``full_every`` is the interval in syncs at which everything is sent. ``previous`` contains the values that were
+    sent last; it is None on a rank that sends nothing.
     """
 
     full_every: int
@@ -108,15 +110,16 @@ class ChangedOnly:
 
 @dataclass(frozen=True, slots=True)
 class SyncOptions:
-    """Set how weights are sent.
+    """Options for sending weights.
 
     Args:
-        bucket_bytes: limit of the bytes that a rank sends at a time, and of those that it receives; two buckets are in flight.
+        bucket_bytes: limit of the bytes that a rank sends per bucket. The same limit applies to received bytes.
+            Two buckets are in flight.
         verify: hash every tensor on both sides after every sync.
-        nodes: the number of the machine of every rank of the group, if there are several: what crosses machines is sent to each
-            machine once and forwarded inside.
-        changed_only: send only what has changed; None: every sync sends everything.
-        make_links: makes the links of a plan over a group. Collective over it.
+        nodes: the machine number of every rank in the group, if there are several machines. Data is then sent to
+            each machine once and forwarded inside the machine.
+        changed_only: send only changed elements; None: every sync sends everything.
+        make_links: build the links of a plan over a group. This is a collective call over the group.
     """
 
     bucket_bytes: int
@@ -128,7 +131,7 @@ class SyncOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Name what is sent: tensors of the model, and, with ``adapter``, those of its adapters."""
+    """Names and pieces of the sent tensors: the model's tensors, and with ``adapter`` its adapters' tensors."""
 
     geometry: ModelGeometry
     adapter: AdapterSizes | None
@@ -149,7 +152,7 @@ class _Names:
 
 @dataclass(slots=True)
 class _Descriptions:
-    """Hold what all ranks have and need, the same on every rank."""
+    """The tensors that all ranks hold and need, equal on every rank."""
 
     sources: list[Place]
     destinations: list[Place]
@@ -157,13 +160,13 @@ class _Descriptions:
     engine_dtypes: Mapping[str, torch.dtype]
 
     def digest(self, flat: Tensor, piece: Piece) -> Tensor:
-        """Hash of a piece of a local tensor, in the engines' dtype; it is where the tensor is."""
+        """Hash a piece of a local tensor in the engines' dtype. The digest is on the tensor's device."""
         return piece_digest(flat, piece, self.shapes[piece.hf_name], self.engine_dtypes[piece.hf_name])
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """A plan that this rank can carry out. ``names`` are the tensors that it brings; None: all."""
+    """A plan that this rank can run. ``names`` contains the tensors that it transfers; None: all."""
 
     plan: Plan
     rank_plan: RankPlan
@@ -175,7 +178,7 @@ class _Transfer:
         return self.names is None or piece.hf_name in self.names
 
     def stats(self, seconds: float) -> SyncStats:
-        """Return what the last run has moved on this rank."""
+        """Return the bytes that the last run transferred on this rank."""
         plan = self.rank_plan
         whole = SyncStats(seconds, plan.received_bytes, plan.local_bytes, self.executor.peak_bytes, plan.sent_bytes)
         if self.changes is None:
@@ -190,14 +193,14 @@ class _Transfer:
 
 
 class _ElementsLost(Exception):
-    """An engine does not hold what was sent before, so changes alone do not make it what the trainer holds."""
+    """An engine lost elements of earlier syncs, so sending only changes does not restore the trainer's weights."""
 
 
 class PlannedBridge:
-    """The planned bridge: every byte goes straight from where it is stored to its place in the fused parameters of an engine.
+    """Copy every byte directly from its source tensor to its place in an engine's fused parameters.
 
-    Nothing is gathered and no Hugging Face tensor is built. The plan is made once and its digest agreed on by all ranks.
-    ``group`` contains the ranks that hold the model or an engine. Collective over it.
+    No tensor is gathered, and no Hugging Face tensor is built. The plan is built once, and all ranks compare its
+    digest. ``group`` contains the ranks that hold the model or an engine. All methods are collective over it.
     """
 
     def __init__(
@@ -211,7 +214,7 @@ class PlannedBridge:
             parameters = of_8_bits.sent(parameters)
         pieces_of, shapes = names.pieces, names.shapes()
         self._aliases = {"lm_head.weight": embedding_name(sent.geometry)} if sent.geometry.tied_embeddings else {}
-        self._last: _Transfer | None = None  # the receivers' copies are of what it has brought
+        self._last: _Transfer | None = None  # the transfer whose values the receivers hold
         self._dtypes = wire_dtypes(parameters, pieces_of, group)
         self._described = _Descriptions(
             describe_sources(parameters, pieces_of, group),
@@ -220,7 +223,7 @@ class PlannedBridge:
             self._engine_dtypes(),
         )
         check_coverage(self._described.sources, self._described.destinations, shapes)
-        # Tensors of one repacked layer have to come together. These may differ between ranks.
+        # Tensors of one repacked layer must be sent together. Repacked layers may differ between ranks.
         together = all_gather_unique_json(self._map.together, group)
         self._together = [frozenset(layer) for layers, _ in together for layer in layers]
         self._sources = sent.sources or LiveSources({p.name: p.tensor.view(-1) for p in sent.parameters})
@@ -242,32 +245,33 @@ class PlannedBridge:
 
     @property
     def rank_plan(self) -> RankPlan:
-        """This rank's part of it."""
+        """This rank's part of the plan of a whole sync."""
         return self._whole.rank_plan
 
     def _make_transfer(self, names: frozenset[str] | None) -> _Transfer:
-        """Plan a transfer of some tensors. Collective."""
+        """Plan a transfer of some tensors. This is a collective call."""
         described = self._described
         plan = build_plan(
             described.sources,
             described.destinations,
             element_sizes={name: dtype.itemsize for name, dtype in self._dtypes.items()},
             bucket_bytes=self._options.bucket_bytes,
-            # With live parameters all stages may send at once; a repacked layer has to come whole before the next ones.
+            # With live parameters all stages may send at once. A repacked layer must be complete before the next
+            # layers arrive.
             order=spread_order(list(described.shapes), described.sources, keep_layers=bool(self._together)),
             nodes=self._options.nodes,
             only=names,
         )
         digests = all_gather_json(plan.digest, self._group)
         if len(set(digests)) > 1:
-            raise SyncMismatch(f"the ranks have made different plans: {sorted(set(digests))}")
+            raise SyncMismatch(f"ranks built different plans, with digests {sorted(set(digests))}")
         rank_plan, links = plan.rank_view(self._group.rank()), self._options.make_links(self._group)
         changes = None if self._changed_only is None else self._changed_only.build(links, self._sources.device)
         executor = Executor(rank_plan, self._sources, self._dtypes, links, changes=changes)
         return _Transfer(plan, rank_plan, executor, names, changes)
 
     def _engine_dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtype in which the engines hold each Hugging Face tensor. Collective."""
+        """Return the engines' dtype of each Hugging Face tensor. This is a collective call."""
         mine = {
             piece.hf_name: str(parameter.dtype).removeprefix("torch.")
             for parameter in self._map.parameters
@@ -277,17 +281,18 @@ class PlannedBridge:
         return {name: getattr(torch, dtype) for part, _ in every for name, dtype in part.items()}
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
-        """Write weights into the engine and set their version. Collective over the group.
+        """Write weights into the engine and set their version. This is a collective call over the group.
 
         Args:
-            version: of the weights.
-            only: Hugging Face names, or patterns of them (``model.layers.3.*``), of the tensors that have changed; None: all. A layer
-                that the engine keeps repacked is sent whole if one of its tensors is. The plan of a subset is made once.
+            version: the version of the weights.
+            only: the changed tensors, as Hugging Face names or patterns (``model.layers.3.*``); None: all. If the
+                engine keeps a layer repacked, the whole layer is sent if one of its tensors changed. The plan of a
+                subset is built once.
 
         Raises:
-            SyncMismatch: with ``verify``, a tensor is not the trainer's. The engine stays unusable.
-            RuntimeError: ``only``, and the engine has no whole weights to which some could be added.
-            ValueError: ``only`` names no tensor.
+            SyncMismatch: with ``verify``, a tensor differs from the trainer's. The engine stays unusable.
+            RuntimeError: ``only`` is given, but the engine has no complete weights to update.
+            ValueError: ``only`` matches no tensor.
         """
         started = time.perf_counter()
         transfer, verify = self._whole if only is None else self._part(only), self._options.verify
@@ -302,10 +307,10 @@ class PlannedBridge:
         return transfer.stats(time.perf_counter() - started)
 
     def _write(self, model: nn.Module, transfer: _Transfer, *, verify: bool, is_full: bool) -> None:
-        """Write what a transfer brings into the model, and compare it. Collective over the group.
+        """Write a transfer's tensors into the model and compare them. This is a collective call over the group.
 
         Raises:
-            _ElementsLost: only changes were sent, and a message that they complete differs from its sender's, at any rank.
+            _ElementsLost: only changes were sent, and a completed message differs from its sender's on some rank.
         """
         written = _Written(self._described, transfer, self._group)
         destinations = landing(self._map)(
@@ -330,7 +335,7 @@ class PlannedBridge:
     def _part(self, only: Sequence[str]) -> _Transfer:
         if min(all_gather_json(self._engine.target.policy_version, self._group)) < 0:
             raise RuntimeError(
-                "the engine has no whole weights that a sync of some tensors could add to: sync all first"
+                "the engine has no complete weights to update; run a sync of all tensors before sync(only=...)"
             )
         names = matching(only, self._described.shapes, self._aliases, self._together)
         if names not in self._parts:
@@ -338,7 +343,10 @@ class PlannedBridge:
         return self._parts[names]
 
     def _source_digests(self, transfer: _Transfer) -> dict[str, int]:
-        """Hash every Hugging Face tensor of the trainer in the engine's dtype. Collective over the group."""
+        """Hash every Hugging Face tensor of the trainer in the engine's dtype.
+
+        This is a collective call over the group.
+        """
         described = self._described
         digests = {
             place.buffer: [described.digest(flat, piece) for piece in place.pieces]
@@ -350,11 +358,11 @@ class PlannedBridge:
         return tensor_digests(mine, places, described.shapes, self._group)
 
     def _read_sent(self, transfer: _Transfer) -> Iterator[tuple[Place, Tensor]]:
-        """Read this rank's flat tensors, each with the pieces that a transfer brings."""
+        """Yield this rank's flat tensors, each with the pieces of a transfer."""
         sources, read = self._sources, set[str]()
         places = [p for p in _reduce_to(self._described.sources, transfer) if self._group.rank() in p.ranks]
         for bucket in transfer.rank_plan.buckets:
-            # Sources that are made bucket by bucket exist on a rank only while it sends them.
+            # Sources built per bucket exist on a rank only while it sends them.
             names = None if sources.is_static else bucket.source_buffers
             unread = [p for p in places if p.buffer not in read and (names is None or p.buffer in names)]
             if unread:
@@ -367,7 +375,7 @@ class PlannedBridge:
 
 
 class _Written:
-    """Hashes of the parameters that a sync has written into the engine."""
+    """Hashes of the engine parameters that a sync has written."""
 
     def __init__(self, described: _Descriptions, transfer: _Transfer, group: dist.ProcessGroup) -> None:
         self._described, self._transfer, self._group = described, transfer, group
@@ -378,14 +386,14 @@ class _Written:
         self._digests[parameter.name] = [self._described.digest(flat, piece) for piece in brought]
 
     def digests(self) -> dict[str, int]:
-        """Hash every tensor as engines hold it. Collective."""
+        """Hash every tensor of the engines. This is a collective call."""
         places, rank = _reduce_to(self._described.destinations, self._transfer), self._group.rank()
         mine = [value for place in places if rank in place.ranks for value in self._digests[place.buffer]]
         return tensor_digests(mine, places, self._described.shapes, self._group)
 
 
 def _reduce_to(places: Sequence[Place], transfer: _Transfer) -> list[Place]:
-    """Reduce places to the pieces that a transfer brings."""
+    """Reduce places to the pieces of a transfer."""
     if transfer.names is None:
         return list(places)
     reduced = [replace(place, pieces=tuple(filter(transfer.brings, place.pieces))) for place in places]

@@ -1,4 +1,4 @@
-"""Ways of a message from one rank to another: point to point through the process group, or read where its sender has packed it."""
+"""Transport messages between ranks: point to point through the process group, or by reading the sender's memory."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from rlhf_mcore.parallel.joint_group import connect_device
 from rlhf_mcore.platform import current_platform
 
 Parcel = tuple[Tensor, int]  # a tensor, and the group rank at the other end
-MAX_BATCH = 256  # messages that NCCL takes at a time
-_STAMP_BYTES = 64  # a stamp of 16 random bytes, and padding that aligns the rest
+MAX_BATCH = 256  # messages per NCCL batch
+_STAMP_BYTES = 64  # a stamp of 16 random bytes, and padding for alignment
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-# Waits for a message that is under way. It is called once.
+# Waits for a message in flight. Callers must call it once.
 Wait = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class MappedMemory:
-    """Bytes of this rank for others to read, bytes of others for this rank, and the ranks that can read its own."""
+    """This rank's memory that peers can read, the peers' memory mapped here, and the ranks that can read this
+    rank's memory.
+    """
 
     own: Tensor  # [n] uint8
     of: dict[int, Tensor]  # by group rank
@@ -39,22 +41,23 @@ class MappedMemory:
 
 
 class Links(Protocol):
-    """The messages and the memory that transports need between the ranks of a plan, numbered as in their group."""
+    """Messages and shared memory between the ranks of a plan. Rank numbers are the numbers in their group."""
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> Sequence[Wait]:
-        """Start to send and to receive, all at once."""
+        """Start all sends and receives at once."""
         ...
 
     def share(self, nbytes: int, senders: Collection[int], device: torch.device) -> MappedMemory | None:
-        """Share ``nbytes`` of memory with peers, and map that of ``senders`` where possible. Collective; None: not at all.
+        """Share ``nbytes`` of memory with peers, and map the memory of ``senders`` if possible.
 
-        What is sent is then packed there.
+        Sent messages are packed in this memory. This is a collective call. Return None if sharing is not
+        supported.
         """
         ...
 
 
 class GroupLinks(Links):
-    """The ranks of a process group. They are made by all of them together, and connected then."""
+    """Links over a process group. Building them is a collective call that connects the ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -63,8 +66,8 @@ class GroupLinks(Links):
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> Sequence[Wait]:
         """Start batches of at most MAX_BATCH messages.
 
-        NCCL looks at no tags and carries out one batch after the other. All ranks cut theirs from one order of all messages, so
-        the first message that is not done is in the next batch of both its ends, and is carried out.
+        NCCL ignores tags and runs batches one after the other. All ranks cut their batches from one common order
+        of all messages. So the first unfinished message is in the next batch on both ends, and it can complete.
         """
         group, rank = self._group, self._group.rank()
         ordered = [(peer, rank, flat) for flat, peer in receives] + [(rank, peer, flat) for flat, peer in sends]
@@ -84,10 +87,10 @@ class GroupLinks(Links):
 
 @dataclass(slots=True)
 class Packet:
-    """A message in memory: its bytes, and its rectangles in them.
+    """A message in memory: its bytes, and views of its rectangles.
 
-    There are no ``parts`` to be packed where another peer gets the same bytes, and none yet in what is read in shared memory until
-    the message has arrived for the first time.
+    ``parts`` is empty in two cases: another packet already packs the same bytes for another peer, or the message
+    is read in shared memory and has not arrived for the first time.
     """
 
     message: Message
@@ -96,21 +99,24 @@ class Packet:
 
 
 class Exchange(ABC):
-    """The messages of one phase of a bucket, under way."""
+    """The messages in flight of one phase of a bucket."""
 
     @abstractmethod
     def arrive(self) -> None:
-        """Wait until this rank's messages have been taken and those of its peers can be read. It may be called again."""
+        """Wait until this rank's messages have been accepted and its peers' messages can be read.
+
+        It may be called repeatedly.
+        """
         ...
 
     @abstractmethod
     def release(self) -> None:
-        """Free what has arrived: it is not read any more. It may be called again."""
+        """Free the received messages, which are no longer read. It may be called repeatedly."""
         ...
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait until peers have released what this rank has sent: its memory may be packed again."""
+        """Wait until peers have released this rank's messages, so that their memory can be reused."""
         ...
 
 
@@ -119,7 +125,7 @@ Views = Callable[[Message, Tensor], list[Tensor]]
 
 @dataclass(slots=True)
 class TransferBytes:
-    """Bytes of messages of a run, as they were sent and as they were planned."""
+    """Message bytes of a run, as sent and as planned."""
 
     sent: int = 0
     received: int = 0
@@ -128,34 +134,37 @@ class TransferBytes:
 
 
 class ChangedMessages(ABC):
-    """Messages of first phases without the elements that their receivers already hold: the plug-in ``delta_sync``."""
+    """Send phase-0 messages without the elements that receivers already hold (plug-in ``delta_sync``)."""
 
     moved: TransferBytes  # in the last run
 
     @abstractmethod
     def begin(self, destinations: Destinations, *, is_full: bool) -> None:
-        """Begin a run. ``is_full``: it sends everything; the same on all ranks."""
+        """Start a run. ``is_full``: send everything; it must be equal on all ranks."""
         ...
 
     @abstractmethod
     def post(self, bucket: Bucket, sends: Sequence[Packet], receives: Sequence[Packet], views: Views) -> Exchange:
-        """Start to exchange the packed messages of a bucket. ``views`` finds the rectangles of a message in its bytes."""
+        """Start to exchange the packed messages of a bucket. ``views`` finds a message's rectangles in its bytes."""
         ...
 
     @abstractmethod
     def are_other(self, group: dist.ProcessGroup) -> bool:
-        """Return whether any rank has received a message that differs from its sender's. Collective over the group."""
+        """Return whether any rank received a message that differs from its sender's.
+
+        This is a collective call over the group.
+        """
         ...
 
 
 class PointToPoint:
-    """Copies messages into receivers' buffers."""
+    """Copy messages into receivers' buffers."""
 
     def __init__(self, links: Links):
         self._links = links
 
     def post(self, sends: Sequence[Packet], receives: Sequence[Packet], tag: int) -> Exchange:
-        """Start an exchange. Tags are the same on both ends, and each is used once in a run."""
+        """Start an exchange. Both ends use the same tag, and each tag is used once per run."""
         out, into = ([(packet.flat, packet.message.peer) for packet in packets] for packets in (sends, receives))
         return _Copied(list(self._links.exchange(out, into, 2 * tag)))
 
@@ -173,13 +182,13 @@ class _Copied(Exchange):
 
 
 class SharedMemory:
-    """Reads messages where their senders have packed them. Only places and acknowledgements travel.
+    """Read messages in their senders' memory. Only offsets and acknowledgements are sent.
 
     Args:
-        links: between the ranks.
-        memory: in which all sends are packed.
-        views: of the rectangles of a message in its bytes.
-        otherwise: the transport to and from ranks that do not read each other's memory.
+        links: links between the ranks.
+        memory: the memory for all packed sends.
+        views: finds a message's rectangles in its bytes.
+        otherwise: the transport for ranks that cannot read each other's memory.
     """
 
     def __init__(
@@ -192,7 +201,7 @@ class SharedMemory:
         self.links, self._memory, self._views, self._otherwise = links, memory, views, otherwise
 
     def post(self, sends: Sequence[Packet], receives: Sequence[Packet], tag: int) -> Exchange:
-        """Start an exchange, as :meth:`PointToPoint.post`."""
+        """Start an exchange, like :meth:`PointToPoint.post`."""
         near = [packet for packet in sends if packet.message.peer in self._memory.readers]
         read = [packet for packet in receives if packet.message.peer in self._memory.of]
         far_sends = [packet for packet in sends if packet.message.peer not in self._memory.readers]
@@ -206,7 +215,7 @@ class SharedMemory:
         return _Read(self, tag, far, list(waits), list(notices), read, [place for place, _ in places])
 
     def locate(self, packet: Packet, offset: int) -> None:
-        """Find an arrived message in its sender's memory. It is at the same place in every run."""
+        """Find an arrived message in its sender's memory. Its place is the same in every run."""
         if not packet.parts:
             memory = self._memory.of[packet.message.peer]
             packet.flat = memory[offset : offset + packet.message.nbytes]
@@ -219,7 +228,7 @@ class _Read(Exchange):
     tag: int
     far: Exchange
     waits: list[Wait]
-    notices: list[Wait]  # that messages have been read, by peers and by this rank
+    notices: list[Wait]  # from peers and from this rank: messages have been read
     packets: list[Packet]
     offsets: list[Tensor]
     is_released: bool = field(default=False)
@@ -243,7 +252,7 @@ class _Read(Exchange):
 
 
 def wait_for(waits: list[Wait]) -> None:
-    """Call each once: gloo does not return from a second wait."""
+    """Call each wait once, because gloo does not return from a second wait."""
     while waits:
         waits.pop(0)()
 
@@ -252,13 +261,14 @@ def _notice() -> Tensor:
     return torch.zeros(1, dtype=torch.uint8)
 
 
-# On a CPU a byte costs ten times more through a socket than to copy, so the ranks of one machine map each other's memory.
+# On a CPU, sending a byte through a socket costs ten times more than copying it. So ranks of one machine map
+# memory.
 def share_memory(nbytes: int, wanted: Collection[int], group: dist.ProcessGroup) -> MappedMemory:
-    """Allocate ``nbytes`` for ranks of this machine to map, and map those of ``wanted`` where possible. Collective.
+    """Allocate ``nbytes`` for ranks of this machine to map, and map the memory of ``wanted`` if possible.
 
-    The memory has no name in the file system and no limit of its own, and is gone with the processes that have it mapped. Another
-    rank is found through its file descriptor in /proc; a stamp in the memory tells whether it is the right one. Ranks of other
-    machines, and those whose processes must not be looked at, are left out.
+    This is a collective call. The memory has no name in the file system and no separate limit. It disappears with
+    the processes that map it. A rank finds another rank's memory through the file descriptor in /proc, and checks
+    a stamp in it. Ranks of other machines are left out, and processes whose /proc entries are not accessible.
     """
     stamp, size = os.urandom(16), _STAMP_BYTES + nbytes
     descriptor = os.memfd_create("rlhf_mcore", os.MFD_CLOEXEC) if hasattr(os, "memfd_create") else None
@@ -278,7 +288,7 @@ def share_memory(nbytes: int, wanted: Collection[int], group: dist.ProcessGroup)
 
 
 def machine() -> str:
-    """Name this machine, the same in all its containers; "" where it has no name."""
+    """Return an identifier of this machine that is equal in all its containers, or "" if there is none."""
     try:
         return _BOOT.read_text(encoding="ascii").strip()
     except OSError:
@@ -291,7 +301,7 @@ def _of_rank(described: tuple[str, int, int | None, int, str], machine: str) -> 
     if descriptor is None or where != machine or not machine:
         return None
     try:
-        if os.stat(path).st_size != size:  # a process of the same number in another container
+        if os.stat(path).st_size != size:  # a process with the same number in another container
             return None
         memory = _map(path, size)
     except (OSError, RuntimeError):

@@ -1,8 +1,8 @@
-"""Proof that a sync was whole: a hash of every Hugging Face tensor on the trainer's side and on the engines' side.
+"""Check a sync: hash every Hugging Face tensor on the trainer's side and on the engines' side.
 
-The hash of a tensor is the sum, modulo 2**64, of a mix of every element's bits with its position in the full tensor. Sums do not
-depend on how a tensor is cut, so both sides are hashed where they are stored, whatever their layouts, and
-nothing is gathered but a hash for every piece.
+The hash of a tensor is the sum, modulo 2**64, of a mix of every element's bits with its position in the full
+tensor. Sums do not depend on how a tensor is split. So both sides are hashed in place, for any layouts, and only
+one hash per piece is gathered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.protocols import SyncMismatch
 
 CHUNK_ELEMENTS = 1 << 22  # on a GPU
-HOST_ELEMENTS = 1 << 15  # mixing needs two arrays of 8 bytes for each
+HOST_ELEMENTS = 1 << 15  # mixing needs two 8-byte arrays of this size
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd 64-bit constants of splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"), as signed integers.
 _GAMMA, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -32,9 +32,10 @@ _GAMMA_64, _MIX1_64, _MIX2_64 = (np.uint64(value & _MASK) for value in (_GAMMA, 
 
 
 def piece_digest(flat: Tensor, piece: Piece, hf_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Hash the elements of a piece in a flat local tensor, as they are in ``dtype`` (the engine's): [] int64, on its device.
+    """Hash the elements of a piece in a flat local tensor, converted to ``dtype`` (the engine's): [] int64, on its
+    device.
 
-    On a GPU nothing is waited for: a transfer for each piece would take longer than the hashes.
+    On a GPU the call does not wait. A device-to-host copy per piece would take longer than the hashes.
     """
     view = flat.detach().as_strided(piece.shape, piece.strides, flat.storage_offset() + piece.offset)
     if flat.device.type == "cpu":
@@ -55,7 +56,7 @@ def _digest_on_device(view: Tensor, start: tuple[int, ...], hf_shape: tuple[int,
 def _positions(
     shape: Sequence[int], start: Sequence[int], hf_shape: tuple[int, ...], device: torch.device | None = None
 ) -> Tensor:
-    """Compute the position of every element of a rectangle in the full tensor."""
+    """Return the position in the full tensor of every element of a rectangle."""
     position = torch.zeros(tuple(shape), dtype=torch.int64, device=device)
     for axis, stride in enumerate(contiguous_strides(hf_shape)):
         along = torch.arange(start[axis], start[axis] + shape[axis], device=device) * stride
@@ -64,7 +65,7 @@ def _positions(
 
 
 def _digest_on_host(view: Tensor, start: tuple[int, ...], hf_shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Do what ``_digest_on_device`` does, some rows at a time in memory that fits a core's cache: five times faster on a CPU."""
+    """Compute ``_digest_on_device`` in blocks of rows that fit a core's cache: five times faster on a CPU."""
     if view.dim() == 1:
         view, start, hf_shape = view[:, None], (*start, 0), (*hf_shape, 1)
     total, strides = 0, contiguous_strides(hf_shape)
@@ -79,7 +80,7 @@ def _digest_on_host(view: Tensor, start: tuple[int, ...], hf_shape: tuple[int, .
             corner = np.add(start, (*leading, first, 0)).tolist()
             offset = (sum(place * stride for place, stride in zip(corner, strides, strict=True)) + 1) * _GAMMA
             mixed, other = state[: len(part)], shifted[: len(part)]
-            # Not numpy(): it would mark the storage as one that cannot be resized, and then the weights could not leave memory.
+            # numpy() would mark the storage as not resizable, and then the weights could not be freed.
             np.copyto(mixed.view(np.int64), np.from_dlpack(part.view(_BITS[part.element_size()])))
             mixed *= _MIX2_64
             mixed += relative[: len(part)]
@@ -93,7 +94,10 @@ def _digest_on_host(view: Tensor, start: tuple[int, ...], hf_shape: tuple[int, .
 
 
 def mix(part: Tensor, position: Tensor) -> Tensor:
-    """Mix the bits of every element with its position [same shape] int64 in the full tensor. Returns [same shape] int64."""
+    """Mix the bits of every element with its position [same shape] int64 in the full tensor.
+
+    Return [same shape] int64.
+    """
     state = part.view(_BITS[part.element_size()]).to(torch.int64) * _MIX2 + (position + 1) * _GAMMA
     state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * _MIX1
     state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * _MIX2
@@ -111,16 +115,19 @@ def tensor_digests(
     shapes: Mapping[str, tuple[int, ...]],
     group: dist.ProcessGroup,
 ) -> dict[str, int]:
-    """Hash every Hugging Face tensor of one side, from the hashes of all ranks' pieces. Collective over the group.
+    """Hash every Hugging Face tensor of one side, from the hashes of all ranks' pieces.
 
-    ``mine`` are those of this rank's pieces, in the order of ``places``; None where another rank that holds the piece has its hash.
+    This is a collective call over the group.
+
+    ``mine`` contains the hashes of this rank's pieces, in the order of ``places``. It contains None if another
+    rank that holds the same piece has its hash.
 
     Raises:
-        SyncMismatch: two ranks that hold the same rectangle disagree, or the pieces do not tile a tensor.
+        SyncMismatch: two ranks with the same rectangle disagree, or the pieces do not tile a tensor.
     """
     rows = torch.tensor([[0, value is not None] for value in mine], dtype=torch.int64).view(-1, 2)
     if hashed := [value for value in mine if value is not None]:
-        rows[rows[:, 1] == 1, 0] = torch.stack(hashed).cpu()  # all in one transfer
+        rows[rows[:, 1] == 1, 0] = torch.stack(hashed).cpu()  # in one transfer
     lengths = all_gather_json(len(mine), group)
     rectangles = _Rectangles(places)
     values = np.zeros(len(rectangles.known), np.int64)
@@ -130,7 +137,7 @@ def tensor_digests(
         assert len(numbers) == len(hashes), f"rank {rank} has {len(hashes)} hashes of {len(numbers)} pieces"
         numbers, hashes = numbers[is_given == 1], hashes[is_given == 1]
         is_new = ~is_hashed[numbers]
-        values[numbers[is_new][::-1]] = hashes[is_new][::-1]  # of several hashes of a rectangle the first one counts
+        values[numbers[is_new][::-1]] = hashes[is_new][::-1]  # if a rectangle has several hashes, the first one counts
         is_hashed[numbers] = True
         if (differs := values[numbers] != hashes).any():
             name, rectangle = rectangles.known[numbers[differs.argmax()]]
@@ -148,7 +155,7 @@ def tensor_digests(
 
 
 class _Rectangles:
-    """The rectangles of all places, numbered. Ranks with the same pieces share the list of their numbers."""
+    """The numbered rectangles of all places. Ranks with the same pieces share the list of their numbers."""
 
     def __init__(self, places: Sequence[Place]):
         numbers: dict[tuple[str, Rectangle], int] = {}
@@ -164,14 +171,14 @@ class _Rectangles:
                 order += 1
         self.known = list(numbers)
         self._listed = [np.array(pairs) for pairs in listed.values()]
-        self._lists: dict[int, list[int]] = defaultdict(list)  # of each rank
+        self._lists: dict[int, list[int]] = defaultdict(list)  # by rank
         for position, holders in enumerate(listed):
             for rank in holders:
                 self._lists[rank].append(position)
         self._joined: dict[tuple[int, ...], np.ndarray[Any, Any]] = {}
 
     def of_rank(self, rank: int) -> np.ndarray[Any, Any]:
-        """Return the number of each of a rank's rectangles, in the order of the places."""
+        """Return the numbers of a rank's rectangles, in the order of the places."""
         lists = tuple(self._lists[rank])
         if lists not in self._joined:
             pairs = np.concatenate([np.empty((0, 2), np.int64), *(self._listed[each] for each in lists)])
@@ -183,7 +190,7 @@ def compare(source: Mapping[str, int], destination: Mapping[str, int]) -> None:
     """Compare every tensor of an engine with the trainer's.
 
     Raises:
-        SyncMismatch: naming the tensors that differ.
+        SyncMismatch: with the names of tensors that differ.
     """
     wrong = [name for name, value in destination.items() if source.get(name) != value]
     if wrong:

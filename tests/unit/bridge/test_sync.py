@@ -129,11 +129,11 @@ def test_tied_weights_have_two_names_for_one_tensor() -> None:
 def test_some_tensors_cannot_be_added_to_nothing(trainer: Trainer) -> None:
     engine = engine_of(trainer)
     bridge = trainer.bridge(engine)
-    with pytest.raises(RuntimeError, match="no whole weights"):
+    with pytest.raises(RuntimeError, match="no complete weights"):
         bridge.sync(0, only=["model.norm.weight"])
     bridge.sync(0)
     engine.abandon("it slept")
-    with pytest.raises(RuntimeError, match="no whole weights"):
+    with pytest.raises(RuntimeError, match="no complete weights"):
         bridge.sync(1, only=["model.norm.weight"])
 
 
