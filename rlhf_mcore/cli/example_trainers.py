@@ -143,7 +143,6 @@ def _example_trainer(
         ),
         checkpointer=build_checkpointer(run, saved, {"counters": counters}, sampler),
         recorder=record,
-        max_bad_updates=cfg.trainer.max_bad_updates,
         counters=counters,
     )
 

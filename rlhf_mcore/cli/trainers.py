@@ -156,7 +156,6 @@ def rl_trainer(run: RunContext) -> TrainingLoop:
         evaluator=_build_evaluator(run, data.held_out, generation.worker, reward or graders),
         checkpointer=checkpointer,
         recorder=record,
-        max_bad_updates=cfg.trainer.max_bad_updates,
         counters=counters,
     )
 

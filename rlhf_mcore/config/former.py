@@ -256,6 +256,18 @@ FORMER = (
         reads={"checkpoint.metric_for_best_model": None},
         translate=_best_model,
     ),
+    Former(
+        "set rollout.engine_timeout_s",
+        {"rollout.server.timeout_s": 3600.0},
+        translate=lambda seconds: {"rollout.engine_timeout_s": seconds},
+    ),
+    Former(
+        "set data.max_bytes to 4096 times as much",
+        {"data.max_rows": 2000000},
+        reads={"data.max_bytes": 8589934592},
+        translate=lambda rows, size: {"data.max_bytes": 4096 * rows} if 4096 * rows > size else {},
+    ),
+    Former("the run ends after 5 bad updates in a row", {"trainer.max_bad_updates": 5}),
     Former("an engine is started again 3 times in a row", {"rollout.engine_restarts": 3}),
     Former("the live display shows responses of every 10th step", {"logging.samples": 10}),
     Former(_TRIES, {"reward.remote.deadline_s": 300.0, "reward.remote.retries": 4}),

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_mcore.config.schema import DataConfig
+    from rlhf_mcore.config.schema.run import BYTES_PER_ROW
+from rlhf_mcore.config.schema import DataConfig
 
 Row = dict[str, Any]
 Transform = Callable[[Row], Row | None]
@@ -131,7 +132,8 @@ def _read_prompts(
             index += 1
             if index > limits.max_rows:
                 raise ConfigError(
-                    f"{field}: more than data.max_rows={limits.max_rows} rows in its files; raise data.max_rows"
+                    f"{field}: more than {limits.max_rows} rows in its files, a row for {BYTES_PER_ROW} bytes of data.max_bytes; "
+                    "raise data.max_bytes"
                 )
         rendered = render.all(contents, parts=images is not None)
         for (place, prompt), (content, _), text in zip(placed, contents, rendered, strict=True):

@@ -230,7 +230,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("<role>/skipped_updates", "updates that were not made, because loss or gradient were not finite", SHARE),
         Metric(
             "<role>/bad_updates_in_a_row",
-            "updates in a row without a finite loss and gradient; trainer.max_bad_updates of them end the run",
+            "updates in a row without a finite loss and gradient; 5 of them end the run",
             "updates",
             "0",
             "lower the learning rate, look at the data and the rewards of the last steps",

@@ -16,6 +16,7 @@ from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
+from rlhf_mcore.config.schema.run import BYTES_PER_ROW
 from rlhf_mcore.foreign import open_file
 
 _DEFAULTS = DataConfig()
@@ -28,7 +29,7 @@ BAD_CHARACTERS = re.compile("[\x00\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """Bound how much is read, by the keys of ``data`` with these names. Every rank holds all rows in memory."""
+    """Bound how much is read, by the keys of ``data``. Every rank holds all rows in memory."""
 
     max_row_bytes: int = _DEFAULTS.max_row_bytes
     max_rows: int = _DEFAULTS.max_rows
@@ -53,7 +54,7 @@ def read_rows(path: Path, limits: RowLimits | None = None) -> Iterator[tuple[str
         for place, row in reader(path, limits):
             num_rows += 1
             if num_rows > limits.max_rows:
-                raise _beyond(f"data file {path}", "rows", "max_rows", limits.max_rows)
+                raise _too_many_rows(f"data file {path}", limits)
             yield place, row
     except OSError as error:
         raise ConfigError(f"data file {path}: cannot be read ({error})") from error
@@ -244,6 +245,12 @@ def _refuse_twins(names: Sequence[str], place: str) -> None:
         raise ConfigError(f"{place}: {shown:.200} appears more than once; keep one column of each name")
 
 
+def _too_many_rows(place: str, limits: RowLimits) -> ConfigError:
+    return ConfigError(
+        f"{place}: more than {limits.max_rows} rows, a row for {BYTES_PER_ROW} bytes of data.max_bytes; raise data.max_bytes"
+    )
+
+
 def _beyond(place: str, what: str, key: str, limit: int) -> ConfigError:
     return ConfigError(f"{place}: more than data.{key}={limit} {what}; split or shorten it, or raise data.{key}")
 
@@ -280,7 +287,7 @@ def _read_parquet(path: Path, limits: RowLimits) -> Iterator[tuple[str, dict[str
 def _check_footer(metadata: Any, where: str, limits: RowLimits) -> list[str]:
     """Refuse what the footer alone shows to be beyond the limits. Returns the paths of the columns of texts."""
     if metadata.num_rows > limits.max_rows:
-        raise _beyond(where, "rows", "max_rows", limits.max_rows)
+        raise _too_many_rows(where, limits)
     texts = set()
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         if group.total_byte_size > limits.max_bytes:

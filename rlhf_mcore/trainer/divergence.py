@@ -49,6 +49,6 @@ def stop_if_diverged(results: Sequence[UpdateResult], max_bad_updates: int) -> N
         if result.bad_in_a_row >= max_bad_updates:
             raise DivergedError(
                 f"the loss or the gradient of the {result.model} was not finite in {result.bad_in_a_row} updates in a row "
-                f"(trainer.max_bad_updates={max_bad_updates}); none of them was made. Lower the learning rate, or look at the data "
+                "and none of them was made. Lower the learning rate, or look at the data "
                 "and the rewards of the last steps; the last checkpoint is intact"
             )

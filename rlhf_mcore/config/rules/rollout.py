@@ -99,6 +99,9 @@ def sharding_problems(cfg: Config) -> Iterator[str]:
 def _seam_problems(cfg: Config, engine: EngineKind) -> Iterator[str]:
     if cfg.rollout.placement == "disaggregated" and not engine.runs_apart:
         yield f"rollout.placement=disaggregated: rollout.engine={engine.name} is not started under Ray; set it to colocated"
+    timeout_s = cfg.rollout.engine_timeout_s
+    if timeout_s is not None and cfg.rollout.placement == "colocated" and not engine.reads("rollout.server"):
+        yield f"rollout.engine_timeout_s={timeout_s:g} has no effect with rollout.placement=colocated; remove it"
     if not engine.has_live_weights and cfg.bridge.method != "gather":
         yield (
             f"bridge.method={cfg.bridge.method}: rollout.engine={engine.name} takes full tensors, its parameters are in processes of "

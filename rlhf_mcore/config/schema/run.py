@@ -12,6 +12,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.group import Group, Item
 from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, FINITE, SHARE, Range, group, key, one_of
 
+BYTES_PER_ROW = 4096  # of data.max_bytes, for a bound of the number of rows
 MAX_WORLD = 2**17  # processes; plans list them. The largest runs that are published have a tenth of it
 AUTO, NEVER = "auto", "never"  # of checkpoint.resume; the first of checkpoint.save_by, too
 PRIVATE, FILE_MODES = "private", ("0600", "0640", "0644", "0660", "0664")  # of checkpoint.mode
@@ -103,10 +104,17 @@ class DataConfig(Group):
         AT_LEAST_1,
         more="Longer ones are refused before they are read.",
     )
-    max_rows: int = key(
-        2000000, "bound of the rows of `data.train`, and of `data.eval`: every rank holds them in memory", AT_LEAST_1
+    max_bytes: int = key(
+        8589934592,
+        "bound of the size of the rows of a file; `data.train`, and `data.eval`, have at most a row for 4096 of these bytes",
+        AT_LEAST_1,
+        more="Every rank holds the rows in memory.",
     )
-    max_bytes: int = key(8589934592, "bound of the size of the rows of a file", AT_LEAST_1)
+
+    @property
+    def max_rows(self) -> int:
+        """Bound of the rows of ``train``, and of ``eval``."""
+        return max(self.max_bytes // BYTES_PER_ROW, 1)
 
 
 class ProfileConfig(Group):
@@ -187,11 +195,6 @@ class TrainerConfig(Group):
         Range(0, 64),
         more="0: a step waits for its responses and engines wait for the step. 1: responses of the next step are sampled meanwhile. "
         "See [asynchronous training](async.md).",
-    )
-    max_bad_updates: int = key(
-        5,
-        "updates in a row, skipped because loss or gradient is not finite, after which the run ends",
-        AT_LEAST_1,
     )
     profile: ProfileConfig = group(ProfileConfig, "where the time of a step goes, on all ranks")
     collective_timeout_s: int = key(

@@ -66,7 +66,7 @@ class ServerEngine(Engine):
         self._urls = [url.rstrip("/") for url in cfg.server.urls]
         self._run = f"rlhf_mcore-{secrets.token_hex(8)}"  # no other trainer's weights have this name
         self._folder = Path(cfg.server.weights_dir).absolute() / self._run
-        self._timeout_s = cfg.server.timeout_s
+        self._timeout_s = cfg.longest_silence_s
         self._room = asyncio.Semaphore(cfg.sequences * len(self._urls))
         self._well: dict[str, int] = {}  # requests under way, by server
         self._answers: SimpleQueue[Completion | Exception] = SimpleQueue()
@@ -216,7 +216,7 @@ class ServerEngine(Engine):
         return dict.fromkeys(self._in_flight, 0)
 
     def _progress(self) -> float:
-        """Return the time: servers do not report tokens, and ``rollout.server.timeout_s`` limits their requests."""
+        """Return the time: servers do not report tokens, and ``rollout.engine_timeout_s`` limits their requests."""
         return time.monotonic()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:

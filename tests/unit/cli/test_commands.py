@@ -101,7 +101,6 @@ def test_print_config_shows_the_resolved_tree(workspace: Any, capsys: pytest.Cap
         "world_size": None,
         "threads_per_rank": 1,
         "bind_numa": "auto",
-        "max_bad_updates": 5,
         "collective_timeout_s": 1800,
         "watchdog_s": 3600,
         "max_restarts": 0,

@@ -59,6 +59,9 @@ TRANSLATED = [
         {"checkpoint.metric_for_best_model": "evaluate/loss", "checkpoint.greater_is_better": False},
         {"checkpoint.metric_for_best_model": "-evaluate/loss"},
     ),
+    ({"rollout.server.timeout_s": 60.0}, {"rollout.engine_timeout_s": 60.0}),
+    ({"data.max_rows": 5000000}, {"data.max_bytes": 20480000000}),
+    ({"data.max_rows": 1000, "trainer.max_bad_updates": 2}, {}),
     ({"rollout.engine_restarts": 9, "logging.samples": 0}, {}),
     ({"reward.remote.deadline_s": 20.0, "reward.judge.retries": 2}, {}),
 ]

@@ -603,7 +603,7 @@ def test_a_transform_is_looked_up_and_not_run(workspace: Any) -> None:
 def test_bounds_of_rows_name_their_keys(workspace: Any) -> None:
     assert "line 1: more than data.max_row_bytes=10 bytes" in only(check("data.max_row_bytes=10"))
     workspace.write("train.jsonl", GOOD_ROW * 3)
-    assert "more than data.max_rows=2 rows" in only(check("data.max_rows=2"))
+    assert "more than 2 rows, a row for 4096 bytes of data.max_bytes" in only(check("data.max_bytes=8192"))
     assert "more than data.max_bytes=50 bytes" in only(check("data.max_bytes=50"))
 
 

@@ -134,10 +134,9 @@ def build(tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch) -> Itera
                 urls=[f"{server.url}/" for server in servers],
                 weights_dir=str(tmp_path / "weights"),
                 token_env=token_env,
-                timeout_s=30.0,
             )
             model = EngineModel(str(tmp_path), str(tmp_path), "fp32", 64, 0, SHAPES)
-            engine = ServerEngine(RolloutConfig(engine="server", server=served), model)
+            engine = ServerEngine(RolloutConfig(engine="server", server=served, engine_timeout_s=30.0), model)
             stack.callback(engine.close)
             return engine
 

@@ -372,7 +372,7 @@ def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None
     counts = iter([0, 1, 2, 3])
     run.models["actor"].result = lambda: UpdateResult("actor", {}, bad_in_a_row=next(counts))
     run.trainer.max_bad_updates = 3
-    with refused(DivergedError, field=("actor", "trainer.max_bad_updates"), value=3):
+    with refused(DivergedError, field="actor", value=3):
         run.trainer.run(9)
     assert ("sync", 3) in log and ("sync", 4) not in log, "weights are not handed on any more"
 
