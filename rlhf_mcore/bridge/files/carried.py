@@ -1,4 +1,4 @@
-"""Carry the tensors of a model's directory that no rank holds into every saved directory of the model."""
+"""Copy the tensors of a model's directory that no rank loads into every saved directory of the model."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _BLOCK_BYTES = 16 * 2**20
 
 
 class CarriedTensors:
-    """Keep tensors of MTP layers: a model is trained without them, and its directories hold them.
+    """The tensors of MTP layers. A model is trained without them, but its directories contain them.
 
-    Where ``geometry`` has MTP layers they are trained. ``copies`` are those of their tensors that repeat another one of the model:
-    they are saved with its values.
+    If ``geometry`` has MTP layers, these are trained. ``copies`` maps the MTP tensors that repeat another tensor
+    of the model to that tensor. They are saved with its values.
 
     Raises:
-        ConfigError: one has a dtype that weights do not have.
+        ConfigError: a tensor has a dtype that is not supported for weights.
     """
 
     def __init__(self, directory: str | Path, geometry: ModelGeometry | None = None):
@@ -48,7 +48,7 @@ class CarriedTensors:
         return sum(prod(shape) * dtype.itemsize for dtype, shape in self.types.values())
 
     def text(self, model: str) -> str:
-        """Say to the user of a run that these layers are not trained. ``model``: its name in checkpoints."""
+        """Return a note for the user that these layers are not trained. ``model`` is the model's name in checkpoints."""
         count = len(self.types)
         return (
             f"{model}: the MTP layers of {self.directory} ({count} tensors, {self.num_bytes / 1e9:.3g} GB) are not trained; "
@@ -57,14 +57,18 @@ class CarriedTensors:
 
     @property
     def config_updates(self) -> dict[str, Any]:
-        """Keys that differ in a saved config.json. It names no layers without tensors, as transformers writes it."""
+        """Keys that differ in a saved config.json. transformers writes no layers without tensors, so their number
+        becomes 0.
+        """
         return {MTP_KEY: 0} if num_mtp_layers(self._hf_config) and not self._some else {}
 
     def write(self, directory: Path, shard: FileShard) -> Path:
-        """Write a file of some of these tensors, made durable, and return its path. Needs no other rank.
+        """Write a file with some of these tensors, make it durable, and return its path.
+
+        The call needs no other rank.
 
         Raises:
-            OSError: also where the source directory has changed since the run began.
+            OSError: writing failed, or the source directory has changed since the run started.
         """
         files = ShardFiles(directory, [shard], self.types)
         try:
@@ -74,7 +78,7 @@ class CarriedTensors:
                     raise ConfigError(f"{self.directory}: tensor {name} is another one than when the run began")
                 for element, part in _blocks(reader, name):
                     files.write(name, part, element)
-        except ConfigError as error:  # a save that fails is not a mistake in the configuration
+        except ConfigError as error:  # a failed save is not a configuration error
             raise OSError(str(error)) from error
         finally:
             files.close()
@@ -93,7 +97,7 @@ def _dtype(reader: HFReader, name: str) -> torch.dtype:
 
 
 def _blocks(reader: HFReader, name: str) -> Iterator[tuple[int, Tensor]]:
-    """Read a tensor block by block, each with the number of its first element."""
+    """Yield the blocks of a tensor, each with the number of its first element."""
     shape = reader.shape(name)
     width = prod(shape[1:])
     step = max(_BLOCK_BYTES // max(4 * width, 1), 1)

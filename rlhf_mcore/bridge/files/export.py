@@ -1,8 +1,8 @@
-"""Write a Hugging Face directory from the ranks of a model, through the planner: every rank writes some of the files.
+"""Write a Hugging Face directory from the ranks of a model. Every rank writes some of the files.
 
-A file is a place like any other. The plan and the executor of an engine's sync carry weights to the ranks that write, too.
-A tensor is assembled in parts of no more than a bucket. Each is written when its last rectangle has come, and forgotten.
-No rank ever holds a full model, nor a full file, nor all experts of a layer that are one tensor.
+A file is a place like any other, so the plan and the executor of engine syncs also send weights to the writing
+ranks. A tensor is assembled in parts of at most a bucket. Each part is written when its last rectangle arrives,
+and then freed. No rank ever holds a full model, a full file, or all experts of a stacked layer.
 """
 
 from __future__ import annotations
@@ -43,21 +43,25 @@ from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 
 
 class Exporter:
-    """Writes a model's weights as a Hugging Face directory, again and again. Built and called by all ranks of a group.
+    """Write a model's weights as a Hugging Face directory, repeatedly. All ranks of a group must build and call
+    it.
 
     Args:
-        parameters: what this rank holds, in the dtypes of the files. Their own tensors are written unless ``sources`` are given.
-        geometry: of the model.
-        companions: directories with config and tokenizer files to copy; the first that has a file wins.
-        group: the ranks among which the files are divided; at least those that hold the model.
-        bucket_bytes: limit of the bytes that a rank sends at a time, and the same for those received.
+        parameters: this rank's parameters, in the dtypes of the files. Their own tensors are written unless
+            ``sources`` is given.
+        geometry: the model's geometry.
+        companions: directories with config and tokenizer files to copy. For each file, the first directory that
+            has it wins.
+        group: the ranks that share the files. It must include all ranks that hold the model.
+        bucket_bytes: limit of the bytes that a rank sends per bucket. The same limit applies to received bytes.
         shard_bytes: largest size of a file, unless a single tensor is larger.
-        config_updates: keys of the written config.json that differ from the copied one.
-        sources: what is written instead of the parameters' own tensors, under the same names and in the same shapes: merged with
+        config_updates: keys of the written config.json that differ from the copied file.
+        sources: tensors to write instead of the parameters' own, with the same names and shapes: merged with
             adapters, averaged or cast.
-        carried: what is written beside, into files of their own.
-        adapters_of: the directory of the model that ``geometry`` describes the adapters of: a PEFT directory is written.
-        dropout: that of the adapters, for whoever trains them further.
+        carried: additional tensors, written into separate files.
+        adapters_of: the base model's directory, if ``geometry`` describes adapters. A PEFT directory is then
+            written.
+        dropout: the adapters' dropout, stored for further training.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class Exporter:
         )
         self.geometry = geometry
         self._companions, self._config_updates, self._group = companions, config_updates, group
-        # Of a run's link "latest" the checkpoint: the link moves on if the run does.
+        # Resolve a run's link "latest" to its checkpoint, because the run may move the link later.
         self._base = None if adapters_of is None else os.path.realpath(adapters_of)
         self._dropout = dropout
         dtypes = wire_dtypes(parameters, pieces_of, group)
@@ -121,7 +125,7 @@ class Exporter:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files that this rank writes, the config and the tokenizer among them."""
+        """Size of the files that this rank writes, including the config and the tokenizer."""
         shards = [*self._mine, *self._mine_beside]
         layouts = [FileLayout({name: self._types[name] for name in shard.tensors}) for shard in shards]
         copied = companion_files(self._companions) if self._group.rank() == 0 else []
@@ -129,13 +133,14 @@ class Exporter:
 
     @property
     def assembled_bytes(self) -> int:
-        """Most bytes of unfinished tensors that this rank has in memory at a time while it writes files."""
+        """Peak bytes of unfinished tensors in this rank's memory while it writes files."""
         return assembled_bytes(self._rank_plan, self._parts)
 
     def write(self, directory: Path) -> list[Path]:
-        """Write this rank's files into a directory and return their paths. Collective over the group.
+        """Write this rank's files into a directory and return their paths. This is a collective call over the
+        group.
 
-        Comes to its end on every rank, whatever happens to the files of this one, and raises afterwards.
+        The call completes on every rank even if this rank's files fail. It raises the error afterwards.
         """
         destinations = _FileDestinations(directory, self._mine, self._types, self._parts, self._rank_plan)
         try:
@@ -148,11 +153,13 @@ class Exporter:
         return [*(directory / shard.name for shard in self._mine), *self.write_rest(directory)]
 
     def snapshot(self) -> tuple[list[FileImage], Callable[[], None]]:
-        """Copy this rank's weights into host memory, which the next snapshot uses again. Collective over the group.
+        """Copy this rank's weights into host memory, which the next snapshot reuses.
 
-        Returns that memory, valid until the next snapshot, and a function. The function copies the weights that this rank has row
-        by row. It needs no other rank, and may run in a thread as long as nobody changes weights. :meth:`write_rest` writes the
-        rest of the directory.
+        This is a collective call over the group.
+
+        Return that memory, valid until the next snapshot, and a function. The function copies the weights that
+        this rank stores row by row. It needs no other rank, and may run in a thread while the weights do not
+        change. :meth:`write_rest` writes the other files of the directory.
         """
         if self._images is None:
             layouts = {s.name: FileLayout({name: self._types[name] for name in s.tensors}) for s in self._mine}
@@ -161,9 +168,10 @@ class Exporter:
         return self._images, partial(destinations.write, self._straight)
 
     def write_rest(self, directory: Path) -> list[Path]:
-        """Write the files that no weights of a rank go into, and return their paths. Needs no other rank.
+        """Write the other files of a rank, and return their paths. The call needs no other rank.
 
-        They are this rank's files of carried tensors, and on the first rank the index, the config and the tokenizer.
+        These are the rank's files of carried tensors. The first rank also writes the index, the config and the
+        tokenizer.
         """
         paths = []
         if self._carried is not None:
@@ -181,7 +189,7 @@ class Exporter:
 
 @dataclass(frozen=True, slots=True)
 class _Straight:
-    """Consecutive elements of a file's tensor that the writing rank has itself."""
+    """Consecutive elements of a file's tensor that the writing rank itself holds."""
 
     tensor: str
     first_element: int
@@ -189,7 +197,7 @@ class _Straight:
 
 
 def _split(plan: RankPlan, flats: Mapping[str, Tensor], parts: Mapping[str, Part]) -> tuple[RankPlan, list[_Straight]]:
-    """Take the parts whose rows this rank has out of a plan: they are written from where they are, not assembled first."""
+    """Remove the parts whose rows this rank holds from a plan. They are written directly, without assembly."""
     unfinished = unfinished_parts(plan)
     straight, buckets = [], []
     for bucket in plan.buckets:
@@ -204,9 +212,10 @@ def _split(plan: RankPlan, flats: Mapping[str, Tensor], parts: Mapping[str, Part
 
 
 class _FileDestinations(Destinations):
-    """Assembles the parts of this rank's files and writes each to its place when it is complete.
+    """Assemble the parts of this rank's files, and write each part when it is complete.
 
-    The first error is kept for later and nothing is written any more, because the other ranks still send.
+    After an error no more parts are written, but the transfer continues, because the other ranks still send. The
+    first error is kept for the caller.
     """
 
     def __init__(
@@ -220,7 +229,8 @@ class _FileDestinations(Destinations):
         self.error: OSError | None = None
         self._parts = parts
         self._flats: dict[str, Tensor] = {}
-        # Layers are alike: memory of parts that are written serves the next ones of their size, and need not be cleared again.
+        # Layers are alike, so the memory of written parts is reused for later parts of the same size without
+        # clearing.
         self._room: dict[int, list[Tensor]] = defaultdict(list)
         self._first, self._last = spans(plan)
         self._files: ShardFiles | None = None
@@ -250,7 +260,7 @@ class _FileDestinations(Destinations):
             self._room[room.numel()].append(room)
 
     def write(self, parts: Sequence[_Straight]) -> None:
-        """Write what need not be unfinished_parts."""
+        """Write the parts that need no assembly."""
         if self._files is None or self.error is not None:
             return
         try:
@@ -284,7 +294,7 @@ class _MemoryDestinations(Destinations):
     def close(self, bucket: Bucket) -> None: ...
 
     def write(self, parts: Sequence[_Straight]) -> None:
-        """Copy what need not be unfinished_parts."""
+        """Copy the parts that need no assembly."""
         for part in parts:
             there = self._whole[part.tensor][part.first_element : part.first_element + part.elements.numel()]
             there.view(part.elements.shape).copy_(part.elements, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Cut the tensors of a file into parts, and plan which rank assembles and writes each."""
+"""Cut a file's tensors into parts, and plan which rank assembles and writes each part."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from rlhf_mcore.bridge.plan.rank_plan import RankPlan
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Whole rows of a file's tensor, from ``row`` on: to the plan a tensor of its own, so its pieces come one after the other.
+    """Whole rows of a file's tensor, from ``row``.
 
-    Its values are those of the model's tensor ``source``.
+    The plan treats a part as a separate tensor, so pieces of a tensor stay in order.
+
+    The values come from the model's tensor ``source``.
     """
 
     tensor: str
@@ -40,7 +42,7 @@ class Part:
         return self.row * prod(self.shape[1:])
 
     def place(self, rank: int) -> Place:
-        """Return where it is assembled."""
+        """Return the place where the part is assembled."""
         start, strides = (0,) * len(self.shape), contiguous_strides(self.shape)
         whole = Piece(f"{self.source}[{self.row}]", start, self.shape, 0, strides)
         return Place(self.name, (whole,), (rank,), prod(self.shape))
@@ -50,7 +52,7 @@ Parts = Mapping[str, Sequence[Part]]  # by tensor
 
 
 def parts_of(tensor: str, source: str, dtype: torch.dtype, shape: tuple[int, ...], limit_bytes: int) -> Iterator[Part]:
-    """Cut a tensor into parts of whole rows, of at least one row each."""
+    """Cut a tensor into parts of whole rows, with at least one row per part."""
     step = max(limit_bytes // (prod(shape[1:]) * dtype.itemsize), 1)
     for row in range(0, shape[0], step):
         yield Part(tensor, source, dtype, row, (min(step, shape[0] - row), *shape[1:]))
@@ -70,7 +72,7 @@ def plan_parts(sources: Sequence[Place], parts: Parts, writers: Mapping[str, int
 
 
 def _in_parts(place: Place, parts: Parts) -> Place:
-    """Cut a place into the coordinates of parts."""
+    """Convert a place to the coordinates of parts."""
     cut = []
     for piece in place.pieces:
         first, end = piece.start[0], piece.start[0] + piece.shape[0]
@@ -84,7 +86,7 @@ def _in_parts(place: Place, parts: Parts) -> Place:
 
 
 def unfinished_parts(plan: RankPlan) -> set[str]:
-    """Name the parts that a rank has to put together. It has the others in runs of their elements, in whatever order."""
+    """Name the parts that a rank must assemble. It already holds each other part in contiguous runs, in any order."""
     unfinished = {
         copy.buffer for b in plan.buckets for p in b.phases for m in (*p.receives, *p.sends) for copy in m.copies
     }
@@ -95,7 +97,7 @@ def unfinished_parts(plan: RankPlan) -> set[str]:
 
 
 def assembled_bytes(plan: RankPlan, parts: Mapping[str, Part]) -> int:
-    """Compute the most bytes of unfinished parts that a rank has in memory at a time."""
+    """Return the peak bytes of unfinished parts in a rank's memory."""
     unfinished, (first, last) = unfinished_parts(plan), spans(plan)
     current = most = 0
     for bucket in plan.buckets:
@@ -106,7 +108,7 @@ def assembled_bytes(plan: RankPlan, parts: Mapping[str, Part]) -> int:
 
 
 def spans(plan: RankPlan) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
-    """List for each bucket the parts begun in it, and the parts completed in it."""
+    """List, for each bucket, the parts that it starts and the parts that it completes."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for bucket in plan.buckets:

@@ -1,7 +1,8 @@
-"""Look at the values of a safetensors file while its bytes are read for their hash, so that each byte is read once.
+"""Check the values of a safetensors file while its bytes are read for their hash, so that each byte is read once.
 
-Master weights and the weights that were rounded from them are in different files, which different ranks read. Both are summed up like
-the digests of a sync (``bridge.run.verify``): equal sums mean equal elements, however the tensors are cut.
+Master weights and the weights that were rounded from them are in different files, which different ranks read. Both
+get sums like the digests of a sync (``bridge.run.verify``). Equal sums mean equal elements, for any split of the
+tensors.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from rlhf_mcore.bridge.run.verify import mix
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _MASK = 2**64 - 1
-_CACHED_ELEMENTS = 2**15  # mixing makes several tensors of int64, which fit into a core's cache
+_CACHED_ELEMENTS = 2**15  # mixing creates several int64 tensors, which fit into a core's cache
 
-Types = Mapping[str, tuple[str, Sequence[int]]]  # of tensors of weights: dtype as safetensors spells it, and shape
+Types = Mapping[str, tuple[str, Sequence[int]]]  # for weights: dtype in safetensors' spelling, and shape
 
 
 @dataclass(frozen=True, slots=True)
 class FileValues:
-    """What the values of all tensors of a file are.
+    """Properties of the values in all tensors of a file.
 
-    ``bounds`` has the smallest and the largest value of each tensor to which no training can come. ``sums`` has the digest of each
-    tensor whose rounded values are compared.
+    ``bounds`` contains the smallest and largest values of each tensor with impossible values. ``sums`` contains
+    the digest of each tensor whose rounded values are compared.
     """
 
     bounds: Mapping[str, tuple[float, float]]
     sums: Mapping[str, int]
 
     def problem(self, called: str, key: str) -> str | None:
-        """Do what ``value_problem`` does, for the tensor of a key."""
+        """Return ``value_problem`` for the tensor of a key."""
         if key not in self.bounds:
             return None
         return value_problem(called, torch.tensor(self.bounds[key]), key.startswith(f"{SECOND_MOMENT}/"))
 
 
 class ValueReader(RawIOBase):
-    """Reads a safetensors file, and looks at the values that it returns.
+    """Read a safetensors file, and check the values that it returns.
 
-    ``compared``: the weights with master weights, whose sums are wanted.
+    ``compared`` contains the weights that have master weights. Their sums are computed.
     """
 
     def __init__(self, file: RawIOBase, compared: Types):
@@ -59,15 +60,18 @@ class ValueReader(RawIOBase):
         self._sums: dict[str, int] = {}
         self._is_complete = False
         self._steps: Generator[int, memoryview] | None = None
-        self._next_bytes: int | None = 0  # None: the rest is not looked at
+        self._next_bytes: int | None = 0  # None: the rest of the file is not checked
 
     @property
     def values(self) -> FileValues | None:
-        """What was found, once the file is read; None if it has no tensors, or others than weights and states."""
+        """Return the properties of the values after the file is read.
+
+        Return None if the file has no tensors, or has tensors other than weights and states.
+        """
         return FileValues(self._bounds, self._sums) if self._is_complete else None
 
     def readinto(self, buffer: Any) -> int:
-        """Read a part of the file that is convenient to look at."""
+        """Read a part of the file with a size that suits the check."""
         view = memoryview(buffer)
         if self._next_bytes is None:
             return self._file.readinto(view) or 0
@@ -79,12 +83,12 @@ class ValueReader(RawIOBase):
             count += got
         try:
             self._next_bytes = self._steps.send(view[:count])
-        except Exception:  # any file may be read here: one that is damaged is found by its hash, or where it is opened
+        except Exception:  # any file may be read here; damage shows in its hash, or when it is opened
             self._next_bytes = None
         return count
 
     def _look(self, most: int) -> Generator[int, memoryview]:
-        """Yield the number of bytes to be read next, and receive them."""
+        """Yield the number of bytes to read next, and receive these bytes."""
         num_left = int.from_bytes((yield 8), "little")
         header = bytearray()
         while num_left:
@@ -105,12 +109,12 @@ class ValueReader(RawIOBase):
                     self._sums[name] = (self._sums.get(name, 0) + tensor.sum_of(flat, first)) & _MASK
                 first += count
             if ends and value_problem("", torch.tensor(ends), name.startswith(f"{SECOND_MOMENT}/")):
-                low, high = torch.tensor(ends).aminmax()  # both NaN if any is
+                low, high = torch.tensor(ends).aminmax()  # both are NaN if any value is NaN
                 self._bounds[name] = float(low), float(high)
         self._is_complete = True
 
     def _describe(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> _Compared | None:
-        """Describe a tensor whose sum is wanted."""
+        """Describe a tensor whose sum is needed, or return None."""
         if key in self._compared:
             return _Compared(whole(shape), shape, dtype)
         kind, _, region = key.partition("/")
@@ -125,7 +129,10 @@ class ValueReader(RawIOBase):
 
 
 class _Compared:
-    """A rectangle of a tensor of weights, or of its master weights. ``run``: elements of it that are neighbours in the tensor."""
+    """A rectangle of a weight, or of its master weights.
+
+    ``run`` is its number of consecutive elements in the whole tensor.
+    """
 
     def __init__(self, rectangle: Rectangle, shape: tuple[int, ...], dtype: torch.dtype):
         self._rectangle, self._strides, self._dtype = rectangle, contiguous_strides(shape), dtype
@@ -137,15 +144,15 @@ class _Compared:
                 break
 
     def sum_of(self, flat: Tensor, first: int) -> int:
-        """Sum up elements of the rectangle in row-major order, from its ``first`` element on, as they are after rounding."""
+        """Return the sum for rounded elements of the rectangle in row-major order, starting at its element ``first``."""
         total = 0
         for begin in range(0, flat.numel(), _CACHED_ELEMENTS):
-            part = flat[begin : begin + _CACHED_ELEMENTS].to(self._dtype) + 0.0  # -0.0 is equal to 0.0
+            part = flat[begin : begin + _CACHED_ELEMENTS].to(self._dtype) + 0.0  # makes -0.0 equal to 0.0
             total += int(mix(part, self._positions(first + begin, part.numel())).sum())
         return total
 
     def _positions(self, first: int, count: int) -> Tensor:
-        """Compute the positions of elements of the rectangle in the flat tensor."""
+        """Return the positions of the rectangle's elements in the flat tensor."""
         start, shape = self._rectangle
         runs = torch.arange(first // self.run, (first + count - 1) // self.run + 1)
         begins = torch.full_like(

@@ -1,4 +1,4 @@
-"""The plain way from ranks' Megatron tensors to full ones, one at a time: the baseline that the planned bridge is measured against."""
+"""Gather full tensors from the ranks' Megatron tensors, one at a time. This is the baseline for the planned bridge."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rlhf_mcore.parallel.layout import is_expert
 
 
 class Gatherer:
-    """Yields full tensors under Hugging Face names on every rank of a model. Collective.
+    """Yield full tensors under Hugging Face names on every rank of a model. Iterating is a collective call.
 
-    Tensor-parallel parts are all-gathered within each pipeline stage, experts over ``expert_group`` (expert tensor and expert
-    parallel), and the result is broadcast to the other stages.
+    Tensor-parallel parts are all-gathered within each pipeline stage. Experts are all-gathered over
+    ``expert_group`` (expert-tensor and expert parallel). The result is broadcast to the other stages.
     """
 
     def __init__(
@@ -38,19 +38,19 @@ class Gatherer:
         self._experts = expert_group
         mine = next((astuple(p.shard) for p in parameters if is_expert(p.name)), None)
         assert mine is None or expert_group is not None, "experts are gathered over a group of their own"
-        # A stage without experts receives those of others, which are shared among the ranks of a stage as they would be in this.
+        # A stage without experts receives other stages' experts, so it uses their shards.
         mine = next((shard for shard in all_gather_json(mine, pp_group) if shard), None)
         self._expert_shards = [Shard(*s) for s in all_gather_json(mine, expert_group) if s] if expert_group else []
         self._local = {parameter.name: parameter.tensor for parameter in parameters}
         types = {p.name: str(p.tensor.dtype).removeprefix("torch.") for p in parameters}
         stages = all_gather_json(types, pp_group)
         self._dtypes = {name: getattr(torch, dtype) for by_name in stages for name, dtype in by_name.items()}
-        # A tied embedding has two owners under pipeline parallelism; the first stage's is used.
+        # Under pipeline parallelism a tied embedding is on two stages; the first stage's copy is used.
         self._owner: dict[str, int] = {}
         for stage, names in enumerate(stages):
             for name in names:
                 self._owner.setdefault(name, stage)
-        # Parameters with parts of the same tensors: experts of a layer, where one tensor has them all.
+        # Group parameters with parts of the same tensor: a layer's experts, if one tensor contains them all.
         self._together: dict[tuple[str, int], list[str]] = {}
         for name in self._owner:
             rule, layer, _ = find_rule(geometry, name)
@@ -71,7 +71,7 @@ class Gatherer:
             yield from self._gather(by_name, list(targets)).items()
 
     def _gather(self, by_name: dict[str, list[list[Piece]]], targets: list[str]) -> dict[str, Tensor]:
-        """Gather whole tensors. ``by_name``: pieces of parameters of one stage by rank."""
+        """Gather whole tensors. ``by_name`` contains the pieces of one stage's parameters by rank."""
         first, like = next(iter(by_name)), next(iter(self._local.values()))
         stage, dtype = self._owner[first], self._dtypes[first]
         full = {target: like.new_empty(self._shapes[target], dtype=dtype) for target in targets}
@@ -91,8 +91,9 @@ class Gatherer:
             return [local]
         places = [{(piece.hf_name, piece.start) for piece in rank_pieces} for rank_pieces in by_rank]
         if all(held == places[0] for held in places):
-            return [local] * len(by_rank)  # replicated: every rank holds the same
-        if self._geometry.adapter is not None:  # ranks have as many rows of B as of the matrices with adapters
+            return [local] * len(by_rank)  # replicated: every rank holds the same tensor
+        # Each rank holds the rows of B that match its rows of the adapted matrices, so sizes differ.
+        if self._geometry.adapter is not None:
             counts = [sum(prod(piece.shape) for piece in rank_pieces) for rank_pieces in by_rank]
             padded = local.new_zeros(max(*counts, local.numel()))
             padded[: local.numel()] = local.flatten()

@@ -1,7 +1,7 @@
-"""Hugging Face model directories: reading rectangles of tensors, and what travels with the weights.
+"""Read rectangles of tensors in Hugging Face model directories, and copy the files that belong to the weights.
 
-Everything read from an index is checked before it is used: a shard must be there, inside the directory, and hold the tensors
-that the index names.
+Everything read from an index is checked before use. A shard must exist, be inside the directory, and contain the
+tensors that the index names.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from rlhf_mcore.readers.model_files import COMPANIONS
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 * 2**30
-GROUP = 32  # values in mxfp4 that share an exponent
-BLOCKS, SCALES = "_blocks", "_scales"  # what is added to the name of a tensor in mxfp4
+GROUP = 32  # mxfp4 values that share an exponent
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the names of mxfp4 tensors
 _REMEDY = "Download or export the model again."
 
 
 class HFReader:
-    """Reads parts of the tensors of a directory of safetensors. Only the requested rectangles are read from disk.
+    """Read parts of tensors in a directory of safetensors files. Only the requested rectangles are read from disk.
 
-    What is stored in mxfp4, as blocks and scales, is one tensor in bf16 here, and dequantised as it is read.
-    ``single``: the only file that is read, whatever an index names.
+    A tensor stored in mxfp4, as blocks and scales, appears here as one bf16 tensor that is dequantised when it is
+    read. ``single`` is the only file to read, if given; the index is then ignored.
     """
 
     def __init__(self, directory: str | Path, single: str | None = None):
@@ -44,7 +44,7 @@ class HFReader:
         self._open: dict[str, safe_open] = {}
         self._names: dict[
             str, frozenset[str]
-        ] = {}  # names of each file's tensors, which safetensors makes anew for every call
+        ] = {}  # tensor names by file, because safetensors builds them again for every call
         self._shard_of = self._locate()
         blocks = {name.removesuffix(BLOCKS) for name in self._shard_of if name.endswith(BLOCKS)}
         self._packed = {name for name in blocks if name + SCALES in self._shard_of}
@@ -73,7 +73,7 @@ class HFReader:
         return (*outer, groups * GROUP, columns)
 
     def dtype(self, name: str) -> str:
-        """Dtype of a tensor as safetensors spells it (``F32``, ``BF16``, ``I8``, ``F8_E4M3``, ...).
+        """Dtype of a tensor in safetensors' spelling (``F32``, ``BF16``, ``I8``, ``F8_E4M3``, ...).
 
         Raises:
             ConfigError: there is no such tensor.
@@ -83,14 +83,14 @@ class HFReader:
         return str(self._handle(name).get_slice(name).get_dtype())
 
     def shard(self, name: str) -> str:
-        """Name of the file that holds a tensor."""
+        """Name of the file that contains a tensor."""
         return self._shard_of[name + BLOCKS if name in self._packed else name]
 
     def check_index(self) -> None:
-        """Compare the index with what the files hold.
+        """Compare the index with the contents of the files.
 
         Raises:
-            ConfigError: a tensor is in two files, or in another than the index names.
+            ConfigError: a tensor is in two files, or in a different file than the index names.
         """
         shard_of: dict[str, str] = {}
         for shard in sorted(set(self._shard_of.values())):
@@ -109,11 +109,11 @@ class HFReader:
             self._handle(name)
 
     def close(self) -> None:
-        """Close the files and unmap what was read of them. They are opened again when they are needed."""
+        """Close the files and unmap their memory. They are reopened when needed."""
         self._open.clear()
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """Read a rectangle of a tensor in the file's dtype, or in bf16 where the file has mxfp4."""
+        """Read a rectangle of a tensor in the file's dtype, or in bf16 if the file stores mxfp4."""
         if name not in self._packed:
             return self._handle(name).get_slice(name)[where]
         *outer, rows, columns = where
@@ -124,7 +124,7 @@ class HFReader:
         return whole[..., first - groups.start * GROUP : end - groups.start * GROUP, :]
 
     def tensors(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """Read every tensor whole, in the file's dtype, file by file, ``without`` some."""
+        """Yield every whole tensor in the file's dtype, file by file, except the tensors in ``without``."""
         for name in sorted(self.names.difference(without), key=lambda name: (self.shard(name), name)):
             yield name, self.read(name, (slice(None),) * len(self.shape(name)))
 
@@ -171,10 +171,13 @@ class HFReader:
 
 
 def inside(directory: Path, name: str, minimum: int = 0, *, where: str = "", also: Sequence[Path] = ()) -> Path:
-    """Return the path of file ``name`` in a directory, where ``name`` was read from a file. A link may lead into ``also``.
+    """Return the path of file ``name`` in a directory. ``name`` comes from a file, so it is not trusted.
+
+    A link may lead into ``also``.
 
     Raises:
-        ConfigError: it is not a plain name, leads out of the directory, is absent or shorter than ``minimum`` bytes.
+        ConfigError: ``name`` is not a plain name or leads out of the directory, or the file is missing or has
+            fewer than ``minimum`` bytes.
     """
     path = directory / name
     if not name or os.path.basename(name) != name or name in (".", ".."):
@@ -189,10 +192,12 @@ def inside(directory: Path, name: str, minimum: int = 0, *, where: str = "", als
 
 
 def companion_files(sources: Sequence[str | Path]) -> list[Path]:
-    """List the files that travel with the weights: of several sources the first that has a file gives it.
+    """List the config and tokenizer files that belong to the weights.
+
+    For each file, the first source that has it wins.
 
     Raises:
-        ConfigError: one is a link out of its directory: what it names may be anybody's, and would be copied.
+        ConfigError: a file is a link out of its directory. Its target may be any file, and would be copied.
     """
     directories = [Path(source).resolve() for source in sources]
     places = [[directory for directory in directories if os.path.isfile(directory / name)] for name in COMPANIONS]
@@ -204,16 +209,21 @@ def companion_files(sources: Sequence[str | Path]) -> list[Path]:
 
 
 def _blobs(directory: Path) -> list[Path]:
-    """List where a Hugging Face cache keeps the files of a directory: snapshots/<revision>/* -> ../../blobs/*."""
+    """Return the directory where a Hugging Face cache stores a directory's files: snapshots/<revision>/* ->
+    ../../blobs/*.
+    """
     return [directory.parent.parent / "blobs"] if directory.parent.name == "snapshots" else []
 
 
 def copy_companions(
     sources: Sequence[str | Path], directory: Path, dtype: torch.dtype, updates: Mapping[str, Any] | None = None
 ) -> None:
-    """Copy the files that travel with the weights: of several sources the first that has a file gives it.
+    """Copy the config and tokenizer files that belong to the weights.
 
-    The copied config gets ``dtype`` and ``updates``. It loses its quantisation: written weights have none.
+    For each file, the first source that has it wins.
+
+    The copied config gets ``dtype`` and ``updates``. Its quantisation is removed, because written weights are not
+    quantised.
     """
     for companion in companion_files(sources):
         data = read_bytes(companion, limit=INDEX_LIMITS.num_bytes, remedy=_REMEDY)
@@ -224,10 +234,11 @@ def copy_companions(
     path.write_text(json.dumps({**config, key: str(dtype).removeprefix("torch."), **(updates or {})}, indent=2) + "\n")
 
 
-# Weights in mxfp4: 32 values of four bits share an exponent (OCP Microscaling Formats v1.0, 2023, section 5). A matrix
-# [rows, columns] is stored by columns: ``blocks`` [columns, rows / 32, 16] uint8 contain two values in a byte, the first in the
-# lower half, and ``scales`` [columns, rows / 32] uint8 the exponents. The authors of gpt-oss store the experts of a layer in this way.
-# Twice the values, and one more than the bias of the exponents: half of the largest power of two is still a number in bf16.
+# Weights in mxfp4: 32 four-bit values share an exponent (OCP Microscaling Formats v1.0, 2023, section 5). A matrix
+# [rows, columns] is stored by columns. ``blocks`` [columns, rows / 32, 16] uint8 contains two values per byte, the
+# first in the lower half. ``scales`` [columns, rows / 32] uint8 contains the exponents. The authors of gpt-oss
+# store a layer's experts in this format. The table contains doubled values, and the bias is one larger than the
+# exponents' bias: half of the largest power of two is still representable in bf16.
 _TWICE = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 _BIAS_OF_HALVES = 128
 
@@ -238,36 +249,36 @@ def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     ``blocks`` are [..., columns, rows / 32, 16], and ``scales`` [..., columns, rows / 32].
     """
     values = torch.tensor([*_TWICE, *(-value for value in _TWICE)], dtype=torch.bfloat16)
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # [256, 2]: the values of every byte
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # [256, 2]: values of each byte
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS_OF_HALVES).bfloat16()
-    matrices = pairs.view(torch.int32)[:, 0][blocks.int()].view(torch.bfloat16)  # two values move as one number
+    matrices = pairs.view(torch.int32)[:, 0][blocks.int()].view(torch.bfloat16)  # both values move as one int32
     return matrices.mul_(powers[scales.int()].unsqueeze(-1)).flatten(-2).mT
 
 
-# Directories of adapters in PEFT's format.
-_OF_MODEL = ("config.json", "generation_config.json")  # they would make the directory look like a model's
+_OF_MODEL = ("config.json", "generation_config.json")  # with them it would look like a model
 
 
 def open_adapters(directory: str | Path, model: ModelGeometry) -> tuple[HFReader, ModelGeometry]:
-    """Open a PEFT directory of adapters of ``model``. Returns the reader of its tensors and the geometry of the adapters.
+    """Open a PEFT directory with adapters of ``model``. Return the reader of its tensors, and the adapters'
+    geometry.
 
     Raises:
-        ConfigError: a tensor is missing, is none of an adapter of the model, or has another shape or dtype than its layer asks for;
-            or adapter_config.json asks for more than plain low-rank adapters.
+        ConfigError: a tensor is missing, belongs to no adapter of the model, or has the wrong shape or dtype for
+            its layer; or adapter_config.json requires more than plain low-rank adapters.
     """
     adapters = read_adapters(directory, model)
     return HFReader(directory, single=ADAPTER_WEIGHTS), adapters
 
 
 def adapter_companions(sources: Sequence[str | Path]) -> list[Path]:
-    """List the files that travel with adapters: the tokenizer's. The config is that of the base, and stays there."""
+    """List the tokenizer files that belong to adapters. The config stays in the base model's directory."""
     return [path for path in companion_files(sources) if path.name not in _OF_MODEL]
 
 
 def write_companions(
     sources: Sequence[str | Path], directory: Path, adapters: ModelGeometry, base: str, dropout: float = 0.0
 ) -> list[Path]:
-    """Write adapter_config.json, and copy what travels along. Returns the paths."""
+    """Write adapter_config.json and copy the tokenizer files. Return the paths."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / ADAPTER_CONFIG]
     paths[0].write_text(json.dumps(adapter_config(adapters, base, dropout), indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Check that a model of a checkpoint is one that a run could have saved, before anything is built from it."""
+"""Check that a run could have saved a checkpoint's model, before it is used."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ def check_saved_model(
     base: str | None = None,
     known: Known = lambda path: None,
 ) -> None:
-    """Compare the weights and the optimizer's state of a model with its config.json, and look at every value of both.
+    """Compare a model's weights and optimizer state with its config.json, and check every value of both.
 
     Args:
         weights: the Hugging Face directory.
         training: the directory of the optimizer's state; None: the model is not trained.
-        values: false: compare names, shapes and places only; headers and indexes are read, no tensor.
-        base: the adapters' model, where the one that they name is not here.
-        known: what the values of a file are, if it was read already. Otherwise its tensors are read here.
+        values: False compares names, shapes and places only. It reads headers and indexes, but no tensors.
+        base: the adapters' model, if the model that they name is not available here.
+        known: returns the value check of a file that was read earlier, or None. In the latter case, its tensors
+            are read here.
 
     Raises:
-        ConfigError: a tensor is missing, of another shape or stored twice, a value is not finite, or the state is one that no
-            optimizer can have come to. The message names file and tensor.
+        ConfigError: a tensor is missing, has another shape or is stored twice; a value is not finite; or no
+            optimizer could have reached the state. The message names file and tensor.
     """
     if holds_adapter(weights):
         from rlhf_mcore.bridge.files.hf_files import open_adapters
@@ -81,7 +82,7 @@ def _open_weights(weights: Path, geometry: ModelGeometry) -> HFReader:
 
 
 def _trained_geometry(weights: Path, training: Path | None) -> ModelGeometry:
-    """Read the geometry, with the MTP layers of config.json where the optimizer's index has one of their tensors."""
+    """Read the geometry. Include the MTP layers of config.json if the optimizer's index contains one of their tensors."""
     geometry = read_geometry(weights)
     count = num_mtp_layers(read_config(weights, str(weights)))
     if training is None or not count:
@@ -102,7 +103,7 @@ def _check_values(reader: HFReader, names: Sequence[str], state: StateReader | N
 
     @cache
     def sums_are_equal(name: str) -> bool | None:
-        """Compare a whole tensor with all its master weights. Returns None if not all were read already."""
+        """Compare a whole tensor with all its master weights. Return None if any of them was not read earlier."""
         assert state is not None
         weights = known(reader.directory / reader.shard(name))
         if weights is None or name not in weights.sums:
@@ -138,6 +139,6 @@ def _check_values(reader: HFReader, names: Sequence[str], state: StateReader | N
             for problem in chain(of_weights, stored):
                 if problem is not None:
                     raise ConfigError(problem)
-        except BaseException:  # Ctrl-C too: what nobody has begun to read is not read
+        except BaseException:  # also on Ctrl-C: cancel the reads that have not started
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -1,10 +1,13 @@
-"""Write the state of an optimizer in Hugging Face coordinates: every rank writes alone, and any layout reads it.
+"""Write an optimizer's state in Hugging Face coordinates.
 
-``training/state-<rank>.safetensors`` holds the rectangles of one rank, each a tensor of its own. ``training/index.json`` has, for
-each Hugging Face tensor, its rectangles and their files. Padding of the vocabulary is not stored: it is zero.
+Every rank writes its own file, and any layout can read them.
 
-An index covers all trained tensors of the model (format 1), or those that it declares under ``covers`` (format 2): where some
-weights are frozen, or only adapters are trained, the others have no state.
+``training/state-<rank>.safetensors`` contains the rectangles of one rank, each as a separate tensor.
+``training/index.json`` lists, for each Hugging Face tensor, its rectangles and their files. Vocabulary padding is
+not stored, because it is zero.
+
+An index covers all trained tensors of the model (format 1), or the tensors that it declares under ``covers``
+(format 2). Frozen weights have no state, and neither do weights with only trained adapters.
 """
 
 from __future__ import annotations
@@ -34,14 +37,14 @@ KINDS = (MASTER, "exp_avg", SECOND_MOMENT, "momentum")
 FORMAT_OF_ALL = 1  # the index covers all tensors of the model
 FORMAT_OF_SOME = 2  # the index declares its tensors
 
-Described = list[tuple[str, list[str], list[int], list[int]]]  # of every region: Hugging Face name, kinds, start, shape
+Described = list[tuple[str, list[str], list[int], list[int]]]  # per region: Hugging Face name, kinds, start, shape
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A rectangle of a Hugging Face tensor. Its elements are back to back in a flat range, from ``offset`` on.
+    """A rectangle of a Hugging Face tensor. Its elements are consecutive in a flat range, from ``offset``.
 
-    ``axes`` are those of the tensor in the order in which they are stored there, from the slowest to the fastest.
+    ``axes`` lists the tensor's axes in their storage order, from slowest to fastest.
     """
 
     hf_name: str
@@ -57,12 +60,15 @@ class Region:
 
 
 def regions(held: Sequence[Piece], begin: int, end: int) -> list[Region]:
-    """List the regions of elements ``begin`` to ``end`` of a local tensor with pieces ``held``. Padding belongs to no region."""
+    """List the regions of elements ``begin`` to ``end`` of a local tensor with pieces ``held``.
+
+    No region contains padding.
+    """
     listed = []
     for piece in held:
         axes = tuple(sorted(range(len(piece.shape)), key=lambda axis: -piece.strides[axis]))
         shape = tuple([piece.shape[axis] for axis in axes])
-        # Whatever way Megatron cuts a tensor, a piece of it is one block of the local one, if need be transposed.
+        # For every split in Megatron, a piece is one block of the local tensor, possibly transposed.
         assert tuple([piece.strides[axis] for axis in axes]) == contiguous_strides(shape), piece
         low, high = max(begin, piece.offset), min(end, piece.offset + piece.numel)
         position = low - begin
@@ -77,9 +83,11 @@ def regions(held: Sequence[Piece], begin: int, end: int) -> list[Region]:
 
 
 def writes(name: str, geometry: ModelGeometry, shard: Shard) -> bool:
-    """Tell whether a rank writes the state of its part of a parameter: of tensor-parallel replicas the first does.
+    """Return whether a rank writes the state of its part of a parameter.
 
-    An embedding that the last stage needs too has two owners under pipeline parallelism; the first stage writes it.
+    The first tensor-parallel replica writes.
+
+    Under pipeline parallelism a tied embedding is on the first and last stages. The first stage writes it.
     """
     if name == EMBEDDING_COPY:
         return False
@@ -90,7 +98,7 @@ def writes(name: str, geometry: ModelGeometry, shard: Shard) -> bool:
 
 
 class RankState:
-    """One rank's share of the state to write: tensors by name, and the layout of their file."""
+    """A rank's share of the state to write: tensors by name, and the layout of their file."""
 
     def __init__(self, shards: Sequence[StateShard], geometry: ModelGeometry):
         self.described: Described = []
@@ -108,7 +116,7 @@ class RankState:
         self.layout = FileLayout({key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self._tensors.items()})
 
     def write(self, path: Path) -> None:
-        """Write the file, tensor by tensor; made durable."""
+        """Write the file tensor by tensor, and make it durable."""
         file = create(path, self.layout)
         try:
             for key, tensor in self._tensors.items():
@@ -118,18 +126,18 @@ class RankState:
             os.close(file)
 
     def copy_to(self, image: FileImage) -> None:
-        """Copy all tensors into the image of the file. Copies from a device must be waited for."""
+        """Copy all tensors into the file's image. The caller must wait for copies from a device."""
         for key, tensor in self._tensors.items():
             image.layout.flat(image.body, key).view(tensor.shape).copy_(tensor, non_blocking=True)
 
 
 def state_file(rank: int) -> str:
-    """Name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"state-{rank:05d}.safetensors"
 
 
 def region_key(kind: str, hf_name: str, rectangle: Rectangle) -> str:
-    """Name of a rectangle's tensor, such as ``exp_avg/model.norm.weight[0:64]``."""
+    """Return the name of a rectangle's tensor, such as ``exp_avg/model.norm.weight[0:64]``."""
     spans = ",".join(f"{begin}:{begin + size}" for begin, size in zip(*rectangle, strict=True))
     return f"{kind}/{hf_name}[{spans}]"
 
@@ -141,9 +149,10 @@ def gather_index(
     group: dist.ProcessGroup,
     covers: Collection[str] | None = None,
 ) -> dict[str, Any] | None:
-    """Gather the index of all ranks' files on the group's first rank. Returns None on the others. Collective over the group.
+    """Gather the index of all ranks' files on the group's first rank. Return None on other ranks.
 
-    ``scalars`` are the same on all ranks that write something, and may be None on the others. ``covers`` as in :func:`make_index`.
+    This is a collective call over the group. ``scalars`` must be equal on all ranks that write regions; it may be
+    None on others. ``covers`` is as in :func:`make_index`.
     """
     parts = gather_json([described, scalars], group)
     if not parts:
@@ -158,13 +167,13 @@ def make_index(
     scalars: Mapping[str, Any],
     covers: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Make the index of the regions that all ranks have described.
+    """Build the index of the regions that all ranks have described.
 
-    ``covers`` declares the Hugging Face tensors that have state; None: all of the model that are trained.
+    ``covers`` declares the Hugging Face tensors with state; None: all trained tensors of the model.
 
     Raises:
-        ValueError: the ranks' regions do not cover a declared tensor exactly once, or are of a tensor that is not declared. This is
-            ours, not the user's, to put right.
+        ValueError: the ranks' regions do not cover a declared tensor exactly once, or a region's tensor is not
+            declared. Both are bugs in this package, not user errors.
     """
     shapes = hf_shapes(geometry, trained=True)
     if covers is not None:

@@ -1,4 +1,4 @@
-"""Reads the state of an optimizer for any layout, and refuses what no optimizer can have come to."""
+"""Read an optimizer's state for any layout, and reject states that no optimizer can reach."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _REMEDY = "Resume from another checkpoint, or start from the weights alone (mode
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """Hold what an index knows of one tensor: its kinds of state, and the rectangles, each with the number of its file."""
+    """A tensor's entry in an index: its kinds of state, and its rectangles, each with the number of its file."""
 
     kinds: list[str]
     regions: list[tuple[int, Rectangle]]
 
 
 class StateReader:
-    """Reads the state of an optimizer for any layout. Only what is asked for is read from disk.
+    """Read an optimizer's state for any layout. Only the requested parts are read from disk.
 
-    ``covers`` are the Hugging Face names of the tensors that have state.
+    ``covers`` contains the Hugging Face names of the tensors with state.
 
     Raises:
-        ConfigError: the index is not that of this model, or damaged; the message names file and tensor.
+        ConfigError: the index belongs to another model, or is damaged. The message names file and tensor.
     """
 
     def __init__(self, directory: Path, geometry: ModelGeometry):
@@ -85,11 +85,12 @@ class StateReader:
         self._tensors = {name: self._parse(name, entry, shapes[name]) for name, entry in stored.items()}
 
     def check_whole(self) -> None:
-        """Check that the files hold both moments of AdamW, or momentum, of every tensor, each element once. Headers are read, no
-        values.
+        """Check that the files contain both AdamW moments, or momentum, of every tensor, and each element once.
+
+        Only headers are read, not values.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: a moment or an element is missing, or stored twice.
         """
         shapes = hf_shapes(self._geometry)
         for name, stored in self._tensors.items():
@@ -105,7 +106,7 @@ class StateReader:
         return [(self._files[number], rectangle) for number, rectangle in self._tensors[name].regions]
 
     def regions(self) -> Iterator[tuple[str, str, str, Rectangle]]:
-        """List every stored rectangle: file, kind, Hugging Face name, place in that tensor."""
+        """Yield every stored rectangle: file, kind, Hugging Face name, and place in the tensor."""
         for name, stored in self._tensors.items():
             for kind in stored.kinds:
                 for file, rectangle in self.regions_of(name):
@@ -115,16 +116,16 @@ class StateReader:
         """Map a rectangle that ``regions`` lists from its file.
 
         Raises:
-            ConfigError: it is not in the file that the index names, or of another shape or dtype.
+            ConfigError: the rectangle is not in the file that the index names, or has another shape or dtype.
         """
         return self._map(file, region_key(kind, name, rectangle), rectangle.shape)
 
     def read_into(self, shards: Sequence[StateShard]) -> None:
-        """Fill the tensors of ``shards`` in place; what is padding becomes zero.
+        """Fill the tensors of ``shards`` in place. Set padding to zero.
 
         Raises:
-            ConfigError: the files do not hold it, or hold what no optimizer can have come to: a value that is not finite, a second
-                moment below zero.
+            ConfigError: the files do not contain the state, or contain values that no optimizer can reach: a value
+                that is not finite, or a negative second moment.
         """
         for shard in shards:
             parts = regions(pieces(shard.name, self._geometry, shard.shard), shard.start, shard.stop)
@@ -138,7 +139,7 @@ class StateReader:
                         raise ConfigError(problem)
 
     def _read_region(self, kind: str, region: Region, target: Tensor) -> None:
-        """Put together a rectangle from the parts of the stored ones that are in it."""
+        """Assemble a rectangle from the stored rectangles that intersect it."""
         name, target_rectangle = region.hf_name, region.rectangle
         if name not in self.covers:
             raise ConfigError(
@@ -167,9 +168,9 @@ class StateReader:
             raise self._damage_error(f"tensor {name}: {sum(box.numel for box in missing)} elements are missing")
 
     def _check_header(self, name: str, key: str, shape: Sequence[int]) -> safe_open:
-        """Compare the header of a file with the index, and return the open file.
+        """Compare a file's header with the index, and return the open file.
 
-        No tensor is mapped: that would read its first page, and the system would read megabytes ahead.
+        No tensor is mapped, because that would read its first page, and the system would read megabytes ahead.
         """
         path = self.directory / name
         if name not in self._open:
@@ -189,11 +190,11 @@ class StateReader:
         return self._open[name]
 
     def _map(self, name: str, key: str, shape: Sequence[int]) -> Tensor:
-        """Map a stored rectangle from the file: pages are read when they are used."""
+        """Map a stored rectangle from the file. Its pages are read when they are used."""
         return self._check_header(name, key, shape).get_tensor(key)
 
     def _parse(self, name: str, entry: Any, shape: tuple[int, ...]) -> _StoredTensor:
-        """Parse an entry of the index, and check all of it that needs no file of tensors."""
+        """Parse an entry of the index, and check everything that needs no tensor file."""
 
         def damaged(problem: str) -> ConfigError:
             return self._damage_error(f"tensor {name}: {problem}")
@@ -221,7 +222,7 @@ class StateReader:
 
 
 def _rectangle_of(region: Any) -> Rectangle | None:
-    """Return the rectangle of a region ``[file, start, shape]`` of an index, or None where it is none, or empty."""
+    """Return the rectangle of a region ``[file, start, shape]`` of an index, or None if it is invalid or empty."""
     if not isinstance(region, list) or len(region) != 3:
         return None
     _, start, shape = region
@@ -233,12 +234,13 @@ def _rectangle_of(region: Any) -> Rectangle | None:
 
 
 def value_problem(name: str, values: Tensor, is_mean_of_squares: bool = False) -> str | None:
-    """Describe a value to which no training can come: not finite, or a mean of squares below zero. Returns None where all are
-    possible.
+    """Describe a value that no training can produce: not finite, or a negative mean of squares.
 
-    ``name``: what the message calls the tensor.
+    Return None without such values.
+
+    ``name`` is the tensor's name in the message.
     """
-    low, high = (float(value) for value in values.aminmax())  # both NaN if any is
+    low, high = (float(value) for value in values.aminmax())  # both are NaN if any value is NaN
     if not (math.isfinite(low) and math.isfinite(high)):
         return f"{name} has values that are not finite. {_REMEDY}"
     if is_mean_of_squares and low < 0:
@@ -250,7 +252,7 @@ def check_scalars(scalars: Fields) -> None:
     """Check that an optimizer and its role can have these counts and this loss scale.
 
     Raises:
-        ConfigError: they cannot, or one of them is missing.
+        ConfigError: a value is impossible or missing.
     """
     expected = {"step", "loss_scale", "num_updates", "num_bad_updates"}
     if set(scalars) != expected:
@@ -266,4 +268,4 @@ def check_scalars(scalars: Fields) -> None:
     if scaler.number("scale") <= 0:
         raise scaler.wrong("scale", "a positive number")
     for tracker in ("growth_tracker", "hysteresis_tracker"):
-        scaler.integer(tracker, minimum=-(2**31))  # Megatron counts hysteresis down, below zero too
+        scaler.integer(tracker, minimum=-(2**31))  # Megatron counts hysteresis down, also below zero

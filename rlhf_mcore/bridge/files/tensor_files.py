@@ -1,4 +1,4 @@
-"""Safetensors files whose layout is fixed before any of their tensors is there, written in any order, alone or as a directory."""
+"""Write safetensors files with a fixed layout: tensors in any order, single files or directories."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class FileLayout:
-    """Header of a safetensors file, and where each tensor goes. Wider elements come first, so that all are aligned."""
+    """Header of a safetensors file, and the place of each tensor. Wider elements come first, so that all are aligned."""
 
     def __init__(self, tensors: TensorTypes):
         self.types = dict(sorted(tensors.items(), key=lambda item: -item[1][0].itemsize))
@@ -48,7 +48,7 @@ class FileLayout:
         return len(self.header) + self.body_bytes
 
     def offset(self, name: str) -> int:
-        """Compute where a tensor begins in the file, in bytes."""
+        """Return the tensor's first byte in the file."""
         return len(self.header) + self._spans[name][0]
 
     def flat(self, body: Tensor, name: str) -> Tensor:
@@ -67,11 +67,14 @@ class FileImage:
 
     @classmethod
     def empty(cls, name: str, layout: FileLayout) -> FileImage:
-        """Room for a file, which copies from the device are fast to."""
+        """Allocate memory for a file. Copies from the device to this memory are fast."""
         return cls(name, layout, current_platform().host_buffer(layout.body_bytes))
 
     def write(self, directory: Path) -> Path:
-        """Write the file, made durable, and return its path. Needs no other rank, and may run in a thread of its own."""
+        """Write the file, make it durable, and return its path.
+
+        The call needs no other rank, and may run in a separate thread.
+        """
         path = directory / self.name
         file = create(path, self.layout)
         try:
@@ -83,7 +86,7 @@ class FileImage:
 
 
 def create(path: Path, layout: FileLayout) -> int:
-    """Begin a file with its header. Returns the file descriptor."""
+    """Create a file and write its header. Return the file descriptor."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         write_at(file, layout.header, 0)
@@ -94,10 +97,11 @@ def create(path: Path, layout: FileLayout) -> int:
 
 
 def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of the data: a single write may be short.
+    """Write all of the data. A single write may be short.
 
-    Of large data the disk is given each part at once, so that it writes while the next one is copied, and an fsync finds little left
-    to wait for. A request to drop unwritten pages starts to write them (mm/fadvise.c of Linux), and drops none.
+    Large data is passed to the disk part by part, so the disk writes one part while the next is copied. Then an
+    fsync has little to wait for. For unwritten pages, POSIX_FADV_DONTNEED starts writing and drops nothing
+    (mm/fadvise.c in Linux).
     """
     view = memoryview(data)
     while view:
@@ -108,17 +112,17 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor. One on a device is copied to the host."""
+    """Return the bytes of a contiguous tensor. A tensor on a device is copied to the host."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    # Not numpy(): a storage that numpy has been given can never be resized again, so a live one could not leave the device.
+    # numpy() would mark the storage as not resizable, so a live tensor could not be moved off the device.
     array: Any = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
-    array.tensor = flat  # lives as long as what is read of it
+    array.tensor = flat  # keeps the tensor alive as long as its bytes are used
     return memoryview(array).cast("B")
 
 
 @dataclass(frozen=True, slots=True)
 class FileShard:
-    """One file: its tensors in order, and the rank that writes it."""
+    """A file: its tensors in order, and the rank that writes it."""
 
     name: str
     tensors: tuple[str, ...]
@@ -128,9 +132,9 @@ class FileShard:
 def cut_into_shards(
     sizes: Mapping[str, int], num_ranks: int, shard_bytes: int, apart: Collection[str] = (), single: str = SINGLE
 ) -> list[FileShard]:
-    """Consecutive tensors share a file up to ``shard_bytes``; files are assigned so that ranks write nearly equal numbers of bytes.
+    """Pack consecutive tensors into files of up to ``shard_bytes``, and give ranks nearly equal numbers of bytes.
 
-    Tensors that are ``apart`` share files with each other only. ``single`` is the name of the file if there is one.
+    Tensors in ``apart`` share files only with each other. ``single`` is the file's name if there is only one.
     """
     groups: list[list[str]] = [[]]
     filled = 0
@@ -152,7 +156,7 @@ def cut_into_shards(
 
 
 class ShardFiles:
-    """Some files of a directory, open for writing. The headers are written first; every tensor's place follows from them."""
+    """Some files of a directory, open for writing. The headers are written first, and determine each tensor's place."""
 
     def __init__(self, directory: Path, shards: Sequence[FileShard], types: TensorTypes):
         self._where: dict[str, tuple[int, int]] = {}  # tensor -> file descriptor, offset
@@ -168,12 +172,12 @@ class ShardFiles:
             raise
 
     def write(self, name: str, part: Tensor, first_element: int = 0) -> None:
-        """Write contiguous elements of a tensor, from its ``first_element`` on."""
+        """Write contiguous elements of a tensor, starting at ``first_element``."""
         file, offset = self._where[name]
         write_at(file, bytes_of(part), offset + first_element * part.element_size())
 
     def close(self) -> None:
-        """Make the files durable. They are closed after a failure too."""
+        """Make the files durable and close them, even after a failure."""
         try:
             for file in self._files:
                 os.fsync(file)
@@ -187,7 +191,7 @@ class ShardFiles:
 
 
 def write_index(directory: Path, shards: Sequence[FileShard], types: TensorTypes) -> None:
-    """Write the index of several files. A single file needs none."""
+    """Write the index of several files. A single file needs no index."""
     if len(shards) == 1:
         return
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}

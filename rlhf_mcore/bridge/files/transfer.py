@@ -1,4 +1,4 @@
-"""Loads a rank's rectangles of a Hugging Face directory into its Megatron tensors, through the rules."""
+"""Load a rank's rectangles of a Hugging Face directory into its Megatron tensors, with the families' rules."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def load(
     fresh_head: bool = False,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Fill this rank's tensors from a Hugging Face directory. Padding rows of the vocabulary are zeroed.
+    """Fill this rank's tensors from a Hugging Face directory. Set the vocabulary's padding rows to zero.
 
-    ``fresh_head``: the directory holds a language model; a scalar head begins at zero, so that its first word is 0 everywhere.
-    ``progress`` is called with the bytes of every tensor that is filled.
+    ``fresh_head``: the directory contains a language model, and the scalar head starts at zero, so its first value
+    is 0 everywhere. ``progress`` is called with the bytes of every filled tensor.
 
     Raises:
-        ConfigError: a tensor is missing, has another shape than in the config, is not in one of the dtypes of unquantised
-            weights, whose values a cast to the model's dtype keeps but for rounding, or has a value that is not finite.
+        ConfigError: a tensor is missing, has a different shape than in the config, or has a value that is not
+            finite; or its dtype is not a dtype of unquantised weights. Casts from those dtypes only round the
+            values.
     """
     expected = hf_shapes(geometry)
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""A model with adapters as one source of whole tensors: the weights of its base, with the adapters added as PEFT adds them."""
+"""Read a model with adapters as whole tensors: the base weights with adapters merged as PEFT merges them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from rlhf_mcore.readers.adapter_files import adapted_modules
 class AdaptedSource:
     """A Hugging Face directory with the adapters of a PEFT directory merged into its weights.
 
-    The values are those of PEFT's ``merge_and_unload`` on a CPU, bit for bit: B A in fp32, times the scale, added to the weight in
-    fp32, rounded to the weight's dtype. One whole product is in memory at a time, because that of some rows may end in other bits.
+    The values equal PEFT's ``merge_and_unload`` on a CPU, bit for bit: B A in fp32, times the scale, added to the
+    weight in fp32, rounded to the weight's dtype. One whole product is in memory at a time, because a product of
+    only some rows may differ in the last bits.
 
     Args:
-        model: the geometry of the base with the head that the adapters were trained with.
-        companions: with the config.json of that model; None: the base.
+        directory: the PEFT directory.
+        base: the Hugging Face directory of the base.
+        model: geometry of the base, with the head that was used for training the adapters.
+        companions: directory with the config.json of that model; None: the base.
 
     Raises:
-        ConfigError: the adapters are damaged, or are none of this model.
+        ConfigError: the adapters are damaged, or belong to another model.
     """
 
     def __init__(self, directory: Path, base: Path, model: ModelGeometry, companions: Path | None = None):
@@ -42,7 +45,7 @@ class AdaptedSource:
             self.types |= {name: (dtype, self._adapters.shape(saved)) for name, saved in self._whole.items()}
         self._scale, self._has_magnitudes = geometry.adapter.scale, geometry.adapter.use_dora
         self._modules = {f"{module}.weight": module for module in adapted_modules(geometry)}
-        self._product: tuple[str, Tensor] = ("", torch.empty(0))  # of the tensor that was read last
+        self._product: tuple[str, Tensor] = ("", torch.empty(0))  # the tensor of the last read, and its product
 
     @property
     def adapted(self) -> list[str]:
@@ -59,7 +62,7 @@ class AdaptedSource:
             return rows
         if self._product[0] != name:
             a, b = (self._adapters.read(n, (slice(None),) * 2).float() for n in hf_names(self._modules[name]))
-            product = (a @ b).t() if self._modules[name] == EMBEDDING else b @ a  # in the order in which PEFT has them
+            product = (a @ b).t() if self._modules[name] == EMBEDDING else b @ a  # PEFT's order of the factors
             self._product = name, product * self._scale
         if not self._has_magnitudes:
             return rows.clone().add_(self._product[1][first : first + count])
@@ -67,7 +70,7 @@ class AdaptedSource:
         return _with_magnitudes(rows, self._product[1][first : first + count], m)
 
     def origin(self, name: str) -> str:
-        """Name the files that a tensor is made of."""
+        """Name the files that contribute to a tensor."""
         if name in self._whole:
             return self._adapters.shard(self._whole[name])
         origin = self._base.origin(name)
@@ -76,7 +79,7 @@ class AdaptedSource:
         )
 
     def release(self) -> None:
-        """Close the files and forget the product."""
+        """Close the files and free the product."""
         self._base.release()
         self._adapters.close()
         self._product = "", torch.empty(0)
@@ -85,7 +88,7 @@ class AdaptedSource:
 def _with_magnitudes(rows: Tensor, product: Tensor, m: Tensor) -> Tensor:
     """Return rows of W + scale * B A with the norms m, as PEFT merges DoRA.
 
-    A 16-bit m is read as in training: see ``contrib/dora``.
+    A 16-bit m is interpreted as in training: see ``contrib/dora``.
     """
     merged = rows + product
     gain = m.float() / torch.linalg.norm(merged, dim=1)

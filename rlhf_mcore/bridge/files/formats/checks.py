@@ -1,4 +1,4 @@
-"""Check a model's tensors: names and shapes are those of config.json, dtypes are those of weights."""
+"""Check a model's tensors: names and shapes must match config.json, and dtypes must be supported for weights."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rlhf_mcore.families.mtp import mtp_tensors
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.readers.model_files import read_config
 
-BUFFERS = ".rotary_emb.inv_freq"  # computed from the config; old checkpoints hold them all the same
+BUFFERS = ".rotary_emb.inv_freq"  # computed from the config; old checkpoints also store them
 _COMPARED_ELEMENTS = 2**22
 
 
 def checked_types(source: ModelSource, geometry: ModelGeometry) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the tensors to convert, in the order of the network: all tensors of the model, and those of MTP layers.
+    """Return the tensors to convert in network order: all tensors of the model, and tensors of MTP layers.
 
     Raises:
-        ConfigError: naming every kind of difference from the config, and its first tensors.
+        ConfigError: with every kind of difference from the config, and its first tensors.
     """
     expected, where = hf_shapes(geometry), source.directory
     types = {name: stored for name, stored in source.types.items() if not name.endswith(BUFFERS)}
@@ -54,7 +54,7 @@ def checked_types(source: ModelSource, geometry: ModelGeometry) -> dict[str, tup
 
 
 def _check_tied(source: ModelSource, embedding: str) -> None:
-    """Compare the embedding with the head where files have both: it must be one matrix."""
+    """Compare embedding and head if files contain both. They must be one matrix."""
     head = "lm_head.weight"
     shape = source.types[head][1]
     same = embedding in source.types and source.types[embedding] == source.types[head]
@@ -69,7 +69,7 @@ def _check_tied(source: ModelSource, embedding: str) -> None:
 
 
 def num_parameters(types: TensorTypes) -> int:
-    """Number of elements of all tensors."""
+    """Return the number of elements of all tensors."""
     return sum(prod(shape) for _, shape in types.values())
 
 
@@ -77,7 +77,7 @@ def agree(digests: Mapping[str, str], again: Mapping[str, str], where: Path) -> 
     """Compare two readings of a model.
 
     Raises:
-        ConfigError: naming tensors that differ.
+        ConfigError: with the tensors that differ.
     """
     wrong = [name for name in digests if again.get(name) != digests[name]] + [n for n in again if n not in digests]
     if wrong:

@@ -1,4 +1,7 @@
-"""Convert a source to a directory with a few rows in memory. All of it is hashed, and it is whole or not there."""
+"""Convert a source to a directory with a few rows in memory.
+
+Hash all tensors, and write the directory completely or not at all.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,10 @@ RELEASE_BYTES = 96 * 2**20
 
 @dataclass(slots=True)
 class Reading:
-    """Reads a source in the dtypes of ``types``, block by block, and hashes what it returns.
+    """Read a source in the dtypes of ``types``, block by block, and hash the returned values.
 
-    ``digests`` are of the values of whole tensors, so they do not depend on the format; a tensor's rows are asked for in order.
-    ``is_checked``: values that are not finite are refused.
+    ``digests`` covers the values of whole tensors, so it does not depend on the format. A tensor's rows must be
+    read in order. ``is_checked``: reject values that are not finite.
     """
 
     source: ModelSource
@@ -71,14 +74,14 @@ class Reading:
         self._since_release += stored.nbytes
         if self._since_release >= RELEASE_BYTES:
             self.source.release()
-            # Give freed memory back to the system: glibc keeps the holes between what is still in use, and they add up.
+            # Return freed memory to the system. glibc keeps free gaps between used blocks, and they accumulate.
             if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
                 trim(0)
             self._since_release = 0
         return part
 
     def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Read a tensor block by block, each with the number of its first element."""
+        """Yield the blocks of a tensor, each with the number of its first element."""
         dtype, shape = self.types[name]
         width = prod(shape[1:])
         step = max(BLOCK_BYTES // max(width * dtype.itemsize, 1), 1)
@@ -92,7 +95,7 @@ class Reading:
 
 
 def write_hf(reading: Reading, directory: Path, shard_bytes: int) -> None:
-    """Write a Hugging Face directory, with the files beside the weights."""
+    """Write a Hugging Face directory with its weights, config and tokenizer."""
     sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in reading.types.items()}
     shards = cut_into_shards(sizes, 1, shard_bytes)
     for shard in shards:
@@ -122,7 +125,10 @@ def write_megatron(reading: Reading, geometry: ModelGeometry, directory: Path, f
 
 
 def without_mtp(reading: Reading) -> dict[str, int]:
-    """Return the keys that differ in a written config.json. It names no MTP layers where the source has no tensors of them."""
+    """Return the keys that differ in a written config.json.
+
+    If the source has no MTP tensors, the number of MTP layers becomes 0.
+    """
     where = reading.source.companions
     hf_config = read_config(where, str(where))
     return {MTP_KEY: 0} if num_mtp_layers(hf_config) and not mtp_tensors(reading.types, hf_config) else {}
@@ -138,10 +144,11 @@ def main_dtype(types: TensorTypes) -> torch.dtype:
 
 @contextmanager
 def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Make a directory that becomes ``destination`` when the block ends well, and is removed otherwise.
+    """Create a directory that becomes ``destination`` when the block succeeds, and is removed otherwise.
 
     Raises:
-        ConfigError: the destination is there already and may not be replaced, is no directory, or is being written by another process.
+        ConfigError: the destination exists and may not be replaced, is not a directory, or is being written by
+            another process.
     """
     if destination.exists() and not overwrite:
         raise ConfigError(f"{destination} is there already; give another DST or --overwrite")
@@ -160,11 +167,12 @@ def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def transient_directory(destination: Path, kind: str) -> Iterator[Path]:
-    """Make an empty directory beside ``destination``, and remove it when the block ends. All conversions to one destination share
-    its name, so the next one empties what a killed one has left.
+    """Create an empty directory next to ``destination``, and remove it when the block ends.
+
+    All conversions to one destination use the same name, so the next conversion clears the files of a killed one.
 
     Raises:
-        ConfigError: it cannot be made, or another process that is alive has it.
+        ConfigError: the directory cannot be created, or another running process uses it.
     """
     temporary = destination.with_name(f".{destination.name}.{kind}")
     try:

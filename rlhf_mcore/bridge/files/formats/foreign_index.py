@@ -20,7 +20,7 @@ _METADATA = Name("torch.distributed.checkpoint.metadata", "Metadata")
 
 @dataclass(frozen=True, slots=True)
 class ForeignPart:
-    """A rectangle of a tensor, and the bytes of a file that hold it as ``torch.save`` wrote it."""
+    """A rectangle of a tensor, and its bytes in a file in ``torch.save`` format."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ def read_index(path: Path, is_wanted: Callable[[str], object]) -> dict[str, Inde
     """Read the tensors of an index whose names are wanted.
 
     Raises:
-        ConfigError: it cannot be read, or holds anything but an index.
+        ConfigError: the file cannot be read, or is not an index.
     """
     data = read_bytes(path, limit=MAX_INDEX_BYTES, remedy="is it the index of a checkpoint?")
     try:
@@ -74,13 +74,13 @@ def read_index(path: Path, is_wanted: Callable[[str], object]) -> dict[str, Inde
 
 
 def _places_of_parts(entries: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...]], Shell]:
-    """Index the parts by tensor and start."""
+    """Map each part's tensor and start to its place."""
     places = {}
     for key, info in entries.items():
         place = key.state if isinstance(key, Shell) else None
         if not isinstance(place, dict) or not isinstance(info, Shell) or not isinstance(info.state, dict):
             raise ValueError("an entry of storage_data is odd")
-        if isinstance(place.get("fqn"), str) and place.get("offset") is not None:  # else: bytes, no tensor
+        if isinstance(place.get("fqn"), str) and place.get("offset") is not None:  # otherwise bytes, not a tensor
             places[place["fqn"], sizes_of(place["offset"])] = info
     return places
 
@@ -89,7 +89,7 @@ def _tensor(name: str, entry: Shell, stored: dict[tuple[str, tuple[int, ...]], S
     shown = shorten(name, 200)
     state = entry.state if isinstance(entry.state, dict) else {}
     chunks = state.get("chunks")
-    if not isinstance(chunks, list) or len(chunks) > max(budget, 1):  # a list may be referred to again and again
+    if not isinstance(chunks, list) or len(chunks) > max(budget, 1):  # a pickle may refer to the same list repeatedly
         raise ValueError(f"{shown} has more parts than there are in files")
     properties = state.get("properties")
     described = properties.state if isinstance(properties, Shell) else None

@@ -1,8 +1,9 @@
-"""The one file that reads and writes pickles, because formats of others are made of them.
+"""Read and write pickles, because foreign formats contain them. No other file of the package does so.
 
-Reading imports nothing and calls nothing. Names of classes and functions become ``Name``, and a call of them becomes a ``Shell``
-with the arguments. Only an allow-list of opcodes is known. The reader is Python's own, in its form written in Python: its memory
-grows with the bytes of the pickle, and not with numbers in them (a memo index, a length).
+Reading imports nothing and calls nothing. Names of classes and functions become ``Name``, and calls become
+``Shell`` with their arguments. Only opcodes of an allow-list are accepted. The reader is Python's own unpickler in
+its pure Python version. Its memory grows with the bytes of the pickle, not with numbers inside them (a memo index,
+a length).
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ _OPCODES = [
     "STACK_GLOBAL",
     "BINPERSID",
 ]
-# Where the names come from that formats of tensors are made of; of no other module a name has a meaning in them.
+# Formats of tensors use names from these modules only.
 _MODULES = ("torch", "megatron", "pathlib")
 _DICT = ("collections", "OrderedDict")
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A class or function that a pickle names. It is not looked up."""
+    """A class or function named in a pickle. It is not resolved."""
 
     module: str
     name: str
@@ -73,7 +74,7 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class Shell:
-    """A call of ``name`` that was not made, with its arguments and the state for its result."""
+    """A call of ``name`` that was not executed, with its arguments and the state for its result."""
 
     name: Name
     args: tuple[Any, ...]
@@ -88,19 +89,19 @@ class _Reader(pickle._Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Name:
-        """Return a name, if a format of tensors has it."""
+        """Return a name if formats of tensors use it; otherwise raise an error."""
         if module.split(".")[0] not in _MODULES and (module, name) != _DICT:
             raise pickle.UnpicklingError(f"{shorten(module)}.{shorten(name)} has no place in such a file")
         return Name(module, name)
 
     def persistent_load(self, pid: Any) -> Shell:
-        """Return a storage of ``torch.save`` as a shell."""
+        """Return a shell for a storage of ``torch.save``."""
         if not isinstance(pid, tuple):
             raise pickle.UnpicklingError("a storage without a description")
         return Shell(Name("", "storage"), pid)
 
     def load_reduce(self) -> None:
-        """Make a shell of a call of a name, and refuse any other call."""
+        """Replace a call of a name by a shell, and reject any other call."""
         args = self.stack.pop()
         called = self.stack.pop()
         if not isinstance(called, Name) or not isinstance(args, tuple):
@@ -113,7 +114,7 @@ class _Reader(pickle._Unpickler):
             raise pickle.UnpicklingError("an OrderedDict that is made of other things")
 
     def load_build(self) -> None:
-        """Keep the state of a shell. A dictionary of tensors has the versions of modules as state, and nobody needs them."""
+        """Store a shell's state. For a dictionary of tensors, the state contains module versions, which are ignored."""
         state = self.stack.pop()
         built = self.stack[-1]
         if isinstance(built, Shell) and built.state is None:
@@ -146,7 +147,7 @@ class _Reader(pickle._Unpickler):
         target.update(zip(items[::2], items[1::2], strict=True))
 
     dispatch[pickle.REDUCE[0]] = load_reduce
-    dispatch[pickle.NEWOBJ[0]] = load_reduce  # the same arguments on the stack
+    dispatch[pickle.NEWOBJ[0]] = load_reduce  # its arguments on the stack are the same
     dispatch[pickle.BUILD[0]] = load_build
     dispatch[pickle.SETITEM[0]] = load_setitem
     dispatch[pickle.SETITEMS[0]] = load_setitems
@@ -154,7 +155,7 @@ class _Reader(pickle._Unpickler):
 
 
 def _is_key(key: object) -> bool:
-    """Tell whether a key can be hashed without following it: hashing a tuple of tuples of ... ends in a crash."""
+    """Return whether a key can be hashed without recursion. Hashing deeply nested tuples crashes the interpreter."""
     return isinstance(key, str | int | Name | Shell | type(None))
 
 
@@ -162,17 +163,17 @@ def read_pickle(data: bytes) -> Any:
     """Return the inert content of a pickle: plain values, names and shells.
 
     Raises:
-        ValueError: it is damaged, or holds what formats of tensors do not.
+        ValueError: the pickle is damaged, or contains objects that formats of tensors do not use.
     """
     try:
         return _Reader(BytesIO(data)).load()
-    except Exception as error:  # an unpickler fails in every way there is
+    except Exception as error:  # an unpickler may raise any exception
         text = f"opcode {error} is not read" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise ValueError(shorten(text, 200)) from error
 
 
 def save_values(values: dict[str, Any], path: Path) -> None:
-    """Write plain values as Megatron's ``common.pt`` holds them."""
+    """Write plain values in the format of Megatron's ``common.pt``."""
     torch.save(values, path)
 
 

@@ -1,7 +1,8 @@
-"""Sharded PyTorch checkpoints as other trainers write them: ``model_world_size_X_rank_Y.pt``, merged by placement.
+"""Merge sharded PyTorch checkpoints of other trainers (``model_world_size_X_rank_Y.pt``) by placement.
 
-A tensor is one of three: a DTensor, whose placements give a rank's rectangle; flat, a rank's interval of the flattened tensor;
-or whole on every rank. Anything else is refused: a dimension is never guessed.
+Three kinds of tensors are supported. For a DTensor, the placements give a rank's rectangle. A flat shard is a
+rank's interval of the flattened tensor. A whole tensor is on every rank. Other kinds are rejected, because a
+dimension is never guessed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import embedding_name
 from rlhf_mcore.geometry import ModelGeometry
 
-COMPANIONS = "huggingface"  # where such checkpoints keep config.json and the tokenizer
+COMPANIONS = "huggingface"  # such checkpoints store config.json and the tokenizer here
 _NAME = re.compile(r"(model|extra_state)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt", re.ASCII)
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\.")
 _COMPARED_ELEMENTS = 2**21
-_NAMED = 5  # missing files in a message
+_NAMED = 5  # missing files to name in a message
 _Interval = tuple[int, int]  # start, length
 
 
@@ -53,14 +54,14 @@ class _Ranks:
 
 
 def open_fsdp(directory: Path, companions: Path, geometry: ModelGeometry, *, check: bool = True) -> TiledSource:
-    """Open a sharded checkpoint as Hugging Face tensors. With ``check``, the checksums of all files are compared.
+    """Open a sharded checkpoint as Hugging Face tensors. With ``check``, compare the checksums of all files.
 
     Raises:
-        ConfigError: a rank's file is absent or unsafe, ranks disagree, or parts do not make whole tensors.
+        ConfigError: a rank's file is missing or unsafe, ranks disagree, or parts do not form whole tensors.
     """
     ranks = _Ranks(directory, check=check)
     shapes = hf_shapes(geometry)
-    if geometry.tied_embeddings:  # modules hold the matrix under both names
+    if geometry.tied_embeddings:  # modules contain the matrix under both names
         shapes["lm_head.weight"] = shapes[embedding_name(geometry)]
     tensors: dict[str, Tiled] = {}
     rows: defaultdict[str, list[Rows]] = defaultdict(list)
@@ -79,7 +80,7 @@ def open_fsdp(directory: Path, companions: Path, geometry: ModelGeometry, *, che
 
 
 def _find_files(directory: Path) -> list[Path]:
-    """List the files of all ranks, in order. Where a rank has a file of extra state, each must have one."""
+    """List the files of all ranks, in order. If a rank has a file of extra state, every rank must have one."""
     ranks: defaultdict[str, defaultdict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for path in directory.iterdir():
         if match := _NAME.fullmatch(path.name):
@@ -93,7 +94,7 @@ def _find_files(directory: Path) -> list[Path]:
     kinds = [kind for kind in ("model", "extra_state") if ranks[kind]]
     if odd := [(kind, rank) for kind in kinds for rank in ranks[kind][size] if rank >= size]:
         raise ConfigError(f"{directory}: {odd[0][0]}_world_size_{size}_rank_{odd[0][1]}.pt is of no rank of {size}")
-    # Counted before they are named: the size is only what a file name claims.
+    # Count before listing names, because the world size comes only from a file name.
     if absent := sum(size - len(ranks[kind][size]) for kind in kinds):
         names = (
             f"{kind}_world_size_{size}_rank_{rank}.pt"
@@ -114,7 +115,10 @@ def _common_names(ranks: _Ranks) -> list[str]:
 
 
 def _rows(name: str, geometry: ModelGeometry, shapes: Mapping[str, Index], where: Path) -> Iterator[tuple[str, Rows]]:
-    """List the Hugging Face rows in a tensor: all of its own, or those that transformers stacks or renames in memory."""
+    """Yield the Hugging Face rows in a tensor.
+
+    They are its own rows, or rows that transformers stacks or renames in memory.
+    """
     if name in shapes:
         yield name, Rows(0, shapes[name][0], name, (), 0)
         return
@@ -152,7 +156,7 @@ def _merge_ranks(ranks: _Ranks, name: str, shape: Index) -> Tiled:
 
 
 def _tile(ranks: _Ranks, name: str, rank: int, rectangle: tuple[Index, Index], begin: Index) -> Tile:
-    """Return a tile whose values begin at ``begin`` of a rank's part of the tensor."""
+    """Return a tile whose values begin at ``begin`` in a rank's part of the tensor."""
 
     def load(inside: tuple[slice, ...]) -> Tensor:
         return ranks.read(rank, name, tuple(slice(s.start + b, s.stop + b) for s, b in zip(inside, begin, strict=True)))
@@ -184,7 +188,7 @@ def _tiles_of_dtensor(ranks: _Ranks, name: str, values: Sequence[Located], shape
     for rank, value in enumerate(values):
         where = tuple(int(k) for k in (mesh == rank).nonzero()[0])
         if any(k for k, placement in zip(where, placements, strict=True) if isinstance(placement, Replicate)):
-            continue  # others hold what the first replica does
+            continue  # the first replica holds the same values
         axes = _local_intervals(shape, placements, tuple(mesh.shape), where, name)
         local: Index = tuple(sum(length for _, length in axis) for axis in axes)
         if value.shape != local and 0 not in local:
@@ -196,7 +200,7 @@ def _tiles_of_dtensor(ranks: _Ranks, name: str, values: Sequence[Located], shape
 
 
 def _tiles_of(ranks: _Ranks, name: str, rank: int, axes: Sequence[Sequence[_Interval]]) -> list[Tile]:
-    """List a rank's tiles: one, unless a strided placement left it several runs of an axis."""
+    """List a rank's tiles. There is one tile, unless a strided placement gives the rank several runs of an axis."""
     at = [[(sum(n for _, n in axis[:k]), axis[k][1]) for k in range(len(axis))] for axis in axes]
     return [
         _tile(ranks, name, rank, rectangle, begin)
@@ -209,7 +213,7 @@ def _tiles_of(ranks: _Ranks, name: str, rank: int, axes: Sequence[Sequence[_Inte
 def _local_intervals(
     shape: Index, placements: tuple[Placement, ...], mesh: Index, where: Index, name: str
 ) -> tuple[tuple[_Interval, ...], ...]:
-    """List for every axis the intervals of the rank at ``where`` of the mesh, in its local order."""
+    """Return, for every axis, the intervals of the rank at mesh coordinates ``where``, in its local order."""
     axes = [torch.arange(size) for size in shape]
     for placement, size, coordinate in zip(placements, mesh, where, strict=True):
         if isinstance(placement, Shard | _StridedShard):
@@ -232,7 +236,7 @@ def _share(indices: Tensor, placement: Placement, size: int, coordinate: int, na
 
 
 def _chunk(indices: Tensor, size: int, coordinate: int) -> Tensor:
-    """Return torch.chunk's share: the last ones are shorter, or empty."""
+    """Return torch.chunk's share. The last shares may be shorter or empty."""
     each = -(-len(indices) // size)
     return indices[coordinate * each : (coordinate + 1) * each]
 
@@ -247,7 +251,10 @@ def _intervals(indices: Tensor) -> tuple[_Interval, ...]:
 
 # ---------------------------------------------------------------------------------------------------------- flat shards
 def _tiles_of_flat(ranks: _Ranks, name: str, lengths: Sequence[int], shape: Index) -> list[Tile]:
-    """Cut flat shards into tiles: ranks hold consecutive intervals of the flattened tensor. Equal ones may end with padding."""
+    """Cut flat shards into tiles.
+
+    Ranks hold consecutive intervals of the flattened tensor. Equal shards may end with padding.
+    """
     surplus = sum(lengths) - prod(shape)
     if surplus < 0 or (surplus and (len(set(lengths)) > 1 or surplus >= len(lengths))):
         raise ConfigError(
@@ -268,7 +275,10 @@ def _tiles_of_flat(ranks: _Ranks, name: str, lengths: Sequence[int], shape: Inde
 
 
 def _rectangles(begin: int, end: int, shape: Index) -> Iterator[tuple[int, Index, Index]]:
-    """Cut an interval of a flat tensor: the rest of a row, whole rows, the beginning of a row. Yields first element, start, shape."""
+    """Cut an interval of a flat tensor into the rest of a row, whole rows, and the start of a row.
+
+    Yield first element, start and shape.
+    """
     if len(shape) == 1:
         if begin < end:
             yield begin, (begin,), (end - begin,)
@@ -283,7 +293,7 @@ def _rectangles(begin: int, end: int, shape: Index) -> Iterator[tuple[int, Index
 
 
 def _flat_tile(ranks: _Ranks, name: str, rank: int, rectangle: tuple[Index, Index], first: int) -> Tile:
-    """Return a tile whose rows are back to back in a rank's part, from element ``first`` on."""
+    """Return a tile whose rows are consecutive in a rank's part, from element ``first``."""
     width = prod(rectangle[1][1:])
 
     def load(inside: tuple[slice, ...]) -> Tensor:

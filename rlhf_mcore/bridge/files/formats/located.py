@@ -1,7 +1,8 @@
-"""Locate the tensors of a ``torch.save`` file: the description is read once, then only the bytes that are needed.
+"""Locate the tensors of a ``torch.save`` file: read the description once, and then only the required bytes.
 
-The file is a zip of one pickle, which describes the tensors, and one uncompressed record for each storage. Nothing is made by torch:
-a description that is wrong ends in a message, not in a crash of its C++ code.
+The file is a zip with one pickle, which describes the tensors, and one uncompressed record per storage. torch
+builds nothing from the description. So a malformed description gives an error message, not a crash in torch's C++
+code.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rlhf_mcore.bridge.files.formats.foreign_pickle import Name, Shell, read_pic
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import open_file, shorten
 
-MAX_PICKLE_BYTES = 64 * 2**20  # the description of a tensor takes about 200
+MAX_PICKLE_BYTES = 64 * 2**20  # a tensor's description takes about 200 bytes
 MAX_DIRECTORY_BYTES = 64 * 2**20
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 2**48
@@ -52,9 +53,10 @@ _ODD = {"_rebuild_qtensor": "quantised", "_rebuild_sparse_tensor": "sparse", "_r
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A tensor as it is stored in a file: its first element at byte ``offset``, strides in elements.
+    """A tensor stored in a file: its first element is at byte ``offset``; strides count elements.
 
-    Of a DTensor it is the local part; ``placements``, ``mesh`` (ranks by mesh coordinates) and ``whole``, the full shape, describe it.
+    For a DTensor, this is the local part. ``placements``, ``mesh`` (ranks by mesh coordinates) and ``whole`` (the
+    full shape) describe the DTensor.
     """
 
     dtype: torch.dtype
@@ -71,10 +73,10 @@ class Located:
 
 
 def locate(path: Path, *, check: bool = True) -> dict[str, Located]:
-    """Return the tensors of a file, by name. With ``check``, the checksum of every record is compared.
+    """Return the tensors of a file by name. With ``check``, compare the checksum of every record.
 
     Raises:
-        ConfigError: it cannot be read, is damaged, or holds anything else.
+        ConfigError: the file cannot be read, is damaged, or contains other objects.
     """
     with open_file(path, remedy="save it again with torch.save") as file:
         try:
@@ -90,10 +92,10 @@ def locate(path: Path, *, check: bool = True) -> dict[str, Located]:
 
 
 def locate_one(path: Path, offset: int, length: int, *, check: bool = True) -> Located:
-    """Return the tensor that was saved alone, as a file of its own within a file.
+    """Return a tensor that was saved alone, as a file inside a file.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: there is no tensor, or it is damaged.
     """
     with open_file(path, remedy="save it again") as file:
         try:
@@ -105,10 +107,10 @@ def locate_one(path: Path, offset: int, length: int, *, check: bool = True) -> L
 
 
 def read(path: Path, tensor: Located, inside: tuple[slice, ...]) -> Tensor:
-    """Read a rectangle of a tensor (bounds are given): only the rows that it meets are read.
+    """Read a rectangle of a tensor. ``inside`` must have explicit bounds. Only the intersecting rows are read.
 
     Raises:
-        ConfigError: the file has become shorter.
+        ConfigError: the file is now shorter than before.
     """
     if not inside:  # a scalar
         return read(path, replace(tensor, shape=(1,), strides=(1,)), (slice(0, 1),)).view(())
@@ -129,7 +131,7 @@ def read(path: Path, tensor: Located, inside: tuple[slice, ...]) -> Tensor:
 
 
 class _FileSlice:
-    """A part of a file as a file of its own, read only."""
+    """Present a part of a file as a read-only file."""
 
     def __init__(self, file: BinaryIO, begin: int, size: int):
         self._file, self._begin, self._size, self._at = file, begin, size, 0
@@ -153,7 +155,7 @@ class _FileSlice:
 
 
 class _Archive:
-    """The zip of a ``torch.save``: its pickle, and where its storages are."""
+    """The zip of a ``torch.save`` file: its pickle, and the places of its storages."""
 
     def __init__(self, file: BinaryIO, begin: int, size: int, *, check: bool):
         self._file, self._begin, self._size = file, begin, size
@@ -175,11 +177,11 @@ class _Archive:
             raise ValueError("its numbers are big-endian")
 
     def content(self) -> Any:
-        """Return the content of the pickle, inert."""
+        """Return the inert content of the pickle."""
         return read_pickle(self._bytes("data.pkl", MAX_PICKLE_BYTES))
 
     def tensor(self, value: Any) -> Located:
-        """Return the place and the form of a tensor that a shell describes."""
+        """Return the place and layout of the tensor that a shell describes."""
         if not isinstance(value, Shell):
             raise ValueError("not a tensor")
         maker, args = value.name.name, value.args
@@ -241,8 +243,9 @@ class _Archive:
         return Located(dtype, shape, strides, self._begin + begin + first * dtype.itemsize)
 
     def _mesh(self, fields: Mapping[str, Any]) -> Tensor:
-        """Arrange ranks by mesh coordinates. The mesh is a tensor, or (torch since 2.9) a flat one and the layout of each
-        dimension in it.
+        """Return the ranks by mesh coordinates.
+
+        The mesh is a tensor. Since torch 2.9 it may also be a flat tensor with a layout for each dimension.
         """
         flat = self._ranks(fields["mesh"] if "mesh" in fields else fields.get("_rank_map"))
         if "mesh" in fields:
@@ -276,7 +279,7 @@ class _Archive:
         return torch.frombuffer(bytearray(data), dtype=where.dtype).as_strided(where.shape, where.strides).clone()
 
     def _check_directory(self, part: _FileSlice) -> None:
-        """Compare the size of the table of contents, because it is read at once."""
+        """Check the size of the table of contents, because the zip module reads it at once."""
         part.seek(max(self._size - 2**16, 0))
         tail = part.read(2**16)
         at = tail.rfind(b"PK\x05\x06")
@@ -289,7 +292,7 @@ class _Archive:
                 raise ValueError(f"its table of contents has {size:,} bytes, at most {MAX_DIRECTORY_BYTES:,} are read")
 
     def _start(self, info: zipfile.ZipInfo) -> int:
-        """Return where the bytes of a record begin, behind its own header."""
+        """Return the first byte of a record's data, after its local header."""
         header = os.pread(self._file.fileno(), 30, self._begin + info.header_offset)
         if len(header) < 30 or header[:4] != b"PK\x03\x04":
             raise ValueError(f"record {shorten(info.filename)} has no header")
@@ -332,10 +335,10 @@ def _fields(value: Any) -> Mapping[str, Any]:
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:
-    """Return a shape, a place or strides: a tuple, or a ``torch.Size`` of one.
+    """Return a shape, an index or strides: a tuple, or a ``torch.Size`` of a tuple.
 
     Raises:
-        ValueError: it is none of these, or beyond any tensor.
+        ValueError: the value is neither, or is too large for any tensor.
     """
     if isinstance(value, Shell) and value.name == Name("torch", "Size") and value.args:
         value = value.args[0]
@@ -350,7 +353,7 @@ def dtype_of(value: Any) -> torch.dtype:
     """Return the dtype that a pickle names.
 
     Raises:
-        ValueError: it is none of weights.
+        ValueError: weights do not use this dtype.
     """
     dtype = _DTYPES.get(value.name) if isinstance(value, Name) and value.module == "torch" else None
     if dtype is None:
@@ -374,7 +377,7 @@ def _placement(value: Any) -> Placement:
 
 
 def _offsets(shape: Any, stride: Any) -> Iterator[int]:
-    """List the places along one dimension of a mesh in the flat list of ranks. The dimension may be made of several."""
+    """Yield the positions along one mesh dimension in the flat list of ranks. The dimension may combine several."""
     sizes, steps = (value if isinstance(value, tuple) else (value,) for value in (shape, stride))
     whole = all(type(n) is int and 0 <= n <= MAX_MESH for n in (*sizes, *steps))
     if not whole or len(sizes) > MAX_DIMENSIONS or prod(sizes) > MAX_MESH:

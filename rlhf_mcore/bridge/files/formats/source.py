@@ -1,4 +1,4 @@
-"""Read full Hugging Face tensors for a conversion, a few rows at a time, whatever the format."""
+"""Read full Hugging Face tensors for a conversion, a few rows at a time, from any format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_mcore.config.errors import ConfigError
 
 
 class ModelSource(Protocol):
-    """A model in some format. Reading is lazy, and what is read stays out of memory once it is released."""
+    """A model in some format. Reading is lazy, and ``release`` frees the memory of earlier reads."""
 
     @property
     def directory(self) -> Path:
@@ -30,13 +30,13 @@ class ModelSource(Protocol):
         """Dtype and shape of every Hugging Face tensor."""
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """Read rows ``first`` to ``first + count`` of a tensor [rows, ...]: contiguous, in the format's own dtype."""
+        """Read rows ``first`` to ``first + count`` of a tensor [rows, ...]: contiguous, in the format's dtype."""
 
     def origin(self, name: str) -> str:
-        """Say where a tensor is stored, for messages."""
+        """Return the tensor's place in files, for messages."""
 
     def release(self) -> None:
-        """Give back what reading has kept in memory: open files, mapped pages."""
+        """Free the memory of earlier reads: open files and mapped pages."""
 
 
 class HFSource:
@@ -69,11 +69,11 @@ class HFSource:
         return self._reader.read(name, (slice(first, first + count), *rest)).contiguous()
 
     def origin(self, name: str) -> str:
-        """Name the tensor's file."""
+        """Return the name of the tensor's file."""
         return self._reader.shard(name)
 
     def release(self) -> None:
-        """Close the files: what was mapped is unmapped."""
+        """Close the files and unmap their memory."""
         self._reader.close()
 
 
@@ -89,10 +89,11 @@ def _refuse_pickles(directory: Path) -> None:
 
 
 class AverageSource:
-    """The mean of several models of the same tensors, accumulated in fp32, in the dtype of the first.
+    """The mean of several models with the same tensors, accumulated in fp32 and returned in the first model's
+    dtype.
 
     Raises:
-        ConfigError: they do not hold the same tensors.
+        ConfigError: the models have different tensors.
     """
 
     def __init__(self, sources: Sequence[ModelSource]):
@@ -110,7 +111,7 @@ class AverageSource:
                 )
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """Read rows of the mean. Where all models have the same, return these, bit for bit."""
+        """Read rows of the mean. If all models have equal rows, return these rows bit for bit."""
         own = self._sources[0].read(name, first, count)
         total, differ = own.to(torch.float32, copy=True), False
         for other in self._sources[1:]:
@@ -120,7 +121,7 @@ class AverageSource:
         return (total / len(self._sources)).to(self.types[name][0]) if differ else own
 
     def origin(self, name: str) -> str:
-        """Name every model's place of the tensor."""
+        """Return the tensor's place in every model."""
         return " + ".join(source.origin(name) for source in self._sources)
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Tensors of foreign formats: a full shape, and rectangles of it that are stored in files."""
+"""Represent tensors of foreign formats: a full shape, and stored rectangles in files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf_mcore.geometry import ModelGeometry
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A rectangle of a tensor; ``load`` reads a rectangle of it, ``file`` is where from."""
+    """A rectangle of a tensor. ``load`` reads a rectangle inside it. ``file`` names its file."""
 
     start: Index
     shape: Index
@@ -35,24 +35,26 @@ class Tile:
         return Rectangle(self.start, self.shape)
 
 
-# Experts that files have in one tensor, with columns for outputs: Megatron's formats have each alone, with rows for outputs.
+# Some files stack experts in one tensor, with columns for outputs. Megatron's formats store each expert alone,
+# with rows for outputs.
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """Describe how Megatron's formats hold one expert's part.
+    """How Megatron's formats store one expert's part.
 
-    ``by_halves``: all rows of the gate, then those of the linear part; Hugging Face files have them in turn.
+    ``by_halves``: all rows of the gate come first, then all rows of the up projection. Hugging Face files
+    alternate them.
     """
 
-    shape: tuple[int, ...]  # [outputs, inputs], or [outputs] of a bias
+    shape: tuple[int, ...]  # [outputs, inputs], or [outputs] for a bias
     by_halves: bool
 
     def to_megatron(self, stored: Tensor) -> Tensor:
-        """Turn [1, inputs, outputs], or [1, outputs], into Megatron's rows of outputs."""
+        """Convert [1, inputs, outputs] or [1, outputs] to Megatron's rows of outputs."""
         rows = stored[0].T if stored.dim() == 3 else stored[0]
         return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.by_halves else rows
 
     def to_hf(self, rows_of_outputs: Tensor) -> Tensor:
-        """Turn the result of :meth:`to_megatron` back into [inputs, outputs], or [outputs]."""
+        """Convert the result of :meth:`to_megatron` back to [inputs, outputs] or [outputs]."""
         rows = (
             rows_of_outputs.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if self.by_halves else rows_of_outputs
         )
@@ -60,7 +62,10 @@ class ExpertForm:
 
 
 def expert_form(parameter: str, geometry: ModelGeometry) -> ExpertForm | None:
-    """Return the form of a parameter whose rows are no rows of Hugging Face tensors, and None for all others."""
+    """Return the form of a parameter whose rows are not rows of Hugging Face tensors.
+
+    Return None for other parameters.
+    """
     if find_rule(geometry, parameter)[0].kind != "stacked":
         return None
     return ExpertForm(row_runs(parameter, geometry)[1], ".linear_fc1." in parameter)
@@ -68,7 +73,7 @@ def expert_form(parameter: str, geometry: ModelGeometry) -> ExpertForm | None:
 
 @dataclass(slots=True)
 class Tiled:
-    """A tensor in tiles. They are disjoint and cover it (``check_tiles``)."""
+    """A tensor in tiles, which are disjoint and cover it (``check_tiles``)."""
 
     dtype: torch.dtype
     shape: Index
@@ -85,7 +90,7 @@ class Tiled:
                 out[shared.slices(target.start)] = tile.load(shared.slices(tile.start))
 
     def _near(self, lead: Index) -> Sequence[Tile]:
-        """List the tiles that meet ``tensor[lead]``: a stack of layers and experts has thousands."""
+        """List the tiles that intersect ``tensor[lead]``. A stack of layers and experts has thousands of tiles."""
         if not lead:
             return self.tiles
         if not self._at:
@@ -100,7 +105,7 @@ def check_tiles(name: str, tensor: Tiled, where: Path) -> None:
     """Check that every element is in exactly one tile.
 
     Raises:
-        ConfigError: the tiles overlap, leave a gap or reach outside.
+        ConfigError: the tiles overlap, leave a gap, or reach outside the tensor.
     """
     if _is_grid(tensor):
         return
@@ -123,7 +128,7 @@ def check_tiles(name: str, tensor: Tiled, where: Path) -> None:
 
 
 def _is_grid(tensor: Tiled) -> bool:
-    """Tell whether the tiles are the cells of a grid over the tensor, each there once."""
+    """Return whether the tiles are the cells of a grid over the tensor, each exactly once."""
     if not tensor.shape:
         return [tile.shape for tile in tensor.tiles] == [()]
     if any(len(tile.start) != len(tensor.shape) for tile in tensor.tiles):
@@ -143,9 +148,9 @@ def _is_grid(tensor: Tiled) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows ``hf_row`` to ``hf_row + count`` of a Hugging Face tensor are rows of the tensor ``key[lead]``, from ``row`` on.
+    """Map rows ``hf_row`` to ``hf_row + count`` of a Hugging Face tensor to rows of ``key[lead]``, from ``row``.
 
-    With a ``form`` it is one row, and all of that tensor.
+    With a ``form``, the run is one row that contains all of ``key[lead]``.
     """
 
     hf_row: int
@@ -157,12 +162,12 @@ class Rows:
 
 
 class TiledSource:
-    """A model of tiled tensors, seen as Hugging Face tensors through a map of rows.
+    """Read tiled tensors as Hugging Face tensors, through a map of rows.
 
     Args:
-        tensors: by the format's own names.
-        rows: for every Hugging Face tensor where its rows are, in order.
-        shapes: of the Hugging Face tensors.
+        tensors: tiled tensors by the format's names.
+        rows: for every Hugging Face tensor, the places of its rows, in order.
+        shapes: shapes of the Hugging Face tensors.
     """
 
     def __init__(
@@ -197,14 +202,14 @@ class TiledSource:
         return out
 
     def release(self) -> None:
-        """Do nothing: reading keeps no memory."""
+        """Do nothing, because reading keeps no memory."""
 
     def origin(self, name: str) -> str:
-        """Name the tensor's parts as the format does, and rows where they are not the whole."""
+        """Return the tensor's parts in the format's names, with stack indices if parts are stacked."""
         keys = dict.fromkeys((run.key, run.lead) for run in self._rows[name])
         return ", ".join(key + "".join(f"[{k}]" for k in lead) for key, lead in keys)
 
 
 def grid_tiles(parts: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Index, Index]]:
-    """Start and shape of the rectangles that intervals (start, length) along each axis span."""
+    """Return start and shape of the rectangles that intervals (start, length) along each axis span."""
     return [(tuple(b for b, _ in cell), tuple(n for _, n in cell)) for cell in product(*parts)]

@@ -1,6 +1,8 @@
-"""Megatron-core's ``torch_dist`` checkpoints, read from their own index: no process group, no megatron, no code from the file.
+"""Read Megatron-core's ``torch_dist`` checkpoints from their index, without process group, megatron or code from
+the file.
 
-A key is a Megatron parameter; layers are either part of its name or stacked on its first axis, experts likewise on the next.
+A key is a Megatron parameter. Layers are either part of its name or stacked on its first axis. Experts are either
+part of its name or stacked on the next axis.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ from rlhf_mcore.geometry import ModelGeometry
 INDEX = ".metadata"
 BACKEND = "metadata.json"
 TRACKER = "latest_checkpointed_iteration.txt"
-COMPANIONS = "huggingface"  # where a converted checkpoint keeps config.json and the tokenizer
+COMPANIONS = "huggingface"  # a converted checkpoint stores config.json and the tokenizer here
 CACHE_BYTES = 64 * 2**20
-# What is stored beside the weights: optimizer state and numerical state of single modules.
+# Entries that are not weights: optimizer state, and numerical state of single modules.
 _NOT_WEIGHTS = re.compile(r"(.*\.)?optimizer\.|rng_state|rerun_state|.*\._extra_state|opt_param_scheduler")
 _WRAPPERS = re.compile(r"(model\.|module\.)+(?=embedding\.|decoder\.|output_layer\.)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:experts\.)?(?:(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(_[wv])?")
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """Find the directory of the weights: ``directory`` itself, or the one that its tracker file names.
+    """Return the directory of the weights: ``directory`` itself, or the directory that its tracker file names.
 
     Raises:
         ConfigError: there is no ``torch_dist`` checkpoint.
@@ -70,10 +72,12 @@ def _check_backend(directory: Path) -> None:
 
 
 def open_torch_dist(directory: Path, companions: Path, geometry: ModelGeometry, *, check: bool = True) -> TiledSource:
-    """Open a ``torch_dist`` checkpoint as Hugging Face tensors. With ``check``, checksums are compared as parts are read.
+    """Open a ``torch_dist`` checkpoint as Hugging Face tensors.
+
+    With ``check``, compare checksums when parts are read.
 
     Raises:
-        ConfigError: files are absent, truncated or unsafe, or hold other tensors than the geometry asks for.
+        ConfigError: files are missing, truncated or unsafe, or contain other tensors than the geometry requires.
     """
     chunks = _Chunks(CACHE_BYTES, check=check)
     tensors: dict[str, Tiled] = {}
@@ -94,7 +98,7 @@ def open_torch_dist(directory: Path, companions: Path, geometry: ModelGeometry, 
 
 
 class _Chunks:
-    """A cache of the last chunks: parts of one chunk are asked for one after the other."""
+    """A cache of the last chunks. Parts of one chunk are usually read one after the other."""
 
     def __init__(self, limit_bytes: int, *, check: bool):
         self._limit, self._cached_bytes, self._check = limit_bytes, 0, check
@@ -122,12 +126,12 @@ class _Content(NamedTuple):
     """A Megatron parameter, or a half of one, in a tensor of a checkpoint."""
 
     parameter: str
-    lead: Index  # its place in the stack
-    half: str  # "_w": the gate's rows only, "_v": the up projection's only
+    lead: Index  # position in the stack
+    half: str  # "_w": the gate's rows only, "_v": the up projection's rows only
 
 
 def _contents(key: str, shape: Index, geometry: ModelGeometry) -> Iterator[_Content]:
-    """List the Megatron parameters in a tensor of a checkpoint."""
+    """Yield the Megatron parameters in a checkpoint tensor."""
     name = _WRAPPERS.sub("", key, count=1) if _WRAPPERS.match(key) else key
     match = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(\D.*)", name)
     if not match:

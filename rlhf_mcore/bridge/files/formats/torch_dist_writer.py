@@ -1,4 +1,4 @@
-"""Writing a ``torch_dist`` checkpoint that Megatron-LM and Megatron-Bridge load at any layout, a few rows at a time."""
+"""Write a ``torch_dist`` checkpoint that Megatron-LM and Megatron-Bridge load in any layout, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rlhf_mcore.foreign import Fields
 from rlhf_mcore.geometry import ModelGeometry
 
 VOCAB_MULTIPLE = 128  # Megatron-LM's default; the embedding may be loaded at any other padded size
-# Modules of Transformer Engine's layers with a numerical state; an empty one is asked for when such a model is loaded.
+# Transformer Engine modules with numerical state. Loading such a model requires the state, which may be empty.
 _STATEFUL = re.compile(
     r"(.*(?:linear_qkv|linear_proj|linear_fc1|linear_fc2|layernorm))\.(?:weight\d*|layer_norm_weight)"
 )
@@ -45,7 +45,7 @@ ReadRows = Callable[[str, int, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Hold the place of a Megatron parameter: ``key[lead]`` of a tensor whose stacked axes have the sizes ``stack``."""
+    """The place of a Megatron parameter: ``key[lead]`` in a tensor whose stacked axes have the sizes ``stack``."""
 
     parameter: str
     key: str
@@ -54,12 +54,12 @@ class Target:
 
 
 def _alternates(geometry: ModelGeometry) -> bool:
-    """Tell whether dense and mixture-of-experts layers alternate."""
+    """Return whether dense and MoE layers alternate."""
     return geometry.experts is not None and bool(geometry.experts.dense_layers)
 
 
 def targets(geometry: ModelGeometry) -> Iterator[Target]:
-    """List every Megatron parameter and its place: layers are stacked, unless dense and mixture-of-experts layers alternate."""
+    """Yield every Megatron parameter with its place. Layers are stacked, unless dense and MoE layers alternate."""
     stacked = not _alternates(geometry)
     for name in parameter_names(geometry):
         match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+?)(?:(?:(?<=\.weight)|(?<=\.bias))(\d+))?", name)
@@ -76,13 +76,13 @@ def targets(geometry: ModelGeometry) -> Iterator[Target]:
 
 
 class TorchDistWriter:
-    """Writes the weights of a model into a directory.
+    """Write a model's weights into a directory.
 
     Args:
-        types: dtype and shape of the Hugging Face tensors as they are to be written.
-        read: rows of one of them, in that dtype.
-        block_bytes: about how much is in memory, and in one part of the checkpoint.
-        file_bytes: about the size of a file.
+        types: dtype and shape of the Hugging Face tensors to write.
+        read: reads rows of a Hugging Face tensor, in that dtype.
+        block_bytes: approximate size of the data in memory, and of one part of the checkpoint.
+        file_bytes: approximate size of a file.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TorchDistWriter:
         self._files: list[BinaryIO] = []
 
     def write(self, read: ReadRows) -> None:
-        """Read and write all tensors, then the index."""
+        """Read and write all tensors, then write the index."""
         try:
             for target in targets(self._geometry):
                 self._write_parameter(target, read)
@@ -165,12 +165,12 @@ class TorchDistWriter:
 
 
 def padded_vocab(geometry: ModelGeometry) -> int:
-    """Compute the number of rows of the embedding in the checkpoint."""
+    """Return the number of embedding rows in the checkpoint."""
     return -(-geometry.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def write_common(directory: Path, geometry: ModelGeometry, hf_config: Fields, dtype: torch.dtype) -> None:
-    """Write ``common.pt``: Megatron-LM and Megatron-Bridge build the model from its arguments."""
+    """Write ``common.pt``. Megatron-LM and Megatron-Bridge build the model from its arguments."""
     values = {
         "args": Namespace(**{**_common_settings(dtype), **_sizes(geometry, hf_config)}),
         "checkpoint_version": 3.0,
@@ -220,7 +220,7 @@ def _sizes(geometry: ModelGeometry, hf_config: Fields) -> dict[str, Any]:
 
 
 def _common_settings(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the settings that all families share. The loaders read some without asking whether they are there."""
+    """Return the settings that all families share. The loaders read some of them without checking that they exist."""
     off = dict.fromkeys(
         (
             "add_bias_linear",
@@ -277,7 +277,7 @@ def _common_settings(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _experts(g: ModelGeometry) -> dict[str, Any]:
-    """Return the arguments that describe a mixture, and for a dense model Megatron-LM's defaults."""
+    """Return the arguments that describe MoE layers. A dense model gets Megatron-LM's defaults."""
     if (experts := g.experts) is None:
         return dict(
             num_experts=None,
