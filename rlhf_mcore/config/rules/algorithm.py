@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, KL_IN_LOSS, POLICY_LOSSES, PREFERENCE_LOSSES
 from rlhf_mcore.config.problems import show_value
-from rlhf_mcore.config.questions import draws_greedy, is_offloaded, needs_critic, needs_reference
+from rlhf_mcore.config.questions import draws_greedy, needs_critic, needs_reference
 from rlhf_mcore.config.resolve import correction_mode, part_weights
 from rlhf_mcore.config.rules.layouts import model_problems
 from rlhf_mcore.config.schema import AlgorithmConfig, Config
@@ -185,11 +185,6 @@ def preference_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator
         yield (
             f"reference.precompute=True is not supported with algorithm.dpo.loss={cfg.algorithm.dpo.loss}, which compares other pairs "
             "of prompt and response in every step; set it to false"
-        )
-    if reference.precompute and is_offloaded(reference.offload):
-        yield (
-            f"reference.offload={reference.offload} has no effect with reference.precompute=True, which frees the reference before "
-            "training; remove it"
         )
     if reference.refresh_steps and cfg.actor.lora.rank is None:  # which is another problem
         yield (

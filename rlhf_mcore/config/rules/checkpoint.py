@@ -22,11 +22,13 @@ def checkpoint_problems(cfg: Config) -> Iterator[str]:
     """List problems with ``cfg.checkpoint`` that a look at one key does not show."""
     checkpoint = cfg.checkpoint
     yield from _metric_problems(cfg)
-    yield from _retention_problems(checkpoint)
+    if checkpoint.archive and checkpoint.save_total_limit is None:
+        yield (
+            "checkpoint.archive=True archives what retention drops, but checkpoint.save_total_limit=null keeps everything; "
+            "set save_total_limit"
+        )
     if checkpoint.mode not in (None, PRIVATE) and octal_mode(checkpoint.mode) is None:
         yield f"checkpoint.mode={checkpoint.mode!r} is not a choice; choose one of: null, {PRIVATE}, {', '.join(FILE_MODES)}"
-    if wrong := [step for step in checkpoint.keep if step < 1]:
-        yield f"checkpoint.keep={checkpoint.keep}: {wrong[0]} is no step; name steps from 1 on"
     for is_used, plugin in ((checkpoint.deltas, DELTAS), (checkpoint.archive, ARCHIVE)):
         if is_used and (problem := missing_plugin(*plugin)) is not None:
             yield problem
@@ -56,21 +58,6 @@ def _metric_problems(cfg: Config) -> Iterator[str]:
         yield f"checkpoint.metric_for_best_model={metric!r} needs held-out prompts, but data.eval=[]; name files in data.eval"
 
 
-def _retention_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
-    if checkpoint.save_total_limit is not None:
-        return
-    if checkpoint.archive:
-        yield (
-            "checkpoint.archive=True puts away what retention drops, but checkpoint.save_total_limit=null keeps everything; "
-            "set save_total_limit"
-        )
-    if checkpoint.keep_every is not None:
-        yield (
-            f"checkpoint.keep_every={checkpoint.keep_every} keeps more than save_total_limit does, but "
-            "checkpoint.save_total_limit=null keeps everything; set save_total_limit"
-        )
-
-
 def _resume_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
     resume = checkpoint.resume
     if resume in (AUTO, NEVER):
@@ -80,6 +67,3 @@ def _resume_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
             f"checkpoint.resume={resume!r} is neither auto, never nor a directory with a checkpoint (it has a manifest.json); "
             "choose one of them"
         )
-
-
-# ----------------------------------------------------------------- differences to the configuration that a checkpoint holds

@@ -22,8 +22,8 @@ _CONTAINERS = (*_CORE_CONTAINERS, "podman", "remote")
 def environment_problems(cfg: Config) -> Iterator[str]:
     """List the problems with the environment of a run: its function, its tools, its tokens."""
     own = cfg.environment
+    yield from _agent_problems(cfg)
     if own.function is None:
-        yield from _agent_problems(cfg)
         return
     named = f"environment.function={own.function}"
     if is_file_spec(own.function):
@@ -33,7 +33,6 @@ def environment_problems(cfg: Config) -> Iterator[str]:
             yield problem
     elif own.function not in ENVIRONMENTS and own.function not in find_plugins("environments"):
         yield f"{named} is neither path/to/file.py:Class nor one of {', '.join(ENVIRONMENTS)}; correct it"
-    yield from _agent_problems(cfg)
     if traces := cfg.logging.episode_traces:
         needed_by = f"logging.episode_traces={traces}"
         if problem := missing_plugin("traces", "opentelemetry", needed_by, package="traces"):

@@ -153,11 +153,6 @@ def test_mistakes_with_pairs_are_refused(workspace: Any) -> None:
             ["reference.precompute=true"],
             ["reference.precompute=True", "algorithm.dpo.loss=kto", "set it to false"],
         ),
-        (
-            "dpo",
-            ["reference.precompute=true", "reference.offload=always"],
-            ["reference.offload=always", "no effect", "reference.precompute=True"],
-        ),
         ("dpo", ["reference.refresh_steps=2"], ["reference.refresh_steps=2", "algorithm.kind=dpo", "set it to 0"]),
         ("dpo", ["reference.path=nowhere"], ["reference.path", "nowhere"]),
         ("dpo", ["actor.lora.rank=8", "reference.path=ref"], ["actor.lora.rank=8", "reference.path=ref", "remove"]),
