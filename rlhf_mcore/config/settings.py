@@ -6,7 +6,6 @@ The value of a text field is the text as it was written: YAML would turn ``off``
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from rlhf_mcore.redaction import redact_arguments
 
 BASE_KEY = "base"
 _NULL = "tag:yaml.org,2002:null"
-_REFERENCE = re.compile(r"\$\{[^:{}]+\}")
 _SUGGESTIONS = 20  # looking for the key that a misspelt one means takes milliseconds
 
 
