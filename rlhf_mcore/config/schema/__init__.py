@@ -57,52 +57,6 @@ from rlhf_mcore.config.schema.run import (
 from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardRayConfig
 from rlhf_mcore.config.schema.tree import Config
 
-__all__ = [
-    "ActorConfig",
-    "ActorLoraConfig",
-    "AlarmRuleConfig",
-    "AlarmsConfig",
-    "AlgorithmConfig",
-    "BridgeConfig",
-    "CheckpointConfig",
-    "Config",
-    "CovarianceConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DpoConfig",
-    "DynamicSamplingConfig",
-    "EnvironmentConfig",
-    "EvaluateConfig",
-    "FunctionConfig",
-    "JudgeConfig",
-    "KLConfig",
-    "KLControllerConfig",
-    "LayoutConfig",
-    "LoggingConfig",
-    "LoraConfig",
-    "MoEConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "OverlongConfig",
-    "RecomputeConfig",
-    "ReferenceConfig",
-    "RemoteRewardConfig",
-    "RewardConfig",
-    "RewardModelConfig",
-    "RewardRayConfig",
-    "RolloutConfig",
-    "RolloutCorrectionConfig",
-    "RolloutLayoutConfig",
-    "RuleConfig",
-    "SamplingConfig",
-    "SandboxConfig",
-    "SapoConfig",
-    "ScheduleConfig",
-    "SpeculativeConfig",
-    "TeacherConfig",
-    "TrainerConfig",
-]
-
 
 def _explain(kind: type[Group], error: ValidationError) -> Exception:
     from rlhf_mcore.config.problems import explain  # it imports the schema
