@@ -91,7 +91,7 @@ def build_disaggregated(
         world_group(),
         fleet,
         address=LOOPBACK if rollout.ray.address is None else source_address(rollout.ray.address.rpartition(":")[0]),
-        timeout_s=rollout.longest_silence_s,
+        timeout_s=rollout.engine_timeout_s,
         note=run.record.note,
         kept=copies,
     )
@@ -147,7 +147,7 @@ def start_fleet(run: RunContext) -> Fleet:
         rollout.num_engines,
         rollout.layout.num_ranks,
         cfg.trainer.threads_per_rank,
-        rollout.longest_silence_s,
+        rollout.engine_timeout_s,
         RESTARTS,
         rollout.deterministic_order,
         rollout.slots,

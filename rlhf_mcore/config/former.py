@@ -257,9 +257,10 @@ FORMER = (
         translate=_best_model,
     ),
     Former(
-        "set rollout.engine_timeout_s",
+        "set rollout.engine_timeout_s to a sixtieth",
         {"rollout.server.timeout_s": 3600.0},
-        translate=lambda seconds: {"rollout.engine_timeout_s": seconds},
+        reads={"rollout.engine_timeout_s": 60.0},
+        translate=lambda request_s, _: {"rollout.engine_timeout_s": request_s / 60},
     ),
     Former(
         "set data.max_bytes to 4096 times as much",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rlhf_mcore.config.engine_kinds import ENGINES, EngineKind, engine_kind, is_engine
 from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema import Config, RolloutConfig
 from rlhf_mcore.config.schema.rollout import MOST_SUPPORT
 from rlhf_mcore.config.schema.services import is_address
 from rlhf_mcore.geometry import ModelGeometry
@@ -99,8 +99,8 @@ def sharding_problems(cfg: Config) -> Iterator[str]:
 def _seam_problems(cfg: Config, engine: EngineKind) -> Iterator[str]:
     if cfg.rollout.placement == "disaggregated" and not engine.runs_apart:
         yield f"rollout.placement=disaggregated: rollout.engine={engine.name} is not started under Ray; set it to colocated"
-    timeout_s = cfg.rollout.engine_timeout_s
-    if timeout_s is not None and cfg.rollout.placement == "colocated" and not engine.reads("rollout.server"):
+    timeout_s, usual_s = cfg.rollout.engine_timeout_s, RolloutConfig().engine_timeout_s
+    if timeout_s != usual_s and cfg.rollout.placement == "colocated" and not engine.reads("rollout.server"):
         yield f"rollout.engine_timeout_s={timeout_s:g} has no effect with rollout.placement=colocated; remove it"
     if not engine.has_live_weights and cfg.bridge.method != "gather":
         yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from rlhf_mcore.config.choices import GRADERS
-from rlhf_mcore.config.engine_kinds import ENGINES, SEQUENCES, engine_kind, engines_that_read, is_engine
+from rlhf_mcore.config.engine_kinds import ENGINES, SEQUENCES, engines_that_read, is_engine
 from rlhf_mcore.config.schema.group import Group, Item
 from rlhf_mcore.config.schema.key import (
     ABOVE_0,
@@ -230,19 +230,13 @@ class RolloutConfig(Group):
         "copy of the weights that it has published, in host memory.",
         only_with=_AHEAD,
     )
-    engine_timeout_s: Optional[float] = key(
-        None,
-        "`disaggregated`, `server`: an engine that answers nothing for so long has failed",
+    engine_timeout_s: float = key(
+        60.0,
+        "`disaggregated`: an engine that answers nothing for so long is replaced, at most 3 times in a row; `server`: a server that "
+        "has not answered a request for 60 times as long has failed",
         ABOVE_0,
-        null="60; `server`: 3600",
-        more="A disaggregated engine is replaced, at most 3 times in a row.",
     )
     ray: RayConfig = group(RayConfig)
-
-    @property
-    def longest_silence_s(self) -> float:
-        """Seconds without an answer after which an engine has failed."""
-        return self.engine_timeout_s or (3600.0 if engine_kind(self.engine).reads("rollout.server") else 60.0)
 
     @property
     def sequences(self) -> int:

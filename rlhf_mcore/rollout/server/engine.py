@@ -39,6 +39,7 @@ _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.flo
 SHARD_BYTES = 4 * 2**30  # of a file of weights
 _TOKEN_BYTES = 1024  # of an answer, for a token and its logprob; vLLM writes a fifth of it
 _FLOAT = 3e38  # logprobs are stored in fp32
+REQUEST_TIMES = 60  # a request may take this many times rollout.engine_timeout_s
 _WAIT_S = 1.0  # for an answer, between two looks
 
 
@@ -66,7 +67,7 @@ class ServerEngine(Engine):
         self._urls = [url.rstrip("/") for url in cfg.server.urls]
         self._run = f"rlhf_mcore-{secrets.token_hex(8)}"  # no other trainer's weights have this name
         self._folder = Path(cfg.server.weights_dir).absolute() / self._run
-        self._timeout_s = cfg.longest_silence_s
+        self._timeout_s = REQUEST_TIMES * cfg.engine_timeout_s
         self._room = asyncio.Semaphore(cfg.sequences * len(self._urls))
         self._well: dict[str, int] = {}  # requests under way, by server
         self._answers: SimpleQueue[Completion | Exception] = SimpleQueue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ TRANSLATED = [
         {"checkpoint.metric_for_best_model": "evaluate/loss", "checkpoint.greater_is_better": False},
         {"checkpoint.metric_for_best_model": "-evaluate/loss"},
     ),
-    ({"rollout.server.timeout_s": 60.0}, {"rollout.engine_timeout_s": 60.0}),
+    ({"rollout.server.timeout_s": 600.0}, {"rollout.engine_timeout_s": 10.0}),
     ({"data.max_rows": 5000000}, {"data.max_bytes": 20480000000}),
     ({"data.max_rows": 1000, "trainer.max_bad_updates": 2}, {}),
     ({"rollout.engine_restarts": 9, "logging.samples": 0}, {}),
@@ -137,3 +138,12 @@ def test_a_checkpoint_of_the_release_before_is_no_other_run(workspace: Any) -> N
 def test_a_choice_that_never_was_is_refused(workspace: Any) -> None:
     with refused(ConfigError, field="bridge.verify='sampled'", remedy="off, digest"):
         validate(resolve(load_config("run.yaml", ["bridge.verify=sampled"])), check_files=False)
+
+
+def test_the_configuration_of_an_earlier_release_loads_and_is_compared(workspace: Any) -> None:
+    sample = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1"
+    saved = (sample / "checkpoint-2" / "config.yaml").read_text(encoding="utf-8")
+    cfg = load_config(sample / "checkpoint-2" / "config.yaml")
+    assert (cfg.reference.offload, cfg.logging.trackers, cfg.rollout.sleep_level) == ("never", [], 2)
+    fixed, changed = compare_configs(saved, to_yaml(resolve(cfg)))
+    assert fixed == [] and {line.split()[0] for line in changed} <= KEYS.keys()

@@ -136,7 +136,7 @@ def build(tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch) -> Itera
                 token_env=token_env,
             )
             model = EngineModel(str(tmp_path), str(tmp_path), "fp32", 64, 0, SHAPES)
-            engine = ServerEngine(RolloutConfig(engine="server", server=served, engine_timeout_s=30.0), model)
+            engine = ServerEngine(RolloutConfig(engine="server", server=served, engine_timeout_s=0.5), model)
             stack.callback(engine.close)
             return engine
 
