@@ -92,7 +92,7 @@ class Adapters:
         path = form.path
         if self.dropout and path.is_expert and path.group.size() > 1:
             raise ConfigError(
-                f"{self.role}.lora.dropout={self.dropout} is not supported with experts that several ranks share; set it to 0, or "
+                f"{self.role}.lora.dropout={self.dropout} is not supported if several ranks share an expert; set it to 0, or set "
                 f"{self.role}.layout.etp to 1"
             )
         weight, rank = getattr(layer, f"weight{number}"), self.sizes.rank

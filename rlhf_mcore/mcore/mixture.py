@@ -46,7 +46,9 @@ class Router(TopKRouter):
         super().__init__(config, *args, **kwargs)
         if config.moe_router_num_groups and config.moe_router_score_function == "softmax":
             if config.moe_router_fusion:
-                raise ConfigError("moe_router_fusion chooses other groups of experts than this model; remove it")
+                raise ConfigError(
+                    "moe_router_fusion chooses different expert groups than this model requires; remove it"
+                )
             self.router_replay = _BestExpertOfGroups()
         self._uses: Tensor | None = None  # rows per token in the current forward pass
         self._runs = False  # whether a forward pass is running that is not a recomputation

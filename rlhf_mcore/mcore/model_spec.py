@@ -83,7 +83,7 @@ def load_spec(
     except Exception as error:  # any type: transformers checks keys that we do not read
         reason = shorten(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
-            f"{field}={path}: transformers does not take config.json ({reason}); export the model again"
+            f"{field}={path}: transformers rejects config.json ({reason}); export the model again"
         ) from error
     family, _ = ARCHITECTURES[whole.architectures[0]]
     fields = Fields(whole.to_dict(), f"{field}={path}: config.json", "export the model again")
@@ -100,7 +100,7 @@ def _check_rotated(hf: PretrainedConfig, geometry: ModelGeometry, inv_freq: torc
     rotated = int(head * layered.get("partial_rotary_factor", 1.0))
     if 2 * len(inv_freq) != rotated:
         raise ConfigError(
-            f"{where}: config.json rotates {2 * len(inv_freq)} elements of a head of {head}, not {rotated}; "
+            f"{where}: config.json defines {2 * len(inv_freq)} rotated elements for a head of {head}, expected {rotated}; "
             "check head_dim, qk_rope_head_dim and partial_rotary_factor"
         )
 
@@ -118,7 +118,7 @@ def _rotary(hf: PretrainedConfig, layers: str) -> tuple[torch.Tensor, float]:
             hf, torch.device("cpu"), **({"layer_type": layers} if is_layered else {})
         )
         if scale != 1.0 and is_layered:
-            raise ConfigError(f"model.path: a rotary attention factor ({scale}) of some layers is not supported.")
+            raise ConfigError(f"model.path: a rotary attention factor ({scale}) for only some layers is not supported.")
         if scale < 1.0 and not hasattr(hf, "kv_lora_rank"):  # for these models Megatron takes the factor directly
             raise ConfigError(f"model.path: a rotary attention factor below 1 ({scale}) is not supported.")
         return inv_freq.float(), float(scale)

@@ -63,9 +63,9 @@ def problems(overrides: Overrides, platform: Platform) -> Iterator[str]:
         shown = overrides.fp8 if is_key else f"{overrides.key}.{name}={values[name]}"
         remove = "set it to null" if is_key else "remove it"
         if platform.name == "cpu":
-            yield f"{shown} needs CUDA, and this run is on the CPU; {remove}"
+            yield f"{shown} needs CUDA, but this run uses the CPU; {remove}"
         elif module and find_spec(module) is None:
-            yield f"{shown} needs {_PACKAGES[module]}, which is not installed; {remove}, or install that"
+            yield f"{shown} needs {_PACKAGES[module]}, which is not installed; {remove}, or install it"
         elif is_key:
             yield from _device_problems(shown)
 
@@ -95,14 +95,14 @@ def _device_problems(shown: str) -> Iterator[str]:
     major, minor = torch.cuda.get_device_capability()
     version = tuple(int(number) for number in (torch.version.cuda or "0").split(".")[:2])
     if major != HOPPER:
-        instead = "; there it takes actor.megatron={fp8: e4m3, fp8_recipe: mxfp8}" if major > HOPPER else ""
+        instead = " and use actor.megatron={fp8: e4m3, fp8_recipe: mxfp8} on this GPU" if major > HOPPER else ""
         yield f"{shown} needs GPUs of compute capability 9.0 (H100, H200), found {major}.{minor}; set it to null{instead}"
     elif version < CUDA:
-        yield f"{shown} needs a torch of CUDA 12.9 or later, found {torch.version.cuda}; install that, or set it to null"
+        yield f"{shown} needs torch with CUDA 12.9 or later, found {torch.version.cuda}; install that, or set it to null"
     elif not has_fp32_scales():
         yield (
-            f"{shown} needs NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 where Transformer Engine is imported, which was done before; set it "
-            "in the environment"
+            f"{shown} needs NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1, but Transformer Engine was imported without it; set it in the "
+            "environment"
         )
 
 
