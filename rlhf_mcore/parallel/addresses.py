@@ -11,13 +11,13 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Lower ports are those of well-known services.
+# Lower ports belong to well-known services.
 _LOWEST_PORT, _PORTS_TRIED = 15000, 100
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 def listener(address: str, port: int = 0) -> socket.socket:
-    """Open a listening socket on one address of this machine: other interfaces do not reach it. Port 0 picks a free one."""
+    """Open a listening socket on one address of this machine. Other interfaces cannot reach it. Port 0 selects a free port."""
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((address, port))
@@ -26,7 +26,10 @@ def listener(address: str, port: int = 0) -> socket.socket:
 
 
 def shared_port(address: str) -> socket.socket:
-    """Reserve a free port for a program of ours that listens with SO_REUSEPORT, as gRPC does: no other program gets it meanwhile."""
+    """Reserve a free port for one of our programs that listens with SO_REUSEPORT, like gRPC.
+
+    No other program can get the port meanwhile.
+    """
     reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     reserved.bind((address, 0))
@@ -34,16 +37,16 @@ def shared_port(address: str) -> socket.socket:
 
 
 def free_port(address: str) -> int:
-    """Return a port that is free now, for a program that cannot be given port 0 or a socket.
+    """Return a port that is free now, for a program that does not accept port 0 or a socket.
 
-    It is below the ports that the kernel gives to connections, so that only another program's fixed port can take it. It is not
-    reserved: the caller has to choose another one if it is taken before the program binds it.
+    The port is below the range that the kernel uses for connections, so only another program's fixed port can take
+    it. It is not reserved. If it is taken before the program binds it, the caller must choose another port.
     """
     numbers = range(_LOWEST_PORT, _first_ephemeral_port())
     for port in secrets.SystemRandom().sample(numbers, min(_PORTS_TRIED, len(numbers))):
         with suppress(OSError), listener(address, port):
             return port
-    # Here all ports are for connections.
+    # On this machine, the kernel uses all ports for connections.
     with listener(address) as listening:
         return int(listening.getsockname()[1])
 
@@ -63,16 +66,18 @@ def source_address(peer: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface that has an address.
+    """Return the name of the interface with an address.
 
     Raises:
-        ValueError: no interface of this machine has it.
+        ValueError: no interface of this machine has this address.
     """
     addresses = interface_addresses()
     for name, own in addresses.items():
         if own == address:
             return name
-    raise ValueError(f"no interface of {socket.gethostname()} has the address {address}; there are {addresses}")
+    raise ValueError(
+        f"no interface of {socket.gethostname()} has the address {address}; its interfaces are {addresses}"
+    )
 
 
 def interface_addresses() -> dict[str, str]:

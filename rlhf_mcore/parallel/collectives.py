@@ -1,5 +1,7 @@
-"""Small collectives on host data: JSON instead of pickles, reductions of named numbers, errors shared among ranks, and the first
-rank's requests to all. tests/distributed/nccl_rules.py counts everything here as an operation of the host.
+"""Small collectives on host data, without pickles.
+
+They send JSON, reduce named numbers, share errors among ranks, and send requests of the first rank to all.
+tests/distributed/nccl_rules.py counts everything here as an operation of the host.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ def _decode(data: Tensor) -> Any:
 
 
 def world_group() -> dist.ProcessGroup:
-    """Return the group of all ranks, for functions that take a group."""
+    """Return the group of all ranks, for functions that require a group."""
     group = dist.group.WORLD
     assert group is not None, "torch.distributed is not initialised"
     return group
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's JSON-able value, in rank order. Nothing is pickled."""
+    """Return every rank's JSON-able value, in rank order."""
     data = _encode(value)
     sizes = _gather_sizes(data.numel(), group)
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -74,7 +76,10 @@ def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = No
 
 
 def reduce_sums(values: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """Sum named numbers over ranks; every rank passes the same names. Of names that end in ``_max`` return the maximum instead."""
+    """Sum named numbers over ranks. For names that end in ``_max``, return the maximum instead.
+
+    Every rank passes the same names.
+    """
     names = sorted(values)
     sums = torch.tensor([values[name] for name in names], dtype=torch.float64)
     maxima = sums.clone()
@@ -100,9 +105,9 @@ def gather_bytes(value: bytes, group: dist.ProcessGroup | None = None) -> list[b
 
 
 def all_gather_unique_json(value: Any, group: dist.ProcessGroup | None = None) -> list[tuple[Any, list[int]]]:
-    """Return the different JSON-able values of the ranks, each with its group ranks, in order of their first rank.
+    """Return the distinct JSON-able values of the ranks, each with its group ranks, in order of their first rank.
 
-    Each value is sent once, however many ranks share it, so few kinds of values among thousands of ranks are cheap.
+    Each value is sent only once, so a few distinct values among thousands of ranks are cheap.
     """
     data = _encode(value)
     digest = torch.frombuffer(bytearray(blake2b(data.numpy().tobytes(), digest_size=16).digest()), dtype=torch.uint8)
@@ -116,7 +121,7 @@ def all_gather_unique_json(value: Any, group: dist.ProcessGroup | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """An error of a rank: its class, its errno (OSErrors only) and its text."""
+    """The error of a rank: its class, its errno (OSErrors only) and its text."""
 
     rank: int
     kind: str
@@ -129,7 +134,7 @@ class RankFailure:
 
 
 class RanksFailed(RuntimeError):
-    """Other ranks have failed. It is raised on the ranks without an error."""
+    """Other ranks failed. It is raised on the ranks without an error."""
 
     def __init__(self, failures: list[RankFailure]) -> None:
         self.failures = failures
@@ -137,7 +142,7 @@ class RanksFailed(RuntimeError):
 
 
 def gather_failures(error: Exception | None, group: dist.ProcessGroup | None = None) -> list[RankFailure]:
-    """Gather the errors of all ranks, in rank order and the same on all; [] when every rank passes None. Collective."""
+    """Gather the errors of all ranks, in rank order and equal on all ranks. Return [] if every rank passes None. Collective."""
     own = None
     if error is not None:
         kind = ConfigError if isinstance(error, ConfigError) else type(error)
@@ -146,12 +151,12 @@ def gather_failures(error: Exception | None, group: dist.ProcessGroup | None = N
 
 
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run an action that may fail on some ranks only, and raise on all of them, so that none waits for another. Collective.
+    """Run an action that may fail on some ranks, and then raise on all ranks, so that none waits for another. Collective.
 
-    The action itself must not wait for other ranks once it has failed on one.
+    The action itself must not wait for other ranks, because they may have failed.
 
     Raises:
-        ConfigError: on every rank, when all errors are mistakes of the user.
+        ConfigError: on every rank, if all errors are the user's mistakes.
         RanksFailed: on the ranks without an error; the others raise their own.
     """
     caught: Exception | None = None
@@ -167,23 +172,23 @@ def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     raise caught if caught is not None else RanksFailed(failures)
 
 
-# Sends a request to all ranks, and returns their answers in rank order. Both are JSON.
+# Send a request to all ranks and return their answers in rank order. Both are JSON.
 Ask = Callable[[Any], list[Any]]
 
 
 def lead(action: Callable[[Ask], T], serve: Callable[[Any], Any], otherwise: T) -> T:
-    """Run ``action`` on the first rank, while all ranks ``serve`` its requests. Collective over the world.
+    """Run ``action`` on the first rank while all ranks ``serve`` its requests. Collective over the world.
 
-    No rank waits for another one longer than their answers to a request differ in time. ``serve`` must not raise.
+    A rank waits for others only as long as their answers to a request differ in time. ``serve`` must not raise.
 
     Returns:
-        the result of the action on the first rank, ``otherwise`` on the others.
+        The result of the action on the first rank, and ``otherwise`` on the others.
     """
     if dist.get_rank() != 0:
         while (request := broadcast_json(None, 0)) is not None:
             gather_json(serve(request))
         return otherwise
-    waiting = True  # whether the others expect a request
+    waiting = True  # whether the other ranks wait for a request
 
     def ask(request: Any) -> list[Any]:
         nonlocal waiting

@@ -1,7 +1,7 @@
-"""Context parallelism: splits the tokens of every sequence among the ranks of a group, and gathers them.
+"""Context parallelism: split the tokens of every sequence over the ranks of a group, and gather them.
 
-A sequence is cut into 2 * cp chunks of equal length, and rank r has the chunks r and 2 * cp - 1 - r. So all ranks have equally much
-work under a causal mask. Packed sequences are cut one by one, as Megatron and Transformer Engine expect it.
+A sequence is split into 2 * cp chunks of equal length. Rank r holds the chunks r and 2 * cp - 1 - r, which balances
+the work under a causal mask. Packed sequences are split one by one, as Megatron and Transformer Engine expect.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def chunks_of(rank: int, cp: int) -> tuple[int, int]:
-    """Return the numbers of the two chunks of every sequence that a rank has."""
+    """Return the numbers of the two chunks of every sequence that a rank holds."""
     return rank, 2 * cp - 1 - rank
 
 
 def local_places(sizes: Sequence[int], rank: int, cp: int) -> Tensor:
-    """Return the places of a rank's tokens in sequences of ``sizes`` tokens back to back: [sum(sizes) / cp] int64.
+    """Return the positions of a rank's tokens in sequences of ``sizes`` tokens back to back: [sum(sizes) / cp] int64.
 
     ``sizes`` are multiples of 2 * cp.
     """
@@ -34,37 +34,37 @@ def local_places(sizes: Sequence[int], rank: int, cp: int) -> Tensor:
 
 
 def gather_context(local: Tensor, order: Tensor, group: dist.ProcessGroup, *, sums_gradient: bool) -> Tensor:
-    """Gather all tokens [sum(sizes), ...] in their order from those of each rank [sum(sizes) / cp, ...]. Collective over the group.
+    """Gather each rank's tokens [sum(sizes) / cp, ...] into all tokens [sum(sizes), ...] in order. Collective over the group.
 
-    ``order``: the places of ``order_of_ranks``.
+    ``order``: the positions from ``order_of_ranks``.
 
-    With ``sums_gradient`` each rank uses the tokens differently (keys and values), so the gradient of a token is the sum over ranks.
-    Without it all ranks compute the same loss of them, and each takes the gradient of its own tokens.
+    With ``sums_gradient``, each rank uses the tokens differently (keys and values), so the gradient of a token is the
+    sum over ranks. Without it, all ranks compute the same loss, and each keeps the gradient of its own tokens.
     """
     whole: Tensor = _Gather.apply(local, order, group, sums_gradient)
     return whole
 
 
 def order_of_ranks(sizes: Sequence[int], cp: int) -> Tensor:
-    """Return the places of all ranks' tokens in the sequences, one rank after the other: [sum(sizes)] int64."""
+    """Return the positions of all ranks' tokens in the sequences, rank after rank: [sum(sizes)] int64."""
     return torch.cat([local_places(sizes, rank, cp) for rank in range(cp)])
 
 
 def order_of_one(length: int, cp: int, device: torch.device) -> Tensor:
-    """Return ``order_of_ranks`` for one sequence, computed on a device, to which nothing is copied."""
+    """Compute ``order_of_ranks`` for one sequence on a device, without copying anything to it."""
     chunks = torch.arange(length, device=device).chunk(2 * cp)
     return torch.cat([chunks[number] for rank in range(cp) for number in chunks_of(rank, cp)])
 
 
 def to_parts(local: Tensor, widths: Sequence[int], order: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchange each rank's tokens with all elements for all tokens, in order, with this rank's part of the elements.
+    """Exchange this rank's tokens with all elements for all tokens, in order, with this rank's part of the elements.
 
-    Collective over the group, as ``to_tokens`` is (Jacobs et al. 2023, arXiv 2309.14509: "Ulysses").
+    Collective over the group, like ``to_tokens`` (Jacobs et al. 2023, arXiv 2309.14509: "Ulysses").
 
     Args:
         local: [sum(sizes) / cp, b, sum(widths)].
         widths: number of elements of each rank's part, which may be 0.
-        order: [sum(sizes)] of ``order_of_ranks``, on the device of ``local``.
+        order: [sum(sizes)] from ``order_of_ranks``, on the device of ``local``.
 
     Returns:
         [sum(sizes), b, widths[rank]].
@@ -106,7 +106,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of flat tensors, and the reverse one of their gradients."""
+    """An all-to-all of flat tensors. The backward pass exchanges their gradients in reverse."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:

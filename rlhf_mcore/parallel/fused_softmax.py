@@ -1,7 +1,8 @@
-"""Compute sums and gradients over a chunk of logits on CUDA, by kernels that read the logits once or twice and write what is wanted.
+"""Compute sums and gradients over a chunk of logits on CUDA, with kernels that read the logits once or twice.
 
-Plain torch would write the logits in fp32, relative to their largest, as exponentials and as products. torch.compile makes one kernel
-of each function here; called as they are, the functions compute the same on any device.
+Plain torch would write intermediate results to memory: fp32 logits, logits relative to the largest, exponentials and
+products. torch.compile turns each function here into one kernel. Called without it, the functions compute the same on
+any device.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
 @cache
 def can_compile() -> bool:
-    """Return whether torch can make kernels for a GPU here: that takes Triton, and a C compiler for what starts its kernels.
+    """Return whether torch can compile GPU kernels here. This requires Triton and a C compiler for launchers.
 
-    Where torch.compile is switched off, the functions as they are would take more memory than plain torch's operations in place.
+    If torch.compile is disabled, return False, because the plain functions use more memory than torch's in-place
+    operations.
     """
     if "1" in (os.environ.get("TORCH_COMPILE_DISABLE"), os.environ.get("TORCHDYNAMO_DISABLE")):
         return False
@@ -34,18 +36,19 @@ def can_compile() -> bool:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # The numbers of tokens and columns are arguments of the kernel: one is made for all chunks.
+    # The numbers of tokens and columns are kernel arguments, so one kernel serves all chunks.
     return torch.compile(function, dynamic=True)
 
 
 def forward_chunk(logits: Tensor, labels: Tensor, columns: _Columns, with_entropy: bool) -> list[Tensor]:
-    """Compute what ``_forward_chunk`` of ``logprobs.py`` does, from logits [n, V_local] of any type, which stay as they are."""
+    """Compute the same as ``_forward_chunk`` of ``logprobs.py`` from logits [n, V_local] of any dtype, without changing them."""
     compute = _compiled(_sums_with_entropy if with_entropy else _sums)
     peak, *sums = compute(columns.width, columns.temperature, logits)
     if columns.is_shared(logits):
         own = peak.clone()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)
-        # Sums relative to a rank's largest logit become sums relative to that of all ranks. Of padding alone they are zero.
+        # Convert sums relative to this rank's largest logit to sums relative to the largest of all ranks. For padding
+        # alone they are zero.
         offset = (own - peak).clamp_min(-1e30)
         sums = [offset.exp() * x for x in (sums[0], *(s + sums[0] * offset for s in sums[1:]))]
     places, here = columns.local(labels, logits.size(1))
@@ -63,7 +66,7 @@ def compute_gradient(
     grads: Sequence[Tensor | None],
     columns: _Columns,
 ) -> Tensor:
-    """Compute the gradient [n, V_local] of logits in their type, rounded once, from the sums of ``forward_chunk``."""
+    """Compute the gradient [n, V_local] of logits in their dtype, rounded once, from the sums of ``forward_chunk``."""
     grad_logprobs, grad_entropy, _ = grads
     peak, log_sum, entropy, _ = sums
     assert peak is not None and log_sum is not None
@@ -79,14 +82,14 @@ def compute_gradient(
 
 
 def _scaled(logits: Tensor, width: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return scaled logits in fp32, of padding -inf, and the numbers of the columns."""
+    """Return scaled logits in fp32, -inf for padding, and the column numbers."""
     numbers = torch.arange(logits.size(1), device=logits.device)
     return torch.where(numbers < width, logits.float() / temperature, -torch.inf), numbers
 
 
 def _sums(width: int, temperature: float, logits: Tensor) -> tuple[Tensor, Tensor]:
     z, _ = _scaled(logits, width, temperature)
-    peak = z.amax(1).clamp_min(torch.finfo(z.dtype).min)  # finite where all columns are padding
+    peak = z.amax(1).clamp_min(torch.finfo(z.dtype).min)  # finite even if all columns are padding
     return peak, (z - peak[:, None]).exp().sum(1)
 
 
@@ -102,7 +105,7 @@ def _gradient(
     width: int, temperature: float, logits: Tensor, peak: Tensor, log_sum: Tensor, at_label: Tensor, of_logprobs: Tensor
 ) -> Tensor:
     z, numbers = _scaled(logits, width, temperature)
-    # In this order: an offset that all logits share costs no digits.
+    # Subtract in this order, so that an offset that all logits share costs no precision.
     p = ((z - peak[:, None]) - log_sum[:, None]).exp()
     grad = torch.where(numbers == at_label[:, None], of_logprobs[:, None], 0.0) - p * of_logprobs[:, None]
     return (grad / temperature).to(logits.dtype)

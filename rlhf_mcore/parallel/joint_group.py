@@ -1,8 +1,9 @@
-"""Process groups across worlds: the trainer's ranks are one world, those of an engine another.
+"""Process groups across worlds: the trainer's ranks form one world, an engine's ranks form another.
 
-torch makes groups only inside a world (``new_group``), so this file makes one as ``init_process_group`` does, from a store of its
-own, and enters it in torch's tables. All functions of ``torch.distributed`` then take it as any other group. It uses private parts
-of torch, which are the same in 2.11 to 2.13; tests/unit/parallel/test_joint_group.py fails if they change.
+torch creates groups only within a world (``new_group``). This file therefore creates a group like
+``init_process_group``, from a separate store, and registers it in torch's tables. All functions of
+``torch.distributed`` then accept it. The file uses private parts of torch, which are equal in 2.11 to 2.13.
+tests/unit/parallel/test_joint_group.py fails if they change.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import GroupSpec, PeersLost
 
-_BREAK_TAG = (1 << 31) - 1  # the tag of a message that nobody sends
-# Parts of gloo's and NCCL's messages about connections; their errors have no class of their own.
+_BREAK_TAG = (1 << 31) - 1  # the tag of a message that is never sent
+# Parts of gloo's and NCCL's messages about connections. These errors have no class of their own.
 _CONNECTION = ("gloo/", "pair closure", "NCCL", "Connection", "Socket Timeout", "wait timeout")
 
 
 class JointGroup:
-    """A group from joining to leaving it. ``group`` is the argument for functions of ``torch.distributed``.
+    """A group, from joining it to leaving it. Pass ``group`` to functions of ``torch.distributed``.
 
-    Its members have group ranks only (``group_src=``, ``group.rank()``): no world numbers them all.
+    Its members only have group ranks (``group_src=``, ``group.rank()``), because no world contains them all.
     """
 
     def __init__(self, spec: GroupSpec, listening: socket.socket | None = None) -> None:
@@ -41,11 +42,12 @@ class JointGroup:
 
         Args:
             spec: this process's specification.
-            listening: on rank 0 the socket at the address and port of all specifications, see ``addresses.listener``. The group owns
-                it from now on.
+            listening: on rank 0, a socket that listens at the address and port of all specifications (see
+                ``addresses.listener``). The group takes ownership of it.
 
         Raises:
-            PeersLost: the others do not arrive within ``spec.timeout_s``, do not connect within as long again, or one is lost.
+            PeersLost: the others do not arrive within ``spec.timeout_s``, do not connect within the same time again,
+                or one is lost.
         """
         assert (listening is not None) == (spec.rank == 0), "rank 0 has the store"
         limit = timedelta(seconds=spec.timeout_s)
@@ -56,10 +58,10 @@ class JointGroup:
                 is_master=listening is not None,
                 timeout=limit,
                 wait_for_workers=False,
-                # The store closes it.
+                # The store closes this socket.
                 master_listen_fd=None if listening is None else listening.detach(),
             )
-            # Wait until all have arrived, so that no rank waits for a connection to one that never does.
+            # Wait until all have arrived, so that no rank waits for a connection to a rank that never arrives.
             if self._store.add(f"{spec.name}/arrived", 1) == spec.world_size:
                 self._store.set(f"{spec.name}/complete", "")
             self._store.wait([f"{spec.name}/complete"], limit)
@@ -71,12 +73,15 @@ class JointGroup:
                 raise
 
     def close(self) -> None:
-        """Leave the group. The connections are closed, even if the group is still referenced, so others stop waiting for this rank."""
+        """Leave the group and close its connections, even if it is still referenced.
+
+        Other ranks then stop waiting for this one.
+        """
         if self._store is None:
             return
         self._store = None
         if self.group.size() > 1:
-            # gloo has no call that closes a group's connections, but an operation that runs out of time does.
+            # gloo cannot close a group's connections directly, but an operation that times out closes them.
             peer = (self.group.rank() + 1) % self.group.size()
             with suppress(RuntimeError):
                 self.group.recv([torch.empty(1)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
@@ -88,7 +93,7 @@ class JointGroup:
 
 @contextmanager
 def connections() -> Iterator[None]:
-    """Raise errors of connections to other ranks as PeersLost."""
+    """Raise connection errors of other ranks as PeersLost."""
     try:
         yield
     except RuntimeError as error:
@@ -100,16 +105,17 @@ def connections() -> Iterator[None]:
 
 def _build_group(store: dist.Store, spec: GroupSpec, limit: timedelta) -> dist.ProcessGroup:
     backend = current_platform().collective_backend
-    # By default gloo listens at the address of the host's name.
+    # By default, gloo listens at the address of the host's name.
     settings = {"GLOO_SOCKET_IFNAME": interface_of(source_address(spec.address))}
     if "nccl" in backend:
-        # An operation that runs out of time has to raise instead of ending the process.
+        # An operation that times out must raise instead of killing the process.
         settings |= {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     with _set_environment(settings):
-        # torch has a type of its own for names.
+        # torch has a separate type for names.
         name: Any = spec.name
         group, _ = c10d._new_process_group_helper(spec.world_size, spec.rank, [], backend, store, name, timeout=limit)
-    # torch translates between ranks of a group and of the world. Members of other worlds get numbers after those of this one.
+    # torch translates between ranks of a group and of the world. Members from other worlds get numbers after this
+    # world's.
     own, others = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (spec.rank, spec.world_size)
     numbers = {others + rank: rank for rank in range(spec.world_size) if rank != spec.rank}
     c10d._world.pg_group_ranks[group] = {own: spec.rank, **numbers}
@@ -134,25 +140,27 @@ def _set_environment(values: Mapping[str, str]) -> Iterator[None]:
 def connect_device(group: dist.ProcessGroup | None = None, limit_s: float | None = None) -> None:
     """Sum one number on the devices of all ranks of a group. Collective.
 
-    NCCL connects a group in its first operation, in which it waits for every rank. If that were a message between some of the ranks,
-    it would wait forever for the others. The connections' memory is allocated here too, so later measurements of free memory see it.
+    NCCL connects a group in its first operation, which waits for every rank. If that operation were a message between
+    some of the ranks, it would wait forever for the others. NCCL also allocates the memory for connections here, so
+    later measurements of free memory include it.
 
     Args:
         group: None: all ranks of the world.
-        limit_s: seconds to wait for the others; None: as long as the group does. While NCCL connects, a timeout of the group does
-            not apply, and torch no longer chooses NCCL's non-blocking mode, which hangs in some versions (pytorch issue 153960).
-            So a thread connects, and is abandoned after ``limit_s``.
+        limit_s: seconds to wait for the others; None: the timeout of the group. While NCCL connects, the group's
+            timeout does not apply. torch no longer uses NCCL's non-blocking mode, because it hangs in some versions
+            (pytorch issue 153960). The connection is therefore made in a thread, which is abandoned after
+            ``limit_s``.
 
     Raises:
         PeersLost: the others are late.
     """
     size = (group or world_group()).size()
-    # With an index, since each thread has its own current device.
+    # Include the device index, because each thread has its own current device.
     total = torch.ones(1, device=current_platform().device())
 
     def connect() -> None:
         dist.all_reduce(total, group=group)
-        # Reading it waits for the device.
+        # Reading the value waits for the device.
         assert int(total) == size, f"{int(total)} of {size} ranks"
 
     if limit_s is None:

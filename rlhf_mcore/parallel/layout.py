@@ -1,7 +1,7 @@
-"""Computes a rank's coordinates in a layout: pure arithmetic, no torch.
+"""Compute a rank's coordinates in a layout. Pure arithmetic, without torch.
 
-Rank order is tensor-fastest, then context, data, pipeline (Megatron's ``tp-cp-dp-pp``). The experts of a mixture-of-experts
-model are sharded by a grid of their own over the same ranks of a pipeline stage: expert tensor, expert, data.
+Rank order is tensor-fastest, then context, data, pipeline (Megatron's ``tp-cp-dp-pp``). The experts of an MoE model
+are sharded by a separate grid over the same ranks of a pipeline stage: expert tensor, expert, data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlhf_mcore.geometry import Shard
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """The sizes of one model's parallel axes over ``world_size`` consecutive ranks from ``first_rank`` on."""
+    """The sizes of one model's parallel axes over ``world_size`` consecutive ranks, starting at ``first_rank``."""
 
     world_size: int
     tp: int = 1
@@ -24,8 +24,8 @@ class ParallelLayout:
     cp: int = 1
     sequence_parallel: bool = False
     ep: int = 1
-    etp: int | None = None  # tensor-parallel size of an expert; None: that of the rest of the model
-    # Layers of every stage, chunk after chunk in the order of the network; None: all stages have equally many.
+    etp: int | None = None  # tensor-parallel size of an expert; None: equal to tp
+    # Number of layers of every stage, chunk after chunk in network order. None: equal stages.
     layers_per_stage: tuple[int, ...] | None = None
     first_rank: int = 0
 
@@ -36,13 +36,13 @@ class ParallelLayout:
                 f"world size {self.world_size} is not a multiple of tp {self.tp} x pp {self.pp} x cp {self.cp} = {model}"
             )
         if self.ep == 1 and self.expert_tp != self.tp:
-            # Megatron then reduces the experts' gradients over the wrong ranks.
-            raise ValueError(f"etp {self.etp} is not tp {self.tp}, which it must be while ep is 1")
+            # Otherwise Megatron reduces the experts' gradients over the wrong ranks.
+            raise ValueError(f"etp {self.etp} must equal tp {self.tp} if ep is 1")
         per_stage = self.world_size // self.pp
         if per_stage % (self.expert_tp * self.ep):
             raise ValueError(f"{per_stage} ranks of a stage are not a multiple of etp {self.expert_tp} x ep {self.ep}")
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
-            raise ValueError(f"layers_per_stage {self.layers_per_stage} does not name {self.num_stages} stages")
+            raise ValueError(f"layers_per_stage {self.layers_per_stage} must contain {self.num_stages} stages")
 
     @classmethod
     def of(cls, cfg: LayoutConfig, ranks: list[int] | None, world_size: int) -> ParallelLayout:
@@ -67,7 +67,7 @@ class ParallelLayout:
 
     @property
     def ranks(self) -> range:
-        """Global ranks that hold a part of the model."""
+        """The global ranks that hold a part of the model."""
         return range(self.first_rank, self.first_rank + self.world_size)
 
     @property
@@ -77,28 +77,28 @@ class ParallelLayout:
 
     @property
     def sequence_multiple(self) -> int:
-        """The length of a padded sequence is a multiple of this: two chunks for each context-parallel rank."""
+        """The divisor of every padded sequence length: two chunks per context-parallel rank."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def token_multiple(self) -> int:
-        """The number of a microbatch's tokens is a multiple of this: context and sequence parallelism split them equally."""
+        """The divisor of a microbatch's token count, because context and sequence parallelism split it equally."""
         return token_multiple(self.tp, self.cp, self.sequence_parallel)
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages, counting every model chunk of an interleaved pipeline."""
+        """The number of pipeline stages, counting every model chunk of an interleaved pipeline."""
         return self.pp * (self.vpp or 1)
 
     def layers_of(self, num_layers: int, pp: int, chunk: int = 0) -> range:
-        """Return the numbers of the layers that one chunk of a pipeline rank has.
+        """Return the layer numbers of one chunk of a pipeline rank.
 
         Raises:
-            ValueError: the stages cannot have equally many layers and ``layers_per_stage`` is not given, or it has another sum.
+            ValueError: the layers do not divide equally and ``layers_per_stage`` is not set, or its sum is wrong.
         """
         sizes = self.layers_per_stage or (num_layers // self.num_stages,) * self.num_stages
         if sum(sizes) != num_layers:
-            raise ValueError(f"{num_layers} layers are not those of {self.num_stages} stages: layers_per_stage {sizes}")
+            raise ValueError(f"layers_per_stage {sizes} of {self.num_stages} stages must add up to {num_layers} layers")
         stage = chunk * self.pp + pp
         return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
 
@@ -109,7 +109,7 @@ class ParallelLayout:
 
     @property
     def expert_dp(self) -> int:
-        """Number of ranks that hold the same part of the same expert."""
+        """The number of ranks that hold the same part of the same expert."""
         return self.world_size // (self.pp * self.expert_tp * self.ep)
 
     def rank_of(self, tp: int = 0, dp: int = 0, pp: int = 0, cp: int = 0) -> int:

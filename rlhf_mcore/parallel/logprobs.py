@@ -1,8 +1,11 @@
-"""Computes logprobs and entropy of an output layer whose vocabulary is sharded over tensor-parallel ranks.
+"""Compute logprobs and entropy from an output layer whose vocabulary is sharded over tensor-parallel ranks.
 
-No rank holds logits of the full vocabulary: three scalars per token are reduced instead. Nor does it hold logits of all tokens: they
-are computed in chunks of tokens, and again in the backward pass, so the extra memory is one chunk whatever the batch. Megatron's own
-vocab-parallel cross entropy is not used: it overwrites fp32 logits, gives no entropy, and its fused form rounds gradients to bf16.
+No rank stores logits of the full vocabulary. Ranks reduce three scalars per token instead. No rank stores logits of
+all tokens either: they are computed in chunks of tokens, and again in the backward pass. The extra memory is one
+chunk for any batch size.
+
+Megatron's own vocab-parallel cross entropy is not used. It overwrites fp32 logits and returns no entropy, and its
+fused form rounds gradients to bf16.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ if TYPE_CHECKING:
     from rlhf_mcore.parallel.subsets import Subsets
     from rlhf_mcore.parallel.top_tokens import TeacherTopTokens
 
-CHUNK_TOKENS = 2048  # tokens whose softmax is computed at a time from stored logits
-CACHE_BYTES = 2**19  # the same in bytes of logits on a CPU, so that they stay in its cache
-CHUNK_BYTES = 512 * 2**20  # fp32 logits that an output layer computes at a time
+CHUNK_TOKENS = 2048  # tokens per softmax computation from stored logits
+CACHE_BYTES = 2**19  # the same for a CPU, in bytes of logits, so that they stay in its cache
+CHUNK_BYTES = 512 * 2**20  # maximum fp32 logits that an output layer computes in one chunk
 
 
 def chunk_tokens_of(columns: int) -> int:
@@ -34,8 +37,8 @@ def chunk_tokens_of(columns: int) -> int:
 class TokenLogprobs(NamedTuple):
     """Logprobs and statistics of tokens' distributions, fp32 and differentiable; None if not requested.
 
-    ``log_mass`` is the log of a distribution's probability of its token's support. So ``logprobs - log_mass`` are the logprobs under
-    the distribution after top-k and top-p, renormalised.
+    ``log_mass`` is the log of the total probability of a token's support. ``logprobs - log_mass`` are therefore the
+    logprobs under the distribution that top-k and top-p truncate and renormalise.
     """
 
     logprobs: Tensor
@@ -59,27 +62,30 @@ def linear_logprobs(
     main_grad: Tensor | None = None,
     added: tuple[Tensor, Tensor] | None = None,
 ) -> TokenLogprobs:
-    """Compute an output layer's logprob of each label, and the entropy of each distribution if wanted, from hidden states.
+    """Compute an output layer's logprob of each label from hidden states, and optionally the entropy of each distribution.
 
     Args:
-        hidden: [N, h], the same on all ranks of the group. Their gradient is summed over the group, so it is complete on each.
+        hidden: [N, h], equal on all ranks of the group. Its gradient is summed over the group, so it is complete on
+            each rank.
         weight: [V_local, h], this rank's rows of the output layer's weight.
         labels: [N] int64 token ids.
-        vocab_size: the true size; rows of the weight beyond it are padding and have probability 0.
-        temperature: logits are divided by it, as the sampler does.
+        vocab_size: the true size; further rows of the weight are padding and have probability 0.
+        temperature: logits are divided by it, as in the sampler.
         group: the tensor-parallel group.
-        chunk_tokens: largest number of tokens with logits at a time; None: as many as ``CHUNK_BYTES`` hold. Logits of at most so many
-            tokens are kept for the backward pass; those of more tokens are computed again there, once.
+        chunk_tokens: maximum number of tokens whose logits exist at once; None: as many as fit ``CHUNK_BYTES``. If
+            there are more tokens, the backward pass recomputes their logits once. Otherwise the logits are stored for
+            it.
+        with_entropy: compute entropies too.
         support: token ids for each of the N labels; no ids mean the whole vocabulary.
         compared: a teacher's distributions of the N labels.
-        main_grad: [V_local, h] fp32, to which the backward pass adds the weight's gradient; autograd then gets zeros for it. None:
-            autograd gets the gradient.
-        added: [N, r] and this rank's rows [V_local, r] of two matrices, whose product is added to the logits. The gradient of the
-            former is summed over the group too.
+        main_grad: [V_local, h] fp32, to which the backward pass adds the weight's gradient; autograd then gets zeros
+            for it. None: autograd gets the gradient.
+        added: [N, r] and this rank's rows [V_local, r] of two matrices, whose product is added to the logits. The
+            gradient of the former is also summed over the group.
 
     Returns:
-        logprobs [N], entropy [N] with ``with_entropy``, log_mass [N] with a support, and divergence [N] with ``compared``, equal on
-        all ranks of the group.
+        logprobs [N], entropy [N] with ``with_entropy``, log_mass [N] with a support, and divergence [N] with
+        ``compared``, equal on all ranks of the group.
     """
     hidden = hidden.to(weight.dtype)
     low, rows = added if added is not None else (None, None)
@@ -101,7 +107,10 @@ def _logits(hidden: Tensor, weight: Tensor, low: Tensor | None, rows: Tensor | N
 
 
 def _fused(hidden: Tensor, wanted: Wanted) -> ModuleType | None:
-    """Return the module of kernels that compute the softmax on a GPU; None where plain torch does, also where sums need one order."""
+    """Return the module of kernels that compute the softmax on a GPU.
+
+    Return None to use plain torch, for example if sums need a fixed order.
+    """
     if not hidden.is_cuda or wanted[1:] != (None, None) or torch.are_deterministic_algorithms_enabled():
         return None
     from rlhf_mcore.parallel import fused_softmax
@@ -126,10 +135,10 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _KeptLinear(torch.autograd.Function):
-    """Logprobs of logits that are computed once, and overwritten by their gradient.
+    """Compute logprobs from logits that are stored, and then overwritten by their gradient.
 
-    With z = logits / T - max(logits / T): logprob = z_y - log sum_j exp z_j, entropy = log sum_j exp z_j - sum_j p_j z_j.
-    The largest logit is subtracted first, so an offset that all logits share costs no precision.
+    With z = logits / T - max(logits / T): logprob = z_y - log sum_j exp z_j, entropy = log sum_j exp z_j - sum_j p_j
+    z_j. The largest logit is subtracted first, so an offset that all logits share costs no precision.
 
     d logprob / d z_j = 1[j = y] - p_j;  d entropy / d z_j = -p_j (log p_j + entropy).
 
@@ -158,7 +167,7 @@ class _KeptLinear(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, low, rows, labels, logits, *sums)
             return results
         z = _logits(hidden, weight, low, rows).float()
-        # On a CPU as many tokens as its cache holds, unless that would need more messages.
+        # On a CPU, a chunk fits its cache, unless that would increase the number of messages between ranks.
         in_cache = not z.is_cuda and columns.group.size() == 1
         ctx.chunk = max(CACHE_BYTES // (4 * z.size(1)), 1) if in_cache else CHUNK_TOKENS
 
@@ -186,9 +195,9 @@ class _KeptLinear(torch.autograd.Function):
     def _gradient_in_place(
         ctx: Any, z: Tensor, labels: Tensor, sums: list[Tensor | None], grads: Sequence[Tensor | None]
     ) -> Tensor:
-        """Overwrite logits relative to the largest by their gradient. So torch refuses a second backward pass."""
+        """Overwrite logits (relative to the largest) by their gradient. torch then rejects a second backward pass."""
         for a, b in _chunks(len(labels), ctx.chunk):
-            # The peak is subtracted already.
+            # The peak is already subtracted.
             of_chunk = [None, *_slice(sums[1:], a, b)]
             wanted = _wanted_of(ctx.wanted, a, b)
             of_logits = _compute_gradient(z[a:b], labels[a:b], of_chunk, _slice(grads, a, b), ctx.columns, wanted)
@@ -198,7 +207,7 @@ class _KeptLinear(torch.autograd.Function):
 
 
 class _ChunkedLinear(torch.autograd.Function):
-    """Compute the same with only one chunk of logits in memory at a time."""
+    """Compute the same as ``_KeptLinear`` with only one chunk of logits in memory."""
 
     @staticmethod
     def forward(
@@ -248,9 +257,10 @@ class _ChunkedLinear(torch.autograd.Function):
 
 
 class _WeightGradient:
-    """The gradient of an output layer's weight, or of what is added to it, summed in fp32 over chunks of tokens.
+    """The gradient of the output layer's weight, or of an added matrix, summed in fp32 over chunks of tokens.
 
-    A sum in bf16 would lose every contribution below half a unit in the last place of the sum. ``argument``: the weight's number.
+    A sum in bf16 would lose every term below half a unit in the last place of the sum. ``argument`` is the index of
+    the weight among the arguments.
     """
 
     def __init__(self, ctx: Any, weight: Tensor, argument: int = 1) -> None:
@@ -261,14 +271,14 @@ class _WeightGradient:
             self._total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
 
     def add(self, grad: Tensor, hidden: Tensor) -> None:
-        """Add the contribution of a chunk. ``grad``: that of its logits [n, V_local]; ``hidden``: [n, h] of the same type."""
+        """Add the contribution of a chunk: ``grad`` [n, V_local] of its logits and ``hidden`` [n, h], of the same dtype."""
         if not self._is_wanted:
             return
         total, transposed = self._total, grad.t()
         if grad.dtype == total.dtype:
             total.addmm_(transposed, hidden)
         elif grad.device.type == "cpu":
-            # torch has the product below only on CUDA.
+            # torch supports the product below only on CUDA.
             total.addmm_(transposed.to(total.dtype), hidden.to(total.dtype))
         else:
             torch.addmm(total, transposed, hidden, out_dtype=total.dtype, out=total)
@@ -286,7 +296,7 @@ class _Columns:
 
     group: dist.ProcessGroup
     first: int
-    width: int  # true columns from ``first`` on; the others are padding
+    width: int  # number of true columns from ``first`` on; further columns are padding
     temperature: float
 
     @classmethod
@@ -304,17 +314,17 @@ class _Columns:
         return z
 
     def is_shared(self, z: Tensor) -> bool:
-        """Return whether sums over the columns of ``z`` are sums over ranks too."""
+        """Return whether sums over the columns of ``z`` must also be reduced over ranks."""
         return self.group.size() > 1 and len(z) > 0
 
     def local(self, labels: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """Return the column of each label on this rank (0 if another rank has it), and whether this rank has it."""
+        """Return the column of each label on this rank (0 if it is on another rank), and whether it is on this rank."""
         local = labels - self.first
         here = (local >= 0) & (local < columns)
         return torch.where(here, local, 0), here
 
 
-# What is computed beside logprobs: whether the entropy, the mass of a support, the divergence from a teacher.
+# Requested results in addition to logprobs: whether entropy, support for its mass, teacher for the divergence.
 Wanted = tuple[bool, Union["Subsets", None], Union["TeacherTopTokens", None]]
 
 
@@ -336,8 +346,8 @@ def _forward(
 ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
     """Compute logprobs, entropy, log mass and divergence, and the values of each token that the backward pass needs.
 
-    ``scaled``: (first token, end) -> scaled logits, which are overwritten: with ``keeps`` by those relative to the largest; with
-    ``of_chunk``, which then computes the sums of a chunk, logits as they are.
+    ``scaled`` maps (first token, end) to scaled logits. These are overwritten. With ``keeps``, they are overwritten
+    by the logits relative to the largest. ``of_chunk``, if given, computes the sums of a chunk from unscaled logits.
     """
     (with_entropy, subsets, compared), parts = wanted, []
     for a, b in _chunks(len(labels), chunk):
@@ -363,7 +373,8 @@ def _compute_gradient(
 ) -> Tensor:
     """Compute the gradient of a chunk's logits [n, V_local] fp32.
 
-    ``z``: the scaled logits, which are overwritten. If ``peak`` in ``sums`` is None, it is subtracted from them already.
+    ``z``: the scaled logits, which are overwritten. If ``peak`` in ``sums`` is None, it is already subtracted from
+    them.
     """
     grad_logprobs, grad_entropy, grad_mass, grad_divergence = grads
     peak, log_sum, entropy, log_mass, events = sums
@@ -372,12 +383,12 @@ def _compute_gradient(
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(log_sum)
     log_p = (z if peak is None else z.sub_(peak[:, None])).sub_(log_sum[:, None])
-    # Every column's share is proportional to its probability; columns of a support also get ``inside``.
+    # The gradient of every column is proportional to its probability. Columns of a support also get ``inside``.
     spread, inside = grad_logprobs, None
     if grad_mass is not None:
         assert subsets is not None and log_mass is not None
         grad_mass = torch.where(subsets.is_cut, grad_mass, 0.0)
-        # Exactly zero outside of the support for logprobs - log_mass.
+        # Exactly zero outside the support for logprobs - log_mass.
         spread = grad_logprobs + grad_mass
         own, own_here = columns.local(subsets.ids, z.size(1))
         share = (log_p[subsets.tokens, own] - log_mass[subsets.tokens]).exp_()
@@ -408,7 +419,7 @@ def _compute_gradient(
 
 
 def _chunks(num_tokens: int, chunk: int) -> list[tuple[int, int]]:
-    """Return the chunks of ``num_tokens`` tokens, an empty one of none: all ranks of a group make the same collectives."""
+    """Split ``num_tokens`` tokens into chunks. Without tokens, return one empty chunk, so that all ranks run the collectives."""
     return [(a, min(a + chunk, num_tokens)) for a in range(0, max(num_tokens, 1), chunk)]
 
 
@@ -417,10 +428,13 @@ def _slice(values: Sequence[Tensor | None], a: int, b: int) -> list[Tensor | Non
 
 
 def _forward_chunk(z: Tensor, labels: Tensor, columns: _Columns, wanted: Wanted, keeps: bool = False) -> list[Tensor]:
-    """Compute the target logit and log-sum-exp, relative to the largest logit, that one, and if wanted the expected logit and the
-    log-sum-exp of the support: [n] each; and logprobs of the teacher's events [n, k + 1].
+    """Compute sums over a chunk, reduced over the group.
 
-    Reduced over the group. ``z``, the scaled logits, is overwritten: with ``keeps`` by the logits relative to the largest.
+    The results are the target logit and the log-sum-exp, both relative to the largest logit, and the largest logit,
+    each [n]. Optional results are the expected logit [n], the log-sum-exp of the support [n], and the logprobs of the
+    teacher's events [n, k + 1].
+
+    ``z``, the scaled logits, is overwritten. With ``keeps`` it is overwritten by the logits relative to the largest.
     """
     with_entropy, subsets, compared = wanted
     peak = z.amax(dim=1)

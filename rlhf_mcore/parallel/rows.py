@@ -1,7 +1,7 @@
-"""Moves rows of a step: sends flat tensors over the tokens of rows from the ranks that hold them to those that need them.
+"""Send rows of a step, as flat tensors over their tokens, from the ranks that hold them to the ranks that need them.
 
-Every rank knows the number of tokens of all rows, which rank holds each, and which ranks need it. So both ends of every message
-know its size, and only the tokens themselves are sent.
+Every rank knows the number of tokens of all rows, which rank holds each row, and which ranks need it. Both ends of a
+message therefore know its size, and only the tokens are sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_mcore.types import Field, Ragged
 
-Rows = NDArray[np.int64]  # numbers of rows of a step
+Rows = NDArray[np.int64]  # indices of rows in a step
 NO_ROWS: Rows = np.zeros(0, dtype=np.int64)
 
 
@@ -27,14 +27,17 @@ def move_rows(
     wanted: Sequence[Rows],
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
-    """Send rows from the ranks that hold them to those that need them, by one all-to-all per field. Collective over ``group``.
+    """Send rows from the ranks that hold them to the ranks that need them, by one all-to-all per field.
+
+    Collective over ``group``.
 
     Args:
-        fields: host tensors [tokens of the rows that this rank holds, ...], rows ascending and back to back. The same names, dtypes
-            and further dimensions on every rank.
+        fields: host tensors [tokens of the rows that this rank holds, ...], rows ascending and back to back. Names,
+            dtypes and further dimensions are equal on every rank.
         lengths: [B] tokens of every row of the step.
         holders: [B] the rank of the group that holds each row.
-        wanted: for each rank of the group the rows that it needs, in its order. Ranks that need the same rows share one array.
+        wanted: for each rank of the group, the rows that it needs, in its order. Ranks that need the same rows share
+            one array.
 
     Returns:
         [tokens of this rank's wanted rows, ...] by name, in the order of ``wanted``.
@@ -44,7 +47,7 @@ def move_rows(
     own = np.flatnonzero(holders == rank)
     place = np.full(len(lengths), -1)
     place[own] = np.arange(len(own))
-    # The places of the rank's own rows in each wanted array, by the array's identity.
+    # The positions of the rank's own rows in each wanted array, by the array's identity.
     places_of: dict[int, list[int]] = {}
     for rows in wanted:
         if id(rows) not in places_of:
@@ -65,7 +68,7 @@ def move_rows(
         dtype = fields[name].dtype
         values = (
             fields[name][..., None].view(torch.uint8) if dtype == torch.int16 else fields[name]
-        )  # gloo has no int16
+        )  # gloo does not support int16
         parts = values.split(own_lengths)
         outgoing = _join([parts[k] for rows in sent for k in rows], values)
         incoming = values.new_empty(int(received_tokens.sum()), *values.shape[1:])
@@ -80,16 +83,20 @@ def move_rows(
 
 
 def merge_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Sum host values [B, ...] over the ranks of a group, in place. Each rank has set its own rows and left the others zero.
+    """Sum host values [B, ...] over the ranks of a group, in place. Each rank sets its own rows and leaves others zero.
 
-    A row has one owner, so a sum has one term that is not zero: the result is exact, and does not depend on which rank owns a row.
+    A row has one owner, so each sum has at most one nonzero term. The result is exact and does not depend on the
+    owners.
     """
     dist.all_reduce(values, group=group)
     return values
 
 
 def owners_of(lengths: Rows, world_size: int) -> Rows:
-    """Assign each row [B] to a rank: dealt back and forth from the longest to the shortest, so that tokens are nearly equal."""
+    """Assign each row [B] to a rank, so that ranks get nearly equal numbers of tokens.
+
+    Rows are assigned from the longest to the shortest, through the ranks back and forth.
+    """
     order = np.argsort(-lengths, kind="stable")
     turn, place = np.divmod(np.arange(len(lengths)), world_size)
     owners = np.empty(len(lengths), np.int64)
@@ -126,9 +133,9 @@ def take_tokens(field: Ragged[Tensor], places: Tensor) -> Ragged[Tensor]:
 
 
 def move_ragged(field: Ragged[Tensor], lengths: Rows, holders: Rows, wanted: Sequence[Rows]) -> Ragged[Tensor]:
-    """Send rows of a ragged field from the ranks that hold them to those that need them, as ``move_rows``. Collective over the world.
+    """Send rows of a ragged field, like ``move_rows``. Collective over the world.
 
-    The counts are sent first, so that a rank knows how many values each of its wanted rows has.
+    The counts are sent first, so that a rank knows the number of values in each of its wanted rows.
     """
     counts = move_rows({"counts": field.counts}, lengths, holders, wanted)["counts"]
     rank, totals = dist.get_rank(), np.zeros_like(lengths)
@@ -139,7 +146,7 @@ def move_ragged(field: Ragged[Tensor], lengths: Rows, holders: Rows, wanted: Seq
 
 
 def move_fields(fields: Mapping[str, Field], lengths: Rows, holders: Rows, wanted: Sequence[Rows]) -> dict[str, Field]:
-    """Send rows of fields of any kind, as ``move_rows``. Collective over the world."""
+    """Send rows of fields of any kind, like ``move_rows``. Collective over the world."""
     tensors = {name: values for name, values in fields.items() if isinstance(values, Tensor)}
     moved: dict[str, Field] = dict(move_rows(tensors, lengths, holders, wanted))
     for name, values in fields.items():

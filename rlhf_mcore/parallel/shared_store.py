@@ -1,4 +1,4 @@
-"""What ranks share in the store of their world: progress that others wait for, and a counter of claims."""
+"""State that ranks share in the store of their world: a progress counter, and a counter of claimed numbers."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ _FOREVER = timedelta(days=3650)
 
 
 class SharedProgress:
-    """A barrier of the world without a fixed deadline, and a counter of progress in the world's store. All ranks build it together.
+    """A barrier of the world without a fixed deadline, with a progress counter in the world's store. All ranks build it together.
 
-    The deadline of a collective counts from when the first rank enters it. A rank that samples a long response would miss it.
-    The barrier is a sum on the host, so the end of another process ends it at once.
+    The deadline of a collective starts when the first rank enters. A rank that samples a long response would miss it.
+    The barrier is a sum on the host, so it fails at once if another process stops.
 
     Args:
-        limit_s: wait in seconds without progress of any rank.
-        beat: tells the watchdog of progress.
+        limit_s: seconds to wait without progress of any rank.
+        beat: reports progress to the watchdog.
     """
 
     def __init__(self, limit_s: float, beat: Callable[[], object]) -> None:
         self._limit_s, self._beat = limit_s, beat
-        # A store may see several runs, so the counter's name is random.
+        # A store can serve several runs, so the counter has a random name.
         self._key = f"progress/{broadcast_json(secrets.token_hex(8), 0)}"
         self._store = dist.distributed_c10d._get_default_store()
 
     def note(self) -> None:
-        """Report progress of this rank, about once a second."""
+        """Report progress of this rank, about once per second."""
         self._beat()
         self._store.add(self._key, 1)
 
     def wait(self) -> None:
-        """Wait until all ranks are here. Collective over the world.
+        """Wait until all ranks arrive. Collective over the world.
 
         Raises:
-            PeersLost: no rank has made progress for the limit.
+            PeersLost: no rank made progress for ``limit_s``.
         """
         options = AllreduceOptions()
         options.timeout = _FOREVER
@@ -53,7 +53,7 @@ class SharedProgress:
         while not work.is_completed():
             try:
                 work.wait(timedelta(seconds=POLL_S))
-            except RuntimeError:  # late, or failed
+            except RuntimeError:  # not yet complete, or failed
                 if work.is_completed():
                     break
             if (count := self._store.add(self._key, 0)) != seen:
@@ -61,27 +61,28 @@ class SharedProgress:
                 self._beat()
             elif time.monotonic() - since > self._limit_s:
                 raise PeersLost(
-                    f"other ranks still sample, and none has drawn a token for {self._limit_s:g} s (trainer.collective_timeout_s)"
+                    f"other ranks are still sampling, but no rank generated a token for {self._limit_s:g} s "
+                    "(trainer.collective_timeout_s)"
                 )
         work.wait()
 
 
 class StoreClaims:
-    """Gives each of the numbers 0, 1, 2, ... to one engine, in the order of their requests. All ranks build it together."""
+    """Give each of the numbers 0, 1, 2, ... to one engine, in the order of requests. All ranks build it together."""
 
     def __init__(self, engine: EngineRank) -> None:
         self._engine = engine
-        # A store may see several runs, so the counter's name is random.
+        # A store can serve several runs, so the counter has a random name.
         name = broadcast_json(secrets.token_hex(8), 0)
         self._store = dist.PrefixStore(f"claims/{name}", dist.distributed_c10d._get_default_store())
         self._round = self._number = 0
 
     def begin(self) -> None:
-        """Count from 0 again. Every rank calls it equally often."""
+        """Restart counting at 0. Every rank calls it the same number of times."""
         self._round, self._number = self._round + 1, 0
 
     def claim(self, count: int) -> int:
-        """Return the first of ``count`` numbers. All ranks of an engine call it; its lead claims them and shares the result."""
+        """Return the first of ``count`` numbers. All ranks of an engine call it; its lead claims the numbers and shares them."""
         self._number += 1
         key = f"{self._round}/{self._engine.engine_index}/{self._number}"
         others = dist.get_world_size() // self._engine.num_engines - 1

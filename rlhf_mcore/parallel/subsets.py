@@ -1,4 +1,4 @@
-"""Keep the tokens that each token was drawn from, under top-k and top-p."""
+"""The support of each token: the tokens that top-k and top-p allowed when it was sampled."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Subsets:
-    """The support of each token as one list of pairs, by token: the token's number, and an id of its support."""
+    """The supports of tokens as one list of pairs (token index, id in its support), sorted by token."""
 
     tokens: Tensor  # [M] int64
     ids: Tensor  # [M] int64
-    ends: list[int]  # [N + 1]: a zero, then the end of each token's pairs
-    is_cut: Tensor  # [N] bool: tokens with a support; the others were drawn from the whole vocabulary
+    ends: list[int]  # [N + 1]: zero, then the end of each token's pairs
+    is_cut: Tensor  # [N] bool: tokens with a support; the others were sampled from the whole vocabulary
 
     @classmethod
     def of(cls, support: Ragged[Tensor]) -> Subsets:
@@ -43,7 +43,8 @@ class Subsets:
         """Compute log-sum-exp [n] over each support, zero for tokens without one. Collective over the columns' group."""
         places, here = columns.local(self.ids, z.size(1))
         logits = torch.where(here, z[self.tokens, places], -torch.inf)
-        # Relative to the largest of the support: all of it may be improbable by now.
+        # Subtract the maximum over the support, because the current policy may give the whole support a low
+        # probability.
         peak = z.new_full((len(z),), -torch.inf).scatter_reduce_(0, self.tokens, logits, "amax")
         if is_shared := columns.is_shared(z):
             dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)

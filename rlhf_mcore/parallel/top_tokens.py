@@ -1,8 +1,9 @@
-"""Compares a policy with a teacher's most probable tokens, from output layers whose vocabulary is sharded.
+"""Compare a policy with a teacher's most probable tokens, from output layers with sharded vocabularies.
 
-A teacher's distribution travels as the k tokens that it finds most probable, their logprobs, and the log of the probability of all
-other tokens together: k + 1 events, which are the whole distribution where k is the vocabulary. So nothing as large as tokens times
-vocabulary exists, and teacher and student may be cut in different ways. Putting tokens together makes no divergence larger.
+A teacher's distribution is sent as k + 1 events: its k most probable tokens with their logprobs, and the log of the
+total probability of all other tokens. If k is the vocabulary size, the events are the whole distribution. No tensor
+is as large as tokens times vocabulary, and teacher and student can use different layouts. Merging tokens into one
+event never increases a divergence.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rlhf_mcore.parallel.logprobs import _chunks, _Columns, _logits, chunk_token
 if TYPE_CHECKING:
     from rlhf_mcore.algorithms.distillation import Divergence
 
-LOWEST = -1e4  # stands for the log of zero, where differences of logs are taken
+LOWEST = -1e4  # replaces the log of zero in differences of logs
 
 
 def top_tokens(
@@ -33,14 +34,16 @@ def top_tokens(
     chunk_tokens: int | None = None,
     added: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Compute the ``count`` most probable tokens of each distribution, and the rest. Collective over the group, without gradients.
+    """Compute the ``count`` most probable tokens of each distribution and the rest. Collective, without gradients.
 
     Args:
-        hidden, weight, temperature, group, chunk_tokens, added: those of ``linear_logprobs``.
-        vocab_size: tokens from this one on have no probability. It is ``count`` or more.
+        hidden, weight, temperature, group, chunk_tokens, added: as in ``linear_logprobs``.
+        count: number of tokens.
+        vocab_size: true size, at least ``count``; tokens from this id on have no probability.
 
     Returns:
-        [N, 2, count + 1] fp32: ids, which are exact below 2 ** 24, and logprobs; at the end -1 and the log of the rest.
+        [N, 2, count + 1] fp32: ids, which are exact below 2 ** 24, and logprobs; at the end -1 and the log of the
+        rest.
     """
     columns = _Columns.of(group, len(weight), vocab_size, temperature)
     low, rows = added if added is not None else (None, None)
@@ -65,16 +68,16 @@ def _top_of_chunk(z: Tensor, count: int, columns: _Columns) -> Tensor:
 
 
 def _joined(values: Tensor, columns: _Columns) -> Tensor:
-    """Gather values [n, k] of all ranks, side by side. Collective over the columns' group."""
+    """Concatenate values [n, k] of all ranks along dimension 1. Collective over the columns' group."""
     parts = [torch.empty_like(values) for _ in range(columns.group.size())]
     dist.all_gather(parts, values.contiguous(), group=columns.group)
     return torch.cat(parts, dim=1)
 
 
 def _log_rest(z: Tensor, ids: Tensor, columns: _Columns) -> Tensor:
-    """Compute log-sum-exp [n] over all columns but those of ``ids`` [n, k]. Collective over the columns' group."""
+    """Compute log-sum-exp [n] over all columns except ``ids`` [n, k]. Collective over the columns' group."""
     places, here = columns.local(ids, z.size(1))
-    # At the others' ids +inf, which leaves what is there.
+    # For ids on other ranks, +inf leaves the column unchanged.
     rest = z.scatter_reduce(1, places, torch.where(here, -torch.inf, torch.inf).to(z.dtype), "amin")
     peak = rest.amax(1)
     if is_shared := columns.is_shared(z):
@@ -88,15 +91,15 @@ def _log_rest(z: Tensor, ids: Tensor, columns: _Columns) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TeacherTopTokens:
-    """A teacher's events of N tokens, which a policy's distributions are compared with."""
+    """A teacher's events of N tokens, to compare a policy's distributions with."""
 
     ids: Tensor  # [N, k] int64
-    log_t: Tensor  # [N, k + 1]: the teacher's
+    log_t: Tensor  # [N, k + 1]: the teacher's logprobs
     divergence: Divergence
 
     @classmethod
     def of(cls, top: Tensor, divergence: Divergence) -> TeacherTopTokens:
-        """Build it from the result [N, 2, k + 1] of ``top_tokens``."""
+        """Build from the result [N, 2, k + 1] of ``top_tokens``."""
         return cls(top[:, 0, :-1].long(), top[:, 1].clamp(min=LOWEST), divergence)
 
     def of_tokens(self, a: int, b: int) -> TeacherTopTokens:
@@ -119,10 +122,10 @@ class TeacherTopTokens:
         return self.divergence.terms(self.log_t, log_p).sum(1)
 
     def gradient(self, log_p: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the gradient of logits is made of, ``grad`` [n] being that of the divergence.
+        """Return the two terms of the logits' gradient, given the gradient ``grad`` [n] of the divergence.
 
-        A logit v has p_v * of_all [n], and at_ids [n, k] beside it if it is one of ``ids``. With the slopes f_e = dD / dp_e and
-        p_v's event e: dD / dz_v = p_v (f_e - sum_i p_i f_i).
+        The gradient of logit v is p_v * of_all [n], plus at_ids [n, k] if v is in ``ids``. With the slopes f_e = dD /
+        dp_e and the event e of v: dD / dz_v = p_v (f_e - sum_i p_i f_i).
         """
         weighted, slope = self.divergence.slopes(self.log_t, log_p)
         of_all, at_ids = slope - weighted.sum(1), weighted[:, :-1] - log_p[:, :-1].exp() * slope[:, None]

@@ -13,5 +13,5 @@ def test_ranks_wait_for_an_engine_that_draws_tokens_and_not_for_one_that_does_no
     for problem, beats in found["late"]:
         assert problem == "" and beats >= 2, "the watchdog of both ranks is told"
     (problem, _), seconds = found["stuck"]
-    assert "none has drawn a token for 2 s (trainer.collective_timeout_s)" in problem
+    assert "no rank generated a token for 2 s (trainer.collective_timeout_s)" in problem
     assert LIMIT_S <= seconds < 3 * LIMIT_S
