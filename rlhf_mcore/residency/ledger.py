@@ -1,4 +1,4 @@
-"""The ledger of a device: records its allocations and each phase's peak, and refuses those that are out of order."""
+"""The ledger of a device: record allocations and the peak of each phase, and reject allocations that are out of order."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
-KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER)  # of a trained model's parts; gradients are freed, the others copied
+# kinds of parts of a trained model; gradients are freed, the others are copied
+KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER)
 ENGINE_WEIGHTS, ENGINE_CACHE = "engine weights", "engine cache"
 OUTSIDE = "between_phases"
 
 
 class LedgerOrderError(RuntimeError):
-    """Memory was allocated or freed against the plan. It is a bug of this program, not a mistake of its user."""
+    """Memory was allocated or freed against the plan. This is a bug of rlhf_mcore, not a user's mistake."""
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """The device has no memory left for an allocation. The text compares it with the plan."""
+    """The device has too little memory for an allocation. The message compares the use with the plan."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Bytes by name of the parts that move to and from this rank's device.
+    """Bytes of the parts that move to and from this rank's device, by name.
 
-    Tensors that never move and those inside a pass are not counted. While an engine's cache is allocated, gradients and optimizer
-    state must not be: one is freed before the other is allocated.
+    The ledger excludes tensors that never move, and tensors within a pass. While an engine's cache is allocated,
+    gradients and optimizer state must not be: one is freed before the other is allocated.
     """
 
     resident: dict[str, int] = field(default_factory=dict)
@@ -38,7 +39,7 @@ class Ledger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count allocations in the block for the phase ``name``."""
+        """Count allocations in this block for the phase ``name``."""
         before, self._phase = self._phase, name
         self._note()
         try:
@@ -50,7 +51,7 @@ class Ledger:
         """Record an allocation.
 
         Raises:
-            LedgerOrderError: ``name`` is allocated already, or something that it must not be beside.
+            LedgerOrderError: ``name`` is already allocated, or a part that excludes it is on the device.
         """
         if name in self.resident:
             raise LedgerOrderError(f"{name} was allocated twice, the second time in phase {self._phase}")
@@ -66,7 +67,7 @@ class Ledger:
             LedgerOrderError: ``name`` is not allocated.
         """
         if name not in self.resident:
-            raise LedgerOrderError(f"{name} was freed in phase {self._phase} and is not on the device")
+            raise LedgerOrderError(f"{name} was freed in phase {self._phase} but is not on the device")
         del self.resident[name]
 
     def pop(self) -> dict[str, float]:
@@ -80,6 +81,6 @@ class Ledger:
 
 
 def _exclude(name: str, other: str) -> bool:
-    """Return whether the two are never on the device together."""
+    """Return whether the two parts must never be on the device together."""
     pairs = ((name, other), (other, name))
     return any(first == ENGINE_CACHE and second.endswith((GRADIENTS, OPTIMIZER)) for first, second in pairs)

@@ -1,9 +1,11 @@
-"""A part of a model that moves: its tensors' storages on the device, and one buffer on the host.
+"""A movable part of a model: the storages of its tensors on the device, and one buffer on the host.
 
-A storage is emptied and filled again in place, so every view of it (a parameter, its gradient, a shard of the optimizer, the source of
-a bridge) is the same tensor before and after. Megatron-core frees gradient buffers in this way itself. It also moves parameters and
-optimizers (``offload_to_cpu``), but into unpinned memory that is allocated at each move, and copies them back even if unchanged. So
-these two are moved here.
+A storage is emptied and refilled in place. Every view of it (a parameter, its gradient, a shard of the optimizer, a
+source of the bridge) therefore stays the same tensor.
+
+Megatron-core frees gradient buffers in this way too. It can also offload parameters and optimizers
+(``offload_to_cpu``), but it allocates unpinned memory at each move and copies back unchanged data. This module moves
+these two instead.
 """
 
 from __future__ import annotations
@@ -17,17 +19,18 @@ from torch import Tensor
 
 from rlhf_mcore.platform import Platform
 
-_ALIGNMENT = 512  # bytes, of a storage in the host buffer
+_ALIGNMENT = 512  # alignment in bytes of a storage in the host buffer
 
 
 class MovablePart:
     """Tensors that move to and from the device together.
 
     Args:
-        name: in the ledger.
-        tensors: views of all storages. Several may be of the same storage.
-        copied: False if the content is not needed again: it is freed, and undefined after the return.
-        lingers: it may stay on the device after its use, until the room is needed.
+        name: name in the ledger.
+        tensors: views of all storages. Several views may share a storage.
+        platform: makes the copies and the host buffer.
+        copied: False if the content is not needed again. It is then freed, and undefined after the part comes back.
+        lingers: whether the part may stay on the device after its use, until the memory is needed.
     """
 
     def __init__(
@@ -41,9 +44,9 @@ class MovablePart:
         self._copies = platform.copies()
         self._offsets: dict[int, int] = {}
         self._host: Tensor | None = None
-        self._is_stored = False  # the host's copy is current
-        self._wait: Callable[[], None] | None = None  # for a copy that has begun
-        self.reader: Future[None] | None = None  # a thread that reads the tensors where they are
+        self._is_stored = False  # whether the host's copy is current
+        self._wait: Callable[[], None] | None = None  # waits for a copy in flight
+        self.reader: Future[None] | None = None  # a thread that reads the tensors on the device
         offset = 0
         for key, size in self._sizes.items():
             self._offsets[key] = offset
@@ -51,11 +54,11 @@ class MovablePart:
         self._host_bytes, self._allocate = offset, platform.host_buffer
 
     def changed(self) -> None:
-        """Note that the device's tensors were written."""
+        """Mark the device's tensors as modified."""
         self._is_stored = False
 
     def begin_storing(self) -> None:
-        """Begin to copy changed content to the host. Meanwhile the device must not write it."""
+        """Start to copy modified content to the host. The device must not modify it meanwhile."""
         if self.copied and not self._is_stored:
             self._finish_copy()
             if self._host is None:
@@ -64,7 +67,7 @@ class MovablePart:
             self._is_stored = True
 
     def leave(self) -> None:
-        """Free the device's memory after the content, if needed, is copied to the host."""
+        """Copy the content to the host if it is needed, then free the device's memory."""
         if self.reader is not None:
             wait([self.reader])
             self.reader = None
@@ -75,7 +78,7 @@ class MovablePart:
         self.is_resident = False
 
     def come(self) -> None:
-        """Allocate the device's memory and begin to fill it; :meth:`ready` waits for the copy."""
+        """Allocate the device's memory and start to fill it. :meth:`ready` waits for the copy."""
         for key, storage in self._storages.items():
             storage.resize_(self._sizes[key])
         self.is_resident = True
@@ -90,7 +93,10 @@ class MovablePart:
         return tensor.untyped_storage()._cdata in self._storages
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """Return the host's copy of one of its tensors, of the same shape. What is written to it is on the device after its return."""
+        """Return the host's copy of one of the tensors, in the same shape.
+
+        Data written to it is on the device after the part comes back.
+        """
         assert not self.is_resident and self._host is not None, self.name
         self._copies.synchronize()
         flat = self._on_host(tensor.untyped_storage()._cdata).view(tensor.dtype)

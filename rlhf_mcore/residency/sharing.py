@@ -1,4 +1,4 @@
-"""Shares a rank's device among its models: a part is on it while it is used, and leaves when others need the room."""
+"""Share a rank's device among its models. A part is on the device while it is used, and is offloaded if others need memory."""
 
 from __future__ import annotations
 
@@ -24,30 +24,33 @@ _OF_ENGINES = dict(zip(MEMORY, (ENGINE_WEIGHTS, ENGINE_CACHE), strict=True))
 
 @dataclass(slots=True)
 class DeviceSharing:
-    """The parts of all models of this rank that move.
+    """The movable parts of all models of this rank.
 
-    An unused part is copied to the host at once, while the device does other things, and freed when something else needs the room: the
-    next model, or the engine. So a part that is used again next is not moved.
+    An unused part is copied to the host at once, while the device does other work. Its memory is freed only if the
+    next model or the engine needs it. If the part is used again before that, it does not move.
     """
 
     platform: Platform
     ledger: Ledger = field(default_factory=Ledger)
     parts: list[MovablePart] = field(default_factory=list)
-    engine_bytes: int = 0  # size of this rank's weights of an engine
-    sleep_level: int = 2  # of engines: see ``Sleeper``
+    engine_bytes: int = 0  # size of this rank's part of an engine's weights
+    sleep_level: int = 2  # for engines: see ``Sleeper``
     _allocated: dict[str, int] = field(default_factory=dict)
     _outside: dict[str, int] = field(default_factory=dict)
     _sleeping: int = 0  # bytes of a sleeping engine, which torch still counts as reserved
 
     def join(self, part: MovablePart) -> None:
-        """Move a part off the device between its uses from now on. It is on the device now."""
+        """Register a part that is on the device, and offload it between its uses from now on."""
         self.parts.append(part)
         self.ledger.add(part.name, part.num_bytes)
         self.send(part)
 
     @contextmanager
     def use(self, parts: Sequence[MovablePart], *, writes: bool = False, beside: bool = False) -> Iterator[None]:
-        """Keep parts on the device within this block. ``writes``: the block changes them. ``beside``: idle parts stay too."""
+        """Keep parts on the device within this block.
+
+        ``writes``: the block modifies them. ``beside``: idle parts stay on the device too.
+        """
         if not beside:
             self.make_room(0, keep=parts)
         for part in parts:
@@ -69,19 +72,19 @@ class DeviceSharing:
                     self.send(part)
 
     def bring(self, part: MovablePart) -> None:
-        """Begin to move a part to the device, if it is not there."""
+        """Start to copy a part to the device, if it is not there."""
         if not part.is_resident:
             part.come()
             self.ledger.add(part.name, part.num_bytes)
 
     def send(self, part: MovablePart) -> None:
-        """Move a part off the device, if it is there and not in use."""
+        """Offload a part, if it is on the device and not in use."""
         if part.is_resident and not part.users:
             part.leave()
             self.ledger.remove(part.name)
 
     def make_room(self, num_bytes: int, keep: Collection[MovablePart] = ()) -> None:
-        """Move idle parts except ``keep`` off the device. With ``num_bytes`` stop when so many bytes are free there."""
+        """Offload idle parts except ``keep``. If ``num_bytes`` is not 0, stop when that many bytes are free on the device."""
         idle = [part for part in self.parts if part.is_resident and not part.users and part not in keep]
         for part in sorted(idle, key=lambda part: part.name.endswith(WEIGHTS)):  # weights are used again first
             if num_bytes and (free := self.platform.free_bytes()) is not None and free >= num_bytes:
@@ -89,7 +92,7 @@ class DeviceSharing:
             self.send(part)
 
     def wake(self, sleeper: Sleeper, tag: str) -> None:
-        """Allocate an engine's weights, or its cache, on the device."""
+        """Allocate an engine's weights or its cache on the device."""
         before = self.platform.free_bytes()
         with self._same_outside():
             sleeper.wake((tag,))
@@ -98,20 +101,20 @@ class DeviceSharing:
             self.ledger.add(name, before - after if before is not None and after is not None else 0)
 
     def sleep(self, sleeper: Sleeper) -> None:
-        """Move an engine off the device until the next weights arrive."""
+        """Offload an engine until the next weights arrive."""
         with self._same_outside():
             sleeper.sleep(self.sleep_level)
         for name in self.ledger.resident.keys() & _OF_ENGINES.values():
             self.ledger.remove(name)
 
     def outside_bytes(self) -> int | None:
-        """Return the device memory in use outside torch: CUDA, NCCL, other processes; None if that is not known."""
+        """Return the device memory in use outside torch (CUDA, NCCL, other processes), or None if that is unknown."""
         found = self.platform.outside_bytes()
         return None if found is None else found + self._sleeping
 
     @contextmanager
     def _same_outside(self) -> Iterator[None]:
-        """Attribute a change of the memory outside torch to an engine: it unmaps memory that torch counts as reserved."""
+        """Attribute a change of the memory outside torch to an engine, which unmaps memory that torch counts as reserved."""
         before = self.outside_bytes()
         yield
         after = self.outside_bytes()
@@ -120,7 +123,7 @@ class DeviceSharing:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count memory used in the block for the phase ``name``."""
+        """Count memory used in this block for the phase ``name``."""
         self.platform.reset_peak()
         with self.ledger.phase(name):
             yield
@@ -130,9 +133,12 @@ class DeviceSharing:
             self._outside[name] = max(self._outside.get(name, 0), outside)
 
     def pop(self) -> dict[str, float]:
-        """Return this rank's metrics since the last call. ``memory/<phase>_bytes``: the peak of the parts that move, if any do.
-        ``memory/<phase>_allocated_bytes``: the peak of everything that torch has allocated on a GPU, including passes.
-        ``memory/<phase>_outside_bytes``: see :meth:`outside_bytes`, at the end of a phase."""
+        """Return this rank's memory metrics since the last call.
+
+        - ``memory/<phase>_bytes``: the peak of the movable parts, if there are any.
+        - ``memory/<phase>_allocated_bytes``: the peak of everything that torch allocated on a GPU, including passes.
+        - ``memory/<phase>_outside_bytes``: see :meth:`outside_bytes`, at the end of a phase.
+        """
         metrics = {f"memory/{name}_allocated_bytes": float(peak) for name, peak in self._allocated.items()}
         metrics |= {f"memory/{name}_outside_bytes": float(size) for name, size in self._outside.items()}
         self._allocated, self._outside = {}, {}
@@ -140,16 +146,16 @@ class DeviceSharing:
         return metrics | (moved if self.parts else {})
 
     def settle(self) -> None:
-        """Move all idle parts off the device, and release its cached memory to other allocators, such as an engine's."""
+        """Offload all idle parts, and release the device's cached memory to other allocators, such as an engine's."""
         self.make_room(0)
         self.platform.empty_cache()
 
 
 @dataclass(slots=True)
 class Movable:
-    """The parts of one model that move, by kind; without any, the model never moves.
+    """The movable parts of one model, by kind. A model without parts never moves.
 
-    ``layers``: weights that are not in ``parts``, because in a pass they are moved one layer after the other.
+    ``layers``: weights that are not in ``parts``, because they move layer by layer in a pass.
     """
 
     sharing: DeviceSharing | None = None
@@ -162,7 +168,10 @@ class Movable:
         self.sharing.join(part)
 
     def add_layers(self, name: str, layers: Sequence[Module]) -> None:
-        """Move layers that run one after the other separately. While one runs the next is copied; afterwards it leaves."""
+        """Move layers that run in sequence separately.
+
+        While a layer runs, the next layer is copied. After it has run, it is offloaded.
+        """
         assert self.sharing is not None
         first, platform = len(self.layers), self.sharing.platform
         for layer in layers:
@@ -177,7 +186,10 @@ class Movable:
 
     @contextmanager
     def use(self, *kinds: str, writes: bool = False, beside: bool = False) -> Iterator[None]:
-        """Keep the parts of these kinds on the device within this block, all ready but the optimizer: see :meth:`ready`."""
+        """Keep the parts of these kinds on the device within this block.
+
+        All are ready except the optimizer: see :meth:`ready`.
+        """
         if self.sharing is None:
             yield
             return
@@ -191,7 +203,7 @@ class Movable:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Do what ``use(WEIGHTS)`` does for forward passes: of layers that move separately at most two are there at a time."""
+        """Keep the weights on the device for forward passes. At most two of the layers that move separately are there at once."""
         if not self.layers:
             with self.use(WEIGHTS):
                 yield
@@ -230,6 +242,9 @@ class Movable:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the memory that tensors use. A storage of several views counts once, such as that of latent attention's projection."""
+    """Return the memory that tensors use.
+
+    A storage with several views counts once, for example for latent attention's projection.
+    """
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())

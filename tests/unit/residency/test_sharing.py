@@ -304,7 +304,7 @@ def failures() -> dict[str, Callable[[Ledger], object]]:
         "actor weights was allocated twice, the second time in phase update": twice,
         "actor optimizer was allocated in phase update while engine cache is on the device": beside_the_cache,
         "engine cache was allocated in phase update while critic gradients is on the device": cache_too_early,
-        "reward weights was freed in phase update and is not on the device": lambda ledger: ledger.remove(
+        "reward weights was freed in phase update but is not on the device": lambda ledger: ledger.remove(
             "reward weights"
         ),
     }
