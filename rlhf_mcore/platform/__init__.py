@@ -1,4 +1,4 @@
-"""Describe devices. Everything above this package is the same code on a CPU and on CUDA. Begin with ``base``."""
+"""Device platforms. All packages above this one run the same code on a CPU and on CUDA. Start reading with ``base``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["DTYPES", "Copies", "ModuleView", "Platform", "current_platform", "ea
 
 
 def current_platform() -> Platform:
-    """Return CUDA's platform when torch sees a device, else the CPU's."""
+    """Return the CUDA platform if torch finds a device, else the CPU platform."""
     if torch.cuda.is_available():
         from rlhf_mcore.platform.cuda import CudaPlatform
 
@@ -27,18 +27,18 @@ def current_platform() -> Platform:
 
 @contextmanager
 def eager_imports() -> Iterator[None]:
-    """Import Megatron-core for the first time in this block.
+    """Import Megatron-core for the first time within this block, without torch's compiler on a CPU.
 
-    Its fused functions, which ``torch.compile`` decorates, are not called on a CPU. There torch's compiler is not imported for them,
-    which would take a second of each rank.
+    ``torch.compile`` decorates Megatron's fused functions, which a CPU never calls. Importing the compiler for them
+    would take a second per rank.
     """
-    name = "TORCHDYNAMO_DISABLE"  # read where a function is decorated
+    name = "TORCHDYNAMO_DISABLE"  # read when a function is decorated
     if name in os.environ or torch.cuda.is_available():
         yield
         return
     os.environ[name] = "1"
     decorator = torch.compile
-    torch.compile = _as_it_is  # type: ignore[assignment]  # torch 2.13 imports its compiler all the same
+    torch.compile = _as_it_is  # type: ignore[assignment]  # torch 2.13 imports its compiler despite the variable
     try:
         yield
     finally:
@@ -47,5 +47,5 @@ def eager_imports() -> Iterator[None]:
 
 
 def _as_it_is(function: Any = None, **_options: Any) -> Any:
-    """Return a function as it is, in the place of ``torch.compile``, with and without parentheses."""
+    """Replace ``torch.compile``, with and without parentheses, and return the function unchanged."""
     return _as_it_is if function is None else function

@@ -1,4 +1,4 @@
-"""The interface of a device, with what is the same on all of them."""
+"""The interface of a device, with shared implementations."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from typing import Any, ClassVar
 
 import torch
 
-# Of models, by their names in a configuration.
+# Model dtypes by their names in a configuration.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Copies:
-    """Copies between the device and the host, each from the second tensor of a pair to the first. Here they are made at once."""
+    """Copies between device and host. A pair is (destination, source). This base class copies immediately."""
 
     def __call__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        """Begin them, behind all that the device was given to do. What is returned lets the device wait until they are made."""
+        """Start the copies after all previous work of the device.
+
+        The returned function makes the device wait until they are complete.
+        """
         for to, source in pairs:
             to.copy_(source)
         return lambda: None
 
     def synchronize(self) -> None:
-        """Wait until all copies are made."""
+        """Wait until all copies are complete."""
 
 
 class Platform:
-    """A kind of device. One instance serves a process."""
+    """A type of device. A process uses one instance."""
 
     name: ClassVar[str]
     collective_backend: ClassVar[str]  # argument of torch.distributed.init_process_group
@@ -39,13 +42,13 @@ class Platform:
         raise NotImplementedError
 
     def dtype(self, name: str) -> str:
-        """Return fp32, bf16 or fp16, by its name in a configuration, where "auto" leaves it to the device."""
+        """Resolve a dtype name of a configuration to fp32, bf16 or fp16. "auto" selects the device's default."""
         return self.default_dtype if name == "auto" else name
 
     def setup_process(self, local_rank: int, threads: int, deterministic: bool = False) -> None:
-        """Claim the device and set compute threads. Called once, before the process group is made.
+        """Select the device and set compute threads. Called once, before the process group is created.
 
-        ``deterministic``: of a computation's kernels and sums, those are chosen whose results are the same bits in each run.
+        ``deterministic``: choose kernels and sums that give the same bits in every run.
 
         Raises:
             ConfigError: there are fewer devices than processes.
@@ -53,18 +56,18 @@ class Platform:
         raise NotImplementedError
 
     def bind_to_node(self) -> None:
-        """Run this process on the cores of the NUMA node that its device is attached to, where there are several nodes."""
+        """Run this process on the cores of its device's NUMA node, if there are several nodes."""
 
     def is_host(self, device: torch.device) -> bool:
-        """Tell whether tensors of a device are in the host's memory."""
+        """Return whether tensors of a device are in the host's memory."""
         return device.type == "cpu"
 
     def varying(self) -> str:
-        """Explain why two equal runs of this process could differ in the last bits; "" where nothing is known."""
+        """Explain why two equal runs of this process could differ in the last bits; "" if there is no known reason."""
         return ""
 
     def prepare_megatron(self) -> None:
-        """Make an imported Megatron-core usable on this device. Called after its modules are imported; idempotent."""
+        """Make Megatron-core usable on this device. Call it after importing Megatron's modules. It is idempotent."""
         from megatron.core import utils
         from megatron.core.optimizer import clip_grads
         from megatron.core.transformer.moe import moe_utils
@@ -72,68 +75,71 @@ class Platform:
         if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
             clip_grads.l2_norm_impl = _norm_of_all
         if not moe_utils.HAVE_TE:
-            # Routers ask whether it is None; without Transformer Engine 0.16 does not define it.
+            # Routers test this for None, but 0.16 does not define it without Transformer Engine.
             moe_utils.te_general_gemm = None
 
     def megatron_region(self) -> AbstractContextManager[None]:
-        """Enter the region around every call into Megatron-core."""
+        """Return a context manager that must surround every call into Megatron-core."""
         return nullcontext()
 
     def synchronize(self) -> None:
         """Wait for the device."""
 
     def empty_cache(self) -> None:
-        """Give cached device memory back."""
+        """Release cached device memory."""
 
     def device_name(self) -> str:
-        """Return the name of the device; "" if it is the host."""
+        """Return the name of the device; "" for the host."""
         return ""
 
     def memory_bytes(self) -> int | None:
-        """Return the memory of the device, whoever uses it; None where the host's memory is all there is."""
+        """Return the total memory of the device, or None if the device is the host."""
         return None
 
     def free_bytes(self) -> int | None:
-        """Return the memory of the device that nobody uses; None where that is not known."""
+        """Return the unused memory of the device, or None if that is unknown."""
         return None
 
     def outside_bytes(self) -> int | None:
-        """Return the device memory that is in use and not reserved by torch; None if that is not known."""
+        """Return the device memory in use that torch did not reserve, or None if that is unknown."""
         return None
 
     def reset_peak(self) -> None:
-        """Begin to watch the most memory that is allocated at a time."""
+        """Start to measure the peak of allocated memory."""
 
     def peak_bytes(self) -> int | None:
-        """Return the peak since then; None where it is not known."""
+        """Return the peak since :meth:`reset_peak`, or None if it is unknown."""
         return None
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Allocate bytes of host memory, uninitialised, that copies to and from the device are fast with."""
+        """Allocate uninitialised host memory that is fast to copy to and from the device."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copies(self) -> Copies:
-        """Make a queue of copies that follow each other, beside other work of the device."""
+        """Create a queue of copies that run in order, concurrently with other work of the device."""
         return Copies()
 
     def to_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return tensors of the host as they are on the device. The host waits for none of them; what uses them comes after."""
+        """Copy host tensors to the device. The host does not wait; later device operations do."""
         return list(tensors)
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        """Name what the device is given inside for its own tools."""
+        """Label the device's work within this block for profilers."""
         return nullcontext()
 
     def overlap_tensor_parallel(self, shape: tuple[int, int], tp: int, fp8: bool, backend: str) -> None:
-        """Make the buffers through which ``tp`` ranks exchange rows of hidden states [tokens, hidden] while they compute.
+        """Create the buffers that ``tp`` ranks use to exchange rows of hidden states [tokens, hidden] while they compute.
 
         Raises:
-            ValueError: there are others, of another shape.
+            ValueError: buffers of another shape already exist.
         """
         raise NotImplementedError
 
     def in_thread(self, work: Callable[[], None]) -> Future[None]:
-        """Do work on tensors in a thread of its own, after all that the device has been given so far, beside what it is given next."""
+        """Run ``work`` on tensors in a separate thread.
+
+        It starts after the device's current work and overlaps with later work.
+        """
         pool = ThreadPoolExecutor(1)
         future = pool.submit(work)
         pool.shutdown(wait=False)
@@ -143,14 +149,17 @@ class Platform:
 def _norm_of_all(
     size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], *args: Any
 ) -> tuple[torch.Tensor, None]:
-    """Compute the norm [1] of all elements, for Megatron without fused kernels: its own reads one number a tensor from the device."""
+    """Compute the norm [1] of all elements, for Megatron without fused kernels.
+
+    Megatron's own function reads one number per tensor from the device.
+    """
     return torch.stack(torch._foreach_norm(lists[0])).norm().reshape(1), None
 
 
 class ModuleView(ModuleType):
-    """A module seen through replacements; everything else is the original's.
+    """A view of a module with replaced attributes. All other attributes are the original's.
 
-    Where it replaces the module in another module's globals, it changes what that module's code sees, and nothing else.
+    If it replaces the module in another module's globals, only that module's code sees the replacements.
     """
 
     def __init__(self, original: ModuleType, replacements: dict[str, Any]):

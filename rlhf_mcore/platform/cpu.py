@@ -1,9 +1,12 @@
-"""Megatron-core on a CPU, over gloo: a redirection layer, kept narrow.
+"""Run Megatron-core on a CPU over gloo, with a narrow redirection layer.
 
-Megatron-core names CUDA in many places. Instead of changing torch for the whole process (vLLM lives in it and must see an
-honest torch), every loaded ``megatron.core`` module gets its own view of torch in which the few CUDA names it uses mean the CPU.
-Two names are methods of Tensor and cannot be changed per module: they are changed while a Megatron region is entered and put back
-on leaving it. The whole list is in this file, with a reason per entry; ``tests/unit/platform`` fails when an entry is not needed.
+Megatron-core uses CUDA names in many places. This module does not change torch for the whole process, because vLLM
+runs in it and must see the real torch. Instead, every loaded ``megatron.core`` module gets its own view of torch, in
+which the few CUDA names it uses refer to the CPU.
+
+Two names are methods of Tensor and cannot be replaced per module. They are replaced within a Megatron region and
+restored after it. This file contains the whole list, with a reason per entry. ``tests/unit/platform`` fails if an
+entry is not needed.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ _CPU = torch.device("cpu")
 
 
 class _Event:
-    """Stands for torch.cuda.Event: on a CPU everything has happened when a call returns."""
+    """Replace torch.cuda.Event. On a CPU, all work is complete when a call returns."""
 
     def record(self, stream: Any = None) -> None: ...
 
@@ -34,7 +37,7 @@ class _Event:
 
 
 class _Stream:
-    """Stands for torch.cuda.Stream."""
+    """Replace torch.cuda.Stream."""
 
     device = _CPU
 
@@ -53,23 +56,24 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _cuda_names() -> dict[str, Any]:
-    """List the replacements inside ``torch.cuda`` as Megatron-core sees it."""
+    """Return the replacements in ``torch.cuda`` for Megatron-core."""
     stream = _Stream()
     return {
-        "current_device": lambda: _CPU,  # used as device= of buffers and rotary frequencies
+        "current_device": lambda: _CPU,  # used as device= for buffers and rotary frequencies
         "synchronize": _nothing,  # p2p_communication after batched sends
         "current_stream": lambda device=None: stream,  # DDP buffers order their collectives on streams
-        "Stream": _Stream,  # the token dispatcher copies counts to the host beside the computation
-        "stream": lambda s: contextlib.nullcontext(),  # grad buffers enter the communication stream
+        "Stream": _Stream,  # the token dispatcher overlaps copies of counts to the host
+        "stream": lambda s: contextlib.nullcontext(),  # gradient buffers enter the communication stream
         "manual_seed": torch.manual_seed,  # tensor_parallel.random seeds per-rank generators
-        "get_rng_state": lambda device=None: torch.get_rng_state(),  # the same, and activation recomputation
+        # tensor_parallel.random and activation recomputation
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing),  # profiler ranges
     }
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap a tensor factory: ``device="cuda"`` means the CPU, and pinned memory (of rotary embeddings) is plain memory."""
+    """Wrap a tensor factory so that ``device="cuda"`` means the CPU. Pinned memory (for rotary embeddings) is plain memory."""
 
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
@@ -81,11 +85,11 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return create
 
 
-_FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange")  # schedules, P2P shapes, grad scaler
+_FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange")  # schedules, P2P shapes, gradient scaler
 
 
 def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
-    """Gather as NCCL does: ranks may have different numbers of rows, which gloo refuses."""
+    """Gather like NCCL. Ranks can have different numbers of rows, which gloo does not support."""
     if len({len(output) for output in outputs}) == 1:
         dist.all_gather(outputs, tensor, group=group)
         return
@@ -98,7 +102,7 @@ def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = 
 
 
 def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
-    """Reduce the same way back: sum all, and keep this rank's rows."""
+    """Sum the parts of all ranks and keep this rank's rows: the reverse of ``_all_gather``."""
     total = torch.cat(inputs)
     dist.all_reduce(total, group=group)
     output.copy_(total.split([len(part) for part in inputs])[dist.get_rank(group)])
@@ -111,9 +115,10 @@ def _reduce_scatter_part(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Sum this rank's part of flat ``inputs`` over ranks into ``output``, a view of it: all of ``inputs`` are overwritten.
+    """Sum flat ``inputs`` over ranks in place. ``output`` is a view of this rank's part.
 
-    Gloo's own copies the buffer several times, and takes five times as long as a sum of all parts that is made in place.
+    All of ``inputs`` is overwritten. gloo's own function copies the buffer several times. It takes five times as long
+    as an in-place sum of all parts.
     """
     assert output.untyped_storage().data_ptr() == inputs.untyped_storage().data_ptr()
     return dist.all_reduce(inputs, op, group, async_op)
@@ -124,18 +129,18 @@ def _all_gather_parts(
 ) -> None:
     """Gather the parts of all ranks into a flat ``output``; ``part`` is this rank's view of it.
 
-    It has ended on return, also with ``async_op``.
-    Gloo's own copies the buffer several times, and takes six times as long as to send each part to its place.
+    The gather is complete on return, even with ``async_op``. gloo's own function copies the buffer several times. It
+    takes six times as long as sending each part to its place.
     """
     assert part.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
     for rank, received in enumerate(output.chunk(dist.get_world_size(group))):
         dist.broadcast(received, group=group, group_src=rank)
 
 
-# Replacements inside ``torch.distributed`` as Megatron-core sees it.
+# Replacements in ``torch.distributed`` for Megatron-core.
 _COLLECTIVES = {
-    "all_gather": _all_gather,  # tokens of one expert, from the ranks over which it is sharded (mappings.py)
-    "reduce_scatter": _reduce_scatter,  # and back
+    "all_gather": _all_gather,  # gathers an expert's tokens from the ranks that shard it (mappings.py)
+    "reduce_scatter": _reduce_scatter,  # the reverse
 }
 
 
@@ -148,7 +153,7 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool =
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Replace the move of a tensor to the host: it is there already."""
+    """Replace the copy of a tensor to the host. The tensor is already there."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -156,7 +161,7 @@ _TYPE_NAMES = {torch.float32: "FloatTensor", torch.float16: "HalfTensor", torch.
 
 
 def _type(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    """Replace ``Tensor.type()``: the optimizers sort parameters by comparing it with the CUDA type names."""
+    """Replace ``Tensor.type()``. The optimizers compare it with the CUDA type names to sort parameters."""
     if dtype is None and tensor.dtype in _TYPE_NAMES:
         return f"torch.cuda.{_TYPE_NAMES[tensor.dtype]}"
     return _TENSOR_TYPE(tensor, dtype, non_blocking, **kwargs)
@@ -166,12 +171,12 @@ _TENSOR_TYPE = torch.Tensor.type
 
 
 def _cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Replace ``Tensor.cuda()``: for tied embeddings and the loss scaler's state."""
+    """Replace ``Tensor.cuda()``, which is called for tied embeddings and the loss scaler's state."""
     return tensor
 
 
 class CpuPlatform(Platform):
-    """Processes without a GPU, talking over gloo."""
+    """Processes without a GPU that communicate over gloo."""
 
     name = "cpu"
     collective_backend = "gloo"
@@ -188,15 +193,15 @@ class CpuPlatform(Platform):
         if cpu_libraries.make_reproducible():
             return ""
         return (
-            f"MKL had multiplied in this process before {cpu_libraries.VARIABLE} was set, so on some processors two equal runs "
-            f"differ in the last bits; set {cpu_libraries.VARIABLE}={cpu_libraries.MODE} where the process is started"
+            f"MKL ran in this process before {cpu_libraries.VARIABLE} was set, so on some processors two equal runs differ in "
+            f"the last bits; set {cpu_libraries.VARIABLE}={cpu_libraries.MODE} in the environment of this process"
         )
 
     def prepare_megatron(self) -> None:
         """Redirect the loaded modules of Megatron-core.
 
         Raises:
-            RuntimeError: the installed Megatron-core is of a minor version that this list was not made for.
+            RuntimeError: this list does not support the installed minor version of Megatron-core.
         """
         from megatron.core.distributed import param_and_grad_buffer
         from megatron.core.models.common.embeddings import rope_utils
@@ -208,7 +213,7 @@ class CpuPlatform(Platform):
 
         if not is_supported():
             raise RuntimeError(
-                f"megatron-core {VERSION} is installed; running it on a CPU is known to work for {' and '.join(SERIES)} only. "
+                f"megatron-core {VERSION} is installed, but only {' and '.join(SERIES)} are known to work on a CPU. "
                 f"Install megatron-core {LOCKED}."
             )
         super().prepare_megatron()
@@ -217,15 +222,17 @@ class CpuPlatform(Platform):
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
                 module.torch = view  # type: ignore[attr-defined]
-        # These two take a device and a graph-safe flag and reach into torch.cuda.default_generators.
+        # These two take a device and a graph-safe flag, and access torch.cuda.default_generators.
         megatron_random._get_cuda_rng_state = _get_rng_state
         megatron_random._set_cuda_rng_state = _set_rng_state
-        # Collectives take the sizes of their parts as numbers, which this makes of tensors on CUDA only.
+        # Collectives take the sizes of parts as numbers. This function converts tensors to numbers only on CUDA.
         token_dispatcher.maybe_move_tensor_to_cpu = _to_host
-        # What DDP and the distributed optimizer do with their flat buffers, of which a rank's part is a view.
+        # Collectives of DDP and the distributed optimizer on their flat buffers. A rank's part is a view of the
+        # buffer.
         param_and_grad_buffer.dist_reduce_scatter_func = _reduce_scatter_part
         param_and_grad_buffer.dist_all_gather_func = _all_gather_parts
-        # What transformers compute beside matrix products, where Megatron has kernels for CUDA or operations one by one.
+        # Operations of transformers other than matrix products. Megatron runs CUDA kernels or separate operations for
+        # them.
         mlp.bias_swiglu_impl, mlp.weighted_bias_swiglu_impl = cpu_kernels.swiglu, cpu_kernels.weighted_swiglu
         if not hasattr(plain := rope_utils._apply_rotary_pos_emb_bshd, "__wrapped__"):
             rope_utils._apply_rotary_pos_emb_bshd = cpu_kernels.rotation(plain)

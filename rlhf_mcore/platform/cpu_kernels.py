@@ -1,7 +1,8 @@
-"""Norm, gated activation and rotation in fp32 on a CPU, in blocks of tokens that stay in its cache until all operations are done.
+"""Norm, gated activation and rotation in fp32 on a CPU, in blocks of tokens that fit its cache.
 
-Plain torch reads and writes all tokens in memory once per operation, and keeps what each has made for the backward pass. Here it is
-the inputs alone. Other dtypes take the plain way.
+Plain torch reads and writes all tokens in memory once per operation, and saves each result for the backward pass.
+These kernels run all operations on one block before the next, and save only their inputs. Other dtypes use plain
+torch.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_BLOCK_BYTES = 2**18  # of the largest tensor of an operation; a core's cache holds several
+_BLOCK_BYTES = 2**18  # bytes of the largest tensor of an operation; a core's cache holds several such blocks
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Tell whether ``x`` is computed here."""
+    """Return whether this module computes ``x``."""
     return x.device.type == "cpu" and x.dtype == torch.float32
 
 
@@ -31,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None, *args: Any) -> Tensor:
-    """Compute silu(a) * b of [..., (a, b)]: Megatron's ``bias_swiglu_impl``, whose further arguments are of other devices."""
+    """Compute silu(a) * b of [..., (a, b)]. Replaces Megatron's ``bias_swiglu_impl``; further arguments are for other devices."""
     x = x if bias is None else x + bias
     if not has_kernel(x):
         a, b = x.chunk(2, dim=-1)
@@ -41,19 +42,19 @@ def swiglu(x: Tensor, bias: Tensor | None = None, *args: Any) -> Tensor:
 
 
 def weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *args: Any) -> Tensor:
-    """Compute the same times ``weights`` [..., 1]: Megatron's ``weighted_bias_swiglu_impl``."""
+    """Compute ``swiglu`` times ``weights`` [..., 1]. Replaces Megatron's ``weighted_bias_swiglu_impl``."""
     return (swiglu(x, bias) * weights).to(x.dtype)
 
 
 def rotation(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Build Megatron's rotation of heads by their places.
+    """Return a function that replaces Megatron's rotation of heads by position.
 
-    ``plain``: its own, for other dtypes, a part of a head, and numbers in turn.
+    ``plain`` is Megatron's function. It is used for other dtypes, partial rotation and interleaved pairs.
     """
 
     @wraps(plain)
     def rotate(t: Tensor, freqs: Tensor, *turns: bool, mscale: float = 1.0, **kinds: bool) -> Tensor:
-        """Rotate ``t`` [s, b, heads, dim] by ``freqs`` [s, 1, 1, dim], whose halves are the same."""
+        """Rotate ``t`` [s, b, heads, dim] by ``freqs`` [s, 1, 1, dim], whose halves are equal."""
         if not has_kernel(t) or t.size(-1) != freqs.size(-1) or any(turns) or any(kinds.values()):
             return plain(t, freqs, *turns, mscale=mscale, **kinds)
         angles = freqs[..., : freqs.size(-1) // 2]
@@ -64,7 +65,10 @@ def rotation(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Compute the gradients of rows. With n = x / rms(x): dL/dx = (g w - n mean(g w n)) / rms(x), dL/dw = sum over rows of g n."""
+    """Normalise rows.
+
+    With n = x / rms(x): dL/dx = (g w - n mean(g w n)) / rms(x), dL/dw = sum over rows of g n.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,7 +93,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Of rows."""
+    """Compute ``swiglu`` of rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -113,7 +117,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _Rotation(torch.autograd.Function):
-    """Of the pairs (a, b) of a head's halves, whose gradient is the rotation back."""
+    """Rotate the pairs (a, b) of a head's halves. The gradient is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -137,6 +141,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut tensors with equally many rows into blocks of rows. The first tensor is the largest."""
+    """Split tensors with the same number of rows into blocks of rows. The first tensor is the largest."""
     rows = max(_BLOCK_BYTES // (tensors[0].element_size() * max(math.prod(tensors[0].shape[1:]), 1)), 1)
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)

@@ -1,9 +1,10 @@
-"""What builds of libraries for a CPU need: equal bits of MKL's products in each run, and torchvision's operators.
+"""Adapt CPU builds of libraries: reproducible products of MKL, and torchvision's operators.
 
-By default MKL chooses among its kernels by how buffers happen to be aligned, too. On some processors (seen on AMD's with AVX-512)
-the last bits of a product then differ from run to run. Its conditional reproducibility (the variable MKL_CBWR) fixes the kernels.
+By default, MKL also chooses kernels by the alignment of buffers. On some processors (seen on AMD's with AVX-512) the
+last bits of a product then differ between runs. MKL's conditional reproducibility (the variable MKL_CBWR) fixes the
+kernels.
 
-torchvision's wheels on the package index are for CUDA. Their C++ half does not load beside a torch for the CPU.
+torchvision's wheels on the package index are for CUDA. Their C++ half does not load with a CPU build of torch.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-VARIABLE, MODE = "MKL_CBWR", "AUTO"  # AUTO: the best kernels of this processor, whatever the alignment
+VARIABLE, MODE = "MKL_CBWR", "AUTO"  # AUTO: the best kernels of this processor for any alignment
 _ALL, _NONE = -1, 1  # mkl_types.h: MKL_CBWR_ALL, MKL_CBWR_BRANCH_OFF
 
 
 def make_reproducible() -> bool:
-    """Have MKL compute equal bits for equal operands in this process and those that it starts. A mode that the user has set stays.
+    """Make MKL compute equal bits for equal operands in this process and its children. A mode that the user set is kept.
 
-    Returns False where it is too late: MKL reads the variable once, at its first product.
+    Return False if it is too late, because MKL reads the variable only once, at its first product.
     """
     os.environ.setdefault(VARIABLE, MODE)
     return mode() != _NONE
 
 
 def mode() -> int | None:
-    """Return the mode that MKL computes in, as numbered in mkl_types.h; None where torch was built without MKL, or does not tell."""
+    """Return MKL's mode as numbered in mkl_types.h, or None if torch was built without MKL or the mode is unknown."""
     import torch
 
     try:
@@ -38,7 +39,7 @@ def mode() -> int | None:
         return None
 
 
-# What torchvision 0.28's Python half declares kernels for. Nothing that reads images calls one of them.
+# Operators whose kernels torchvision 0.28 declares in Python. Code that reads images calls none of them.
 _OPERATORS = (
     *("nms", "qnms", "roi_align", "_roi_align_backward", "qroi_align", "roi_pool", "_roi_pool_backward"),
     *("ps_roi_align", "_ps_roi_align_backward", "ps_roi_pool", "_ps_roi_pool_backward"),
@@ -48,9 +49,9 @@ _OPERATORS = (
 
 @cache
 def declare_image_operators() -> object:
-    """Declare torchvision's operators where its C++ half cannot, so that its Python half can be imported afterwards.
+    """Declare torchvision's operators if its C++ half does not load. Its Python half can then be imported.
 
-    Returns what keeps the declarations alive; None where none are needed.
+    Return an object that keeps the declarations alive, or None if they are not needed.
     """
     import torch
 
@@ -64,7 +65,7 @@ def declare_image_operators() -> object:
 
 
 def _loads(folder: Path) -> bool:
-    """Load its C++ half, as torchvision itself would, and return whether that was possible: of a build for the CPU it is."""
+    """Load torchvision's C++ half as torchvision would, and return whether that worked. A CPU build loads."""
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""One GPU per process."""
+"""The CUDA platform: one GPU per process."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.machine import bind_to_cores, numa_node
 from rlhf_mcore.platform.base import Copies, Platform
 
-# Values of variables with which sums have one order, the first by default: cuBLAS over streams (its documentation, "Results
-# reproducibility"), and NCCL, whose sums in switches (NVLS) have none. A rank keeps another value of the user's, and says so.
+# Values of variables that fix the order of sums; the first is the default. cuBLAS: over streams (its documentation,
+# "Results reproducibility"). NCCL: its sums in switches (NVLS) have no fixed order. If the user set another value, a
+# rank keeps it and reports it.
 _FIXED_SUMS = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("^NVLS,NVLSTree", "^NVLS", "Ring", "Tree"),
 }
-_ALIGNMENT = 16  # bytes: of any dtype
+_ALIGNMENT = 16  # bytes; enough for any dtype
 
 
 class CudaPlatform(Platform):
-    """One GPU per process: the device Megatron-core was written for, so there is little to do."""
+    """The platform of a process with one GPU. Megatron-core was written for GPUs, so this class changes little."""
 
     name = "cuda"
     collective_backend = "cpu:gloo,cuda:nccl"
     default_dtype = "bf16"
 
     def __init__(self) -> None:
-        self._exchanged: tuple[tuple[int, int], int, bool] | None = None  # what Transformer Engine has buffers of
+        # the arguments of Transformer Engine's buffers
+        self._exchanged: tuple[tuple[int, int], int, bool] | None = None
         self._is_deterministic = False
 
     def device(self) -> torch.device:
@@ -46,17 +48,18 @@ class CudaPlatform(Platform):
         self._is_deterministic = deterministic
         if deterministic:
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = (
-                "0"  # Megatron refuses Transformer Engine's attention otherwise
+                "0"  # otherwise Megatron rejects Transformer Engine's attention
             )
             for name, values in _FIXED_SUMS.items():
                 os.environ.setdefault(name, values[0])
         if local_rank >= (count := torch.cuda.device_count()):
             raise ConfigError(
                 f"LOCAL_RANK={local_rank}: this machine has {count} GPU{'s' * (count != 1)}, and each process takes one; start "
-                f"{count} here, or fewer (torchrun's --nproc-per-node, --ranks-per-node or --gpus-per-node)"
+                f"at most {count} here (torchrun's --nproc-per-node, --ranks-per-node or --gpus-per-node)"
             )
         torch.cuda.set_device(local_rank)
-        # A rank compiles a few small kernels; torch would start up to 32 processes of each rank for them.
+        # A rank compiles only a few small kernels. By default, torch would start up to 32 processes per rank for
+        # them.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
     def bind_to_node(self) -> None:
@@ -69,14 +72,14 @@ class CudaPlatform(Platform):
     def varying(self) -> str:
         for name, values in _FIXED_SUMS.items():
             if (value := os.environ.get(name, "")) not in values:
-                return f"{name}={value} leaves open in which order numbers are added; unset it, or set it to {' or '.join(values)}"
+                return f"{name}={value} does not fix the order of sums; unset it, or set it to {' or '.join(values)}"
         return ""
 
     @contextmanager
     def megatron_region(self) -> Iterator[None]:
-        """Choose torch's deterministic kernels for the trainer alone: those of an engine in this process must be recordable in graphs.
+        """Choose torch's deterministic kernels for the trainer only. An engine in this process must be able to record graphs.
 
-        Where torch has none it warns (RLHF_MCORE_DEBUG shows that).
+        If torch lacks a deterministic kernel, it warns (RLHF_MCORE_DEBUG shows the warning).
         """
         if not self._is_deterministic:
             yield
@@ -84,7 +87,7 @@ class CudaPlatform(Platform):
         settings: Any = torch.utils.deterministic
         mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
         torch.set_deterministic_debug_mode("warn")
-        settings.fill_uninitialized_memory = False  # nothing is read before it is written
+        settings.fill_uninitialized_memory = False  # all memory is written before it is read
         try:
             yield
         finally:
@@ -94,7 +97,8 @@ class CudaPlatform(Platform):
     def prepare_megatron(self) -> None:
         """Prepare Megatron-core (:meth:`Platform.prepare_megatron`).
 
-        Replace the permutation of version 0.16, which waits for the device, unless Transformer Engine has a fused one.
+        Replace the permutation of version 0.16, which waits for the device, unless Transformer Engine provides a
+        fused permutation.
         """
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -135,18 +139,19 @@ class CudaPlatform(Platform):
         return torch.cuda.max_memory_allocated()
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        # torch's own pinned memory is rounded up to a power of two: of 33 GB it would take 64.
+        # torch rounds pinned memory up to a power of two. For 33 GB it would allocate 64.
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         buffer = torch.frombuffer(pages, dtype=torch.uint8)
         runtime = torch.cuda.cudart()
         if error := int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)):
-            with suppress(RuntimeError):  # CUDA keeps the error for the next launch; so that is one which nobody needs
+            # CUDA reports the error at the next launch, so launch an operation that can fail
+            with suppress(RuntimeError):
                 torch.ones(1, device=self.device())
             logging.getLogger(__name__).warning(
-                f"CUDA has not pinned {num_bytes / 2**30:.1f} GiB of host memory (cudaHostRegister: error {error}); copies to and "
-                "from it are slower. The limit may be the host's memory, or that of the container."
+                f"CUDA could not pin {num_bytes / 2**30:.1f} GiB of host memory (cudaHostRegister: error {error}); copies to and "
+                "from it are slower. The memory limit of the host or the container may be too low."
             )
         else:
             pages.forget = partial(runtime.cudaHostUnregister, buffer.data_ptr())
@@ -156,7 +161,7 @@ class CudaPlatform(Platform):
         return _CudaCopies()
 
     def to_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # In one piece, from pinned memory that torch keeps until the copy is made.
+        # Copy in one piece, from pinned memory that torch keeps until the copy is complete.
         starts = [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)]
         staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
         for tensor, start in zip(tensors, starts, strict=False):
@@ -172,7 +177,7 @@ class CudaPlatform(Platform):
         asked = (shape, tp, fp8)
         if self._exchanged not in (None, asked):
             raise ValueError(
-                f"Transformer Engine has one set of buffers, of {self._exchanged} (shape, tp, fp8), not {asked}"
+                f"Transformer Engine supports one set of buffers; it is {self._exchanged} (shape, tp, fp8), not {asked}"
             )
         if self._exchanged is None:
             from transformer_engine.pytorch.module.base import initialize_ub
@@ -184,7 +189,7 @@ class CudaPlatform(Platform):
         device, so_far = self.device(), torch.cuda.current_stream().record_event()
 
         def beside() -> None:
-            stream = torch.cuda.Stream(device)  # the device of a thread is its own
+            stream = torch.cuda.Stream(device)  # each thread has its own current device
             stream.wait_event(so_far)
             with torch.cuda.stream(stream):
                 work()
@@ -203,9 +208,10 @@ def _permute(
     drop_and_pad: bool = False,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Sort tokens [n, hidden] by the experts that ``routing_map`` [n, experts] gives them to, as Megatron's ``permute`` does.
+    """Sort tokens [n, hidden] by their experts in ``routing_map`` [n, experts], like Megatron's ``permute``.
 
-    Megatron's own selects by a mask, so the host waits to know how many there are; here it is known: ``num_out_tokens``.
+    Megatron's function selects by a mask, so the host waits for the number of tokens. Here the number is already
+    known: ``num_out_tokens``.
     """
     if fused or drop_and_pad or others or not isinstance(num_out_tokens, int):
         permuted: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] = permute(
@@ -220,9 +226,10 @@ def _permute(
 
 
 class _Pages(mmap.mmap):
-    """Whole pages of the host, which share none with other memory that CUDA knows.
+    """Whole pages of host memory, which share no page with other memory that CUDA knows.
 
-    CUDA forgets them when they are freed. Otherwise it would copy to what was behind their addresses before.
+    CUDA must unregister them when they are freed. Otherwise it would copy to the memory that their addresses used
+    before.
     """
 
     forget: Callable[[], object] | None = None
@@ -233,12 +240,12 @@ class _Pages(mmap.mmap):
 
 
 def _view_of(buffer: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tensor:
-    """View bytes of a flat uint8 buffer as a tensor of the dtype and shape of another."""
+    """View bytes of a flat uint8 buffer as a tensor with the dtype and shape of ``tensor``."""
     return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class _CudaCopies(Copies):
-    """Copy on a stream of its own."""
+    """Copy on a separate stream."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()

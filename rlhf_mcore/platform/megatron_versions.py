@@ -1,6 +1,6 @@
-"""Bridge the versions of Megatron-core that this program runs on: 0.16, and 0.19 (Python 3.12 and later).
+"""Hide the differences between the supported versions of Megatron-core: 0.16, and 0.19 (Python 3.12 and later).
 
-Everything else is the same code for both.
+All other code is the same for both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
 
-SERIES = ("0.16", "0.19")  # those that the tests have run on; docs/compatibility.md has the results
+SERIES = ("0.16", "0.19")  # the versions that the tests ran on; see docs/compatibility.md for results
 LOCKED = "0.16.1"
 
 
@@ -22,11 +22,12 @@ def is_supported() -> bool:
     return VERSION.startswith(tuple(f"{series}." for series in SERIES))
 
 
-# Version 0.16 sorts tokens by experts with a mask, so the host waits for the device to count them. Later versions sort by argsort.
+# Version 0.16 sorts tokens by expert with a mask, so the host waits for the device to count them. Later versions use
+# argsort.
 PERMUTE_WAITS = VERSION.startswith("0.16.")
 
-# Globals of the process that later versions read for the data-parallel group, which they may cut once more over ranks that gather
-# weights again for the backward pass (GTP). That is not used here, so the groups are the same.
+# Process globals that later versions read for the data-parallel group. They can split it further over ranks that
+# gather weights again for the backward pass (GTP). rlhf_mcore does not use GTP, so the groups are equal.
 _LATER_GLOBALS = {
     "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "dp",
     "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp",
@@ -35,20 +36,20 @@ LATER_GLOBALS = {name: axis for name, axis in _LATER_GLOBALS.items() if hasattr(
 
 
 def submodules_of(layer: Any) -> Any:
-    """Return the parts that the spec of an MLP, a mixture or its experts names: a ``ModuleSpec`` in 0.16, a partial later."""
+    """Return the submodules in the spec of an MLP, an MoE layer or experts: a ``ModuleSpec`` in 0.16, a partial later."""
     return layer.keywords["submodules"] if isinstance(layer, partial) else layer.submodules
 
 
-# The layer of a transformer within an MTP layer.
+# Name of the transformer layer in an MTP layer.
 MTP_INNER = "transformer_layer"
 if MTP_INNER not in {field.name for field in fields(MultiTokenPredictionLayerSubmodules)}:
     MTP_INNER = "mtp_model_layer"
 
 
 def mtp_submodules(inner: ModuleSpec, collection: Any, **parts: Any) -> MultiTokenPredictionLayerSubmodules:
-    """Build the parts of an MTP layer with the layer ``inner``.
+    """Build the submodules of an MTP layer with the layer ``inner``.
 
-    Version 0.16 builds it with the groups of its globals, not all of which are set.
+    Version 0.16 would build it with the groups in its globals, which are not all set.
     """
     if MTP_INNER == "transformer_layer":
         inner = ModuleSpec(inner.module, {**inner.params, "pg_collection": collection}, inner.submodules)
@@ -56,10 +57,10 @@ def mtp_submodules(inner: ModuleSpec, collection: Any, **parts: Any) -> MultiTok
 
 
 class LayersOfSpec:
-    """Latent attention made of the layers that its specification names, as in 0.16.
+    """Build latent attention from the layers in its spec, like 0.16.
 
-    Later versions choose them by ``qk_layernorm``: without it they refuse norms, with it they put one in front of queries that are
-    projected at once, which no model has.
+    Later versions choose the layers by ``qk_layernorm``. Without it they reject norms. With it they add a norm before
+    queries that are projected in one step, which no model uses.
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Find the layers of a live vLLM model that add adapters, for its engine and the bridge to it.
+"""Find the adapter layers of a live vLLM model, for its engine and the bridge to it.
 
-A file of its own: tools/certify looks up the names that a file uses in the libraries that the file imports.
+This is a separate file, because tools/certify looks up the names that a file uses in the libraries that it imports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhf_mcore.protocols import ADAPTER_SLOTS
 
-SLOT = 0  # of a buffer: the adapter that is trained
+SLOT = 0  # index in each buffer: the trained adapter
 
 
 def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -22,7 +22,10 @@ def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def set_adapter(model: nn.Module, slot: int, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Have layers write the As and Bs of an adapter into their buffers. ``pairs`` are whole, by the names of Hugging Face modules."""
+    """Write the A and B matrices of an adapter to the layers' buffers.
+
+    ``pairs`` contains whole matrices, by the names of Hugging Face modules.
+    """
     fused = getattr(model, "packed_modules_mapping", {})
     for name, layer in adapter_layers(model):
         head, _, last = name.rpartition(".")
@@ -32,7 +35,7 @@ def set_adapter(model: nn.Module, slot: int, pairs: Mapping[str, tuple[Tensor, T
 
 
 def name_slots(model: nn.Module) -> None:
-    """Make the buffers of adapters known under names of their own. Each has a slot for each adapter that an engine can have."""
+    """Register the adapter buffers under separate names. Each buffer contains one slot per adapter of the engine."""
     slots: dict[str, Tensor] = {
         f"{name}.lora_{side}.{number}": tensor
         for name, layer in adapter_layers(model)
@@ -44,7 +47,7 @@ def name_slots(model: nn.Module) -> None:
 
 @contextmanager
 def base_layers(model: nn.Module) -> Iterator[None]:
-    """Put layers in the place of those that vLLM has wrapped around them: loaders of weights know the former only."""
+    """Replace vLLM's wrapper layers by the layers they wrap, within this block. Weight loaders only know the wrapped layers."""
     wrapped = []
     for parent in model.modules() if hasattr(model, ADAPTER_SLOTS) else ():
         wrapped += [(parent, name, child) for name, child in parent.named_children() if "base_layer" in child._modules]

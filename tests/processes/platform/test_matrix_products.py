@@ -138,6 +138,9 @@ def test_a_notebook_that_has_multiplied_is_warned_if_deterministic(found: Any) -
     mode, _, warned = found["notebook"]
     assert mode == BRANCH_OFF
     (line,) = (line for line in warned.splitlines() if "warning" in line)
-    assert line.startswith("warning: deterministic=true: ") and "set MKL_CBWR=AUTO where the process is started" in line
+    assert (
+        line.startswith("warning: deterministic=true: ")
+        and "set MKL_CBWR=AUTO in the environment of this process" in line
+    )
     mode, _, warned = found["notebook, not deterministic"]
     assert (mode, "warning" in warned) == (BRANCH_OFF, False), warned

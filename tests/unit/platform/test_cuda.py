@@ -127,7 +127,7 @@ def test_a_value_of_the_users_stays_and_one_that_leaves_the_order_open_is_told(
     platform.setup_process(0, 1, deterministic=True)
     assert [os.environ[name] for name in VARIABLES] == ["0", ":0:0", "Ring"]
     assert platform.varying() == (
-        "CUBLAS_WORKSPACE_CONFIG=:0:0 leaves open in which order numbers are added; unset it, or set it to :4096:8 or :16:8"
+        "CUBLAS_WORKSPACE_CONFIG=:0:0 does not fix the order of sums; unset it, or set it to :4096:8 or :16:8"
     )
 
 
@@ -170,7 +170,7 @@ def test_a_process_runs_on_the_cores_of_the_numa_node_of_its_device(
 
 
 def test_a_process_without_a_device_of_its_own_is_refused(claimed: list[int]) -> None:
-    with refused(ConfigError, field="LOCAL_RANK", value=4, remedy="start 4"):
+    with refused(ConfigError, field="LOCAL_RANK", value=4, remedy="start at most 4"):
         CudaPlatform().setup_process(4, 1)
     assert claimed == []
 

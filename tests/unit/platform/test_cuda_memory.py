@@ -38,7 +38,7 @@ def test_memory_that_cuda_does_not_pin_serves_and_leaves_no_error_behind(
     buffer[-3:] = 7
     assert buffer[-4:].tolist() == [0, 7, 7, 7] and buffer.numel() == 2**30
     assert cuda.last_error == 0, "the next launch would raise it"
-    assert len(told) == 1 and "has not pinned 1.0 GiB of host memory (cudaHostRegister: error 2)" in told[0]
+    assert len(told) == 1 and "could not pin 1.0 GiB of host memory (cudaHostRegister: error 2)" in told[0]
 
 
 def test_copies_arrive_when_they_are_waited_for(late_cuda: LateCuda) -> None:
