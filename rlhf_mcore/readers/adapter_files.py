@@ -60,7 +60,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """Hold what adapter_config.json says. ``modules``: names of ``target_modules``, None where they are a pattern."""
+    """Settings of adapter_config.json. ``modules``: the names in ``target_modules``, None if it is a pattern."""
 
     rank: int
     alpha: float
@@ -68,11 +68,11 @@ class AdapterSettings:
     use_dora: bool
     base: str
     modules: tuple[str, ...] | None
-    head: str  # of the model: lm | token | sequence
+    head: str  # lm | token | sequence
 
 
 def holds_adapter(directory: str | Path) -> bool:
-    """Tell whether a directory is PEFT's: adapters, and no model."""
+    """Return whether a directory contains adapters of PEFT and no model."""
     return isfile(Path(directory) / ADAPTER_CONFIG) and not isfile(Path(directory) / "config.json")
 
 
@@ -167,7 +167,7 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
 def _check_tensors(
     path: Path, stored: Mapping[str, StoredTensor], model: ModelGeometry, adapters: ModelGeometry
 ) -> None:
-    """Compare the shapes and dtypes of a file with those of ``adapters``, and copies of the model's weights in it with the model's."""
+    """Compare shapes and dtypes of a file with ``adapters``, and its copies of model weights with ``model``."""
     weights = hf_shapes(model)
     for name, of_base in base_copies().items():
         if name in stored and stored[name].shape != weights.get(of_base):
@@ -190,10 +190,10 @@ def _check_tensors(
 
 
 def check_same(directory: str | Path, saved: ModelGeometry, wanted: ModelGeometry, field: str) -> None:
-    """Compare a directory's adapters with those that the keys of ``field`` (``actor.lora``) ask for.
+    """Compare a directory's adapters with the keys of ``field`` (``actor.lora``).
 
     Raises:
-        ConfigError: they are of other layers, or have another rank or scale.
+        ConfigError: layers, rank or scale differ.
     """
     assert saved.adapter is not None and wanted.adapter is not None
     theirs, ours = saved.adapter, wanted.adapter
@@ -206,7 +206,7 @@ def check_same(directory: str | Path, saved: ModelGeometry, wanted: ModelGeometr
 
 
 def start_problems(directory: str, wanted: ModelGeometry, field: str) -> Iterator[str]:
-    """Name what keeps training from beginning with a directory's adapters. ``field``: the group with its ``path``, ``actor.lora``."""
+    """List the reasons why training cannot start from a directory's adapters. ``field``: the group that names it, ``actor.lora``."""
     prefix = f"{field}.path={directory}"
     if not isdir(directory):
         where = "is not a directory" if exists(directory) else f"does not exist (looked from {Path.cwd()})"
@@ -236,7 +236,7 @@ def adapted_modules(adapters: ModelGeometry) -> list[str]:
 
 
 def short_names(modules: Iterable[str], possible: Iterable[str]) -> tuple[str, ...]:
-    """Return the last parts of the modules' names, where they mean these and no others of the ``possible``; else whole names."""
+    """Return the last parts of the modules' names if they are unambiguous among the ``possible`` names, else whole names."""
     modules = set(modules)
     ends = {module.rpartition(".")[2] for module in modules}
     meant = {module for module in possible if module.rpartition(".")[2] in ends}
@@ -285,6 +285,6 @@ def base_model(directory: str | Path, otherwise: str | None = None) -> str:
         if isdir(path) and isfile(Path(path) / "config.json"):
             return path
     raise ConfigError(
-        f"{Path(directory) / ADAPTER_CONFIG} has base_model_name_or_path={shorten(named, 500)!r}, which is not here; bring the "
+        f"{Path(directory) / ADAPTER_CONFIG} has base_model_name_or_path={shorten(named, 500)!r}, which is not here; copy the "
         "model there, or correct the path"
     )

@@ -1,4 +1,4 @@
-"""Decide which columns of which files hold prompts, answers, and the responses to learn from."""
+"""Find the columns of prompts, answers and responses in each file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _spread(value: Any, count: int) -> list[Any]:
     return value if len(value) == count else value[:1] * count
 
 
-MESSAGES = "messages"  # a conversation, in the place of a prompt and its only response
+MESSAGES = "messages"  # a conversation, instead of a prompt and its only response
 
 
 def wanted_columns(data: DataConfig, prompt_key: str, response_keys: Sequence[str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from rlhf_mcore.foreign import open_file
 _DEFAULTS = DataConfig()
 ROWS_PER_READ = 1024
 BYTES_PER_CONVERSION = 64 * 2**20
-_LONGEST_LINE = 2**26  # that is read at a time where lines are counted
+_LONGEST_LINE = 2**26  # bytes per read when lines are counted
 # NUL ends a string in C code further down (tokenizers, graders); a lone surrogate cannot be encoded as UTF-8 at all.
 BAD_CHARACTERS = re.compile("[\x00\ud800-\udfff]")
 
@@ -65,7 +65,7 @@ def read_rows(path: Path, limits: RowLimits | None = None) -> Iterator[tuple[str
 def count_rows(files: Sequence[str]) -> int | None:
     """Count the rows of all files together, without reading them as rows.
 
-    Returns None where a file is absent or broken, which others report.
+    Returns None if a file is missing or broken; other checks report it.
     """
     try:
         return sum(map(_count, map(Path, files)))
@@ -165,7 +165,7 @@ def mapping(row: dict[str, Any], key: str, place: str) -> dict[str, Any]:
 
 
 def check_plain(value: Any, place: str) -> None:
-    """Refuse what JSON does not have: it is written to rollout files and sent between ranks.
+    """Reject values that JSON cannot represent: rows are written to rollout files and sent between ranks.
 
     Raises:
         ConfigError: naming its type.
@@ -266,7 +266,7 @@ def _read_parquet(path: Path, limits: RowLimits) -> Iterator[tuple[str, dict[str
             _refuse_twins(file.schema_arrow.names, where)
             texts = _check_footer(file.metadata, where, limits)
         number = num_bytes = 0
-        # Texts are left as dictionaries where the file has them so: a thousand references to one long text stay small.
+        # Dictionary-encoded texts stay encoded: a thousand references to one long text stay small.
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
             for batch in file.iter_batches(batch_size=ROWS_PER_READ):
                 size = _batch_bytes(batch, number, path, limits)
@@ -285,7 +285,7 @@ def _read_parquet(path: Path, limits: RowLimits) -> Iterator[tuple[str, dict[str
 
 
 def _check_footer(metadata: Any, where: str, limits: RowLimits) -> list[str]:
-    """Refuse what the footer alone shows to be beyond the limits. Returns the paths of the columns of texts."""
+    """Reject files whose footer exceeds the limits. Returns the paths of the text columns."""
     if metadata.num_rows > limits.max_rows:
         raise _too_many_rows(where, limits)
     texts = set()

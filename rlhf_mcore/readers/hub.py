@@ -35,19 +35,19 @@ MODEL_KEYS = (
 DATA_KEYS = ("data.train", "data.eval")
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.")
 _SMALL = ("*.json", "*.jinja", "merges.txt", *TOKENIZER_FILES, *CHAT_TEMPLATE_FILES)
-_IGNORED = ("*/*", "consolidated*")  # copies in other formats, and what is in folders
+_IGNORED = ("*/*", "consolidated*")  # copies in other formats, and files in folders
 _SPLITS = {"data.train": ("train",), "data.eval": ("test", "validation", "valid", "dev", "val")}
 
 
 def is_offline() -> bool:
-    """Tell whether the hub must not be asked (launch/env.sh sets it)."""
+    """Return whether the hub must not be contacted (launch/env.sh sets this)."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def localize(cfg: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS), *, download: bool = True) -> dict[str, Any]:
-    """Put paths of this machine in the place of ids, in ``cfg``. Returns what was set, by key.
+    """Replace ids in ``cfg`` by paths on this machine. Returns the new values by key.
 
-    A run that continues keeps its revisions. An id that is not here, and may not be downloaded, stays.
+    A resumed run keeps its revisions. An id that is not cached and must not be downloaded stays.
 
     Raises:
         ConfigError: it cannot be downloaded, is of a kind that is not used, or has no such files.
@@ -145,7 +145,7 @@ def _has_weights(snapshot: Path) -> bool:
 
 
 def _download_model(wanted: HubId, key: str, *, needs_weights: bool) -> Path:
-    """Download the snapshot: first the small files, so that a model that is refused costs no time."""
+    """Download the snapshot. Small files come first, so that a rejected model costs little time."""
     from huggingface_hub import snapshot_download
 
     def snapshot(revision: str, patterns: Sequence[str]) -> Path:
@@ -171,7 +171,7 @@ def _ask(call: Callable[[], Any], wanted: HubId, key: str) -> Any:
     """
     try:
         return call()
-    except Exception as error:  # of the library's, of its HTTP client, of the disk: all are shown alike
+    except Exception as error:  # errors of the library, of its HTTP client and of the disk
         reason = shorten(" ".join((str(error) or type(error).__name__).split()), 300)
         raise ConfigError(
             f"{key}={wanted.repo}: no such directory (looked from {Path.cwd()}), and the Hugging Face hub did not give it "
@@ -236,5 +236,5 @@ def _of_split(names: Sequence[str], wanted: HubId, key: str) -> list[str]:
 
 
 def _are_all_shards(names: Sequence[str]) -> bool:
-    """Tell whether a data set in parts, as names tell, has all of them."""
+    """Return whether all shards are there, by the count in their names."""
     return all(len(names) >= int(match[1]) for name in names if (match := _SHARD.search(name)))

@@ -1,4 +1,4 @@
-"""Ids of the Hugging Face hub: what has the form of one, and where the local cache has it."""
+"""Parse ids of the Hugging Face hub and find them in the local cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PART = r"[A-Za-z0-9][\w.-]*"
-QUICKSTART_MODEL = "quickstart/model"  # of configs/quickstart: no id, though it has the form of one
+QUICKSTART_MODEL = "quickstart/model"  # a path in configs/quickstart that looks like an id
 _MODEL = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>[\w./-]+))?")
 _DATA = re.compile(rf"(?P<repo>{_PART}/{_PART})(/(?P<config>{_PART}))?(@(?P<revision>[\w./-]+))?(:(?P<split>{_PART}))?")
 _SNAPSHOT = re.compile(
@@ -18,7 +18,7 @@ _SNAPSHOT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """A repository on the hub, and what is wanted of it. ``revision``: a commit, a branch or a tag."""
+    """A repository on the hub, with revision, configuration and split. ``revision``: a commit, a branch or a tag."""
 
     kind: str  # model | dataset
     repo: str
@@ -34,7 +34,7 @@ class HubId:
         return Path(HF_HUB_CACHE, f"{self.kind}s--{self.repo.replace('/', '--')}")
 
     def cached(self) -> Path | None:
-        """Return the snapshot of the revision that the cache has. Parts of it may be missing."""
+        """Return the snapshot of the revision in the local cache, or None. Files may be missing in it."""
         commit = self.revision
         if not re.fullmatch(r"[0-9a-f]{40}", commit):
             try:
@@ -45,7 +45,7 @@ class HubId:
         return snapshot if re.fullmatch(r"[0-9a-f]{40}", commit) and snapshot.is_dir() else None
 
     def command(self) -> str:
-        """Return the command that downloads it by hand, or makes it where it is the quickstart's."""
+        """Return the command that downloads the repository, or makes the quickstart's model."""
         if self.repo == QUICKSTART_MODEL:
             return "python tools/make_quickstart.py"
         kind = " --repo-type dataset" if self.kind == "dataset" else ""
@@ -55,7 +55,7 @@ class HubId:
 
 
 def model_id(path: str) -> HubId | None:
-    """Return the id that a path has the form of, or None where it is on this machine: neither it nor its folder is here."""
+    """Parse a path as an id. Returns None if it has another form, or if it or its first folder exists on this machine."""
     match = _MODEL.fullmatch(path)
     if match is None or os.path.lexists(path) or os.path.lexists(path.partition("/")[0]):
         return None
@@ -79,7 +79,7 @@ def id_of_snapshot(path: str) -> HubId | None:
 
 
 def absent_hint(path: str, *, is_data: bool = False) -> str:
-    """Return the end of the message that a path is not there: how to download it, where it may be an id."""
+    """Return the end of a message about a missing path: how to download it if it may be an id, else ""."""
     hub_id = (data_id if is_data else model_id)(path)
     if hub_id is None:
         return ""

@@ -1,4 +1,4 @@
-"""Read the small files of a Hugging Face model directory: of one that is trained, and of one that only has to generate."""
+"""Read the small files of a Hugging Face model directory, for training or for generation only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-# What travels with the weights: everything a user of the directory needs to run it.
+# Files that are copied with the weights: all that is needed to run the model.
 COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -106,7 +106,7 @@ def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tu
 
 
 def _is_more(hf_config: Fields) -> bool:
-    """Tell whether a language model is a part of what config.json describes: its sizes are elsewhere."""
+    """Return whether config.json describes more than a language model, with the sizes in ``text_config``."""
     return "text_config" in hf_config and architecture(hf_config) not in ARCHITECTURES
 
 
@@ -118,7 +118,7 @@ def sizes_of(hf_config: Fields) -> ModelGeometry:
 
 
 def is_dequantised(hf_config: Fields) -> bool:
-    """Tell whether weights are stored quantised, in a way that is undone as they are loaded."""
+    """Return whether weights are stored quantised in a format that loading dequantises."""
     family, _ = ARCHITECTURES.get(architecture(hf_config), (UNSUPPORTED, ""))
     quantisation = hf_config.object("quantization_config", default=None)
     return quantisation is not None and quantisation.text("quant_method", default="") in family.dequantised
@@ -152,7 +152,7 @@ def model_in_run(directory: str | Path) -> Path | None:
 
 
 def tensor_names(folder: Path) -> set[str] | None:
-    """List the tensors of a model directory. Returns None where it has none.
+    """List the tensors of a model directory. Returns None if it has no weights.
 
     Raises:
         ConfigError: a file is damaged.
@@ -173,9 +173,9 @@ def weight_problems(folder: Path, prefix: str) -> Iterator[str]:
 
 
 def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
-    """Check by their headers that the weights are those of config.json: the first and the last layer, and the tables around them.
+    """Check that the headers of the weights match config.json: the first and the last layer, embedding and head.
 
-    After the last layer there may be MTP layers, of which nothing is asked here.
+    MTP layers after the last layer are not checked.
     """
     indexed = isfile(folder / INDEX_FILE)
     files = set(_read(folder / INDEX_FILE, prefix, INDEX).table("weight_map").values()) if indexed else {SINGLE_FILE}
@@ -274,7 +274,7 @@ def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
 
 
 def _unusable(hf_config: Fields, prefix: str) -> Iterator[str]:
-    """Refuse models that bring code, and weights of fewer bits that are not undone as they are loaded."""
+    """Reject models with code, and quantised weights that loading does not dequantise."""
     if "auto_map" in hf_config:
         yield f"{prefix}: config.json has auto_map (code from the directory would be run): refused; remove the entry"
     if hf_config.object("quantization_config", default=None) is not None and not is_dequantised(hf_config):
@@ -321,7 +321,7 @@ def end_tokens(config: Fields) -> list[int]:
 
 
 def tokenizer_contents(directory: str) -> Mapping[str, Any]:
-    """tokenizer.json; empty where there is none, or none that can be read."""
+    """Read tokenizer.json. Returns {} if there is no readable file."""
     try:
         return read_json(Path(directory, "tokenizer.json"), limits=INDEX).content
     except ConfigError:
@@ -352,7 +352,9 @@ def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> t
     The sizes are None also where config.json does not have them under the usual keys.
     """
     prefix = f"{field}={path}"
-    is_delta = any(Path(path).glob("*.safetensors.delta"))  # of our own checkpoints: made whole before it is read
+    is_delta = any(
+        Path(path).glob("*.safetensors.delta")
+    )  # our checkpoints store changes; they are made whole before reading
     problems = [] if is_delta or not needs_weights else list(weight_problems(Path(path), prefix))
     try:
         hf_config = read_config(path, prefix)

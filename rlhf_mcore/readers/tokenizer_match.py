@@ -1,4 +1,4 @@
-"""Tell whether a tokenizer belongs to a model, from the small files of their directories."""
+"""Check that a tokenizer belongs to a model, by the small files of their directories."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlhf_mcore.foreign import INDEX, Fields, MissingFile, read_json, shorten
 from rlhf_mcore.readers.hub_ids import absent_hint
 from rlhf_mcore.readers.model_files import end_tokens, tokenizer_contents, tokenizer_problems
 
-PLAIN_FILES = ("tokenizer.model", "vocab.json", "merges.txt")  # of tokenizers that have no tokenizer.json
+PLAIN_FILES = ("tokenizer.model", "vocab.json", "merges.txt")  # files of tokenizers without tokenizer.json
 
 
 def tokenizer_size(directory: str) -> int | None:
-    """Return one more than the largest token id in tokenizer.json, or None where there is no such file or it does not list them."""
+    """Return one more than the largest token id in tokenizer.json, or None if no such file lists them."""
     texts = _texts_of_tokens(tokenizer_contents(directory))
     return max(texts) + 1 if texts else None
 
@@ -43,10 +43,9 @@ def own_tokenizer_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def tokenizer_difference(directory: str, own: str) -> str | None:
-    """Describe the first difference of the tokenizer in ``directory`` from that of ``own``. Returns None where there is none or
-    files do not show it.
+    """Describe the first difference between the tokenizers in two directories. Returns None if the files show no difference.
 
-    More tokens than those of ``own`` are no difference: they have rows of the embedding beyond its.
+    Additional tokens are no difference: their embedding rows come after the rows of ``own``.
     """
     there, here = tokenizer_contents(directory), tokenizer_contents(own)
     if not there or not here:
@@ -99,7 +98,7 @@ def token_problems(model_dir: str, num_tokens: int | None, field: str, tokenizer
 
 
 def special_problems(model_dir: str, hf_config: Fields) -> Iterator[str]:
-    """Check the ids of config.json that begin and end a text: they have to be special tokens of the tokenizer beside it."""
+    """Check that the ids in config.json that begin and end a text are special tokens of the directory's tokenizer."""
     content = tokenizer_contents(model_dir)
     texts = _texts_of_tokens(content)
     special = {token.get("id") for token in content.get("added_tokens") or () if isinstance(token, dict)}

@@ -1,4 +1,4 @@
-"""Check the keys of a group against each other, and against the files that they name: a module for each group of ``schema``.
+"""Check the keys of a group against other keys and against the files that they name. One module per group of ``schema``.
 
-Rules are read where a configuration is checked (``validate``); a rank that is handed a resolved one loads none of them.
+Only ``validate`` imports the rules. A rank gets a resolved configuration and does not load them.
 """

@@ -1,4 +1,4 @@
-"""Check the keys of ``algorithm``, those of preference losses among them."""
+"""Check the keys of ``algorithm``, including preference losses."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _overlong_problems(cfg: Config) -> Iterator[str]:
 
 
 def preference_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
-    """List problems with the reference that pairs are compared by. ``geometry``: of the actor, if it is known."""
+    """List problems with the reference of a preference loss. ``geometry``: of the actor, None if it is not known."""
     reference, loss = cfg.reference, PREFERENCE_LOSSES.get(cfg.algorithm.dpo.loss)
     if loss is not None and loss.needs_mismatched and cfg.trainer.prompts_per_step < 2:
         yield (

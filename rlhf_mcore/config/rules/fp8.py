@@ -1,4 +1,4 @@
-"""Rules of 8-bit products (``actor.fp8``) and of engines' 8-bit weights (``rollout.quantization``), and what this machine lacks."""
+"""Rules for 8-bit products (``actor.fp8``), their hardware, and 8-bit weights of engines (``rollout.quantization``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN = "or, for products whose weights are not those of engines, actor.megatro
 
 
 def fp8_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
-    """Check what products of 8 bits ask of other keys and, where that is known, of the model's sizes on a rank."""
+    """Check that other keys and the model's sizes on a rank (if known) allow 8-bit products."""
     actor, name = cfg.actor, f"actor.fp8={cfg.actor.fp8}"
     if cfg.model.layer_spec == "local":
         yield f"{name}: Megatron's own layers (model.layer_spec=local) have no products of 8 bits; set model.layer_spec=te"
@@ -39,7 +39,7 @@ def fp8_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
 
 
 def _size_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-    """Name what a rank's blocks of 128x128 would not have in common with those of the Hugging Face tensors."""
+    """List the reasons why a rank's blocks of 128x128 would differ from the blocks of the Hugging Face tensors."""
     layout, model = cfg.actor.layout, f"model.path={cfg.model.path}"
     if unsupported := [
         f"{model}: {problem}, which is not quantised here" for problem in quantisation_problems(geometry)
@@ -60,7 +60,7 @@ def _size_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
 
 
 def machine_problem(cfg: Config) -> str | None:
-    """Say what this machine lacks to multiply in 8 bits, as far as that is told without a GPU's library. None: nothing."""
+    """Return what this machine lacks for 8-bit products, or None. CUDA is not loaded for this."""
     if not has_gpu():
         lacks = "GPUs of compute capability 9.0 (H100, H200), and this machine has none"
     elif find_spec("transformer_engine") is None:
@@ -71,7 +71,7 @@ def machine_problem(cfg: Config) -> str | None:
 
 
 def quantised_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
-    """Check what weights of 8 bits ask of other keys, and of the model."""
+    """Check that other keys and the model allow 8-bit weights."""
     name = f"rollout.quantization={cfg.rollout.quantization}"
     if cfg.bridge.method != "planned":
         yield f"{name}: bridge.method={cfg.bridge.method} hands whole tensors to engines, as they are; set it to planned"

@@ -26,7 +26,7 @@ def world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
 
 
 def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry | None) -> Iterator[str]:
-    """Check that the engines fit that world, and the actor's model an engine. ``geometry`` is the model's, where it is known."""
+    """Check that the engines fit the world, and the model an engine. ``geometry``: of ``model.path``, None if it is not known."""
     world, source = _world(cfg, world_size)
     if cfg.actor.ranks is not None and cfg.bridge.method == "gather":
         yield (
@@ -98,7 +98,7 @@ def role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
 def model_problems(
     key: str, path: str, heads: tuple[str, ...], role: str, layout: LayoutConfig, actor: ModelGeometry | None
 ) -> Iterator[str]:
-    """Check a model beside the actor: its files, its vocabulary and its layout. ``actor`` is None where that cannot be compared."""
+    """Check the files, vocabulary and layout of another model. ``actor``: the actor's geometry, None if it is not known."""
     geometry, problems = inspect_model(path, key, heads)
     if key != "model.path":
         yield from problems
@@ -160,7 +160,7 @@ def cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometry, model
 
 
 def balance_problems(role: str, moe: MoEConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
-    """Check that there are experts for a load-balancing loss, and a bias of experts where it moves."""
+    """Check that the model has experts for a load-balancing loss, and a bias per expert if that is updated."""
     if moe.aux_loss_coef and not geometry.num_experts:
         yield f"{role}.moe.aux_loss_coef={moe.aux_loss_coef:g}, but {model} has no experts; set it to 0"
     if moe.expert_bias_rate and not has_expert_bias(geometry):

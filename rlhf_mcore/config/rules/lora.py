@@ -1,4 +1,4 @@
-"""Check that adapters can be trained, of this model and beside what else is asked for."""
+"""Check that adapters of this model can be trained with the other keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_mcore.readers.model_files import with_head
 
 
 def lora_problems(cfg: Config) -> Iterator[str]:
-    """Problems with ``actor.lora`` and ``critic.lora``, and with what they do not go together with."""
+    """List problems with ``actor.lora`` and ``critic.lora``, alone and with other keys."""
     yield from _role_problems(cfg, "actor", cfg.actor)
     if needs_critic(cfg):
         yield from _role_problems(cfg, "critic", cfg.critic)

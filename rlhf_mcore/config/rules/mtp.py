@@ -18,7 +18,7 @@ from rlhf_mcore.readers.model_files import read_config, tensor_names
 
 
 def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-    """List problems with ``actor.mtp`` and what it does not go together with. ``geometry``: of ``model.path``."""
+    """List problems with ``actor.mtp``, alone and with other keys. ``geometry``: of ``model.path``."""
     mode, kind, layout = cfg.actor.mtp.mode, run_kind(cfg), cfg.actor.layout
     drafts = cfg.rollout.speculative
     if kind.generates and drafts.method == "mtp" and engine_kind(cfg.rollout.engine).reads("rollout.speculative"):

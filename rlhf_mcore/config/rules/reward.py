@@ -58,9 +58,9 @@ def without_login(url: str) -> str:
 
 
 def rule_problems(cfg: RewardConfig) -> Iterator[str]:
-    """List the problems with the rules. A grader alone can tell some, such as a broken regular expression.
+    """List the problems with the rules. Only a grader finds some others, such as a broken regular expression.
 
-    Also of those that a function or a server replaces, but these may be empty.
+    Rules that a function or a server replaces are checked too, but they may be empty.
     """
     for key, rules in rule_tables(cfg).items():
         if (
@@ -95,7 +95,7 @@ def _problems_of(rule: RuleConfig) -> Iterator[str]:
 
 
 def reward_problems(cfg: Config) -> Iterator[str]:
-    """List the problems with what gives scores: functions, rules, servers."""
+    """List the problems with the sources of scores: functions, rules, servers."""
     if cfg.reward.function is not None:
         yield from map(FileProblem, function_problems(cfg.reward.function, "reward.function"))
     for index, function in enumerate(cfg.reward.functions):

@@ -32,7 +32,7 @@ def _support_problems(sampling: SamplingConfig) -> Iterator[str]:
 
 
 def rollout_problems(cfg: Config) -> Iterator[str]:
-    """Check what keys of engines and schedule ask of each other."""
+    """Check the keys of engines and of the schedule against each other."""
     yield from _support_problems(cfg.rollout.sampling)
     engine = engine_kind(cfg.rollout.engine)
     yield from engine.argument_problems(cfg.rollout)
@@ -81,7 +81,7 @@ def engine_keys(layout: RolloutLayoutConfig) -> str:
 
 
 def sharding_problems(cfg: Config) -> Iterator[str]:
-    """Name an engine that is to be sharded and cannot be, or not so."""
+    """Check that the engine can be sharded as the layout says."""
     engine = engine_kind(cfg.rollout.engine)
     if is_engine(engine.name) and not engine.is_sharded:
         others = " or ".join(kind.name for kind in ENGINES.values() if kind.is_sharded)
@@ -141,12 +141,12 @@ def _apart_problems(cfg: Config) -> Iterator[str]:
         yield from map(FileProblem, _transport_problems(cfg.bridge))
 
 
-# Fields of Megatron that choose experts elsewhere than where they are replayed, or compute passes in another order.
+# Fields of Megatron that select experts outside the replayed router, or change the order of passes.
 _APART = ("moe_router_fusion", "moe_router_force_load_balancing")
 
 
 def route_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
-    """List problems with ``actor.router_replay``, which is not off. ``geometry``: of ``model.path``, where it is known."""
+    """List problems with an ``actor.router_replay`` other than off. ``geometry``: of ``model.path``, None if it is not known."""
     name, engine = f"actor.router_replay={cfg.actor.router_replay}", engine_kind(cfg.rollout.engine)
     if cfg.actor.router_replay not in ("rollout", "old_logprobs"):  # which is another problem
         return

@@ -83,7 +83,7 @@ def alarm_problems(cfg: AlarmsConfig) -> Iterator[str]:
     if any(REDACTED in argument for argument in cfg.command):
         yield f"alarms.command has {REDACTED}, which a saved configuration has in the place of arguments; write them again"
     if cfg.command and shutil.which(cfg.command[0]) is None:
-        program = cfg.command[0].partition(" ")[0]  # what follows may be a secret
+        program = cfg.command[0].partition(" ")[0]  # the arguments may contain a secret
         yield FileProblem(
             f"alarms.command: there is no program {program!r}; give its path, and each argument as an item"
         )

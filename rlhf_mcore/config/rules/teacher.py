@@ -17,9 +17,9 @@ from rlhf_mcore.readers.user_functions import function_problems
 
 
 def teacher_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
-    """Check that there is a teacher where one is needed, its files, its layout, and that it reads the student's tokens.
+    """Check that a required teacher is set, its files, its layout, and that it uses the student's tokens.
 
-    ``actor`` is None where sizes cannot be compared.
+    ``actor``: the actor's geometry, None if it is not known.
     """
     teacher = cfg.teacher
     if not has_teacher(cfg):
@@ -103,7 +103,7 @@ def _tokenizer_problems(cfg: Config, field: str, path: str) -> Iterator[str]:
 
 
 def _unused_keys(cfg: Config, names: Sequence[str], because: str) -> Iterator[str]:
-    """List keys of ``teacher`` that somebody has set in vain."""
+    """List keys of ``teacher`` that are set but have no effect."""
     default = Config()
     for name in (f"teacher.{name}" for name in names):
         value = value_of(cfg, name)

@@ -58,7 +58,7 @@ def batch_problems(cfg: Config) -> Iterator[str]:
 
 
 def microbatch_problems(cfg: Config) -> Iterator[str]:
-    """Check that the longest sequence fits, because none is cut: of training, and of evaluation where a reward model reads it."""
+    """Check that the longest sequence fits in a microbatch: of training, and of evaluation if a reward model reads it."""
     longest, what = cfg.data.max_prompt_tokens + longest_response(cfg), _response_key(cfg)
     if cfg.reward.model.path is not None and max_new_tokens(cfg) > longest_response(cfg):
         longest, what = cfg.data.max_prompt_tokens + max_new_tokens(cfg), "evaluate.max_new_tokens"

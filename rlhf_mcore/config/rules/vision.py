@@ -1,4 +1,4 @@
-"""Check that a model that reads images can be trained, in this layout and beside what else is asked for."""
+"""Check that a model that reads images can be trained in this layout and with the other keys."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.readers.model_files import PROCESSOR_FILES, read_geometry
 from rlhf_mcore.readers.tokenizer_match import tokenizer_difference
 
-# Of VisionSizes, what decides how pixels are cut into patches and patches into tokens.
+# Fields of VisionSizes that decide how pixels become patches, and patches become tokens.
 _CUTS = ("image_token_id", "patch_size", "temporal_patch_size", "channels", "merge_size")
-# Of a processor's file, what decides the numbers of patches. Its bounds of pixels do not: images come as the policy sees them.
+# Keys of a processor that decide the values of patches. Its bounds of pixels do not matter: the policy has resized the images.
 _SCALES = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 
 
@@ -34,7 +34,7 @@ def processor_problems(cfg: Config) -> Iterator[str]:
 
 
 def vision_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-    """List problems with ``actor.vision``, with the tower of ``model.path``, whose ``geometry`` this is, and with models beside it."""
+    """List problems with ``actor.vision``, with the tower of ``model.path`` (``geometry``), and with the other models."""
     train = f"actor.vision.train={cfg.actor.vision.train}"
     if geometry.vision is None:
         if cfg.actor.vision.train != "none":
@@ -60,7 +60,7 @@ def vision_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
 
 
 def _readers(cfg: Config) -> Iterator[tuple[str, str, str | None, LayoutConfig]]:
-    """List (role, key, directory, layout) of the models that read the policy's rows; None: that of the policy."""
+    """List (role, key, directory, layout) of the models that read the policy's rows. A directory of None is the policy's."""
     if not run_kind(cfg).generates:
         if run_kind(cfg).compares and cfg.reference.path is not None:
             yield "actor", "reference.path", cfg.reference.path, cfg.actor.layout
@@ -88,7 +88,7 @@ def _stage_problems(role: str, key: str, layout: LayoutConfig, geometry: ModelGe
 
 
 def _reader_problems(shown: str, path: str, theirs: ModelGeometry, own_path: str, vision: VisionSizes) -> Iterator[str]:
-    """Check that a model beside the policy sees in the policy's rows what it sees itself."""
+    """Check that another model sees the same images in the policy's rows as the policy."""
     remedy = "choose a model of the same family, or set data.image_key=null to learn from texts alone"
     if theirs.vision is None:
         yield f"{shown} reads no images, and model.path={own_path} does; {remedy}"
@@ -109,7 +109,7 @@ def _reader_problems(shown: str, path: str, theirs: ModelGeometry, own_path: str
 
 
 def _scales(directory: str) -> dict[str, Any]:
-    """Read the file of a processor; nothing where there is none, which is no problem of a model beside the policy."""
+    """Read the settings of a processor. Returns {} if there is no file: only the policy needs one."""
     try:
         return dict(read_json(Path(directory, PROCESSOR_FILES[0])).content)
     except ConfigError:
