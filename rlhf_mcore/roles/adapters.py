@@ -1,4 +1,4 @@
-"""Gives a model low-rank adapters: places them by the map, and makes their first values."""
+"""Add low-rank adapters to a model: place them by the bridge's map, and initialise their values."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def add_adapters(
     dropout: float,
     role: str = "actor",
 ) -> Adapters:
-    """Freeze this rank's model, which has no wrapper for training yet, and add its adapters. A scalar head stays trained.
+    """Freeze this rank's model, which is not wrapped for training yet, and add its adapters. A scalar head stays trained.
 
-    ``geometry`` is that of the adapters, ``role`` the group of the configuration, for messages.
+    ``geometry`` is the geometry of the adapters. ``role`` is the config group, for messages.
 
     Raises:
-        ConfigError: a layer takes no adapter, or this rank has no layer with one.
+        ConfigError: a layer does not support adapters, or this rank contains no layer with an adapter.
     """
     assert geometry.adapter is not None
     rank, count = dist.get_rank(), 0
@@ -56,8 +56,8 @@ def add_adapters(
                 matrices = _matrices(full_name, geometry, layout, rank)
                 if not matrices:
                     raise ConfigError(
-                        f"{role}.lora.targets={shortened(geometry.adapter.targets)}: a tensor-parallel rank has no row of what they "
-                        f"name in {full_name}, where queries, keys and values are joined; name all, or lower {role}.layout.tp"
+                        f"{role}.lora.targets={shortened(geometry.adapter.targets)}: a tensor-parallel rank holds no row of these "
+                        f"targets in {full_name}, which joins queries, keys and values; name all three, or lower {role}.layout.tp"
                     )
                 adapters.add(module, matrices, num_a, full_name, weight.group(2))
                 count += 1
@@ -74,7 +74,7 @@ def add_adapters(
 
 
 def _rows_of_a(weight: str, geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> int:
-    """Count the rows of the A of a weight; 0 where it has no adapter."""
+    """Return the number of rows of a weight's A, or 0 if the weight has no adapter."""
     try:
         parts = pieces(adapter_names(weight)[0], geometry, layout.shard_of(weight, rank))
     except KeyError:
@@ -83,7 +83,7 @@ def _rows_of_a(weight: str, geometry: ModelGeometry, layout: ParallelLayout, ran
 
 
 def _matrices(weight: str, geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> list[MatrixRows]:
-    """Join the blocks of each of a weight's matrices, in the order of their As."""
+    """Join the blocks of each of a weight's matrices, in the order of their rows in A."""
     own_blocks = blocks(weight, geometry, layout.shard_of(weight, rank))
     return [
         MatrixRows(
@@ -103,19 +103,20 @@ def _matrices(weight: str, geometry: ModelGeometry, layout: ParallelLayout, rank
 
 
 def initialize(parameters: Iterable[LocalParameter], geometry: ModelGeometry, seed: int) -> None:
-    """Draw A as PEFT does (uniform, Kaiming's bound with a = sqrt 5; of the embedding Gaussian), and set B to zero.
+    """Initialise A as PEFT does, and set B to zero.
 
-    The values of a matrix follow from ``seed`` and its name, so they are the same in every layout.
+    A is uniform within Kaiming's bound for a = sqrt 5. For the embedding it is Gaussian. The values of a matrix
+    depend only on ``seed`` and its name, so they are equal in every layout.
     """
     shapes = hf_shapes(geometry)
     for parameter in parameters:
         if is_trained_whole(parameter.name, geometry):
-            continue  # it begins as the model has it
+            continue  # it keeps the model's values
         side = base_name(parameter.name)[1]
         if side == M:
-            continue  # the plug-in ``dora`` fills them
+            continue  # the plug-in ``dora`` initialises them
         if side == B:
-            parameter.tensor.zero_()  # also the padding of a vocabulary
+            parameter.tensor.zero_()  # including the padding of a vocabulary
             continue
         for piece in pieces(parameter.name, geometry, parameter.shard):
             shape = shapes[piece.hf_name]
@@ -135,10 +136,10 @@ def initialize(parameters: Iterable[LocalParameter], geometry: ModelGeometry, se
 def load_adapters(
     parameters: list[LocalParameter], geometry: ModelGeometry, directory: str | Path, field: str = "actor.lora"
 ) -> None:
-    """Load this rank's adapters from a directory of PEFT's. ``field``: the group of the configuration that asks for ``geometry``.
+    """Load this rank's adapters from a PEFT directory. ``field``: the config group that ``geometry`` comes from.
 
     Raises:
-        ConfigError: the directory is damaged, or its adapters are not those that ``geometry`` asks for.
+        ConfigError: the directory is damaged, or its adapters do not match ``geometry``.
     """
     reader, saved = open_adapters(directory, replace(geometry, adapter=None))
     check_same(directory, saved, geometry, field)

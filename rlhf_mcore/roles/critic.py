@@ -1,4 +1,4 @@
-"""The critic: predicts the return of a response from each of its tokens on."""
+"""The critic: predict the return of a response from each of its tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_mcore.types import Microbatch, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class ValueObjective(Objective):
-    """Squared error of the values, clipped around those before the update (``clip``; None: plain)."""
+    """Squared error of the values. The new values are clipped around the values before the update, unless ``clip`` is None."""
 
     clip: float | None
 
@@ -40,14 +40,15 @@ class Critic:
 
     model: TrainedModel
     value_clip: float | None
-    # The model predicts in its units; values and returns outside are plain.
+    # Converts between the model's normalised outputs and values or returns in original units.
     normalizer: ReturnNormalizer | None = None
-    bootstrap: bool = False  # whether the states after the last tokens need values
+    bootstrap: bool = False  # whether states after the last tokens need values
 
     def compute_values(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None]:
         """Compute the values [N] fp32 of the states before each sampled token, zero elsewhere.
 
-        With ``bootstrap`` also return values [B] of the states after the last tokens, on every rank. Collective over the world.
+        With ``bootstrap``, also return the values [B] of the states after the last tokens, on every rank. Collective
+        over the world.
         """
         values, last = self.model.per_token_and_row(batch, scalar_outputs)
         if self.normalizer is not None:
@@ -56,9 +57,9 @@ class Critic:
         return values, last if self.bootstrap else None
 
     def deliver_update(self, batch: TrainBatch) -> Update:
-        """Prepare all updates of a step. A normalizer is first updated with the step's returns; the model then learns in its units.
+        """Prepare all updates of a step. See :meth:`TrainedModel.deliver_update`.
 
-        See :meth:`TrainedModel.deliver_update`.
+        If there is a normalizer, first update it with the step's returns. The model then learns normalised returns.
         """
         if self.normalizer is not None:
             assert batch.old_values is not None and batch.returns is not None

@@ -1,6 +1,6 @@
-"""Runs and updates a model over the rows of a step. The model has its own layout, on some ranks of the world or on all.
+"""Run and update a model over the rows of a step. The model has its own layout, on some or all ranks of the world.
 
-An :class:`Objective` defines what a model is trained for. A role (actor, critic, reward model) is a model plus an objective.
+An :class:`Objective` defines the training loss. A role (actor, critic, reward model) is a model plus an objective.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ Update = Callable[[], UpdateResult | None]
 class RoleModel:
     """A model, and methods that run it over the rows of a step.
 
-    ``model`` is None on ranks outside of the layout. They call the same methods, because they own rows too.
+    ``model`` is None on ranks outside the layout. These ranks call the same methods, because they own rows too.
     """
 
     layout: ParallelLayout
     model: MegatronModel | None
     spec: ModelSpec
     trainer: TrainerConfig
-    flops: ModelFlops | None = None  # None: rows are dealt to data-parallel ranks by their tokens only
-    adapter: AdapterSizes | None = None  # of the adapters that learn in the place of the weights
+    flops: ModelFlops | None = None  # None: balance data-parallel ranks by tokens only
+    adapter: AdapterSizes | None = None  # sizes of the trained adapters, if any
     unshared_because: str | None = None  # why the model cannot share prefixes; None: it can
 
     @property
     def adapter_geometry(self) -> ModelGeometry | None:
-        """Return the geometry of the adapters; None without any."""
+        """Return the geometry of the adapters, or None without adapters."""
         return None if self.adapter is None else replace(self.spec.geometry, adapter=self.adapter)
 
     @property
     def trained_geometry(self) -> ModelGeometry:
-        """The geometry of what an optimizer updates: of the adapters, or of the model."""
+        """Return the geometry of the tensors that an optimizer updates: the adapters, or the model."""
         return self.adapter_geometry or self.spec.geometry
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether what sequences begin with alike is computed once. The same on every rank of the world."""
+        """Return whether shared prefixes of sequences are computed once. Equal on every rank of the world."""
         return self.trainer.share_prefixes and self.trainer.packing and self.unshared_because is None
 
     def adapter_parameters(self) -> list[LocalParameter]:
-        """Return this rank's parameters of the adapters, and of a scalar head beside them; none without adapters."""
+        """Return this rank's parameters of the adapters and of a scalar head. Without adapters: []."""
         return self.model.adapter_parameters() if self.model is not None else []
 
     def adapters_off(self) -> AbstractContextManager[None]:
@@ -82,7 +82,7 @@ class RoleModel:
         return self.model.local_parameters() if self.model is not None else []
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Keep the weights on the device within this block, beside whatever else is there."""
+        """Keep the weights on the device within this block, in addition to the parts that are already there."""
         return self.model.movable.use(WEIGHTS, beside=True) if self.model is not None else nullcontext()
 
     def deliver(
@@ -95,9 +95,10 @@ class RoleModel:
         """Send rows from their owners to the data-parallel ranks that run them. Collective over the world.
 
         Args:
-            parts: rows that are run together. Each part is dealt to the data-parallel ranks by tokens separately.
-            fields: those of the batch to send with the tokens, tensors [N, ...] and ragged ones.
-            rows_per_unit: so many consecutive rows of a part stay together.
+            batch: the rows of the step.
+            parts: rows that run together. Each part is distributed over the data-parallel ranks separately.
+            fields: fields of the batch to send with the tokens: tensors [N, ...] and ragged fields.
+            rows_per_unit: number of consecutive rows of a part that stay together.
 
         Returns:
             This rank's share of each part; [] on ranks without the model.
@@ -141,10 +142,11 @@ class RoleModel:
     def microbatches(
         self, tokens: RowTokens, rows_per_unit: int = 1, *, forward_only: bool = False
     ) -> list[Microbatch]:
-        """Cut this rank's rows into microbatches: limited in tokens, padded for its layout, as many as the pipeline needs.
+        """Split this rank's rows into microbatches, which are padded for its layout and limited in tokens.
 
-        If tensor-parallel communication overlaps computation, all are padded to the limit, also without a backward pass.
-        Data-parallel ranks with sharded experts exchange tokens in every layer, so they all run equally many.
+        If tensor-parallel communication overlaps computation, all are padded to the limit, even without a backward
+        pass. For an interleaved pipeline, their number is a multiple of the pipeline size. Data-parallel ranks with
+        sharded experts exchange tokens in every layer, so they all run the same number of microbatches.
         """
         assert self.model is not None
         limit, multiple = self.trainer.max_tokens_per_microbatch, self.layout.token_multiple
@@ -174,7 +176,7 @@ class RoleModel:
         return microbatches if len(microbatches) == most else split(min_count=most)
 
     def _routed_otherwise(self, tokens: RowTokens, *, learns: bool) -> set[int]:
-        """Return the sequences whose beginning an engine has routed to other experts than that of others: they share nothing."""
+        """Return the sequences whose prefix the engine routed to other experts than in other sequences. They share nothing."""
         if ROUTES not in tokens.fields:
             return set()
         assert self.model is not None and self.model.routing is not None
@@ -194,10 +196,10 @@ class RoleModel:
         *,
         shape: tuple[int, ...] = (),
     ) -> Tensor:
-        """Return the result of ``function`` for each token in the loss mask, at its predictor: [N, *shape] fp32, zero elsewhere.
+        """Return ``function``'s result for each token in the loss mask, at its predictor: [N, *shape] fp32, zero elsewhere.
 
-        Collective over the world. ``fields``: those of the batch, as in ``deliver``, that the microbatches hold for it. ``shape``:
-        that of its result for a token.
+        Collective over the world. ``fields``: fields of the batch that ``function`` reads from the microbatches, as
+        in ``deliver``. ``shape``: shape of the result for one token.
         """
         return self.to_owners(batch, self._run(batch, function, fields, shape)[1])
 
@@ -212,9 +214,9 @@ class RoleModel:
         return self.to_owners(batch, tokens), merge_rows(last)
 
     def to_owners(self, batch: TrainBatch, tokens: Tensor) -> Tensor:
-        """Send values of tokens in the loss mask to the owners of the rows: [N, ...] fp32, zero elsewhere. Collective over the world.
+        """Send values of tokens in the loss mask to the owners of the rows: [N, ...] fp32, zero elsewhere.
 
-        ``tokens``: as of ``all_to_owners``.
+        Collective over the world. ``tokens``: as in ``all_to_owners``.
         """
         values = self.all_to_owners(batch, tokens)
         return torch.where(batch.loss_mask.view(-1, *(1 for _ in values.shape[1:])), values, 0.0)
@@ -222,7 +224,8 @@ class RoleModel:
     def all_to_owners(self, batch: TrainBatch, tokens: Tensor) -> Tensor:
         """Send values of all tokens to the owners of the rows: [N, ...]. Collective over the world.
 
-        ``tokens``: values of all rows that were run together, back to back on the first rank of each data-parallel rank's last stage.
+        ``tokens``: values of all rows from one run, back to back. The first rank of each data-parallel rank's last
+        stage passes them.
         """
         holders = np.zeros(batch.num_rows, np.int64)
         for replica, rows in enumerate(self._deal(batch, range(batch.num_rows), 1)):
@@ -231,13 +234,13 @@ class RoleModel:
         return move_rows({"values": tokens}, batch.lengths.numpy(), holders, owned)["values"]
 
     def own_lengths(self, batch: TrainBatch) -> list[int]:
-        """Return the tokens of each sequence that this rank runs, where all rows are run together."""
+        """Return the lengths of the sequences that this rank runs, if all rows run together."""
         rows = self._deal(batch, range(batch.num_rows), 1)[self.layout.coordinates(dist.get_rank())["dp"]]
         return [size for sizes in batch.sequences_of(rows) for size in sizes]
 
     @property
     def keeps_outputs(self) -> bool:
-        """Tell whether this rank sends the outputs of its data-parallel rank to the owners."""
+        """Return whether this rank sends the outputs of its data-parallel rank to the owners."""
         if self.model is None or not self.model.is_last_stage:
             return False
         return self.model.groups.tp_rank == 0 and self.model.groups.cp_rank == 0
@@ -249,7 +252,7 @@ class RoleModel:
         fields: Mapping[str, Field] | None = None,
         shape: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs at the last tokens [B, *shape] and at all tokens of the rows that this rank has run."""
+        """Return the outputs at the last tokens [B, *shape] and at all tokens of the rows that this rank ran."""
         parts = self.deliver(batch, [range(batch.num_rows)], fields or {})
         last, tokens = torch.zeros(batch.num_rows, *shape), torch.zeros(0, *shape)
         if self.model is not None:
@@ -263,9 +266,9 @@ class RoleModel:
         return last, tokens
 
     def _deal(self, batch: TrainBatch, rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
-        """Deal rows to the data-parallel ranks, ascending, with about equal costs. The same on every rank of the world.
+        """Distribute rows over the data-parallel ranks in ascending order, with balanced costs. Equal on every rank of the world.
 
-        Rows of a group that begin alike go to one rank, or to several where that lowers the costs of the rank with the most.
+        Rows of a group with a shared prefix go to one rank, or to several if that lowers the maximum cost per rank.
         """
         units = in_units(rows, rows_per_unit)
         if batch.computed is None or self.layout.dp == 1 or not self.shares_prefixes:
@@ -284,7 +287,7 @@ class RoleModel:
         return [sorted(row for bundle in share for _, unit in bundle.units for row in unit) for share in shares]
 
     def _costs(self, lengths: Tensor) -> Tensor:
-        """Return what rows of so many tokens cost, in units of a token without attention."""
+        """Return the costs of rows with these lengths, in units of a token without attention."""
         costs = lengths.double()
         if self.flops is not None:
             costs = costs + self.flops.attention(costs) / (self.flops.token + self.flops.logits)
@@ -292,29 +295,38 @@ class RoleModel:
 
 
 class Objective(ABC):
-    """The loss of a model. By default it reads no field, uses the aggregation's token weights, and rows are independent."""
+    """The loss of a model. By default it reads no fields, uses the aggregation's token weights, and rows are independent."""
 
-    rows_per_unit: ClassVar[int] = 1  # so many consecutive rows of a batch stay together in a microbatch
+    rows_per_unit: ClassVar[int] = 1  # number of consecutive rows of a batch that stay together in a microbatch
     weighted: ClassVar[
         tuple[str, ...]
-    ] = ()  # sums that, as the loss, have the minibatch's weights, so are means over it
+    ] = ()  # sums with the minibatch's weights, like the loss: means over the minibatch
 
     def fields(self, batch: TrainBatch) -> Mapping[str, Field]:
-        """Return the fields of the batch that the loss reads, tensors [N, ...] and ragged ones. They are sent with the tokens."""
+        """Return the batch fields that the loss reads: tensors [N, ...] and ragged fields. They are sent with the tokens."""
         return {}
 
     def weights(self, tokens: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
-        """Return token weights [N] of the loss from those of the aggregation. ``num_rows``: of the minibatch, over all ranks."""
+        """Return the token weights [N] of the loss, from the aggregation's weights.
+
+        ``num_rows``: number of rows in the minibatch, on all ranks.
+        """
         return weights
 
     @abstractmethod
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        """Return a microbatch's loss, summed with ``microbatch.fields["weights"]``, and detached sums over its trainable tokens."""
+        """Return a microbatch's loss, and detached sums over its trainable tokens.
+
+        The loss is summed with ``microbatch.fields["weights"]``.
+        """
         ...
 
     @abstractmethod
     def metrics(self, loss: float, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
-        """Convert the loss and sums over the step's updates to public metrics. ``num_tokens``: trainable tokens of these updates."""
+        """Convert the loss and sums over the step's updates to public metrics.
+
+        ``num_tokens``: trainable tokens of these updates.
+        """
         ...
 
 
@@ -339,15 +351,15 @@ class MinibatchCounts:
 
 @dataclass(slots=True)
 class UpdateSums:
-    """Sums of an update over microbatches and data-parallel ranks, the same on every rank of the role."""
+    """Sums of an update over microbatches and data-parallel ranks, equal on every rank of the role."""
 
     loss: float
-    metrics: dict[str, float]  # by name, what the objective counts
+    metrics: dict[str, float]  # the objective's sums by name
     mtp: tuple[float, float] | None = None  # see ``LossSums``
-    load_balance: float | None = None  # None: the model has no such loss
+    load_balance: float | None = None  # None: no load-balancing loss
     grad_norm: float = math.nan
-    mtp_grad_norm: float | None = None  # None: it is part of ``grad_norm``
-    computed: tuple[float, float] = (0.0, 0.0)  # tokens that the model computed, and those of the rows
+    mtp_grad_norm: float | None = None  # None: included in ``grad_norm``
+    computed: tuple[float, float] = (0.0, 0.0)  # tokens that the model computed, and tokens of the rows
     lr: float = 0.0
     is_skipped: bool = False
 
@@ -365,16 +377,18 @@ class TrainedModel(RoleModel):
     trained: Sequence[str] | None = None
     progress: Callable[[str], None] = lambda text: None  # shows the current update of the step
     num_updates: int = field(default=0, init=False)  # including skipped ones
-    # Updates in a row without a finite gradient, up to the last one.
+    # Number of latest consecutive updates without a finite gradient.
     num_bad: int = field(default=0, init=False)
 
     def deliver_update(self, batch: TrainBatch, objective: Objective) -> Update:
         """Send the rows of a step to the ranks that learn from them. Collective over the world.
 
         Returns:
-            A function that makes all updates of the step. It is collective over the ranks of the model only, so that models on
-            different ranks learn at the same time. It returns None on ranks without the model. Metrics are means over the tokens,
-            or rows, of all updates, as if they were one; those of the gradient's norm and the like are means over updates.
+            A function that makes all updates of the step and returns its metrics, or None on ranks without the model.
+            It is collective over the ranks of the model only, so models on different ranks learn at the same time.
+
+        Metrics are means over the tokens or rows of all updates together. Metrics such as the gradient norm are means
+        over updates.
         """
         parts = minibatches(batch, self.plan.prompts_per_minibatch)
         fields: dict[str, Field] = {"loss_mask": batch.loss_mask, **objective.fields(batch)}
@@ -400,7 +414,10 @@ class TrainedModel(RoleModel):
         *,
         shape: tuple[int, ...] = (),
     ) -> Tensor:
-        """Return outputs that a loss has kept in the only update of a step, as ``per_token`` does. Collective over the world."""
+        """Return outputs that the loss stored in the only update of a step, in the form of ``per_token``.
+
+        Collective over the world.
+        """
         tokens = torch.zeros(0, *shape)
         if self.keeps_outputs:
             tokens = restore_tokens(outputs, microbatches, self.own_lengths(batch))
@@ -450,7 +467,7 @@ class TrainedModel(RoleModel):
     def _merge_sums(
         self, objective: Objective, updates: list[UpdateSums], counts: list[MinibatchCounts]
     ) -> dict[str, float]:
-        """Merge the sums of all updates into metrics. An update's loss is weighted by the tokens, or rows, that it is a mean of."""
+        """Merge the sums of all updates into metrics. Each loss is weighted by the number of tokens or rows that it averages."""
         by_tokens = self.plan.loss_aggregation == "token"
         shares = _normalize([count.sampled if by_tokens else count.rows for count in counts])
         loss = _sum_products(shares, [update.loss for update in updates])
@@ -467,7 +484,7 @@ class TrainedModel(RoleModel):
         return metrics
 
     def is_finite(self) -> bool:
-        """Return whether the weights and the optimizer's state on this rank hold no NaN and no infinity. Local."""
+        """Return whether the weights and the optimizer's state on this rank are all finite. Local."""
         return self.model is None or self.model.optimizer is None or self.model.optimizer.is_finite()
 
     def _update(self, objective: Objective, tokens: RowTokens) -> UpdateSums:
@@ -478,7 +495,7 @@ class TrainedModel(RoleModel):
         computed = float(sum(sizes)), float(sum(tokens.lengths))
         sums = self._reduce(self.model.forward_backward(microbatches, partial(objective.loss, self.model)), computed)
         sums.lr = learning_rate(self.num_updates, self.optimizer.lr, self.optimizer.schedule)
-        # The loss may be NaN on a single tensor-parallel rank; all ranks of the role have to skip the same updates.
+        # The loss can be NaN on a single tensor-parallel rank, but all ranks of the role must skip the same updates.
         outcome = StepOutcome(False, math.nan, finite=False)
         if self._holds_everywhere(math.isfinite(sums.loss)):
             outcome = self.model.step(sums.lr)
@@ -497,9 +514,9 @@ class TrainedModel(RoleModel):
         return reduce_sums({"not": float(not holds)}, self.model.groups.collection.intra_dist_opt)["not"] == 0.0
 
     def _reduce(self, parts: list[LossSums], computed: tuple[float, float]) -> UpdateSums:
-        """Sum those of the last stage over microbatches and data-parallel ranks. Returns the sums on every rank of the role.
+        """Sum the last stage's results over microbatches and data-parallel ranks. Return the sums on every rank of the role.
 
-        ``computed``: as of ``UpdateSums``, of this data-parallel rank.
+        ``computed``: as in ``UpdateSums``, for this data-parallel rank.
         """
         assert self.model is not None
         groups = self.model.groups
@@ -510,7 +527,8 @@ class TrainedModel(RoleModel):
             device = parts[0].loss.device
             totals = (sum(column) for column in zip(*columns, strict=True))
             values = [torch.as_tensor(total, dtype=torch.float64, device=device) for total in totals]
-            # Names of metrics have a prefix, so that none can be one of ours. It waits for the device once.
+            # The prefix keeps names of metrics distinct from ours. Stacking the values means waiting for the device
+            # only once.
             keys = [_LOSS, *(_MTP if has_mtp else ()), *(_METRIC + name for name in names)]
             own = dict(zip(keys, torch.stack(values).tolist(), strict=True)) | dict(
                 zip(_COMPUTED, computed, strict=True)
@@ -524,7 +542,7 @@ class TrainedModel(RoleModel):
         return UpdateSums(loss, named, mtp, computed=ran)
 
 
-# Names under which sums of an update travel.
+# Names of an update's sums in the reduction.
 _LOSS, _MTP, _COMPUTED, _METRIC = "loss", ("mtp_nll", "mtp_tokens"), ("computed_tokens", "row_tokens"), "metric "
 
 
@@ -542,6 +560,6 @@ def _normalize(masses: Sequence[int]) -> list[float]:
 
 
 def minibatches(batch: TrainBatch, prompts_per_minibatch: int) -> list[list[int]]:
-    """Return the rows of each minibatch, those of consecutive prompts. They depend only on the prompts, not on a layout."""
+    """Return the rows of each minibatch, which are the rows of consecutive prompts. They do not depend on the layout."""
     numbers = torch.div(batch.group_ids, prompts_per_minibatch, rounding_mode="floor")
     return [(numbers == number).nonzero().flatten().tolist() for number in numbers.unique().tolist()]

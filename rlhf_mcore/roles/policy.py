@@ -40,10 +40,10 @@ def logprobs_of(
     support: Ragged[Tensor] | None = None,
     routes: Mapping[str, Field] | None = None,
 ) -> Tensor:
-    """Compute logprobs [N] fp32 of the tokens in the loss mask at a sampling temperature, zero elsewhere. Collective over the world.
+    """Compute logprobs [N] fp32 of the tokens in the loss mask at a sampling temperature, zero elsewhere.
 
-    With a ``support`` of the batch's tokens the result is [N, 2], as that of ``drawn_logprobs``. ``routes``: those that the model
-    replays.
+    With a ``support`` for the batch's tokens, the result is [N, 2], as in ``drawn_logprobs``. ``routes``: routes for
+    the model to replay. Collective over the world.
     """
 
     def logprobs(outputs: Tensor, microbatch: Microbatch) -> Tensor:
@@ -57,12 +57,12 @@ def logprobs_of(
 
 
 def routes_of(batch: TrainBatch, replay: str) -> dict[str, Field]:
-    """Return the routes of a batch by the name of their field, where they are replayed and there are any."""
+    """Return the routes of a batch by field name, or {} if there are none or they are not replayed."""
     return {ROUTES: batch.fields[ROUTES]} if replay != "off" and ROUTES in batch.fields else {}
 
 
 def drawn_logprobs(whole: TokenLogprobs) -> Tensor:
-    """Return logprobs under the distribution that tokens were drawn from: [...], or with a support [..., 2] with the log of its mass.
+    """Return logprobs under the sampling distribution: [...], or with a support [..., 2] including the log of its mass.
 
     ``whole``: logprobs under the whole distribution.
     """
@@ -81,9 +81,9 @@ def keep_logprobs(batch: TrainBatch, drawn: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Reference:
-    """The frozen policy that the KL compares with. It has the actor's layout, so it can be refreshed rank by rank.
+    """The frozen reference policy of the KL. It has the actor's layout, so each rank can refresh its own part.
 
-    If the actor learns adapters, ``model`` is the actor's own, and is run without these.
+    If the actor learns adapters, ``model`` is the actor's own model, and runs without them.
     """
 
     model: RoleModel
@@ -100,14 +100,15 @@ class Reference:
         if own is None or new is None:
             return
         with new.movable.use(WEIGHTS), own.movable.use(WEIGHTS, writes=True):
-            sources = {source.name: source.tensor for source in new.local_parameters()}  # it may have MTP layers too
+            # the actor can also contain MTP layers
+            sources = {source.name: source.tensor for source in new.local_parameters()}
             for parameter in own.local_parameters():
                 parameter.tensor.copy_(sources[parameter.name])
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective(Objective):
-    """A policy-gradient loss with the rollout correction, minus the entropy bonus, plus KL and divergence that are in the loss."""
+    """A policy-gradient loss with rollout correction, minus the entropy bonus, plus optional KL and divergence terms."""
 
     weighted: ClassVar[tuple[str, ...]] = ("policy",)
 
@@ -115,10 +116,10 @@ class PolicyObjective(Objective):
     policy_loss: PolicyLoss
     temperature: float
     kl_coef: float = 0.0
-    with_entropy: bool = True  # whether it is a metric; a bonus needs it in any case
+    with_entropy: bool = True  # whether to report it; an entropy bonus always computes it
     divergence: Divergence | None = None  # from a teacher's distributions
     router_replay: str = "off"
-    # Logprobs of the update's forward pass with their microbatches, if these are the old logprobs too.
+    # If the logprobs of the update's forward pass are also the old logprobs: these logprobs, with their microbatches.
     kept: list[tuple[Tensor, Microbatch]] = field(default_factory=list)
 
     def fields(self, batch: TrainBatch) -> dict[str, Field]:
@@ -139,9 +140,10 @@ class PolicyObjective(Objective):
         }
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        """Sum the terms of the loss. Without ``old_logprobs`` the old policy is the current one: every ratio is 1.
+        """Sum the terms of the loss. Without ``old_logprobs``, the old policy is the current policy: every ratio is 1.
 
-        Ratios use the distribution that was drawn from, renormalised on a support. Entropy and KL use the whole distribution.
+        Ratios use the sampling distribution, which is renormalised on a support. Entropy and KL use the whole
+        distribution.
         """
         with_entropy = self.with_entropy or bool(self.algorithm.entropy_coef)
         whole = model.logprobs_and_entropy(
@@ -208,7 +210,7 @@ class Actor:
     model: TrainedModel
     temperature: float
     algorithm: AlgorithmConfig
-    divergence: Divergence | None = None  # from a teacher's distributions, if it is part of the loss
+    divergence: Divergence | None = None  # from a teacher's distributions, if it is in the loss
     router_replay: str = "off"
     _objective: PolicyObjective = field(init=False)
 
@@ -217,9 +219,9 @@ class Actor:
         self._objective = PolicyObjective(self.algorithm, policy_loss, self.temperature)
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
-        """Compute logprobs [N] fp32 of the sampled tokens under the distribution that they were drawn from, zero elsewhere.
+        """Compute logprobs [N] fp32 of the sampled tokens under the distribution they were sampled from, zero elsewhere.
 
-        With a support ``batch.log_mass`` is set too. Collective over the world.
+        With a support, also set ``batch.log_mass``. Collective over the world.
         """
         routes = routes_of(batch, self.router_replay)
         with self._recording_routes(batch):
@@ -227,13 +229,13 @@ class Actor:
         return keep_logprobs(batch, drawn)
 
     def _recording_routes(self, batch: TrainBatch) -> AbstractContextManager[None]:
-        """Record the routes of a pass within this block where updates replay them."""
+        """Record the routes of a pass within this block, if updates replay them."""
         if self.router_replay != "old_logprobs":
             return nullcontext()
         return recorded_routes(self.model, batch)
 
     def deliver_update(self, batch: TrainBatch) -> Update:
-        """Prepare all updates of a step, with the step's weight of the KL. See :meth:`TrainedModel.deliver_update`."""
+        """Prepare all updates of a step, with the step's KL coefficient. See :meth:`TrainedModel.deliver_update`."""
         loss = POLICY_LOSSES.get(self.algorithm.policy_loss)
         if loss is not None and loss.reads_covariance:
             members = minibatches(batch, self.model.plan.prompts_per_minibatch)
@@ -255,7 +257,10 @@ class Actor:
         return self.model.makes_one_update(batch)
 
     def logprobs_of_update(self, batch: TrainBatch) -> Tensor:
-        """Return logprobs [N] fp32 of the update's forward pass, in the form of ``compute_logprobs``. Collective over the world."""
+        """Return logprobs [N] fp32 of the update's forward pass, in the form of ``compute_logprobs``.
+
+        Collective over the world.
+        """
         passes = self._objective.kept
         values, microbatches = [values for values, _ in passes], [microbatch for _, microbatch in passes]
         drawn = self.model.tokens_of_update(batch, values, microbatches, shape=() if batch.support is None else (2,))
@@ -264,14 +269,14 @@ class Actor:
 
 
 def replay_routes(model: RoleModel) -> None:
-    """Let a model replay the routes of batches that have some."""
+    """Make a model replay the routes of batches that contain routes."""
     if model.model is not None:
         model.model.routing = Routing.of(model.model)
 
 
 @contextmanager
 def recorded_routes(model: RoleModel, batch: TrainBatch) -> Iterator[None]:
-    """Set the batch's field ``ROUTES`` to the routes of the pass that is made in this block. Collective over the world."""
+    """Set the batch's field ``ROUTES`` to the routes of the pass within this block. Collective over the world."""
     routing = None if model.model is None else model.model.routing
     if routing is not None:
         routing.noted = {}
@@ -300,7 +305,7 @@ class ImitationObjective(Objective):
 
 @dataclass(slots=True)
 class SupervisedActor:
-    """A policy that learns to give the responses of the data."""
+    """A policy that learns to generate the responses in the data."""
 
     model: TrainedModel
 

@@ -38,7 +38,7 @@ class PreferenceObjective(Objective):
 
     dpo: DpoConfig
     preference_loss: PreferenceLoss
-    divergence: float = 0.0  # of the policy from the reference, for a loss that needs mismatched responses
+    divergence: float = 0.0  # divergence from the reference, if the loss needs mismatched responses
 
     def fields(self, batch: TrainBatch) -> dict[str, Field]:
         if not PREFERENCE_LOSSES[self.dpo.loss].needs_reference:
@@ -75,11 +75,11 @@ class PreferenceObjective(Objective):
 
 @dataclass(frozen=True, slots=True)
 class _RowSums:
-    """The sequences of a microbatch, and which of its positions count."""
+    """The sequence number of each position of a microbatch, and which positions count."""
 
     ids: Tensor  # [positions] int64
     counted: Tensor  # [positions] bool
-    num_sequences: int  # with the padding at the end of a packed microbatch
+    num_sequences: int  # including the padding at the end of a packed microbatch
     num_rows: int
 
     @classmethod
@@ -95,14 +95,17 @@ class _RowSums:
         return zeros.index_add(0, self.ids, counted)[: self.num_rows]
 
     def largest(self, values: Tensor) -> Tensor:
-        """Return the largest of values at least 0, by row: [rows]."""
+        """Return the maximum of non-negative values per row: [rows]."""
         zeros = torch.zeros(self.num_sequences, device=values.device)
         return zeros.scatter_reduce(0, self.ids, values.flatten(), "amax")[: self.num_rows]
 
 
 @dataclass(slots=True)
 class PreferenceActor:
-    """A policy that learns from pairs. ``reference``: the frozen policy that the loss compares it with; None: it reads none."""
+    """A policy that learns from pairs.
+
+    ``reference``: the frozen policy that the loss compares the policy with; None: the loss needs no reference.
+    """
 
     model: TrainedModel
     dpo: DpoConfig
@@ -119,7 +122,7 @@ class PreferenceActor:
     def compute_reference(self, batch: TrainBatch) -> None:
         """Add logprobs of the reference to a batch. Collective over the world.
 
-        Where the loss needs mismatched responses, these get the logprobs of both policies.
+        If the loss needs mismatched responses, also add the logprobs of both policies for them.
         """
         assert self.reference is not None, "the loss reads none"
         batch.ref_logprobs = self.reference.compute_logprobs(batch)
@@ -150,7 +153,10 @@ def _row_sums(batch: TrainBatch, logprobs: Tensor) -> Tensor:
 
 
 def _divergence(batch: TrainBatch) -> float:
-    """Estimate the divergence of the policy from the reference; 0 for a loss that reads none. Collective over the world."""
+    """Estimate the divergence of the policy from the reference. Return 0 if the loss does not use it.
+
+    Collective over the world.
+    """
     other = batch.mismatched
     if other is None:
         return 0.0

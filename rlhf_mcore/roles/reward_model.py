@@ -1,4 +1,4 @@
-"""Reward models: frozen scorers of whole responses, and their training on pairs of a better and a worse one."""
+"""Reward models: frozen scorers of whole responses, and their training on pairs of a better and a worse response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_mcore.types import Microbatch, TrainBatch
 
 @dataclass(slots=True)
 class RewardModel:
-    """A sequence-classification model with one label. The score of a row is its output at the row's last token."""
+    """A sequence-classification model with one label. The score of a row is the output at its last token."""
 
     model: RoleModel
 
@@ -29,7 +29,7 @@ class RewardModel:
 
 @dataclass(frozen=True, slots=True)
 class PairwiseObjective(Objective):
-    """Bradley-Terry: rows 2k and 2k + 1 of a batch are the chosen and the rejected response of a pair.
+    """The Bradley-Terry loss. Rows 2k and 2k + 1 of a batch are the chosen and the rejected response of a pair.
 
     The score of a row is the model's output at its last token, as in ``RewardModel``.
     """
@@ -46,7 +46,8 @@ class PairwiseObjective(Objective):
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         scalars = scalar_outputs(outputs, microbatch)
         last = microbatch.placed.get("last_positions", last_positions(microbatch)).to(scalars.device)
-        # A field holds at each position the value of the next token, so the last token's is one before.
+        # A field contains at each position the value for the next token. The last token's value is therefore at the
+        # position before.
         weights = microbatch.fields_on(scalars.device)["weights"].flatten()[last - 1]
         pairs, scores = weights.view(-1, 2), scalars.flatten()[last].view(-1, 2)
         loss, metrics = bradley_terry_loss(scores[:, 0], scores[:, 1], pairs[:, 0], centering=self.centering)

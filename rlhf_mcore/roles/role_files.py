@@ -1,4 +1,4 @@
-"""The files of a role in a checkpoint: a Hugging Face directory, and beside its weights the state of the optimizer."""
+"""The files of a role in a checkpoint: a Hugging Face directory, and the state of the optimizer in a subdirectory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COUNTS = ("num_updates", "num_bad_updates")
 
 
 class RoleFiles:
-    """Writes and reads one model's part of a checkpoint, ``<checkpoint>/<name>``. Built and called on every rank of the world.
+    """Write and read one model's part of a checkpoint, ``<checkpoint>/<name>``. Built and called on every rank of the world.
 
     A role that is not trained has only weights.
     """
@@ -38,17 +38,17 @@ class RoleFiles:
     def num_bytes(self) -> int:
         """Return the size of the files that this rank writes. Local."""
         state = self._build_state().layout
-        # The index is about as large as the headers, whose tensors it names.
+        # The index is about as large as the headers, because it names the same tensors.
         return self._exporter.num_bytes + state.num_bytes + len(state.header)
 
     def is_finite(self) -> bool:
-        """Return whether this rank's weights and state of a trained role hold no NaN and no infinity. Local."""
+        """Return whether this rank's weights and optimizer state are all finite. True if the role is not trained. Local."""
         return not isinstance(self._role, TrainedModel) or self._role.is_finite()
 
     def write(self, checkpoint: Path) -> list[Path]:
-        """Write this rank's files straight from the live tensors and return their paths. Collective over the world.
+        """Write this rank's files directly from the live tensors and return their paths. Collective over the world.
 
-        It runs to its end on every rank even if files of this one fail, and raises afterwards.
+        If files of this rank fail, it still takes part in all collectives, and raises afterwards.
         """
         directory = checkpoint / self.name
         index = self._gather_index(state := self._build_state())
@@ -61,13 +61,14 @@ class RoleFiles:
         return paths + _write_index(directory, index)
 
     def snapshot(self) -> Callable[[Path], list[Path]]:
-        """Copy everything into host memory, which is kept for the next snapshot. Collective over the world.
+        """Copy everything to host memory, which is reused for the next snapshot. Collective over the world.
 
-        Weights that leave the device are copied here, and so are weights joined from several ranks or columns. The
-        others and the state of the optimizer, most of the bytes, are copied by a thread while the run continues: the next update
-        waits for it, after evaluation and generation.
+        Weights that are offloaded are copied before this method returns, and so are weights that are joined from
+        several ranks or columns. A thread copies the other weights and the state of the optimizer (most of the bytes)
+        while the run continues. The next update waits for the thread, after evaluation and generation.
 
-        Returns a function that writes the copy. It needs no other rank, and may run in a thread of its own, until the next snapshot.
+        Return a function that writes the copy. It needs no other rank, and can run in a separate thread until the
+        next snapshot.
         """
         model, optimizer = self._role.model, self._optimizer
         stays = optimizer is not None and model is not None and WEIGHTS not in model.movable.parts
@@ -102,10 +103,10 @@ class RoleFiles:
         return write
 
     def load_state(self, checkpoint: Path) -> None:
-        """Load the optimizer's state from a checkpoint whose weights the model has already. Local.
+        """Load the optimizer's state from a checkpoint whose weights are already loaded. Local.
 
         Raises:
-            ConfigError: the state is damaged, of another model, or does not belong to these weights.
+            ConfigError: the state is damaged, is for another model, or does not match these weights.
         """
         role, optimizer = self._role, self._optimizer
         if not isinstance(role, TrainedModel) or optimizer is None:
@@ -118,20 +119,20 @@ class RoleFiles:
         role.num_updates, role.num_bad = map(reader.scalars.integer, _COUNTS)
         if wrong := optimizer.unrounded_masters():
             raise ConfigError(
-                f"{directory}: the weights of {wrong[0]} are not its fp32 master weights in {TRAINING}/, rounded. "
+                f"{directory}: the weights of {wrong[0]} differ from its rounded fp32 master weights in {TRAINING}/. "
                 "Resume from another checkpoint, or start from the weights alone (model.path)."
             )
 
     @property
     def _optimizer(self) -> Optimizer | None:
-        """Return the optimizer of a trained role, None if this rank holds no part of it."""
+        """Return the optimizer of a trained role, or None if this rank holds no part of it."""
         return self._role.model.optimizer if self._role.model is not None else None
 
     def _build_state(self) -> RankState:
         return RankState(self._optimizer.shards() if self._optimizer is not None else [], self._role.trained_geometry)
 
     def _gather_index(self, state: RankState) -> dict[str, Any] | None:
-        """Gather the index of a trained role's state. Returns it on the first rank, None on others."""
+        """Gather the index of a trained role's state. Return it on the first rank, and None on others."""
         role = self._role
         if not isinstance(role, TrainedModel):
             return None

@@ -1,4 +1,4 @@
-"""Whom a student learns from: frozen models, or the policy itself with other prompts or as an average of its past."""
+"""Teachers for distillation: frozen models, or the policy itself, with other prompts or as an average of its past weights."""
 
 from __future__ import annotations
 
@@ -17,26 +17,31 @@ from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import logprobs_of
 from rlhf_mcore.types import TEACHER_LOGPROBS, TEACHER_TOP, Microbatch, Prompt, TrainBatch
 
-OTHERS = ""  # stands for all data sources that no teacher of their own is named for
-# Prompts of rows, in order -> what the teacher reads in the place of each.
+OTHERS = ""  # key for data sources without a separate teacher
+# Map the prompts of rows to the token ids that the teacher reads instead.
 Context = Callable[[Sequence[Prompt]], list[list[int]]]
 
 
 @dataclass(slots=True)
 class Average:
-    """A running average of the actor's weights: before each step but the first, ``decay`` of it and the rest of them."""
+    """A running average of the actor's weights.
+
+    Before each step except the first, the new average is ``decay`` times the old one plus 1 - ``decay`` times the
+    actor.
+    """
 
     model: RoleModel
     actor: RoleModel
     decay: float
 
     def follow(self) -> None:
-        """Take over the share of the weights that the last step has made. Local."""
+        """Update the average with the actor's current weights. Local."""
         own, new = self.model.model, self.actor.model
         if own is None or new is None:
             return
         with new.movable.use(WEIGHTS), own.movable.use(WEIGHTS, writes=True), torch.no_grad():
-            sources = {source.name: source.tensor for source in new.local_parameters()}  # it may have MTP layers too
+            # the actor can also contain MTP layers
+            sources = {source.name: source.tensor for source in new.local_parameters()}
             for parameter in own.local_parameters():
                 target = parameter.tensor
                 target.lerp_(sources[parameter.name].detach().to(target.dtype), 1 - self.decay)
@@ -44,15 +49,16 @@ class Average:
 
 @dataclass(slots=True)
 class Teacher:
-    """Compute what a student is compared with at each drawn token.
+    """Compute the teacher's results that a student is compared with at each sampled token.
 
     Attributes:
-        models: by data source; ``OTHERS`` has all that are not named.
-        temperature: of both distributions.
-        vocab_size: the student's. Probabilities are those among these tokens, where top tokens are computed.
-        top_k: tokens of each distribution; None: only the drawn token is looked at, among all that the teacher knows.
-        context: the teacher's own prompts; None: it reads the student's.
-        average: which of the models follows the actor.
+        models: teachers by data source; ``OTHERS`` is the teacher of all other sources.
+        temperature: temperature of both distributions.
+        vocab_size: the student's. Top tokens and their probabilities are computed among these tokens only.
+        top_k: number of top tokens per distribution; None: compute only the sampled token's logprob, over the
+            teacher's whole vocabulary.
+        context: returns the teacher's own prompts; None: the teacher reads the student's prompts.
+        average: the running average, if one of the models is one.
     """
 
     models: Mapping[str, RoleModel]
@@ -64,22 +70,25 @@ class Teacher:
 
     @property
     def field(self) -> str:
-        """Return the field of tokens that :meth:`compute` fills."""
+        """Return the name of the token field that :meth:`compute` fills."""
         return TEACHER_LOGPROBS if self.top_k is None else TEACHER_TOP
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the field at a token."""
+        """Return the shape of the field for one token."""
         return () if self.top_k is None else (2, self.top_k + 1)
 
     @property
     def work(self) -> tuple[str, ModelFlops] | None:
-        """The phase of :meth:`compute`, and what it computes; None where that depends on the rows: prompts or models are others."""
+        """Return the phase of :meth:`compute` and its FLOPs. Return None if the FLOPs depend on the rows.
+
+        They do if the teacher has its own prompts, or if there are several teachers.
+        """
         flops = next(iter(self.models.values())).flops
         return None if self.context is not None or len(self.models) > 1 or flops is None else (self.field, flops)
 
     def compute(self, batch: TrainBatch) -> Tensor:
-        """Compute the field [N, *shape] fp32 of the tokens in the loss mask, zero elsewhere. Collective over the world."""
+        """Compute the field [N, *shape] fp32 for the tokens in the loss mask, zero elsewhere. Collective over the world."""
         if self.average is not None and batch.policy_version > 0:
             self.average.follow()
         if self.context is None and len(self.models) == 1:
@@ -110,9 +119,10 @@ class Teacher:
 
 
 def take_rows(batch: TrainBatch, rows: Sequence[int], context: Context | None = None) -> tuple[TrainBatch, Tensor]:
-    """Return some rows of a batch (ascending) as one of their own, and where the tokens in its loss mask are in the batch.
+    """Return some rows of a batch (ascending) as a new batch, and the positions of its loss-mask tokens in the old batch.
 
-    Only what a forward pass reads is there. ``context``: gives the rows other prompts, of other lengths. Collective over the world.
+    The new batch contains only the fields of a forward pass. ``context``: gives the rows other prompts, with other
+    lengths. Collective over the world.
     """
     new = {row: number for number, row in enumerate(rows)}
     own = [row for row in batch.rows.tolist() if row in new]
@@ -149,7 +159,7 @@ def take_rows(batch: TrainBatch, rows: Sequence[int], context: Context | None = 
 
 
 def _with_prompt(prompt: Tensor, ids: Tensor, mask: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and mask of a row behind another prompt than its first ``length`` tokens."""
+    """Replace the first ``length`` tokens of a row by another prompt, and return the new tokens and mask."""
     assert not mask[:length].any(), "the prompt is not sampled"
     return torch.cat([prompt, ids[length:]]), torch.cat([torch.zeros(len(prompt), dtype=torch.bool), mask[length:]])
 
@@ -157,9 +167,10 @@ def _with_prompt(prompt: Tensor, ids: Tensor, mask: Tensor, length: int) -> tupl
 def top_of_outputs(
     model: MegatronModel, outputs: Tensor, microbatch: Microbatch, count: int, vocab_size: int, temperature: float
 ) -> Tensor:
-    """Compute the ``count`` most probable next tokens among the first ``vocab_size``, zeros where the loss mask is zero.
+    """Compute the ``count`` most probable next tokens among the first ``vocab_size``. Zero where the loss mask is zero.
 
-    ``outputs``: of the last stage for a placed microbatch. Returns [b, T, 2, count + 1] fp32, see :func:`top_tokens`.
+    ``outputs``: outputs of the last stage for a placed microbatch. Returns [b, T, 2, count + 1] fp32, see
+    :func:`top_tokens`.
     """
     hidden, weight, added = model.output_layer(outputs, microbatch.placed)
     found = top_tokens(

@@ -1,4 +1,4 @@
-"""Which weights of a model are trained: freezes the others, and finds the 2-d matrices in flat shards that Muon updates."""
+"""Select the trained weights of a model: freeze the others, and find the 2-d matrices in flat shards that Muon updates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trained_names(geometry: ModelGeometry, patterns: Sequence[str]) -> list[str]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"actor.freeze: {pattern!r} is no tensor of the model; correct it. There are {shortened(names, 8)}"
+                f"actor.freeze: {pattern!r} matches no tensor of the model; correct it. The tensors are {shortened(names, 8)}"
             )
     trained = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
     if not trained:
@@ -41,10 +41,11 @@ def trained_names(geometry: ModelGeometry, patterns: Sequence[str]) -> list[str]
 def freeze(
     chunks: Sequence[torch.nn.Module], geometry: ModelGeometry, layout: ParallelLayout, patterns: Sequence[str]
 ) -> None:
-    """Turn off the gradients of frozen tensors in this rank's model, which has no wrapper for training yet.
+    """Turn off the gradients of frozen tensors in this rank's model, which is not wrapped for training yet.
 
     Raises:
-        ConfigError: see ``trained_names``; or one tensor of Megatron's holds frozen and trained ones, or this rank has none to train.
+        ConfigError: see ``trained_names``. Also if one Megatron tensor contains frozen and trained tensors, or if
+            this rank has nothing to train.
     """
     trained, rank, some = set(trained_names(geometry, patterns)), dist.get_rank(), False
     if geometry.tied_embeddings and layout.pp > 1 and embedding_name(geometry) not in trained:
@@ -54,8 +55,8 @@ def freeze(
             names = {piece.hf_name for piece in pieces(full_name, geometry, layout.shard_of(name, rank))}
             if len(names & trained) not in (0, len(names)):
                 raise ConfigError(
-                    f"actor.freeze: {shortened(sorted(names - trained))} and {shortened(sorted(names & trained))} are one tensor of "
-                    "Megatron's; freeze all of them, or none"
+                    f"actor.freeze: {shortened(sorted(names - trained))} and {shortened(sorted(names & trained))} are one tensor in "
+                    "Megatron; freeze all of them, or none"
                 )
             parameter.requires_grad_(bool(names & trained))
             some |= bool(names & trained)
@@ -68,7 +69,7 @@ def freeze(
 def matrices_of(geometry: ModelGeometry) -> Locate:
     """Return a function that locates the matrices for Muon to orthogonalise: Hugging Face's 2-d tensors within layers.
 
-    In a stack of experts' matrices each expert has its own.
+    In a stack of matrices for experts, each expert's matrix is separate.
     """
     shapes = hf_shapes(geometry)
 
@@ -82,7 +83,7 @@ def matrices_of(geometry: ModelGeometry) -> Locate:
 
 
 def _locate_part(region: Region, shape: tuple[int, ...]) -> MatrixPart:
-    leading = len(shape) - 2  # of a stack
+    leading = len(shape) - 2  # dimensions of a stack
     first, extent = region.rectangle
     number = f"[{first[0]}]" if leading else ""
     rows, columns = shape[leading:]

@@ -196,8 +196,8 @@ def test_frozen_weights_stay_and_the_others_learn_as_in_transformers(
 @pytest.mark.parametrize(
     ("frozen", "words"),
     [
-        (["model.layers.9.*"], "'model.layers.9.\\*' is no tensor of the model"),
-        (["model.layers.0.self_attn.q_proj.*"], "q_proj.* and .*k_proj.* are one tensor of Megatron's"),
+        (["model.layers.9.*"], "'model.layers.9.\\*' matches no tensor of the model"),
+        (["model.layers.0.self_attn.q_proj.*"], "q_proj.* and .*k_proj.* are one tensor in Megatron"),
         (["*"], "leaves nothing to train"),
     ],
 )
