@@ -105,8 +105,8 @@ def report_all(found: WrongValues, world_size: int | None = None) -> ConfigError
         validate(found.rest, world_size)
     except ConfigError as error:
         wrong = [rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in found.keys]
-        meant = re.findall(r"did you mean ([\w.]+)\?", "\n".join(found.problems))
-        wrong += [rf"^{re.escape(key)}\b" for key in meant] + [rf"={re.escape(MISSING)}(?!\w)"]
+        meant = re.findall(r"did you mean ([\w.]+)\?|([\w.]+) is a group, not a value", "\n".join(found.problems))
+        wrong += [rf"^{re.escape(key)}\b" for pair in meant for key in pair if key] + [rf"={re.escape(MISSING)}(?!\w)"]
         others = [problem for problem in error.problems if not re.search("|".join(wrong), problem)]
         return ConfigError.many([*found.problems, *others])
     return found

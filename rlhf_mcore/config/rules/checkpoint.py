@@ -54,7 +54,7 @@ def _metric_problems(cfg: Config) -> Iterator[str]:
             f"checkpoint.metric_for_best_model={metric!r} is no metric of the evaluation; name one, evaluate/accuracy or "
             "evaluate/reward for example"
         )
-    if not cfg.data.eval:
+    elif not cfg.data.eval:
         yield f"checkpoint.metric_for_best_model={metric!r} needs held-out prompts, but data.eval=[]; name files in data.eval"
 
 

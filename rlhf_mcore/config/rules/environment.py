@@ -22,6 +22,10 @@ _CONTAINERS = (*_CORE_CONTAINERS, "podman", "remote")
 def environment_problems(cfg: Config) -> Iterator[str]:
     """List the problems with the environment of a run: its function, its tools, its tokens."""
     own = cfg.environment
+    try:
+        read_tools(own.tools)
+    except ConfigError as error:
+        yield FileProblem(str(error))
     yield from _agent_problems(cfg)
     if own.function is None:
         return
@@ -37,10 +41,6 @@ def environment_problems(cfg: Config) -> Iterator[str]:
         needed_by = f"logging.episode_traces={traces}"
         if problem := missing_plugin("traces", "opentelemetry", needed_by, package="traces"):
             yield problem
-    try:
-        read_tools(own.tools)
-    except ConfigError as error:
-        yield FileProblem(str(error))
     if own.max_tokens is not None and own.max_tokens < cfg.rollout.sampling.max_new_tokens:
         yield (
             f"environment.max_tokens={own.max_tokens} of an episode is less than rollout.sampling.max_new_tokens="

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -138,7 +139,9 @@ def _field_problems(key: str, settings: Mapping[str, Any], *, is_trained: bool) 
         elif (reason := reason_refused(name)) is not None:
             yield f"{shown}: not a field to set here, because {reason}; remove it"
         elif not field.accepts(value):
-            declared = field.annotation.replace("torch.dtype", "fp32, bf16 or fp16").replace("Optional", "null or ")
+            declared = re.sub(r"^Optional\[(.*)\]$", r"\1 or null", field.annotation).replace(
+                "torch.dtype", "fp32, bf16 or fp16"
+            )
             yield f"{shown} is not valid; Megatron-core declares it as {declared}"
         elif not is_trained and MODEL not in field.classes:
             yield f"{shown}: a field of {' and '.join(field.classes)}, and this model is not trained; remove it"

@@ -60,6 +60,7 @@ MISTAKES: list[tuple[str | list[str], str, str, str]] = [
     (["seed=null"], "seed", "None", "int"),
     (["rollout.layout=2"], "rollout.layout", "2", "rollout.layout.tp"),
     ("model: model\ndata: {train: [train.jsonl]}\n", "model", "run.yaml:1", "model.path"),
+    ("model: {path: model}\ndata: train.jsonl\n", "data", "run.yaml:2", "data.train"),
     (GOOD + "trainer:\n- num_steps: 3\n", "trainer", "run.yaml:4", "trainer.num_steps"),
     # Ranges and units.
     (["actor.optimizer.lr=-1e-6"], "actor.optimizer.lr", "-1e-6", "at least 0"),
@@ -91,6 +92,8 @@ MISTAKES: list[tuple[str | list[str], str, str, str]] = [
     (["reward.function=gone.py:score"], "reward.function", "gone.py", "correct the path"),
     (["reward.function=grade:score"], "reward.function", "grade:score", "path/to/file.py:name"),
     (["checkpoint.resume=gone"], "checkpoint.resume", "'gone'", "auto"),
+    (["environment.tools=gone.json"], "environment.tools", "gone.json", "correct the path"),
+    (["actor.megatron={bucket_size: big}"], "actor.megatron.bucket_size", "'big'", "int or null"),
     (["output_dir=train.jsonl"], "output_dir", "train.jsonl", "another output_dir"),
     (["reward.env=[MY_UNSET_TOKEN]"], "reward.env", "MY_UNSET_TOKEN", "export it"),
     # Combinations that would fail late, or silently do something else.
@@ -105,6 +108,12 @@ MISTAKES: list[tuple[str | list[str], str, str, str]] = [
     (["actor.lora.alpha=16"], "actor.lora.alpha", "16.0", "actor.lora.rank"),
     (["actor.optimizer.schedule.min_lr=1"], "actor.optimizer.schedule.min_lr", "1", "lower it"),
     (["algorithm.kl={coef: 0.1, controller: {target: 1, final: 0}}"], "algorithm.kl.controller.target", "1", "null"),
+    (
+        ["checkpoint.metric_for_best_model=accuracy"],
+        "checkpoint.metric_for_best_model",
+        "'accuracy'",
+        "evaluate/accuracy",
+    ),
     (["checkpoint.load_best_model_at_end=true"], "checkpoint.load_best_model_at_end", "True", "evaluate/accuracy"),
     (["actor.megatron={hidden_dropout: 0.1}"], "actor.megatron.hidden_dropout", "0.1", "remove it"),
     (["actor.megatron={overlap_grad_reduc: true}"], "actor.megatron.overlap_grad_reduc", "True", "overlap_grad_reduce"),
