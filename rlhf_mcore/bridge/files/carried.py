@@ -52,7 +52,7 @@ class CarriedTensors:
         count = len(self.types)
         return (
             f"{model}: the MTP layers of {self.directory} ({count} tensors, {self.num_bytes / 1e9:.3g} GB) are not trained; "
-            "checkpoints hold them as they are there"
+            "checkpoints contain unchanged copies"
         )
 
     @property
@@ -75,7 +75,7 @@ class CarriedTensors:
             reader = HFReader(self.directory)
             for name in shard.tensors:
                 if (_dtype(reader, name), reader.shape(name)) != self.types[name]:
-                    raise ConfigError(f"{self.directory}: tensor {name} is another one than when the run began")
+                    raise ConfigError(f"{self.directory}: tensor {name} has changed since the run started")
                 for element, part in _blocks(reader, name):
                     files.write(name, part, element)
         except ConfigError as error:  # a failed save is not a configuration error

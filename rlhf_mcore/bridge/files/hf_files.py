@@ -187,7 +187,9 @@ def inside(directory: Path, name: str, minimum: int = 0, *, where: str = "", als
     if path.resolve().parent not in (directory.resolve(), *also):
         raise ConfigError(f"{path}: a link to {path.resolve()}, outside of the directory. Copy the file here instead.")
     if path.stat().st_size < minimum:
-        raise ConfigError(f"{path}: {path.stat().st_size} bytes, but {minimum} are named. The file is truncated.")
+        raise ConfigError(
+            f"{path}: {path.stat().st_size} bytes, but at least {minimum} are required. The file is truncated."
+        )
     return path
 
 

@@ -75,7 +75,7 @@ def _open_weights(weights: Path, geometry: ModelGeometry) -> HFReader:
         stored = reader.shape(name)
         if stored != shape or reader.dtype(name) not in WEIGHT_DTYPES:
             raise ConfigError(
-                f"{weights}: tensor {name} is {reader.dtype(name)} {list(stored)}, config.json asks for {list(shape)} of "
+                f"{weights}: tensor {name} is {reader.dtype(name)} {list(stored)}, but config.json requires {list(shape)} in "
                 f"{', '.join(WEIGHT_DTYPES)}; choose another checkpoint"
             )
     return reader
@@ -127,7 +127,7 @@ def _check_values(reader: HFReader, names: Sequence[str], state: StateReader | N
         assert state is not None
         called = f"{reader.directory}: {kind} of tensor {name}"
         if kind == MASTER and not is_rounded(file, name, rectangle):
-            return f"{called} is not what the weights were rounded from; choose another checkpoint"
+            return f"{called} does not round to the weights; choose another checkpoint"
         if (part := known(state.directory / file)) is not None:
             return part.problem(called, region_key(kind, name, rectangle))
         return value_problem(called, state.read_region(file, kind, name, rectangle), kind == SECOND_MOMENT)

@@ -59,7 +59,7 @@ class StateReader:
         version = index.integer("format")
         if version not in (FORMAT_OF_ALL, FORMAT_OF_SOME):
             raise ConfigError(
-                f"{self._path}: format {version}, this version reads {FORMAT_OF_ALL} and {FORMAT_OF_SOME}. {_REMEDY}"
+                f"{self._path}: format {version} is not supported; this version reads {FORMAT_OF_ALL} and {FORMAT_OF_SOME}. {_REMEDY}"
             )
         if ("covers" in index) != (version == FORMAT_OF_SOME):
             raise self._damage_error(f"format {version} {'without' if version == FORMAT_OF_SOME else 'with'} covers")
@@ -75,12 +75,12 @@ class StateReader:
         self.covers = frozenset(index.texts("covers") if version == FORMAT_OF_SOME else shapes)
         if unknown := sorted(self.covers - shapes.keys()):
             raise self._damage_error(
-                f"it covers {len(unknown)} tensors that are not config.json's, among them {unknown[0]}"
+                f"it covers {len(unknown)} tensors that config.json does not define, among them {unknown[0]}"
             )
         stored = index.object("tensors").content
         if odd := sorted(self.covers ^ stored.keys()):
             problem = "unknown" if odd[0] in stored else "missing"
-            source = "config.json's" if version == FORMAT_OF_ALL else "those that it covers"
+            source = "config.json" if version == FORMAT_OF_ALL else "its list covers"
             raise self._damage_error(f"{len(odd)} tensors differ from {source}, among them {odd[0]} ({problem})")
         self._tensors = {name: self._parse(name, entry, shapes[name]) for name, entry in stored.items()}
 
@@ -143,12 +143,12 @@ class StateReader:
         name, target_rectangle = region.hf_name, region.rectangle
         if name not in self.covers:
             raise ConfigError(
-                f"{self._path}: no state of tensor {name}, which the run that wrote it did not train. Train what that run "
-                "trained, or start from the weights alone (model.path)."
+                f"{self._path}: tensor {name} has no state, because the saved run did not train it. Train the same "
+                "parameters, or start from the weights alone (model.path)."
             )
         if kind not in self._tensors[name].kinds:
             raise ConfigError(
-                f"{self._path}: no {kind} of tensor {name}; was model.dtype or the optimizer another? {_REMEDY}"
+                f"{self._path}: tensor {name} has no {kind}; keep model.dtype and the optimizer unchanged. {_REMEDY}"
             )
         filled: list[Rectangle] = []
         for number, stored in self._tensors[name].regions:
@@ -200,20 +200,20 @@ class StateReader:
             return self._damage_error(f"tensor {name}: {problem}")
 
         if not isinstance(entry, dict) or entry.keys() != {"shape", "kinds", "regions"}:
-            raise damaged("no entry with shape, kinds and regions")
+            raise damaged("its entry does not consist of shape, kinds and regions")
         kinds, listed = entry["kinds"], entry["regions"]
         if entry["shape"] != list(shape):
-            raise damaged(f"shape {entry['shape']}, but config.json asks for {list(shape)}")
+            raise damaged(f"shape {entry['shape']}, but config.json requires {list(shape)}")
         if not isinstance(kinds, list) or not set(map(str, kinds)) <= set(KINDS):
-            raise damaged(f"kinds {kinds} are not of {list(KINDS)}")
+            raise damaged(f"kinds {kinds} are not all in {list(KINDS)}")
         if not isinstance(listed, list):
-            raise damaged("regions are no list")
+            raise damaged("regions is not a list")
         full, parsed = whole(shape), []
         for region in listed:
             if (rectangle := _rectangle_of(region)) is None or not full.contains(rectangle):
-                raise damaged(f"{region} is no region of it")
+                raise damaged(f"{region} is not a valid region")
             if type(region[0]) is not int or not 0 <= region[0] < len(self._files):
-                raise damaged(f"{region} is no region of it")
+                raise damaged(f"{region} is not a valid region")
             parsed.append((region[0], rectangle))
         return _StoredTensor(kinds, parsed)
 

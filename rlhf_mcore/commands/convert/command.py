@@ -98,7 +98,7 @@ def check_destination(destination: Path, source: Path, *, may_exist: bool) -> No
     if path.is_symlink():
         raise ConfigError(f"{destination} is a link to {path.readlink()}; give a directory as DST")
     if path.exists() and not may_exist:
-        raise ConfigError(f"{destination} is there already; give another DST or --overwrite")
+        raise ConfigError(f"{destination} already exists; give another DST or --overwrite")
     inside = {"SRC": Path(os.path.realpath(source)).parents, "the working directory": Path(os.getcwd(), "x").parents}
     for name, parents in inside.items():
         if path in parents:

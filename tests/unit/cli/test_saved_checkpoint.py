@@ -87,7 +87,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another shape": (
         change_tensor("actor/model.safetensors", NORM, lambda values: values[:-1]),
-        rf"tensor {NORM} is F32 \[\d+\], config.json asks for",
+        rf"tensor {NORM} is F32 \[\d+\], but config.json requires",
     ),
     "integers": (
         change_tensor("actor/model.safetensors", NORM, lambda values: values.astype(np.int32)),
@@ -336,4 +336,4 @@ def test_master_weights_are_what_the_weights_were_rounded_from(run: Path, monkey
     seal_again(checkpoint)
     found = start(run)
     assert found.step == 1
-    assert f"master of tensor {NORM} is not what the weights were rounded from" in " ".join(found.notes)
+    assert f"master of tensor {NORM} does not round to the weights" in " ".join(found.notes)

@@ -212,7 +212,7 @@ def test_a_critic_keeps_its_head(checkpoint: Path, tmp_path: Path, kind: str) ->
         (["SRC", "DST", "--shard-size", "0"], "--shard-size=0 is not a size"),
         (["SRC/config.json", "DST", "--hf-config", "SRC"], "is not a directory"),
         (["SRC/nowhere", "DST"], "nowhere is not a directory (looked from "),
-        (["SRC", "SRC"], "is there already; give another DST or --overwrite"),
+        (["SRC", "SRC"], "already exists; give another DST or --overwrite"),
     ],
 )
 def test_mistakes(model: Path, tmp_path: Path, capsys: Capture, arguments: list[str], message: str) -> None:
@@ -224,7 +224,7 @@ def test_mistakes(model: Path, tmp_path: Path, capsys: Capture, arguments: list[
 
 def test_a_destination_that_is_there_is_refused_before_the_source_is_read(tmp_path: Path, capsys: Capture) -> None:
     assert main(["--from", "hf", "--to", "hf", str(tmp_path / "missing"), str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path} is there already; give another DST or --overwrite\n"
+    assert capsys.readouterr().err == f"error: {tmp_path} already exists; give another DST or --overwrite\n"
 
 
 def test_sizes_of_files_are_kept(model: Path, tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_overwrite_replaces_the_whole_directory(model: Path, tmp_path: Path) -> 
 def test_only_a_directory_is_replaced(model: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "out").write_text("mine")
     assert main(["--from", "hf", "--to", "hf", "--overwrite", str(model), str(tmp_path / "out")]) == 2
-    assert "out is no directory, and only a directory is replaced; give another DST" in capsys.readouterr().err
+    assert "out is not a directory; give another DST" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out").read_text() == "mine"
 
 
@@ -345,7 +345,7 @@ def test_verify_sees_a_byte_that_the_disk_changed(
     monkeypatch.setattr(conversion, "write_hf", write_badly)
     arguments = ["--from", "hf", "--to", "hf", str(model), str(tmp_path / "out")]
     assert main([*arguments, "--verify"]) == 2
-    assert "1 tensors are not what was written" in capsys.readouterr().err
+    assert "1 tensors differ from the written values" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert main(arguments) == 0
 

@@ -35,15 +35,15 @@ def checked_types(source: ModelSource, geometry: ModelGeometry) -> dict[str, tup
         del types["lm_head.weight"]
     problems_by_kind = {
         "missing tensors": [name for name in expected if name not in types],
-        "tensors that config.json does not ask for": [
+        "tensors that config.json does not declare": [
             name for name in types if name not in expected and name not in mtp
         ],
-        "tensors of another shape than config.json asks for": [
+        "tensors with a different shape than in config.json": [
             f"{name} {shape} instead of {expected[name]}"
             for name, (_, shape) in types.items()
             if name in expected and tuple(shape) != expected[name]
         ],
-        "tensors of a dtype that weights do not have here": [
+        "tensors with an unsupported dtype": [
             f"{name} ({dtype})" for name, (dtype, _) in types.items() if dtype not in CODES
         ],
     }
@@ -64,7 +64,7 @@ def _check_tied(source: ModelSource, embedding: str) -> None:
         same = same and torch.equal(source.read(head, first, count), source.read(embedding, first, count))
     if not same:
         raise ConfigError(
-            f"{source.directory}: {head} is not the embedding, but config.json ties them; set tie_word_embeddings to false there"
+            f"{source.directory}: {head} differs from the embedding, but config.json ties them; set tie_word_embeddings to false there"
         )
 
 
@@ -82,5 +82,5 @@ def agree(digests: Mapping[str, str], again: Mapping[str, str], where: Path) -> 
     wrong = [name for name in digests if again.get(name) != digests[name]] + [n for n in again if n not in digests]
     if wrong:
         raise ConfigError(
-            f"{where}: {len(wrong)} tensors are not what was written, among them {wrong[0]}. Is the disk sound?"
+            f"{where}: {len(wrong)} tensors differ from the written values, among them {wrong[0]}; check the disk"
         )

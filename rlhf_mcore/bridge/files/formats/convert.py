@@ -67,7 +67,7 @@ class Reading:
         narrowed = part.dtype == torch.float16 != stored.dtype
         if narrowed and bool((part.isinf() & ~stored.isinf()).any()):
             raise ConfigError(
-                f"{self.source.directory}: {name} has values that fp16 does not hold; use --dtype bf16 or fp32"
+                f"{self.source.directory}: {name} has values outside the range of fp16; use --dtype bf16 or fp32"
             )
         self._hashes.setdefault(name, xxhash.xxh3_128()).update(bytes_of(part))
         self.progress(part.nbytes)
@@ -151,9 +151,9 @@ def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
             another process.
     """
     if destination.exists() and not overwrite:
-        raise ConfigError(f"{destination} is there already; give another DST or --overwrite")
+        raise ConfigError(f"{destination} already exists; give another DST or --overwrite")
     if os.path.lexists(destination) and (destination.is_symlink() or not destination.is_dir()):
-        raise ConfigError(f"{destination} is no directory, and only a directory is replaced; give another DST")
+        raise ConfigError(f"{destination} is not a directory; give another DST")
     replaced = destination.with_name(f".{destination.name}.replaced")
     with transient_directory(destination, "partial") as temporary:
         yield temporary

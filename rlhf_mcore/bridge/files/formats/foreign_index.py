@@ -67,9 +67,7 @@ def read_index(path: Path, is_wanted: Callable[[str], object]) -> dict[str, Inde
             result[name] = _tensor(name, entry, stored, budget)
             budget -= len(result[name].parts)
     except ValueError as error:
-        raise ConfigError(
-            f"{path}: refused ({error}). The file is damaged, or of another format than its name tells."
-        ) from error
+        raise ConfigError(f"{path}: refused ({error}). The file is damaged or has another format.") from error
     return result
 
 
@@ -79,7 +77,7 @@ def _places_of_parts(entries: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...]
     for key, info in entries.items():
         place = key.state if isinstance(key, Shell) else None
         if not isinstance(place, dict) or not isinstance(info, Shell) or not isinstance(info.state, dict):
-            raise ValueError("an entry of storage_data is odd")
+            raise ValueError("an entry of storage_data is malformed")
         if isinstance(place.get("fqn"), str) and place.get("offset") is not None:  # otherwise bytes, not a tensor
             places[place["fqn"], sizes_of(place["offset"])] = info
     return places
@@ -105,14 +103,14 @@ def _tensor(name: str, entry: Shell, stored: dict[tuple[str, tuple[int, ...]], S
 def _part(shown: str, name: str, chunk: Any, stored: dict[tuple[str, tuple[int, ...]], Shell]) -> ForeignPart:
     place = chunk.state if isinstance(chunk, Shell) else None
     if not isinstance(place, dict):
-        raise ValueError(f"a part of {shown} is odd")
+        raise ValueError(f"a part of {shown} is malformed")
     start, shape = sizes_of(place.get("offsets")), sizes_of(place.get("sizes"))
     info = stored.get((name, start))
     if info is None:
         raise ValueError(f"part {start} of {shown} is in no file")
     file, offset, length = (info.state.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or type(offset) is not int or type(length) is not int:
-        raise ValueError(f"part {start} of {shown} is at an odd place")
+        raise ValueError(f"part {start} of {shown} has a malformed place")
     if min(offset, length) < 0:
         raise ValueError(f"part {start} of {shown} starts before its file")
     if info.state.get("transform_descriptors"):

@@ -91,7 +91,7 @@ class _Reader(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Name:
         """Return a name if formats of tensors use it; otherwise raise an error."""
         if module.split(".")[0] not in _MODULES and (module, name) != _DICT:
-            raise pickle.UnpicklingError(f"{shorten(module)}.{shorten(name)} has no place in such a file")
+            raise pickle.UnpicklingError(f"{shorten(module)}.{shorten(name)} is not allowed in such a file")
         return Name(module, name)
 
     def persistent_load(self, pid: Any) -> Shell:
@@ -105,13 +105,13 @@ class _Reader(pickle._Unpickler):
         args = self.stack.pop()
         called = self.stack.pop()
         if not isinstance(called, Name) or not isinstance(args, tuple):
-            raise pickle.UnpicklingError("a call of what is no name")
+            raise pickle.UnpicklingError("a call of something other than a name")
         if (called.module, called.name) != _DICT:
             self.stack.append(Shell(called, args))
         elif not args:
             self.stack.append({})
         else:
-            raise pickle.UnpicklingError("an OrderedDict that is made of other things")
+            raise pickle.UnpicklingError("an OrderedDict with initial content")
 
     def load_build(self) -> None:
         """Store a shell's state. For a dictionary of tensors, the state contains module versions, which are ignored."""
@@ -120,7 +120,7 @@ class _Reader(pickle._Unpickler):
         if isinstance(built, Shell) and built.state is None:
             built.state = state
         elif not isinstance(built, dict):
-            raise pickle.UnpicklingError("state of what has none")
+            raise pickle.UnpicklingError("state of an object without state")
 
     def load_setitem(self) -> None:
         """Store one item of a dictionary."""
@@ -137,13 +137,13 @@ class _Reader(pickle._Unpickler):
         members = self.pop_mark()
         target = self.stack[-1]
         if not isinstance(target, set) or not all(map(_is_key, members)):
-            raise pickle.UnpicklingError("an odd set")
+            raise pickle.UnpicklingError("a malformed set")
         target.update(members)
 
     def _store(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if not isinstance(target, dict) or not all(map(_is_key, items[::2])):
-            raise pickle.UnpicklingError("a dictionary with odd keys")
+            raise pickle.UnpicklingError("a dictionary with unsupported keys")
         target.update(zip(items[::2], items[1::2], strict=True))
 
     dispatch[pickle.REDUCE[0]] = load_reduce
@@ -168,7 +168,7 @@ def read_pickle(data: bytes) -> Any:
     try:
         return _Reader(BytesIO(data)).load()
     except Exception as error:  # an unpickler may raise any exception
-        text = f"opcode {error} is not read" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        text = f"opcode {error} is not supported" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise ValueError(shorten(text, 200)) from error
 
 

@@ -89,11 +89,13 @@ def _find_files(directory: Path) -> list[Path]:
         raise ConfigError(f"{directory}: no model_world_size_X_rank_Y.pt is here; give the directory that holds them")
     sizes = sorted({size for kind in ranks.values() for size in kind})
     if len(sizes) > 1:
-        raise ConfigError(f"{directory}: files of world sizes {sizes} are mixed; keep those of one save")
+        raise ConfigError(f"{directory}: files of world sizes {sizes} are mixed; keep the files of one save")
     size = sizes[0]
     kinds = [kind for kind in ("model", "extra_state") if ranks[kind]]
     if odd := [(kind, rank) for kind in kinds for rank in ranks[kind][size] if rank >= size]:
-        raise ConfigError(f"{directory}: {odd[0][0]}_world_size_{size}_rank_{odd[0][1]}.pt is of no rank of {size}")
+        raise ConfigError(
+            f"{directory}: {odd[0][0]}_world_size_{size}_rank_{odd[0][1]}.pt: rank {odd[0][1]} is outside world size {size}"
+        )
     # Count before listing names, because the world size comes only from a file name.
     if absent := sum(size - len(ranks[kind][size]) for kind in kinds):
         names = (

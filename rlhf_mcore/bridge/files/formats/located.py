@@ -87,7 +87,7 @@ def locate(path: Path, *, check: bool = True) -> dict[str, Located]:
             return {name: _locate_tensor(archive, name, value) for name, value in content.items()}
         except _DAMAGE as error:
             raise ConfigError(
-                f"{path}: refused ({shorten(str(error), 300)}). The file is damaged or holds other things than tensors."
+                f"{path}: refused ({shorten(str(error), 300)}). The file is damaged or contains other objects than tensors."
             ) from error
 
 
@@ -167,12 +167,12 @@ class _Archive:
             name = info.filename.partition("/")[2]
             start = self._start(info)
             if name in self._records or info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-                raise ValueError(f"record {shorten(name)} is there twice, compressed or encrypted")
+                raise ValueError(f"record {shorten(name)} is duplicate, compressed or encrypted")
             if start + info.file_size > size:
                 raise ValueError(f"record {shorten(name)} reaches beyond the file")
             self._records[name] = (start, info.file_size)
             if check and self._checksum(start, info.file_size) != info.CRC:
-                raise ValueError(f"record {shorten(name)} has another checksum than the file states")
+                raise ValueError(f"record {shorten(name)} does not match its checksum")
         if self._bytes("byteorder", 16, b"little") != b"little":
             raise ValueError("its numbers are big-endian")
 
@@ -195,11 +195,11 @@ class _Archive:
             return self._plain(*args[:4], dtype=None)
         if maker == "_rebuild_tensor_v3" and len(args) >= 7:
             return self._plain(*args[:4], dtype=dtype_of(args[6]))
-        raise ValueError(f"{shorten(value.name.module)}.{shorten(maker)} is no tensor")
+        raise ValueError(f"{shorten(value.name.module)}.{shorten(maker)} is not a tensor")
 
     def _of_type(self, func: Any, kind: Any, args: Any, state: Any) -> Located:
         if not isinstance(kind, Name) or not isinstance(func, Name) or not isinstance(args, tuple):
-            raise ValueError("a tensor of an odd type")
+            raise ValueError("a tensor with a malformed type")
         if kind.name != "DTensor":
             return self.tensor(Shell(func, args))
         fields = _fields(state[1] if isinstance(state, tuple) and len(state) == 2 else state)
@@ -226,7 +226,7 @@ class _Archive:
         _, kind, key, _, numel = storage.args
         stored_dtype = _STORAGES.get(kind.name) if isinstance(kind, Name) else None
         if not isinstance(kind, Name) or not isinstance(key, str) or (stored_dtype is None and dtype is None):
-            raise ValueError(f"a storage of an odd type ({shorten(kind.name if isinstance(kind, Name) else kind)})")
+            raise ValueError(f"a storage of an unknown type ({shorten(kind.name if isinstance(kind, Name) else kind)})")
         if dtype is None:
             assert stored_dtype is not None
             dtype = stored_dtype
@@ -236,7 +236,7 @@ class _Archive:
         if num_bytes != stated:
             raise ValueError(f"storage {shorten(key)} has {num_bytes} bytes, but {stated} in the description")
         if type(first) is not int or first < 0 or len(shape) != len(strides):
-            raise ValueError("a tensor with an odd offset or stride")
+            raise ValueError("a tensor with a malformed offset or stride")
         end = first + 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if prod(shape) else 0
         if end * dtype.itemsize > num_bytes:
             raise ValueError(f"a tensor of shape {shape} reaches beyond its storage of {num_bytes} bytes")
@@ -273,7 +273,7 @@ class _Archive:
     def _ranks(self, value: Any) -> Tensor:
         where = self.tensor(value)
         if where.numel > MAX_MESH or where.dtype not in (torch.int32, torch.int64):
-            raise ValueError("a mesh that holds no ranks")
+            raise ValueError("a mesh without valid ranks")
         elements = 1 + sum((n - 1) * step for n, step in zip(where.shape, where.strides, strict=True))
         data = os.pread(self._file.fileno(), elements * where.dtype.itemsize, where.offset)
         return torch.frombuffer(bytearray(data), dtype=where.dtype).as_strided(where.shape, where.strides).clone()
@@ -330,7 +330,7 @@ def _state(value: Any) -> Any:
 
 def _fields(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError("a DTensor whose description is incomplete")
+        raise ValueError("a DTensor with an incomplete description")
     return value
 
 
@@ -343,9 +343,9 @@ def sizes_of(value: Any) -> tuple[int, ...]:
     if isinstance(value, Shell) and value.name == Name("torch", "Size") and value.args:
         value = value.args[0]
     if not isinstance(value, tuple | list) or len(value) > MAX_DIMENSIONS:
-        raise ValueError("a shape that is none")
+        raise ValueError("a malformed shape")
     if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in value) or prod(value) > MAX_ELEMENTS:
-        raise ValueError(f"a shape that no tensor has ({shorten(value)})")
+        raise ValueError(f"an impossible shape ({shorten(value)})")
     return tuple(value)
 
 
@@ -357,13 +357,15 @@ def dtype_of(value: Any) -> torch.dtype:
     """
     dtype = _DTYPES.get(value.name) if isinstance(value, Name) and value.module == "torch" else None
     if dtype is None:
-        raise ValueError(f"dtype {shorten(value.name if isinstance(value, Name) else value)} is not one of weights")
+        raise ValueError(
+            f"dtype {shorten(value.name if isinstance(value, Name) else value)} is not supported for weights"
+        )
     return dtype
 
 
 def _placement(value: Any) -> Placement:
     if not isinstance(value, Shell):
-        raise ValueError("a placement that is none")
+        raise ValueError("a malformed placement")
     fields = value.state if isinstance(value.state, dict) else {}
     numbers = [fields.get("dim"), fields.get("split_factor")] if fields else [*value.args, None, None][:2]
     dim, split = (n if type(n) is int and abs(n) < 2**31 else None for n in numbers)
@@ -381,6 +383,6 @@ def _offsets(shape: Any, stride: Any) -> Iterator[int]:
     sizes, steps = (value if isinstance(value, tuple) else (value,) for value in (shape, stride))
     whole = all(type(n) is int and 0 <= n <= MAX_MESH for n in (*sizes, *steps))
     if not whole or len(sizes) > MAX_DIMENSIONS or prod(sizes) > MAX_MESH:
-        raise ValueError("a mesh whose layout is odd")
+        raise ValueError("a mesh with a malformed layout")
     for place in product(*(range(size) for size in sizes)):
         yield sum(k * step for k, step in zip(place, steps, strict=True))

@@ -106,7 +106,7 @@ class AverageSource:
             wrong += [name for name in shapes if name not in self.types]
             if wrong:
                 raise ConfigError(
-                    f"--average {other.directory}: tensor {wrong[0]} is not as in {self.directory}; "
+                    f"--average {other.directory}: tensor {wrong[0]} differs from {self.directory}; "
                     "average checkpoints of one model"
                 )
 

@@ -174,7 +174,7 @@ def _rows(key: str, shape: Index, geometry: ModelGeometry, where: Path) -> Itera
             runs, full = row_runs(content.parameter, geometry)
             form = expert_form(content.parameter, geometry)
             if content.half and form is not None:
-                raise ConfigError("gate and linear part of these experts apart are not supported")
+                raise ConfigError("separate gate and up projections of these experts are not supported")
             if content.half:
                 runs = [runs["_w_v".index(content.half) // 2]]
                 full = (runs[0].count, *full[1:])
@@ -182,7 +182,7 @@ def _rows(key: str, shape: Index, geometry: ModelGeometry, where: Path) -> Itera
             padded = is_padded(content.parameter, geometry)
             if len(own) != len(full) or own[1:] != full[1:] or (own[0] < full[0] if padded else own[0] != full[0]):
                 raise ConfigError(
-                    f"shape {shape} is not that of config.json: {full} expected after {len(content.lead)} stacked axes"
+                    f"shape {shape} differs from config.json, which requires {full} after {len(content.lead)} stacked axes"
                 )
             for run in runs:
                 row = run.row - (runs[0].row if content.half else 0)
@@ -199,9 +199,7 @@ def _in_order(name: str, runs: list[Rows], shape: Index, where: Path) -> list[Ro
         if rows.hf_row != end:
             what = "twice" if rows.hf_row < end else "with a gap"
             keys = ", ".join(dict.fromkeys(rows.key for rows in ordered))
-            raise ConfigError(
-                f"{where}: {name} is there {what} ({keys}). Is tie_word_embeddings of config.json that of the checkpoint?"
-            )
+            raise ConfigError(f"{where}: {name} is stored {what} ({keys}); check tie_word_embeddings in config.json")
         end += rows.count
     if end != shape[0]:
         raise ConfigError(f"{where}: {name} has {end} of {shape[0]} rows.")
