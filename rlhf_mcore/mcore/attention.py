@@ -21,7 +21,10 @@ from rlhf_mcore.mcore.weights import transformer_layers
 
 
 class Rotary(RotaryEmbedding):
-    """Rotary embeddings with given frequencies. For type yarn, Megatron also needs the factor of sines and cosines."""
+    """Rotary embeddings with given frequencies.
+
+    For type yarn, Megatron also needs the factor of sines and cosines.
+    """
 
     def __init__(self, like: RotaryEmbedding, inv_freq: Tensor, scale: float | None = None):
         super().__init__(2 * len(inv_freq), 1.0, use_cpu_initialization=True, cp_group=like.cp_group)

@@ -69,10 +69,11 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
 
     Raises:
         ConfigError: the machine lacks what ``options.overrides`` need, Megatron rejects them, or ``options.freeze``
-            raises.
+            is invalid for this model.
     """
     if (tower := FAMILIES[spec.geometry.family].vision) is not None and tower.attends_within:
-        options = replace(options, layer_spec="local")  # other core attention takes no mask for packed sequences
+        # the other core attentions accept no mask for packed sequences
+        options = replace(options, layer_spec="local")
     options.overrides.check(platform)
     # With a pipeline, MTP layers have a separate embedding. Its gradient is added to the other one's afterwards.
     can_overlap = groups.collection.dp_cp.size() > 1 and (options.mtp is None or groups.layout.pp == 1)

@@ -31,7 +31,9 @@ from rlhf_mcore.parallel.context import chunks_of, gather_context, order_of_one
 
 
 class SDPACoreAttention(torch.nn.Module):
-    """Causal attention with torch's scaled_dot_product_attention, for padded [s, b, heads, d] and packed [N, heads, d] input.
+    """Causal attention with torch's scaled_dot_product_attention, for padded and packed input.
+
+    Padded input is [s, b, heads, d], packed input is [N, heads, d].
 
     Padding is on the right, so the causal mask is enough to hide it from real tokens. Under context parallelism a
     rank holds a part of the tokens (``parallel/context.py``). Its queries attend to the gathered keys and values of
@@ -90,8 +92,8 @@ class SDPACoreAttention(torch.nn.Module):
             return self._attend_tree(query, key, value, packed_seq_params.tree)
         if self.varlen is not None and attention_mask is None:
             return self._attend_packed(query, key, value, packed_seq_params)
-        # Neighbours of equal length form a batch. Split all of them in one call, because the gradient of a slice is
-        # as long as the tensor that it is a slice of.
+        # Neighbours of equal length form a batch. Split all of them in one call, because the gradient of a separate
+        # slice has the size of the whole tensor.
         lengths, parts = packed_seq_params.sizes, []
         runs = [(length, len(list(same))) for length, same in itertools.groupby(lengths)]
         spans = [length * count for length, count in runs]
@@ -107,8 +109,8 @@ class SDPACoreAttention(torch.nn.Module):
     def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
         """Attend with one kernel.
 
-        The kernel treats a rank's two chunks of a sequence as two sequences. The last query of a chunk attends to its
-        last key.
+        The kernel treats a rank's two chunks of a sequence as two sequences. In each, it aligns the last query with
+        the last key.
         """
         assert self.varlen is not None
         borders = seen_borders = packed.cu_seqlens_q
@@ -234,7 +236,10 @@ def with_trees(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def attend_in_fixed_order(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Compute ``scaled_dot_product_attention`` with its ``options`` in a fixed order. A mask in ``options`` gets no gradient."""
+    """Compute ``scaled_dot_product_attention`` with its ``options`` in a fixed order.
+
+    A mask in ``options`` gets no gradient.
+    """
     out: Tensor = _InFixedOrder.apply(partial(F.scaled_dot_product_attention, **options), query, key, value)
     return out
 

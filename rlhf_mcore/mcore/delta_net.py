@@ -267,7 +267,10 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: NDArray[np.int64]) ->
 
 
 def convolve_paths(x: Tensor, weight: Tensor, tree: PrefixTree) -> Tensor:
-    """Compute ``causal_convolution`` over a tree. The first tokens of a segment see the last tokens of its ancestors."""
+    """Compute ``causal_convolution`` over a tree.
+
+    The first tokens of a segment see the last tokens of its ancestors.
+    """
     kernel, wide, factors = weight.size(1), x.float(), weight.float()
     out, padded = wide * factors[:, -1], F.pad(wide, (0, 0, 0, 1))
     for back in range(1, kernel):
@@ -277,7 +280,10 @@ def convolve_paths(x: Tensor, weight: Tensor, tree: PrefixTree) -> Tensor:
 
 
 def delta_rule_of_paths(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, tree: PrefixTree) -> Tensor:
-    """Apply the gated delta rule to a tree. All segments of one depth run together, from the final states of their parents."""
+    """Apply the gated delta rule to a tree.
+
+    All segments of one depth run together, from the final states of their parents.
+    """
     depths = np.array(tree.depths())
     begins, sizes, parents = (
         np.array([getattr(segment, name) for segment in tree.segments]) for name in ("begin", "size", "parent")
@@ -308,12 +314,12 @@ def gated_delta_rule(
     """Apply the gated delta rule to sequences back to back, in fp32.
 
     This is equation 10 of arXiv 2412.06464, in the chunks of section 3.3. The state S [K, V] of each head starts at
-    zero in every sequence: S' = exp(decay_t) S_{t-1}, S_t = S' + k_t beta_t (v_t - S'^T k_t)^T, o_t = S_t^T q_t /
-    sqrt(K).
+    zero in every sequence:
+        S' = exp(decay_t) S_{t-1},  S_t = S' + k_t beta_t (v_t - S'^T k_t)^T,  o_t = S_t^T q_t / sqrt(K).
 
-    Within a chunk the corrections u of all tokens solve (1 + L) u = beta (v - exp(d) S^T k). Here d is the sum of
-    decays since the start of the chunk, S is the state at the start, and L_ij = beta_i exp(d_i - d_j) k_i k_j for j <
-    i.
+    Within a chunk, the corrections u of all tokens solve
+        (1 + L) u = beta (v - exp(d) S^T k),  L_ij = beta_i exp(d_i - d_j) k_i k_j for j < i.
+    Here d is the sum of decays since the start of the chunk, and S is the state at the start.
 
     Args:
         q, k: [N, H, K] with norm one.

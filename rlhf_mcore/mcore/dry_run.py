@@ -1,8 +1,8 @@
-"""Run one rank's forward, backward and optimizer step without weights, devices or other ranks, and count allocated bytes.
+"""Count the bytes that one rank's forward, backward and optimizer step allocate, without weights, devices or other ranks.
 
-Megatron's own model, schedule and optimizer run on fake tensors (shapes without data). The process group is fake too:
-its collectives return at once. A fake tensor has no values. If code reads one, the values are the same for every
-token: experts get equally many tokens and losses are finite.
+Megatron's own model, schedule and optimizer run on fake tensors (shapes without data). The process group is fake too.
+Its collectives return at once. A fake tensor has no values. If code reads a value, it is the same for every token.
+Experts therefore get equally many tokens, and losses are finite.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Create a process group of ``size`` ranks with this process as ``rank``. Messages from other ranks are undefined."""
+    """Create a process group of ``size`` ranks with this process as ``rank``.
+
+    Messages from other ranks are undefined.
+    """
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
@@ -115,7 +118,10 @@ def dry_run(
     microbatches: Sequence[Microbatch],
     add_optimizer: Callable[[MegatronModel], None],
 ) -> TracedBytes:
-    """Trace this process's rank over ``microbatches``, inside a :func:`fake_world`. The microbatches are real host tensors."""
+    """Trace this process's rank over ``microbatches``, inside a :func:`fake_world`.
+
+    The microbatches are real host tensors.
+    """
     platform.prepare_megatron()
     groups = build_groups(layout)
     assert groups is not None
@@ -237,7 +243,10 @@ class _Norm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Flash attention over [s, b, heads, d]. It saves queries, keys, values, the output, and one fp32 number per row and head."""
+    """Flash attention over [s, b, heads, d].
+
+    It saves queries, keys, values, the output, and one fp32 number per row and head.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

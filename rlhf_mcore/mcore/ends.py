@@ -14,7 +14,8 @@ class ScalarHead(torch.nn.Module):
     """Compute one number per token instead of logits: a critic's value or a reward model's score.
 
     The head is small, so every tensor-parallel rank stores it whole. It computes in fp32. With sequence parallelism
-    the hidden states are gathered first. Each rank has their full gradient, so the backward pass reduces nothing.
+    the hidden states are gathered first. Each rank computes their full gradient, so the backward pass reduces
+    nothing.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup, *, has_bias: bool):
@@ -49,7 +50,10 @@ def defer_logits(output_layer: torch.nn.Module, tp_group: dist.ProcessGroup) -> 
 
 
 def require_gradient(embedding: torch.nn.Module) -> None:
-    """Give the outputs of a frozen embedding a gradient, because recomputed layers have gradients only if their input has."""
+    """Make the outputs of a frozen embedding require a gradient.
+
+    Recomputed layers have gradients only if their input has.
+    """
 
     def require(_module: torch.nn.Module, _inputs: object, output: Tensor) -> Tensor:
         return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output

@@ -24,7 +24,10 @@ _PLAIN = (ColumnParallelLinear, RowParallelLinear, BiasedExpertOutput)
 
 
 def group_experts(layer: MoELayer) -> None:
-    """Make a layer compute its experts in one product, unless they have adapters or sizes that the kernel does not support."""
+    """Make a layer compute all its experts in one product.
+
+    The layer does not change if its experts have adapters, or sizes that the kernel does not support.
+    """
     experts = layer.experts
     if type(experts) is not SequentialMLP or experts.num_local_experts == 1:
         return
@@ -63,7 +66,10 @@ class GroupedExperts(SequentialMLP):
 
 
 class _Linear(torch.nn.Module):
-    """The same linear layer of all experts, for tokens sorted by expert. It adds biases, times ``probs`` [n] if given."""
+    """The same linear layer of all experts, for tokens sorted by expert.
+
+    It adds biases, times ``probs`` [n] if given.
+    """
 
     def __init__(self, linears: list[Any], counts: Tensor, probs: Tensor | None = None):
         super().__init__()

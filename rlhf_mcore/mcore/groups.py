@@ -68,7 +68,10 @@ class GroupPool:
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def group_of(self, enumeration: list[list[int]]) -> dist.ProcessGroup | None:
-        """Return this rank's group from a list of disjoint groups, or None if no group contains it. Collective over the world."""
+        """Return this rank's group from a list of disjoint groups, or None if no group contains it.
+
+        Collective over the world.
+        """
         named = {rank for ranks in enumeration for rank in ranks}
         # new_subgroups_by_enumeration requires a group for every rank of the world. Each remaining rank gets its own.
         alone = [[rank] for rank in range(dist.get_world_size()) if rank not in named]
@@ -143,7 +146,10 @@ _GLOBALS = {
 
 @contextlib.contextmanager
 def use_groups(groups: ModelGroups, platform: Platform) -> Iterator[None]:
-    """Set Megatron's globals to one model's groups within this block. Build, run and update the model only inside it."""
+    """Set Megatron's globals to one model's groups within this block.
+
+    Build, run and update the model only inside it.
+    """
     before = {name: getattr(parallel_state, name) for name in _GLOBALS}
     for name, attribute in _GLOBALS.items():
         setattr(parallel_state, name, getattr(groups.collection, attribute))
@@ -194,7 +200,10 @@ def _repeat(shapes: Sequence[Shape], together: int, times: int) -> Iterator[Shap
 
 
 class SummedGradient(torch.autograd.Function):
-    """The identity, with a gradient that is summed over a group. Megatron's version does not sum non-contiguous gradients."""
+    """The identity, with a gradient that is summed over a group.
+
+    Megatron's version does not sum non-contiguous gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

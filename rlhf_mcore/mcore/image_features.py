@@ -1,6 +1,6 @@
 """Features of images from frozen vision towers, and attention masks for images.
 
-The ranks that need an image read it together: one of them runs the tower, once per step.
+The ranks that need the same images share the work. Each image is read by one rank, once per step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Derive the inputs of a pass from its microbatches on the host, and copy them to the device together before the pass."""
+"""Derive the inputs of a pass from its microbatches on the host, and copy all of them to the device in one step."""
 
 from __future__ import annotations
 
@@ -117,14 +117,17 @@ class PassInputs:
         return replace(subsets, tokens=placed["subset_tokens"], ids=placed["subset_ids"], is_cut=placed["is_cut"])
 
     def of_rank(self, microbatch: Microbatch, values: Tensor) -> Tensor:
-        """Select this context-parallel rank's values from [b, T, ...] values of all computed tokens: [b, T / cp, ...]."""
+        """Select this context-parallel rank's values: [b, T, ...] for all computed tokens -> [b, T / cp, ...]."""
         cp = self.groups.layout.cp
         if cp == 1:
             return values
         return values[:, local_places(computed_sizes(microbatch), self.groups.cp_rank, cp)]
 
     def _with_logits(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Find this rank's tokens with logits: positions [n] int64 in the flat row layout, and among its hidden states."""
+        """Find this rank's tokens with logits.
+
+        Return their positions [n] int64 in the flat row layout, and among this rank's hidden states.
+        """
         count = microbatch.token_ids.size(0) * microbatch.width
         own = self.of_rank(microbatch, torch.arange(count).view(-1, microbatch.width)).flatten()
         rows, hidden = own, torch.arange(len(own))

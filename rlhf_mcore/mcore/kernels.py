@@ -42,7 +42,10 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def use_fast_kernels(modules: Iterable[torch.nn.Module], config: TransformerConfig) -> None:
-    """Set fast kernels on the layers of a CUDA model. In ``deterministic`` mode, the layers use torch in a fixed order."""
+    """Set fast kernels on the layers of a CUDA model.
+
+    In ``deterministic`` mode, the layers use torch in a fixed order.
+    """
     if config.deterministic_mode:
         for module in modules:
             if isinstance(module, SDPACoreAttention):
@@ -89,7 +92,10 @@ def _varlen_attention(config: TransformerConfig) -> Any:
 
 
 def _varlen_with_all_heads(varlen: Callable[..., Any], q: Any, k: Any, v: Any, *borders: Any, **options: Any) -> Any:
-    """Attend with torch 2.11, which needs one key and value head [N, heads, d] per query head. Repeat shared heads."""
+    """Attend with torch 2.11, which needs one key and value head [N, heads, d] per query head.
+
+    Repeat shared heads.
+    """
     shared = q.size(1) // k.size(1)
     if options.pop("enable_gqa"):
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))

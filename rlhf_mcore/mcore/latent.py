@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): Megatron's layer with correct training gradients."""
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): Megatron's layer with correct gradients."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from rlhf_mcore.platform.megatron_versions import LayersOfSpec
 # transformers do this too.
 NORM_EPS = 1e-6
 if not isinstance(multi_latent_attention.TELinear, type):
-    # Megatron assumes that Transformer Engine is installed, but only finds its own module of that name.
+    # Megatron assumes that Transformer Engine is installed, because Megatron can import its own module of the same
+    # name.
     multi_latent_attention.HAVE_TE = False
 
 
 class WholeLinear(torch.nn.Module):
-    """A projection without bias that every tensor-parallel rank stores whole, like Transformer Engine's "duplicated" mode.
+    """A projection without bias that every tensor-parallel rank stores whole.
 
-    Under sequence parallelism a rank processes a part of the tokens. The gradient of the weight is therefore summed
-    over tensor-parallel ranks.
+    Transformer Engine calls this mode "duplicated". Under sequence parallelism a rank processes a part of the tokens.
+    The gradient of the weight is therefore summed over tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup, inputs: int, outputs: int):

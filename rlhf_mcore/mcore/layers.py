@@ -61,7 +61,10 @@ def decoder_spec(
 
 
 def layer_spec(config: TransformerConfig, kind: str, family: Family, *, moe: bool, delta: bool = False) -> ModuleSpec:
-    """Build the spec of one layer. ``moe``: with experts; ``delta``: with a gated delta net instead of attention."""
+    """Build the spec of one layer.
+
+    ``moe``: with experts; ``delta``: with a gated delta net instead of attention.
+    """
     te = use_te(kind)
     spec = (_te_spec if te else _local_spec)(config, family, moe=moe)
     layer = spec.submodules

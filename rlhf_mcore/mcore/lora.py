@@ -194,7 +194,10 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """How a layer's input and A x pass between ranks. This base class: every rank has the whole layer, and some or all tokens."""
+    """How a layer's input and A x pass between ranks.
+
+    This base class: every rank has the whole layer, and some or all tokens.
+    """
 
     group: dist.ProcessGroup
     sequence_parallel: bool  # ranks hold different tokens before or after the layer
@@ -225,7 +228,7 @@ class _Path:
     def _mark(self, split: Any, dim: int, whole: Any, allreduce: bool) -> None:
         """Mark one parameter as split over tensor-parallel ranks, and the other as whole.
 
-        Each rank gets the whole gradient of the whole one.
+        Each rank computes the whole gradient of the whole parameter.
         """
         set_tensor_model_parallel_attributes(split, True, dim, 1)
         whole.sequence_parallel = self.sequence_parallel and not self.is_expert

@@ -3,7 +3,7 @@
 Import this module only if Transformer Engine is installed. Its layers differ in three ways:
 
 - A layer can include a norm. It then also returns its normed input, so the norm is computed once. The gradient of the
-norm is the sum over both products.
+  norm is the sum over both products.
 - The experts of a layer are one layer. Its input contains the tokens of the experts back to back.
 - A layer whose communication is done elsewhere has no ``parallel_mode``.
 """
@@ -28,12 +28,15 @@ WHOLE = (TELinear,)  # neither column nor row parallel: Megatron's "duplicated"
 
 
 def has_outside_communication(layer: Any) -> bool:
-    """Return whether the token dispatcher or the shared experts do the communication for a split layer."""
+    """Return whether a split layer leaves its communication to the token dispatcher or to shared experts."""
     return layer.parallel_mode is None
 
 
 def return_normed(layer: Any) -> None:
-    """Make a layer with a built-in norm always return its normed input too, so that runs without adapters match bit for bit."""
+    """Make a layer with a built-in norm always return its normed input too.
+
+    Runs without adapters then match bit for bit.
+    """
     if isinstance(layer, TELayerNormColumnParallelLinear):
         layer.return_layernorm_output = True
 
@@ -41,9 +44,9 @@ def return_normed(layer: Any) -> None:
 def parts_of(
     layer: Any, inputs: tuple[Any, ...], output: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, list[int] | None]:
-    """Return the input of a layer's product, its output, its bias if that is added later, and the tokens of each expert.
+    """Return the input of a layer's product, its output, its later bias, and the tokens of each expert.
 
-    The last is None if the layer has no experts.
+    The bias is None unless it is added later. The tokens are None if the layer has no experts.
     """
     x, (y, bias) = inputs[0], output[:2]
     if isinstance(layer, TELayerNormColumnParallelLinear):

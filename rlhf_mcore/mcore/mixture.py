@@ -82,7 +82,10 @@ class Router(TopKRouter):
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """Attach the loss to ``probs`` [n, E]. ``scores_for_aux_loss`` and ``routing_map`` [n, E] are zero for padding."""
+        """Attach the loss to ``probs`` [n, E].
+
+        ``scores_for_aux_loss`` and ``routing_map`` [n, E] are zero for padding.
+        """
         if self._uses is not None:
             routing_map, scores_for_aux_loss = (x * self._uses[:, None] for x in (routing_map, scores_for_aux_loss))
         assigned = routing_map.sum(dim=0).float()
@@ -105,9 +108,9 @@ class Router(TopKRouter):
 
 
 class _BestExpertOfGroups:
-    """Choose among the experts of the groups with the best single expert, when Megatron asks a replayed routing.
+    """Choose experts only from the groups with the highest single scores. Megatron calls it as a replayed routing.
 
-    Megatron's own rule ranks a group by the sum of its best scores, over as many experts as it selects per group.
+    Megatron's own rule compares sums instead. It adds as many top scores of a group as it selects experts per group.
     """
 
     def get_replay_topk(

@@ -99,7 +99,10 @@ class MegatronModel:
         return local_parameters(self.chunks, self.groups.layout)
 
     def adapter_parameters(self) -> list[LocalParameter]:
-        """List the trained parameters of a model with adapters on this rank: A, B and a scalar head. Without adapters: []."""
+        """List the trained parameters of a model with adapters on this rank: A, B and a scalar head.
+
+        Without adapters: [].
+        """
         return adapter_parameters(self.chunks, self.groups.layout) if self.adapters is not None else []
 
     def adapters_off(self) -> AbstractContextManager[None]:
@@ -153,7 +156,10 @@ class MegatronModel:
             self.movable.add(WEIGHTS, MovablePart(f"{name} {WEIGHTS}", rest, self.platform, lingers=lingers))
 
     def release(self) -> None:
-        """Break the references that keep the model alive. Megatron holds them in C++ hooks and in caches of methods."""
+        """Break the references that keep the model alive.
+
+        Megatron holds them in C++ hooks and in caches of methods.
+        """
         self.config.grad_scale_func = None  # a method of the optimizer
         for chunk in self.chunks:
             if isinstance(chunk, DistributedDataParallel):
@@ -169,7 +175,7 @@ class MegatronModel:
         return self.movable.use(*KINDS, writes=True)
 
     def forward(self, microbatches: Sequence[Microbatch], function: OutputFunction) -> list[Tensor]:
-        """Run the microbatches without gradients and return the results of ``function`` on the host, one per microbatch.
+        """Run the microbatches without gradients and return one result of ``function`` per microbatch, on the host.
 
         The list is empty except on the last pipeline stage. Collective over the model's ranks.
         """
@@ -242,7 +248,10 @@ class MegatronModel:
             self._has_stale_weights = False
 
     def step(self, lr: float) -> StepOutcome:
-        """Update the weights with the accumulated gradient. See :meth:`Optimizer.step` and :meth:`gather_weights`."""
+        """Update the weights with the accumulated gradient.
+
+        See :meth:`Optimizer.step` and :meth:`gather_weights`.
+        """
         assert self.optimizer is not None
         self.movable.ready(OPTIMIZER)
         outcome = self.optimizer.step(lr)
@@ -252,9 +261,9 @@ class MegatronModel:
         return outcome
 
     def load_balance(self) -> float:
-        """Return the load-balancing loss of the last update: its coefficient times the sum over layers of the token mean.
+        """Return the load-balancing loss of the last update.
 
-        Collective over the model's ranks.
+        It is the coefficient times the sum over layers of the token mean. Collective over the model's ranks.
         """
         terms = [(r.balance_weight, r.balance_sum) for r in self._routers() if isinstance(r.balance_sum, Tensor)]
         sums = torch.stack([value for _, value in terms]).tolist() if terms else []
@@ -412,7 +421,10 @@ class MegatronModel:
         return output, partial(on_outputs, microbatch)
 
     def _in_rows(self, microbatch: Microbatch, outputs: Tensor) -> Tensor:
-        """Convert the outputs [b, T, 1] of a scalar head to the row layout, for the tokens of all context-parallel ranks."""
+        """Convert the outputs [b, T, 1] of a scalar head to the row layout.
+
+        The result contains the tokens of all context-parallel ranks.
+        """
         if self.groups.layout.cp > 1:
             outputs = self._whole(microbatch, outputs.squeeze(-1)).unsqueeze(-1)
         return outputs if microbatch.tree is None else outputs.index_select(1, microbatch.placed["sources"])
@@ -425,7 +437,10 @@ def _finalize(
     num_tokens: Tensor | None = None,
     **kwargs: Any,
 ) -> None:
-    """Reduce gradients. The token count is not passed to Megatron, because the losses are already divided by the global count."""
+    """Reduce gradients.
+
+    The token count is not passed to Megatron, because the losses are already divided by the global count.
+    """
     if vision is not None:
         vision.backward()
     finalize_model_grads(chunks, None, **kwargs)

@@ -1,4 +1,7 @@
-"""Convert a Hugging Face config to a ``ModelSpec`` and to Megatron's TransformerConfig. Unknown settings are rejected."""
+"""Convert a Hugging Face config to a ``ModelSpec`` and to Megatron's TransformerConfig.
+
+Unknown settings are rejected.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class ModelSpec:
 
     @property
     def config_updates(self) -> dict[str, Any]:
-        """Keys of a saved config.json that differ from the original model's: those for the head."""
+        """Return the keys of a saved config.json that the head changes."""
         has_mtp = bool(getattr(self.hf_config, MTP_KEY, 0))
         return head_fields(self.architecture, self.geometry.head, has_mtp=has_mtp)
 
@@ -109,7 +112,10 @@ _WINDOW = "sliding_attention"  # layer type of windowed layers
 
 
 def _rotary(hf: PretrainedConfig, layers: str) -> tuple[torch.Tensor, float]:
-    """Compute the frequencies of one layer type with transformers, so that each scaling rule has only one implementation."""
+    """Compute the frequencies of one layer type.
+
+    The transformers library computes them, so that each scaling rule has only one implementation.
+    """
     is_layered = layers in hf.rope_parameters
     rope = hf.rope_parameters[layers] if is_layered else hf.rope_parameters
     kind = rope["rope_type"]

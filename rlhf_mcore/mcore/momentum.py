@@ -47,7 +47,10 @@ Locate = Callable[[str, Shard, int, int], list[MatrixPart]]
 
 @dataclass(slots=True)
 class MuonRange:
-    """A flat range [n] fp32 of a parameter that this module steps. ``state`` and ``group`` belong to its Megatron optimizer."""
+    """A flat range [n] fp32 of a parameter that this module steps.
+
+    ``state`` and ``group`` belong to its Megatron optimizer.
+    """
 
     tensor: Tensor
     state: dict[str, Any]
@@ -62,7 +65,10 @@ class MuonRange:
 
 
 class MomentumSteps:
-    """Step the ranges ``held``. No other optimizer steps them. The steps are Muon's with ``exchange``, else SGD's."""
+    """Step the ranges ``held``.
+
+    No other optimizer steps them. The steps are Muon's with ``exchange``, else SGD's.
+    """
 
     def __init__(self, held: Sequence[MuonRange], momentum: float, exchange: MatrixExchange | None):
         self._stepped, self._momentum, self._exchange = held, momentum, exchange

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MTPLearning:
-    """How MTP layers are trained.
+    """Settings for training MTP layers.
 
     If ``alone``, only MTP layers learn from their loss, and their gradient is clipped by its own norm. Otherwise the
     whole model learns from the loss, with weight ``coef``. ``temperature`` is the sampling temperature.
@@ -59,7 +59,9 @@ class MTPLearning:
 def add_mtp_layers(
     chunk: GPTModel, geometry: ModelGeometry, groups: ModelGroups, kind: str, family: Family, *, alone: bool
 ) -> None:
-    """Add MTP layers to the last chunk of a model. If it is not the first chunk too, also add a copy of the embedding.
+    """Add MTP layers to the last chunk of a model.
+
+    If it is not the first chunk too, also add a copy of the embedding.
 
     Call it for every chunk before the chunk is wrapped. ``kind``: kind of layers, as in ``decoder_spec``.
     """
@@ -83,7 +85,7 @@ def add_mtp_layers(
             tp_group=groups.collection.tp,
         )
         weight = chunk.embedding.word_embeddings.weight
-        weight.shared = weight.shared_embedding = True  # the norm of the gradient includes the first embedding
+        weight.shared = weight.shared_embedding = True  # the gradient norm counts only the first embedding
     norm, linear = norm_and_linear(kind)
     layers = []
     for number in geometry.mtp_numbers:
@@ -111,11 +113,11 @@ def sum_embedding_gradients(chunks: Iterable[torch.nn.Module], group: dist.Proce
 def mtp_loss(
     model: MegatronModel, outputs: Tensor, microbatch: Microbatch, packed: PackedSequences | None, learning: MTPLearning
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Compute the weighted loss of the tokens that MTP layers predict, their negative log-likelihood, and their number.
+    """Compute the weighted loss of the tokens that MTP layers predict.
 
-    ``outputs``: hidden states [b, T, h] of the last stage, after the final norm. A token has the same weight
-    (``microbatch.fields``) as in the model's loss. The loss is the mean over MTP layers of the weighted sums.
-    Sequences do not see each other.
+    Also return their negative log-likelihood and their number. ``outputs``: hidden states [b, T, h] of the last
+    stage, after the final norm. A token has the same weight (``microbatch.fields``) as in the model's loss. The loss
+    is the mean over MTP layers of the weighted sums. Sequences do not see each other.
     """
     chunk, config, tp = unwrap(model.chunks[-1]), model.config, model.groups.collection.tp
     device, count = outputs.device, len(chunk.mtp.layers)

@@ -117,7 +117,10 @@ class Optimizer:
             self._momentum = MomentumSteps(ranges, cfg.momentum, exchange)
 
     def read_in_thread(self, read: Callable[[], None]) -> Future[None]:
-        """Run ``read`` in a thread to copy the state while the run continues. Changes wait for it (:meth:`wait_for_reader`)."""
+        """Run ``read`` in a thread to copy the state while the run continues.
+
+        Changes wait for it (:meth:`wait_for_reader`).
+        """
         self.wait_for_reader()
         self._reader = self._platform.in_thread(read)
         if (part := self._movable.parts.get(OPTIMIZER)) is not None:
@@ -159,7 +162,10 @@ class Optimizer:
         return StepOutcome(updated, norms[0], norm_alone=norms[-1])
 
     def _norms(self) -> list[float]:
-        """Compute one gradient norm per group of parameters that are clipped together. Collective over the model's ranks."""
+        """Compute one gradient norm per group of parameters that are clipped together.
+
+        Collective over the model's ranks.
+        """
         if not self._clips_alone:
             return [float(self.megatron.get_grad_norm())]
         counted: list[list[Tensor]] = [[], []]
@@ -192,7 +198,10 @@ class Optimizer:
                 yield MuonRange(stepped, part.optimizer.state[stepped], groups[id(stepped)], matrices)
 
     def _ranges(self) -> Iterator[tuple[DistributedOptimizer, LocalParameter, range, Tensor]]:
-        """Yield the optimizer, the local parameter, the element range that this rank steps, and the flat fp32 tensor of it."""
+        """Yield each range of elements that this rank steps.
+
+        An item is the optimizer, the local parameter, the range, and the flat fp32 tensor of the range.
+        """
         local = {_place(one.tensor): one for one in self._parameters()}
         for part in self._parts():
             for param, stepped in _list_stepped(part):
@@ -202,9 +211,9 @@ class Optimizer:
     def shards(self) -> list[StateShard]:
         """Return views of this rank's part of the state.
 
-        Offloaded state is viewed in the host's copy. With 16-bit parameters, ``master`` is the fp32 weights that Adam
-        steps. With fp32 parameters there is no ``master``, because Adam steps the parameters themselves. Moments that
-        do not exist yet (before the first update) are created as zeros.
+        Offloaded state is viewed in the host's copy. With 16-bit parameters, ``master`` contains the fp32 weights
+        that Adam steps. With fp32 parameters there is no ``master``, because Adam steps the parameters themselves.
+        Moments that do not exist yet (before the first update) are created as zeros.
         """
         views = []
         for part, parameter, span, stepped in self._ranges():
@@ -241,9 +250,10 @@ class Optimizer:
         return names
 
     def scalars(self) -> dict[str, Any]:
-        """Return the number of Adam's updates and the state of the loss scaler (None without a scaler), as plain JSON values.
+        """Return the number of Adam's updates and the state of the loss scaler, as plain JSON values.
 
-        The numbers are equal on every rank, except that a rank without state has ``step`` 0.
+        The state is None without a scaler. The numbers are equal on every rank, except that a rank without state has
+        ``step`` 0.
         """
         parts = self._parts()
         steps = {int(step) for part in parts for step in _steps(part.optimizer)}
@@ -355,10 +365,10 @@ def _steps(adam: torch.optim.Optimizer) -> list[Any]:
 
 
 def learning_rate(update: int, peak: float, cfg: ScheduleConfig) -> float:
-    """Return the rate of an update, counted from 0: linear warm-up to ``peak``, then constant, linear or cosine to ``min_lr``.
+    """Return the rate of an update: linear warm-up to ``peak``, then constant, linear or cosine to ``min_lr``.
 
-    In a warm-up of w updates, the first update uses peak / w and the w-th uses the peak. The last of
-    ``total_updates`` uses ``min_lr``.
+    Updates are counted from 0. In a warm-up of w updates, the first update uses peak / w and the w-th uses the peak.
+    The last of ``total_updates`` uses ``min_lr``.
     """
     if update < cfg.warmup:
         return peak * (update + 1) / cfg.warmup

@@ -109,7 +109,10 @@ def rotate_packed() -> None:
 
 
 def tell_of_padding(modules: Iterable[torch.nn.Module]) -> None:
-    """Pass ``pad_between_seqs`` to Transformer Engine's attention. Without it the attention compares borders on the device."""
+    """Pass ``pad_between_seqs`` to Transformer Engine's attention.
+
+    Without it the attention compares borders on the device.
+    """
     for module in modules:
         if (names := getattr(module, "kept_packed_seq_params", None)) is None:
             continue

@@ -155,7 +155,7 @@ def attend_by_pieces(
     Returns:
         [n, heads, d of the values].
     """
-    # Split all pieces in one call, because the gradient of a slice is as long as the tensor that it is a slice of.
+    # Split all pieces in one call, because the gradient of a separate slice has the size of the whole tensor.
     borders = sorted({place for _, spans in part.pieces for span in spans for place in span} | {0, len(k)})
     number = {place: which for which, place in enumerate(borders)}
     sizes = [end - begin for begin, end in pairwise(borders)]

@@ -116,7 +116,10 @@ class Routing:
         return routing
 
     def steps(self, step: Step, microbatches: Sequence[Microbatch], inputs: PassInputs, *, learns: bool) -> Step:
-        """Return ``step`` wrapped to replay the routes of these microbatches. The routes are removed from the fields."""
+        """Return ``step`` wrapped to replay the routes of these microbatches.
+
+        The routes are removed from the fields.
+        """
         self.learns = learns
         layers = [layer for of_chunk in self.layers.values() for layer in of_chunk]
         for layer in layers:
@@ -188,9 +191,9 @@ class Routing:
         return {"route_mismatch": sums["changed"] / sums["known"], "unshared_rows": round(sums["unshared"])}
 
     def recorded(self) -> tuple[list[Tensor], list[Microbatch]]:
-        """Return routes [b, T, layers, k] int32 of the recorded pass on the host, one per microbatch, and the microbatches.
+        """Return the routes of the recorded pass, one tensor per microbatch, and the microbatches.
 
-        Collective over the ranks that run them together.
+        Routes are [b, T, layers, k] int32 on the host. Collective over the ranks that run them together.
         """
         wholes = [self._whole(microbatch, places) for microbatch, places in self._recorded]
         microbatches = [microbatch for microbatch, _ in self._recorded]

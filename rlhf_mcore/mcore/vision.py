@@ -88,7 +88,10 @@ class ModelVision:
         return derived | {"image_places": places, "image_rows": rows[places]}
 
     def _positions_and_rows(self, microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the positions [b, T, 3] of all tokens, and their feature and image numbers [b, T], or -1 without image."""
+        """Return the positions [b, T, 3] of all tokens, and their feature and image numbers [b, T].
+
+        Numbers are -1 for tokens without an image.
+        """
         ids, first = microbatch.token_ids, 0
         positions = microbatch.position_ids[..., None].repeat(1, 1, 3)
         rows, blocks = torch.full_like(ids, -1), torch.full_like(ids, -1)
@@ -236,7 +239,10 @@ class ModelVision:
         return hook
 
     def _changed(self, run: _Pass, hidden: Tensor, level: int) -> Tensor:
-        """Return hidden states [T, b, hidden] with the features of a level: inserted at level 0, added at other levels."""
+        """Return hidden states [T, b, hidden] with the features of a level.
+
+        They are inserted at level 0 and added at other levels.
+        """
         places = run.placed["image_places"]
         if not len(places):
             return hidden
@@ -355,7 +361,10 @@ def _new_tower(spec: ModelSpec, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _tower_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return transformers' class for this kind of tower. ``AutoModel`` lacks some of them before transformers 5.19."""
+    """Return transformers' class for this kind of tower.
+
+    ``AutoModel`` lacks some of them before transformers 5.19.
+    """
     modeling = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     kinds: list[Any] = [kind for kind in vars(modeling).values() if isinstance(kind, type)]
     [tower] = [kind for kind in kinds if issubclass(kind, PreTrainedModel) and kind.config_class is type(config)]
@@ -365,7 +374,7 @@ def _tower_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 class SquareTower(torch.nn.Module):
     """The tower of Gemma 3, which reads images of one size: transformers' SigLIP and its projection.
 
-    It takes the arguments of the towers of Qwen's models.
+    It accepts the same arguments as the towers of Qwen's models.
     """
 
     def __init__(self, config: PretrainedConfig, sizes: VisionSizes, hidden_size: int, dtype: torch.dtype):
@@ -384,7 +393,10 @@ class SquareTower(torch.nn.Module):
         self.multi_modal_projector = Gemma3MultiModalProjector(whole).to(dtype)
 
     def forward(self, pixels: Tensor, *, grid_thw: Tensor, return_dict: bool) -> SimpleNamespace:
-        """Return the features ``pooler_output`` [tokens, hidden] of images in patches (see ``data.images.whole_images``)."""
+        """Return the features ``pooler_output`` [tokens, hidden] of images in patches.
+
+        See ``data.images.whole_images`` for the order of patches.
+        """
         patches = pixels.size(0) // len(grid_thw)
         edge = int(patches**0.5)
         hidden = self._siglip(whole_images(pixels, (1, edge, edge), self._channels)).last_hidden_state

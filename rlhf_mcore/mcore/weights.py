@@ -90,7 +90,10 @@ def _global_name(name: str, layer_numbers: list[int]) -> str:
 
 
 def weight_storage(chunk: torch.nn.Module) -> list[Tensor]:
-    """Return the tensors that store a chunk's weights: for a trained chunk, its flat buffers and its frozen parameters."""
+    """Return the tensors that store a chunk's weights.
+
+    For a trained chunk, these are its flat buffers and its frozen parameters.
+    """
     if isinstance(chunk, DistributedDataParallel):
         frozen = [parameter for parameter in chunk.parameters() if not parameter.requires_grad]
         return [*(buffer.param_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)), *frozen]

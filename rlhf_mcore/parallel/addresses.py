@@ -17,7 +17,10 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 def listener(address: str, port: int = 0) -> socket.socket:
-    """Open a listening socket on one address of this machine. Other interfaces cannot reach it. Port 0 selects a free port."""
+    """Open a listening socket on one address of this machine.
+
+    Other interfaces cannot reach it. Port 0 selects a free port.
+    """
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((address, port))

@@ -142,7 +142,10 @@ class RanksFailed(RuntimeError):
 
 
 def gather_failures(error: Exception | None, group: dist.ProcessGroup | None = None) -> list[RankFailure]:
-    """Gather the errors of all ranks, in rank order and equal on all ranks. Return [] if every rank passes None. Collective."""
+    """Gather the errors of all ranks, in rank order and equal on all ranks.
+
+    Return [] if every rank passes None. Collective.
+    """
     own = None
     if error is not None:
         kind = ConfigError if isinstance(error, ConfigError) else type(error)
@@ -151,7 +154,9 @@ def gather_failures(error: Exception | None, group: dist.ProcessGroup | None = N
 
 
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run an action that may fail on some ranks, and then raise on all ranks, so that none waits for another. Collective.
+    """Run an action that may fail on some ranks, and then raise on all ranks, so that none waits for another.
+
+    Collective.
 
     The action itself must not wait for other ranks, because they may have failed.
 

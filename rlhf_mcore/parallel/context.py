@@ -34,7 +34,9 @@ def local_places(sizes: Sequence[int], rank: int, cp: int) -> Tensor:
 
 
 def gather_context(local: Tensor, order: Tensor, group: dist.ProcessGroup, *, sums_gradient: bool) -> Tensor:
-    """Gather each rank's tokens [sum(sizes) / cp, ...] into all tokens [sum(sizes), ...] in order. Collective over the group.
+    """Gather each rank's tokens [sum(sizes) / cp, ...] into all tokens [sum(sizes), ...] in order.
+
+    Collective over the group.
 
     ``order``: the positions from ``order_of_ranks``.
 

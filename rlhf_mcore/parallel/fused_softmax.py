@@ -41,7 +41,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forward_chunk(logits: Tensor, labels: Tensor, columns: _Columns, with_entropy: bool) -> list[Tensor]:
-    """Compute the same as ``_forward_chunk`` of ``logprobs.py`` from logits [n, V_local] of any dtype, without changing them."""
+    """Compute the same as ``_forward_chunk`` of ``logprobs.py``, from logits [n, V_local] of any dtype.
+
+    The logits do not change.
+    """
     compute = _compiled(_sums_with_entropy if with_entropy else _sums)
     peak, *sums = compute(columns.width, columns.temperature, logits)
     if columns.is_shared(logits):

@@ -271,7 +271,10 @@ class _WeightGradient:
             self._total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
 
     def add(self, grad: Tensor, hidden: Tensor) -> None:
-        """Add the contribution of a chunk: ``grad`` [n, V_local] of its logits and ``hidden`` [n, h], of the same dtype."""
+        """Add the contribution of a chunk.
+
+        ``grad`` [n, V_local] is the gradient of its logits. ``hidden`` [n, h] has the same dtype.
+        """
         if not self._is_wanted:
             return
         total, transposed = self._total, grad.t()
@@ -284,7 +287,10 @@ class _WeightGradient:
             torch.addmm(total, transposed, hidden, out_dtype=total.dtype, out=total)
 
     def rest(self) -> Tensor | None:
-        """Return the gradient for autograd. Hooks of data parallelism need a tensor, even if the sum is in ``main_grad``."""
+        """Return the gradient for autograd.
+
+        Hooks of data parallelism need a tensor, even if the sum is in ``main_grad``.
+        """
         if not self._is_wanted:
             return None
         return torch.zeros_like(self._weight) if self._is_elsewhere else self._total.to(self._weight.dtype)
@@ -305,7 +311,10 @@ class _Columns:
         return cls(group, first, vocab_size - first, temperature)
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """Divide logits by the temperature in fp32, and set padding columns to -inf. The logits may be overwritten."""
+        """Divide logits by the temperature in fp32, and set padding columns to -inf.
+
+        The logits may be overwritten.
+        """
         z = logits.float()
         if self.temperature != 1.0:
             z.div_(self.temperature)
@@ -419,7 +428,10 @@ def _compute_gradient(
 
 
 def _chunks(num_tokens: int, chunk: int) -> list[tuple[int, int]]:
-    """Split ``num_tokens`` tokens into chunks. Without tokens, return one empty chunk, so that all ranks run the collectives."""
+    """Split ``num_tokens`` tokens into chunks.
+
+    Without tokens, return one empty chunk, so that all ranks run the collectives.
+    """
     return [(a, min(a + chunk, num_tokens)) for a in range(0, max(num_tokens, 1), chunk)]
 
 

@@ -83,7 +83,9 @@ def move_rows(
 
 
 def merge_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Sum host values [B, ...] over the ranks of a group, in place. Each rank sets its own rows and leaves others zero.
+    """Sum host values [B, ...] over the ranks of a group, in place.
+
+    Each rank sets its own rows and leaves others zero.
 
     A row has one owner, so each sum has at most one nonzero term. The result is exact and does not depend on the
     owners.

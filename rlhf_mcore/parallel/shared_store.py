@@ -19,7 +19,9 @@ _FOREVER = timedelta(days=3650)
 
 
 class SharedProgress:
-    """A barrier of the world without a fixed deadline, with a progress counter in the world's store. All ranks build it together.
+    """A barrier of the world without a fixed deadline, with a progress counter in the world's store.
+
+    All ranks build it together.
 
     The deadline of a collective starts when the first rank enters. A rank that samples a long response would miss it.
     The barrier is a sum on the host, so it fails at once if another process stops.
@@ -68,7 +70,10 @@ class SharedProgress:
 
 
 class StoreClaims:
-    """Give each of the numbers 0, 1, 2, ... to one engine, in the order of requests. All ranks build it together."""
+    """Give each of the numbers 0, 1, 2, ... to one engine, in the order of requests.
+
+    All ranks build it together.
+    """
 
     def __init__(self, engine: EngineRank) -> None:
         self._engine = engine
@@ -82,7 +87,10 @@ class StoreClaims:
         self._round, self._number = self._round + 1, 0
 
     def claim(self, count: int) -> int:
-        """Return the first of ``count`` numbers. All ranks of an engine call it; its lead claims the numbers and shares them."""
+        """Return the first of ``count`` numbers.
+
+        All ranks of an engine call it; its lead claims the numbers and shares them.
+        """
         self._number += 1
         key = f"{self._round}/{self._engine.engine_index}/{self._number}"
         others = dist.get_world_size() // self._engine.num_engines - 1

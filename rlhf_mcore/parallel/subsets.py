@@ -40,7 +40,10 @@ class Subsets:
         return Subsets(self.tokens[first:last] - a, self.ids[first:last], self.ends[a : b + 1], self.is_cut[a:b])
 
     def log_sum(self, z: Tensor, columns: _Columns) -> Tensor:
-        """Compute log-sum-exp [n] over each support, zero for tokens without one. Collective over the columns' group."""
+        """Compute log-sum-exp [n] over each support, zero for tokens without one.
+
+        Collective over the columns' group.
+        """
         places, here = columns.local(self.ids, z.size(1))
         logits = torch.where(here, z[self.tokens, places], -torch.inf)
         # Subtract the maximum over the support, because the current policy may give the whole support a low

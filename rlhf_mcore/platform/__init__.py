@@ -1,4 +1,7 @@
-"""Device platforms. All packages above this one run the same code on a CPU and on CUDA. Start reading with ``base``."""
+"""Device platforms.
+
+All packages above this one run the same code on a CPU and on CUDA. Start reading with ``base``.
+"""
 
 from __future__ import annotations
 

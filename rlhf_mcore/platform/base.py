@@ -67,7 +67,10 @@ class Platform:
         return ""
 
     def prepare_megatron(self) -> None:
-        """Make Megatron-core usable on this device. Call it after importing Megatron's modules. It is idempotent."""
+        """Make Megatron-core usable on this device.
+
+        Call it after importing Megatron's modules. It is idempotent.
+        """
         from megatron.core import utils
         from megatron.core.optimizer import clip_grads
         from megatron.core.transformer.moe import moe_utils
@@ -128,7 +131,9 @@ class Platform:
         return nullcontext()
 
     def overlap_tensor_parallel(self, shape: tuple[int, int], tp: int, fp8: bool, backend: str) -> None:
-        """Create the buffers that ``tp`` ranks use to exchange rows of hidden states [tokens, hidden] while they compute.
+        """Create the buffers for overlapped tensor-parallel communication.
+
+        The ``tp`` ranks use them to exchange rows of hidden states [tokens, hidden] while they compute.
 
         Raises:
             ValueError: buffers of another shape already exist.

@@ -73,7 +73,10 @@ def _cuda_names() -> dict[str, Any]:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap a tensor factory so that ``device="cuda"`` means the CPU. Pinned memory (for rotary embeddings) is plain memory."""
+    """Wrap a tensor factory so that ``device="cuda"`` means the CPU.
+
+    Pinned memory (for rotary embeddings) is plain memory.
+    """
 
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")

@@ -32,7 +32,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None, *args: Any) -> Tensor:
-    """Compute silu(a) * b of [..., (a, b)]. Replaces Megatron's ``bias_swiglu_impl``; further arguments are for other devices."""
+    """Compute silu(a) * b of [..., (a, b)].
+
+    Replaces Megatron's ``bias_swiglu_impl``; further arguments are for other devices.
+    """
     x = x if bias is None else x + bias
     if not has_kernel(x):
         a, b = x.chunk(2, dim=-1)

@@ -20,7 +20,9 @@ _ALL, _NONE = -1, 1  # mkl_types.h: MKL_CBWR_ALL, MKL_CBWR_BRANCH_OFF
 
 
 def make_reproducible() -> bool:
-    """Make MKL compute equal bits for equal operands in this process and its children. A mode that the user set is kept.
+    """Make MKL compute equal bits for equal operands in this process and its children.
+
+    A mode that the user set is kept.
 
     Return False if it is too late, because MKL reads the variable only once, at its first product.
     """

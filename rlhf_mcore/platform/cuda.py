@@ -77,7 +77,9 @@ class CudaPlatform(Platform):
 
     @contextmanager
     def megatron_region(self) -> Iterator[None]:
-        """Choose torch's deterministic kernels for the trainer only. An engine in this process must be able to record graphs.
+        """Choose torch's deterministic kernels for the trainer only.
+
+        An engine in this process must be able to record graphs.
 
         If torch lacks a deterministic kernel, it warns (RLHF_MCORE_DEBUG shows the warning).
         """

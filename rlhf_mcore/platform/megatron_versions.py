@@ -36,7 +36,10 @@ LATER_GLOBALS = {name: axis for name, axis in _LATER_GLOBALS.items() if hasattr(
 
 
 def submodules_of(layer: Any) -> Any:
-    """Return the submodules in the spec of an MLP, an MoE layer or experts: a ``ModuleSpec`` in 0.16, a partial later."""
+    """Return the submodules in the spec of an MLP, an MoE layer or experts.
+
+    The spec is a ``ModuleSpec`` in 0.16, and a partial in later versions.
+    """
     return layer.keywords["submodules"] if isinstance(layer, partial) else layer.submodules
 
 

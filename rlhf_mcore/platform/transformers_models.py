@@ -19,7 +19,10 @@ _SIGLIP = re.compile(r"^(vision_tower\.)(?!vision_model\.)")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """Location of the checkpoint tensor ``name`` in the live tensor ``holder``. ``offset`` and ``strides`` are in elements."""
+    """Location of the checkpoint tensor ``name`` in the live tensor ``holder``.
+
+    ``offset`` and ``strides`` are in elements.
+    """
 
     name: str
     holder: str
@@ -33,7 +36,9 @@ class CheckpointTensor:
 
 
 def checkpoint_tensors(model: nn.Module) -> list[CheckpointTensor]:
-    """List the checkpoint tensors in every live parameter and buffer. Tied tensors are listed under each of their names.
+    """List the checkpoint tensors in every live parameter and buffer.
+
+    Tied tensors are listed under each of their names.
 
     The conversion is done by transformers itself, as for saving. Its input is a tensor that contains the index of
     each of its elements. The function therefore needs memory for the indices of one tensor at a time.

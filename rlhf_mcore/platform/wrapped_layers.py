@@ -35,7 +35,10 @@ def set_adapter(model: nn.Module, slot: int, pairs: Mapping[str, tuple[Tensor, T
 
 
 def name_slots(model: nn.Module) -> None:
-    """Register the adapter buffers under separate names. Each buffer contains one slot per adapter of the engine."""
+    """Register the adapter buffers under separate names.
+
+    Each buffer contains one slot per adapter of the engine.
+    """
     slots: dict[str, Tensor] = {
         f"{name}.lora_{side}.{number}": tensor
         for name, layer in adapter_layers(model)
@@ -47,7 +50,10 @@ def name_slots(model: nn.Module) -> None:
 
 @contextmanager
 def base_layers(model: nn.Module) -> Iterator[None]:
-    """Replace vLLM's wrapper layers by the layers they wrap, within this block. Weight loaders only know the wrapped layers."""
+    """Replace vLLM's wrapper layers by the layers they wrap, within this block.
+
+    Weight loaders only know the wrapped layers.
+    """
     wrapped = []
     for parent in model.modules() if hasattr(model, ADAPTER_SLOTS) else ():
         wrapped += [(parent, name, child) for name, child in parent.named_children() if "base_layer" in child._modules]

@@ -1,4 +1,4 @@
-"""The ledger of a device: record allocations and the peak of each phase, and reject allocations that are out of order."""
+"""Record the allocations of a device and the peak of each phase, and reject allocations that are out of order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Share a rank's device among its models. A part is on the device while it is used, and is offloaded if others need memory."""
+"""Share a rank's device among its models.
+
+A part is on the device while it is used. It is offloaded if others need the memory.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,10 @@ class DeviceSharing:
             self.ledger.remove(part.name)
 
     def make_room(self, num_bytes: int, keep: Collection[MovablePart] = ()) -> None:
-        """Offload idle parts except ``keep``. If ``num_bytes`` is not 0, stop when that many bytes are free on the device."""
+        """Offload idle parts except ``keep``.
+
+        If ``num_bytes`` is not 0, stop when that many bytes are free on the device.
+        """
         idle = [part for part in self.parts if part.is_resident and not part.users and part not in keep]
         for part in sorted(idle, key=lambda part: part.name.endswith(WEIGHTS)):  # weights are used again first
             if num_bytes and (free := self.platform.free_bytes()) is not None and free >= num_bytes:
@@ -114,7 +120,10 @@ class DeviceSharing:
 
     @contextmanager
     def _same_outside(self) -> Iterator[None]:
-        """Attribute a change of the memory outside torch to an engine, which unmaps memory that torch counts as reserved."""
+        """Attribute a change of the memory outside torch to an engine.
+
+        An engine unmaps memory that torch counts as reserved.
+        """
         before = self.outside_bytes()
         yield
         after = self.outside_bytes()
@@ -203,7 +212,10 @@ class Movable:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Keep the weights on the device for forward passes. At most two of the layers that move separately are there at once."""
+        """Keep the weights on the device for forward passes.
+
+        At most two of the layers that move separately are there at once.
+        """
         if not self.layers:
             with self.use(WEIGHTS):
                 yield

@@ -32,7 +32,9 @@ def add_adapters(
     dropout: float,
     role: str = "actor",
 ) -> Adapters:
-    """Freeze this rank's model, which is not wrapped for training yet, and add its adapters. A scalar head stays trained.
+    """Freeze this rank's model, which is not wrapped for training yet, and add its adapters.
+
+    A scalar head stays trained.
 
     ``geometry`` is the geometry of the adapters. ``role`` is the config group, for messages.
 

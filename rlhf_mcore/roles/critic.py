@@ -17,7 +17,10 @@ from rlhf_mcore.types import Microbatch, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class ValueObjective(Objective):
-    """Squared error of the values. The new values are clipped around the values before the update, unless ``clip`` is None."""
+    """Squared error of the values.
+
+    The new values are clipped around the values before the update, unless ``clip`` is None.
+    """
 
     clip: float | None
 

@@ -176,7 +176,10 @@ class RoleModel:
         return microbatches if len(microbatches) == most else split(min_count=most)
 
     def _routed_otherwise(self, tokens: RowTokens, *, learns: bool) -> set[int]:
-        """Return the sequences whose prefix the engine routed to other experts than in other sequences. They share nothing."""
+        """Return the sequences whose prefix the engine routed to other experts than in other sequences.
+
+        They share nothing.
+        """
         if ROUTES not in tokens.fields:
             return set()
         assert self.model is not None and self.model.routing is not None
@@ -196,15 +199,19 @@ class RoleModel:
         *,
         shape: tuple[int, ...] = (),
     ) -> Tensor:
-        """Return ``function``'s result for each token in the loss mask, at its predictor: [N, *shape] fp32, zero elsewhere.
+        """Return ``function``'s result for each token in the loss mask: [N, *shape] fp32, zero elsewhere.
 
-        Collective over the world. ``fields``: fields of the batch that ``function`` reads from the microbatches, as
-        in ``deliver``. ``shape``: shape of the result for one token.
+        The result for a token is at the position of its predictor. ``fields``: fields of the batch that ``function``
+        reads from the microbatches, as in ``deliver``. ``shape``: shape of the result for one token. Collective over
+        the world.
         """
         return self.to_owners(batch, self._run(batch, function, fields, shape)[1])
 
     def per_row(self, batch: TrainBatch, function: OutputFunction) -> Tensor:
-        """Return the result of ``function`` at the last token of each row: [B] fp32 on every rank. Collective over the world."""
+        """Return the result of ``function`` at the last token of each row: [B] fp32 on every rank.
+
+        Collective over the world.
+        """
         last, _ = self._run(batch, function)
         return merge_rows(last)
 
@@ -266,7 +273,9 @@ class RoleModel:
         return last, tokens
 
     def _deal(self, batch: TrainBatch, rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
-        """Distribute rows over the data-parallel ranks in ascending order, with balanced costs. Equal on every rank of the world.
+        """Distribute rows over the data-parallel ranks in ascending order, with balanced costs.
+
+        Equal on every rank of the world.
 
         Rows of a group with a shared prefix go to one rank, or to several if that lowers the maximum cost per rank.
         """
@@ -295,7 +304,10 @@ class RoleModel:
 
 
 class Objective(ABC):
-    """The loss of a model. By default it reads no fields, uses the aggregation's token weights, and rows are independent."""
+    """The loss of a model.
+
+    By default it reads no fields, uses the aggregation's token weights, and rows are independent.
+    """
 
     rows_per_unit: ClassVar[int] = 1  # number of consecutive rows of a batch that stay together in a microbatch
     weighted: ClassVar[
@@ -303,7 +315,10 @@ class Objective(ABC):
     ] = ()  # sums with the minibatch's weights, like the loss: means over the minibatch
 
     def fields(self, batch: TrainBatch) -> Mapping[str, Field]:
-        """Return the batch fields that the loss reads: tensors [N, ...] and ragged fields. They are sent with the tokens."""
+        """Return the batch fields that the loss reads: tensors [N, ...] and ragged fields.
+
+        They are sent with the tokens.
+        """
         return {}
 
     def weights(self, tokens: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
@@ -467,7 +482,10 @@ class TrainedModel(RoleModel):
     def _merge_sums(
         self, objective: Objective, updates: list[UpdateSums], counts: list[MinibatchCounts]
     ) -> dict[str, float]:
-        """Merge the sums of all updates into metrics. Each loss is weighted by the number of tokens or rows that it averages."""
+        """Merge the sums of all updates into metrics.
+
+        Each loss is weighted by the number of tokens or rows that it averages.
+        """
         by_tokens = self.plan.loss_aggregation == "token"
         shares = _normalize([count.sampled if by_tokens else count.rows for count in counts])
         loss = _sum_products(shares, [update.loss for update in updates])
@@ -514,7 +532,9 @@ class TrainedModel(RoleModel):
         return reduce_sums({"not": float(not holds)}, self.model.groups.collection.intra_dist_opt)["not"] == 0.0
 
     def _reduce(self, parts: list[LossSums], computed: tuple[float, float]) -> UpdateSums:
-        """Sum the last stage's results over microbatches and data-parallel ranks. Return the sums on every rank of the role.
+        """Sum the last stage's results over microbatches and data-parallel ranks.
+
+        Return the sums on every rank of the role.
 
         ``computed``: as in ``UpdateSums``, for this data-parallel rank.
         """
@@ -560,6 +580,9 @@ def _normalize(masses: Sequence[int]) -> list[float]:
 
 
 def minibatches(batch: TrainBatch, prompts_per_minibatch: int) -> list[list[int]]:
-    """Return the rows of each minibatch, which are the rows of consecutive prompts. They do not depend on the layout."""
+    """Return the rows of each minibatch, which are the rows of consecutive prompts.
+
+    They do not depend on the layout.
+    """
     numbers = torch.div(batch.group_ids, prompts_per_minibatch, rounding_mode="floor")
     return [(numbers == number).nonzero().flatten().tolist() for number in numbers.unique().tolist()]

@@ -140,7 +140,9 @@ class PolicyObjective(Objective):
         }
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        """Sum the terms of the loss. Without ``old_logprobs``, the old policy is the current policy: every ratio is 1.
+        """Sum the terms of the loss.
+
+        Without ``old_logprobs``, the old policy is the current policy: every ratio is 1.
 
         Ratios use the sampling distribution, which is renormalised on a support. Entropy and KL use the whole
         distribution.
@@ -235,7 +237,10 @@ class Actor:
         return recorded_routes(self.model, batch)
 
     def deliver_update(self, batch: TrainBatch) -> Update:
-        """Prepare all updates of a step, with the step's KL coefficient. See :meth:`TrainedModel.deliver_update`."""
+        """Prepare all updates of a step, with the step's KL coefficient.
+
+        See :meth:`TrainedModel.deliver_update`.
+        """
         loss = POLICY_LOSSES.get(self.algorithm.policy_loss)
         if loss is not None and loss.reads_covariance:
             members = minibatches(batch, self.model.plan.prompts_per_minibatch)

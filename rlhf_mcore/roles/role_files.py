@@ -26,7 +26,9 @@ _COUNTS = ("num_updates", "num_bad_updates")
 
 
 class RoleFiles:
-    """Write and read one model's part of a checkpoint, ``<checkpoint>/<name>``. Built and called on every rank of the world.
+    """Write and read one model's part of a checkpoint, ``<checkpoint>/<name>``.
+
+    Built and called on every rank of the world.
 
     A role that is not trained has only weights.
     """
@@ -42,7 +44,10 @@ class RoleFiles:
         return self._exporter.num_bytes + state.num_bytes + len(state.header)
 
     def is_finite(self) -> bool:
-        """Return whether this rank's weights and optimizer state are all finite. True if the role is not trained. Local."""
+        """Return whether this rank's weights and optimizer state are all finite.
+
+        True if the role is not trained. Local.
+        """
         return not isinstance(self._role, TrainedModel) or self._role.is_finite()
 
     def write(self, checkpoint: Path) -> list[Path]:

@@ -1,4 +1,7 @@
-"""Teachers for distillation: frozen models, or the policy itself, with other prompts or as an average of its past weights."""
+"""Teachers for distillation: frozen models, or the policy itself.
+
+The policy teaches itself with other prompts, or as an average of its past weights.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,10 @@ class Teacher:
         return None if self.context is not None or len(self.models) > 1 or flops is None else (self.field, flops)
 
     def compute(self, batch: TrainBatch) -> Tensor:
-        """Compute the field [N, *shape] fp32 for the tokens in the loss mask, zero elsewhere. Collective over the world."""
+        """Compute the field [N, *shape] fp32 for the tokens in the loss mask, zero elsewhere.
+
+        Collective over the world.
+        """
         if self.average is not None and batch.policy_version > 0:
             self.average.follow()
         if self.context is None and len(self.models) == 1:
@@ -119,7 +125,7 @@ class Teacher:
 
 
 def take_rows(batch: TrainBatch, rows: Sequence[int], context: Context | None = None) -> tuple[TrainBatch, Tensor]:
-    """Return some rows of a batch (ascending) as a new batch, and the positions of its loss-mask tokens in the old batch.
+    """Return some rows of a batch (ascending) as a new batch, and the old positions of its loss-mask tokens.
 
     The new batch contains only the fields of a forward pass. ``context``: gives the rows other prompts, with other
     lengths. Collective over the world.
@@ -167,7 +173,9 @@ def _with_prompt(prompt: Tensor, ids: Tensor, mask: Tensor, length: int) -> tupl
 def top_of_outputs(
     model: MegatronModel, outputs: Tensor, microbatch: Microbatch, count: int, vocab_size: int, temperature: float
 ) -> Tensor:
-    """Compute the ``count`` most probable next tokens among the first ``vocab_size``. Zero where the loss mask is zero.
+    """Compute the ``count`` most probable next tokens among the first ``vocab_size``.
+
+    Zero where the loss mask is zero.
 
     ``outputs``: outputs of the last stage for a placed microbatch. Returns [b, T, 2, count + 1] fp32, see
     :func:`top_tokens`.

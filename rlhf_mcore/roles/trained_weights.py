@@ -1,4 +1,4 @@
-"""Select the trained weights of a model: freeze the others, and find the 2-d matrices in flat shards that Muon updates."""
+"""Freeze the weights of a model that are not trained, and find the 2-d matrices in flat shards that Muon updates."""
 
 from __future__ import annotations
 
