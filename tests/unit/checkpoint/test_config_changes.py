@@ -70,7 +70,7 @@ def test_a_key_that_an_earlier_release_did_not_have_stands_for_what_it_did() -> 
 def merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
     for key, value in other.items():
         if isinstance(value, dict):
-            merge(tree[key], value)
+            merge(tree.setdefault(key, {}), value)  # a group of former keys
         else:
             tree[key] = value
 

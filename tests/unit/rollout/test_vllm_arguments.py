@@ -14,7 +14,7 @@ from tests.unit.config.checking import check, only
 from tests.unit.rollout.test_vllm_states import LLM, engine
 
 # Defaults of ours that a user may replace.
-REPLACED = {"block_size", "mamba_ssm_cache_dtype"}
+REPLACED = {"block_size", "enable_prefix_caching", "mamba_ssm_cache_dtype"}
 
 
 def test_every_argument_that_is_rejected_exists() -> None:
