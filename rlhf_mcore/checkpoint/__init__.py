@@ -1,1 +1,1 @@
-"""Checkpoints on disk: how they are named, sealed, committed, pruned and checked. What is in them comes from above."""
+"""Name, seal, commit, prune and check checkpoints on disk. Higher layers provide their contents."""

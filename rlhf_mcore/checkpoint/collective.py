@@ -1,6 +1,7 @@
-"""The commit protocol for a world: every rank writes its files, the first rank names and seals the checkpoint.
+"""Commit checkpoints of all ranks: every rank writes its files, and the first rank names and seals the checkpoint.
 
-No rank waits for another that has failed: after each part the ranks exchange their errors, and an error on any is raised on all.
+No rank waits for a failed rank. After each part the ranks exchange their errors, and an error on any rank is
+raised on all ranks.
 """
 
 from __future__ import annotations
@@ -30,27 +31,33 @@ UNTOUCHED = " Earlier checkpoints are untouched."
 
 
 class DeltaHook(Protocol):
-    """Writes delta saves: the plug-in ``deltas``, or another one of the group ``rlhf_mcore.checkpoint_hooks``."""
+    """Write delta saves: the plug-in ``deltas``, or another plug-in of the group ``rlhf_mcore.checkpoint_hooks``."""
 
     def choose_base(self, run: Path, full_every: int) -> Base | None:
-        """Return the full checkpoint that the next save is a difference to, None if a full save is due. First rank only."""
+        """Return the full checkpoint that the next save is a difference to, or None if a full save is due.
+
+        First rank only.
+        """
         ...
 
     def encode(self, directory: Path, paths: Iterable[str | Path], base: Path) -> list[Path]:
-        """Replace this rank's weight files by differences to ``base``, and return the paths of all its files. Local."""
+        """Replace this rank's weight files by differences to ``base``, and return the paths of all its files.
+
+        This call is local.
+        """
         ...
 
 
 class CheckpointWriter:
-    """Commits checkpoints to a run directory that all ranks share. Built and called on every rank.
+    """Commit checkpoints to a run directory that all ranks share. All ranks must build and call it.
 
     Args:
         run: the run directory, locked and recovered.
-        disk: how files are changed.
-        attempts: how often a save is tried when the storage of any rank fails for a moment.
+        disk: performs the changes of files.
+        attempts: maximum number of attempts per save if the storage of any rank fails temporarily.
         deltas: writes delta saves; None: every save is full.
-        full_every: with ``deltas``: one save in this many is full.
-        permissions: who may read what is written.
+        full_every: with ``deltas``, the interval in saves between full saves.
+        permissions: modes of the written files.
     """
 
     def __init__(
@@ -67,11 +74,14 @@ class CheckpointWriter:
         self._attempts = attempts
         self._deltas, self._full_every = deltas, full_every
         self.permissions = permissions or Permissions()
-        # Size of the save that is under way, summed over the ranks.
+        # Size of the current save, summed over the ranks.
         self._num_bytes = 0
 
     def next_info(self, step: int, metrics: Mapping[str, float]) -> CheckpointInfo:
-        """Return what the manifest of the next save holds: its kind, full or delta, and a delta's base. Collective."""
+        """Return the manifest entries of the next save: its kind (full or delta), and a delta's base.
+
+        This is a collective call.
+        """
         if self._deltas is None:
             return CheckpointInfo(step, metrics=metrics)
         chosen = self._deltas.choose_base(self.run, self._full_every) if _is_first() else None
@@ -79,14 +89,14 @@ class CheckpointWriter:
         return CheckpointInfo(step, DELTA, Base(**answer), metrics) if answer else CheckpointInfo(step, metrics=metrics)
 
     def save(self, info: CheckpointInfo, write: Callable[[Path], Iterable[str | Path]], num_bytes: int = 0) -> Path:
-        """Write and commit the checkpoint of ``info.step``. Collective. Returns its directory.
+        """Write and commit the checkpoint of ``info.step``, and return its directory. This is a collective call.
 
-        ``write(directory)`` writes this rank's files and returns their paths. It is called again after a transient error. If it is
-        collective, it must run to its end on every rank even if files of this rank fail, and raise afterwards.
-        ``num_bytes``: see ``begin``.
+        ``write(directory)`` writes this rank's files and returns their paths. It is called again after a transient
+        error. If it is collective, it must complete on every rank even if this rank's files fail, and raise the
+        error afterwards. ``num_bytes`` is as in ``begin``.
 
         Raises:
-            SaveError: on every rank, when any of them failed. Earlier checkpoints are unchanged.
+            SaveError: on every rank, if any rank failed. Earlier checkpoints are unchanged.
         """
         for attempt in range(1, self._attempts + 1):
             partial = self.begin(info.step, num_bytes)
@@ -99,14 +109,15 @@ class CheckpointWriter:
         raise AssertionError("attempts is at least 1")
 
     def begin(self, step: int, num_bytes: int = 0) -> Path:
-        """Make the directory for a step's files. Collective.
+        """Make the directory for a step's files. This is a collective call.
 
         Args:
-            step: the step that is saved.
-            num_bytes: what this rank will write.
+            step: the step to save.
+            num_bytes: number of bytes that this rank will write.
 
         Raises:
-            SaveError: on every rank, when the files of all ranks do not fit on the disk, or no directory can be made.
+            SaveError: on every rank, if the files of all ranks do not fit on the disk, or no directory can be
+                made.
         """
         self._num_bytes = int(reduce_sums({"num_bytes": float(num_bytes)})["num_bytes"])
         token = broadcast_json(secrets.token_hex(4) if dist.get_rank() == 0 else None, 0)
@@ -126,10 +137,10 @@ class CheckpointWriter:
         return Path(broadcast_json(str(partial) if _is_first() else None, 0))
 
     def _make_room(self) -> None:
-        """Remove the files of failed saves if the disk has no room beside them.
+        """Remove the files of failed saves if the disk has not enough space otherwise.
 
         Raises:
-            OSError: there is no room without them either.
+            OSError: the space does not suffice even then.
         """
         if self._fits():
             return
@@ -142,11 +153,15 @@ class CheckpointWriter:
         return free is None or self._num_bytes <= free
 
     def _give_up(self, failure: SaveError, partial: Path | None) -> SaveError:
-        """Remove what was written and return ``failure``, with needed and free bytes if the disk is full. Collective."""
+        """Remove the written files and return ``failure``.
+
+        If the disk is full, add required and free bytes. This is a collective call.
+        """
         room = ""
         if _is_first():
             if partial is not None:
-                # On a full disk it is in the way of everything else. The next run removes what cannot be removed now.
+                # On a full disk these files block all other writes. The next run removes files that cannot be
+                # removed now.
                 _catch(lambda: self._disk.remove_tree(partial))
             free = self._disk.free_bytes(self.run) if isinstance(failure, DiskFullError) else None
             if free is not None and self._num_bytes:
@@ -157,9 +172,10 @@ class CheckpointWriter:
     def attempt(
         self, partial: Path, write: Callable[[Path], Iterable[str | Path]], base: Base | None = None
     ) -> tuple[dict[str, dict[str, Any]], Exception | None]:
-        """Write, fsync and hash this rank's files. Never raises: returns their entries and the error, if any.
+        """Write, fsync and hash this rank's files. Return their entries and the error, if any. Never raise.
 
-        It is local if ``write`` is, so it may run in the background. With a ``base``, weights become differences to it.
+        The call is local if ``write`` is local, so it may run in the background. With a ``base``, weights are
+        stored as differences to it.
         """
         try:
             paths = write(partial)
@@ -172,7 +188,7 @@ class CheckpointWriter:
             return {}, error
 
     def finish(self, info: CheckpointInfo, partial: Path, entries: Entries, error: Exception | None = None) -> Path:
-        """Commit the files of all ranks, or raise the errors of any rank on all of them. Collective.
+        """Commit the files of all ranks, or raise any rank's errors on all ranks. This is a collective call.
 
         Raises:
             SaveError: on every rank; the partial directory is removed.
@@ -194,13 +210,13 @@ class CheckpointWriter:
 def decide_together(
     triggers: Triggers | None, requests: SignalRequests, step: int, metrics: Mapping[str, float]
 ) -> Decision:
-    """Decide for all ranks what to do after a step. Collective; a signal counts on whichever rank it arrived.
+    """Decide for all ranks what to do after a step. A signal counts on any rank. This is a collective call.
 
     Args:
-        triggers: on the first rank, None on the others.
-        requests: those of this process; its request to save is taken.
+        triggers: on the first rank; None on the others.
+        requests: requests of this process. Its request to save is consumed.
         step: the step that was just finished.
-        metrics: of the evaluation at this step, empty if there was none.
+        metrics: evaluation metrics at this step, or empty.
 
     Raises:
         ConfigError: on every rank, see ``Triggers.decide``.
@@ -221,7 +237,7 @@ def decide_together(
 
 
 class TransientSaveError(SaveError):
-    """A save failed on storage that may work again in a moment."""
+    """A save failed on storage that may recover soon."""
 
 
 class DiskFullError(SaveError):
@@ -249,7 +265,7 @@ def _merge(parts: list[Entries]) -> dict[str, Mapping[str, Any]]:
 
 
 def _agree(step: int, error: Exception | None) -> None:
-    """Raise on every rank if any rank has an error."""
+    """Raise an error on every rank if any rank has an error."""
     failures = gather_failures(error)
     if failures:
         kind = SaveError

@@ -1,8 +1,8 @@
-"""The commit protocol of one checkpoint: a temporary directory, the manifest last, a rename, then the link.
+"""Commit one checkpoint: write a temporary directory, write the manifest last, rename, then update the link.
 
-Killed at any instant, the run directory holds every checkpoint that was there before, or the new one in its place. A half-written
-checkpoint has a hidden name, and ``housekeeping.recover`` clears it away. Everything here is for one process; ``collective`` runs it
-for the ranks of a world.
+If the run is killed at any instant, the run directory contains every earlier checkpoint. A checkpoint that was
+being replaced exists in its old or in its new version. A half-written checkpoint has a hidden name, and
+``housekeeping.recover`` moves it away. This module is for one process; ``collective`` runs it for all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OWNER_FILE, OWNER_FOLDER = 0o600, 0o700
 
 
 def prepare(run: Path, step: int, token: str, disk: Disk) -> Path:
-    """Make an empty directory for the files of a step. What an earlier attempt at this step has left is quarantined first."""
+    """Make an empty directory for the files of a step. Quarantine the files of earlier attempts at this step first."""
     for directory in scan_transitional(run):
         if directory.step == step and directory.state == "partial":
             quarantine(directory.path, disk)
@@ -34,7 +34,7 @@ def prepare(run: Path, step: int, token: str, disk: Disk) -> Path:
 
 
 def seal_files(partial: Path, paths: Iterable[str | Path], disk: Disk) -> dict[str, dict[str, Any]]:
-    """Make the files that this process wrote durable, and hash them. Returns their entries for the manifest."""
+    """Make this process's files durable and hash them. Return their entries for the manifest."""
     files = [partial / path for path in paths]
     num_bytes = sum(file.stat().st_size for file in files)
 
@@ -53,7 +53,7 @@ def seal_files(partial: Path, paths: Iterable[str | Path], disk: Disk) -> dict[s
 
 
 def seal(partial: Path, files: Mapping[str, Mapping[str, Any]], info: CheckpointInfo, disk: Disk) -> str:
-    """Make the directories durable and write the manifest. Returns its digest.
+    """Make the directories durable and write the manifest. Return its digest.
 
     Raises:
         SaveError: a file has no entry, or an entry has no file.
@@ -72,14 +72,17 @@ def seal(partial: Path, files: Mapping[str, Mapping[str, Any]], info: Checkpoint
 
 
 def publish(run: Path, step: int, partial: Path, disk: Disk) -> Path:
-    """Rename a sealed directory to its final name, replacing a checkpoint of the same step, and point ``latest`` at it."""
+    """Rename a sealed directory to its final name and point ``latest`` at it.
+
+    Replace an existing checkpoint of the same step.
+    """
     target = checkpoint_path(run, step)
     replaced = transitional_path(run, step, "replaced")
     if (target / MANIFEST).is_file():
         disk.remove_tree(replaced)
         disk.rename(target, replaced)
     elif target.exists() or target.is_symlink():
-        quarantine(target, disk)  # it has our name, but it is no checkpoint
+        quarantine(target, disk)  # it has a checkpoint's name, but it is not a checkpoint
     try:
         disk.rename(partial, target)
     except OSError:
@@ -94,16 +97,17 @@ def publish(run: Path, step: int, partial: Path, disk: Disk) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """The modes of a checkpoint's files.
+    """The file modes of a checkpoint.
 
-    ``setting``: null leaves everything to the umask; an octal mode applies to every file; ``private`` makes optimizer state, run
-    state and configuration readable by the owner only, and leaves the models and the manifest to the umask.
+    ``setting``: null uses the umask for all files; an octal mode applies to every file. ``private`` makes
+    optimizer state, run state and configuration readable by the owner only, and uses the umask for the models and
+    the manifest.
     """
 
     setting: str | None = None
 
     def of(self, name: str) -> int | None:
-        """Return the mode of a file by its path in a checkpoint, None for what the umask gives."""
+        """Return the mode of a file by its path in a checkpoint, or None to use the umask."""
         if self.setting is None:
             return None
         if self.setting != PRIVATE:
@@ -113,19 +117,19 @@ class Permissions:
         return None if is_of_model or name == MANIFEST else OWNER_FILE
 
     def begin(self, partial: Path) -> None:
-        """Close a checkpoint that is being written to all but its owner."""
+        """Restrict a checkpoint in progress to its owner."""
         if self.setting is not None:
             partial.chmod(OWNER_FOLDER)
 
     def grant(self, partial: Path, files: Iterable[Path]) -> None:
-        """Set the modes of files that were written."""
+        """Set the modes of written files."""
         for file in files:
             mode = self.of(file.relative_to(partial).as_posix())
             if mode is not None:
                 file.chmod(mode)
 
     def finish(self, partial: Path) -> None:
-        """Set the modes of the manifest and of all directories, of the checkpoint itself last."""
+        """Set the modes of the manifest and of all directories. The checkpoint's own directory is last."""
         if self.setting is None:
             return
         self.grant(partial, [partial / MANIFEST])
@@ -134,6 +138,6 @@ class Permissions:
             known = [mode for mode in modes if mode is not None]
             if len(known) == len(modes) and modes:
                 mode = max(known)
-                Path(folder).chmod(mode | (mode & 0o444) >> 2)  # who may read files may enter their folder
+                Path(folder).chmod(mode | (mode & 0o444) >> 2)  # users who may read a folder's files may enter it
             elif Path(folder) == partial:
-                partial.chmod(partial.parent.stat().st_mode & 0o777)  # as open as the run is
+                partial.chmod(partial.parent.stat().st_mode & 0o777)  # the same mode as the run directory

@@ -1,4 +1,4 @@
-"""Compare a checkpoint's configuration with the one of the run that continues from it."""
+"""Compare a checkpoint's configuration with the configuration of the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from rlhf_mcore.config.schema import Config, RuleConfig
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.yaml_text import load_yaml
 
-# Continuing with another value would make a run that is neither the old one nor a new one.
+# A resumed run with another value would be neither the old run nor a new run.
 FIXED = frozenset(name for name, description in DESCRIPTIONS.items() if description.is_fixed)
-# Values of keys in releases before the key, where they differ from its default.
+# Values for releases before the key existed, if they differ from the key's default.
 _BEFORE_THE_KEY = {
     "data.apply_chat_template": "false",
     "algorithm.bootstrap_truncated": True,
     "algorithm.kl.clip": None,
 }
 _STEPS = "trainer.num_steps"
-_LENGTHS = (".optimizer.schedule.total_updates", ".kl.controller.steps")  # they follow from it unless they are set
-# How a run is saved, shown and resumed may change at any time.
+_LENGTHS = (".optimizer.schedule.total_updates", ".kl.controller.steps")  # derived from _STEPS by default
+# Settings for saving, display and resuming may change at any time.
 FREE = ("output_dir", "project", "experiment", "checkpoint.", "logging.")
 
 
 def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """Compare two configurations in YAML: (fixed keys that differ, other keys that differ), a line for each key.
+    """Compare two configurations in YAML. Return (changed fixed keys, other changed keys), with one line per key.
 
-    A key may be younger than the saved configuration. It counts as changed where its value differs from the old behaviour.
-    ``by_content``: keys of files that are compared by their contents; their paths may change.
+    The saved configuration may be older than a key. The key counts as changed if its value differs from the old
+    behaviour. ``by_content`` contains keys of files that are compared by their contents; their paths may change.
 
     Raises:
-        ConfigError: the saved one is no configuration.
+        ConfigError: the saved text is not a configuration.
     """
     before, now = {**_default_values(), **_BEFORE_THE_KEY}, _keys_of_today(current)
     before = {key: value for key, value in before.items() if key in now} | _keys_of_today(saved)
-    for tree in (before, now):  # rules of an older release lack new options: they have their defaults
+    for tree in (before, now):  # an older release's rules lack new options, which get their defaults
         if isinstance(rules := tree.get("reward.rules"), list):
             tree["reward.rules"] = [
                 {**to_dict(RuleConfig()), **rule} if isinstance(rule, dict) else rule for rule in rules
@@ -55,7 +55,7 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
 
 
 def _keys_of_today(text: str) -> dict[str, Any]:
-    """Read the keys and values of a configuration. A former key stays if nothing takes the place of its value."""
+    """Read the keys and values of a configuration. A former key stays if it has no replacement."""
     values = dict(leaves(_read(text)))
     for found in translate(values):
         for key in found.was:
@@ -66,28 +66,29 @@ def _keys_of_today(text: str) -> dict[str, Any]:
 
 
 def _follows(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Tell whether a value has changed by the factor by which ``trainer.num_steps`` has."""
+    """Return whether a value has changed by the same factor as ``trainer.num_steps``."""
     try:
         return key.endswith(_LENGTHS) and before[key] * now[_STEPS] == now[key] * before[_STEPS]
-    except (KeyError, TypeError):  # one of them is not there, or no number
+    except (KeyError, TypeError):  # a key is missing, or its value is not a number
         return False
 
 
 def _has_critic(tree: dict[str, Any]) -> bool:
-    """Tell whether such a run builds a critic (``questions.needs_critic``).
+    """Return whether such a run builds a critic (``questions.needs_critic``).
 
-    Without one its keys, which follow from others, do not count.
+    Without a critic, its derived keys are not compared.
     """
     setting, estimator = tree.get("algorithm.use_critic"), ADVANTAGES.get(str(tree.get("algorithm.advantage")))
     return setting == "true" or (setting == "auto" and estimator is not None and estimator.needs_values)
 
 
 def further_models(saved: str) -> list[str]:
-    """List the models that a checkpoint of a configuration (in YAML) holds beside the actor: a critic, a reference that is
-    refreshed, a teacher that is an average.
+    """List the models in a checkpoint of a configuration (in YAML), in addition to the actor.
+
+    These are a critic, a refreshed reference, and an averaged teacher.
 
     Raises:
-        ConfigError: it is no configuration.
+        ConfigError: the text is not a configuration.
     """
     tree = {**_default_values(), **dict(leaves(_read(saved)))}
     refreshed = tree["algorithm.kl.coef"] and tree["reference.refresh_steps"]
@@ -101,10 +102,10 @@ def _default_values() -> Mapping[str, Any]:
 
 
 def refuse(checkpoint: Path, fixed: list[str]) -> None:
-    """Raise if something has changed that cannot be.
+    """Raise an error if fixed keys have changed.
 
     Raises:
-        ConfigError: naming each key, its old and its new value.
+        ConfigError: with each key, its old value and its new value.
     """
     if fixed:
         raise ConfigError.many(
@@ -114,7 +115,10 @@ def refuse(checkpoint: Path, fixed: list[str]) -> None:
 
 @lru_cache(maxsize=4)
 def _read(text: str) -> Any:
-    """Parse a configuration. Nobody changes the tree: a run that resumes asks for the same texts several times."""
+    """Parse a configuration.
+
+    The result is cached and must not be changed, because a resuming run parses the same text repeatedly.
+    """
     try:
         tree = load_yaml(text, "config.yaml of the checkpoint")
     except ConfigError as error:

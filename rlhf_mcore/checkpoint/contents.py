@@ -1,4 +1,4 @@
-"""The files that every checkpoint must have. A manifest that does not name them all is refused, even if its own files are intact."""
+"""Check that a manifest names all files that every checkpoint must have, even if its own files are intact."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ SINGLE_FILE = "model.safetensors"
 
 
 def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
-    """Return a problem for each required file that is not among the files ``named`` by a manifest; [] if none is missing.
+    """Return a problem for each required file that is missing in ``named``, the files of a manifest.
 
-    A checkpoint has the documents of the run and the models of its configuration, at least one. A model has its configuration, all
-    weights or its adapters, and if it was trained the whole state of its optimizer. Indexes are read for the files that they name.
+    A checkpoint requires the documents of the run and the models of its configuration, at least one. A model
+    requires its configuration, all weights or its adapters, and after training the whole optimizer state. Indexes
+    are read to get the files that they name.
     """
     models = model_names(named)
     problems = [
@@ -34,7 +35,7 @@ def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
         try:
             needed = further_models(read_text(checkpoint / CONFIG, limit=SMALL.num_bytes))
         except ConfigError:
-            # Damaged: reported by the comparison of hashes, or by the code that reads it.
+            # Damaged: the hash comparison or the reading code reports it.
             needed = []
         problems += [
             Problem(model, "absent", f"the manifest does not name it, and the run of {CONFIG} has it")
@@ -59,7 +60,7 @@ def model_names(named: Collection[str]) -> list[str]:
 
 
 def model_files(named: Collection[str], model: str) -> list[str]:
-    """Return the files of a model's Hugging Face directory, relative to it: all but its training state."""
+    """Return the files of a model's Hugging Face directory, relative to it, without the training state."""
     inside = (name.removeprefix(f"{model}/") for name in named if name.startswith(f"{model}/"))
     return [name for name in inside if "/" not in name]
 

@@ -1,12 +1,14 @@
-"""Verify and read checkpoints, full ones and deltas, whose weight files are differences to a full checkpoint.
+"""Verify and read full checkpoints and deltas. A delta stores its weight files as differences to a full
+checkpoint.
 
-Chains have length one: the base of a delta is always a full checkpoint. The delta's manifest names it, with the digest of the base's
-manifest. The plug-in ``deltas`` writes deltas.
+Chains have length one: the base of a delta is always a full checkpoint. The delta's manifest contains the base's
+name and the digest of its manifest. The plug-in ``deltas`` writes deltas.
 
-A difference is the XOR of the bytes of a tensor with those of the tensor of the same name in the base. After a small update most high
-bytes of it are zero. Before compression bytes are grouped by their position in their elements (byte planes).
-``model.safetensors`` is replaced by ``model.safetensors.delta``, the tensors' zstandard frames one after the other, and
-``model.safetensors.delta.json``, which holds the frames' offsets, the header and the digest of the whole file.
+A difference is the XOR of a tensor's bytes with the bytes of the base tensor of the same name. After a small
+update, most of its high bytes are zero. Before compression, bytes are grouped by their position in the elements
+(byte planes). Two files replace ``model.safetensors``: ``model.safetensors.delta`` contains the tensors'
+consecutive zstandard frames, and ``model.safetensors.delta.json`` contains the frames' offsets, the header and the
+digest of the whole file.
 """
 
 from __future__ import annotations
@@ -49,10 +51,10 @@ def verify_chain(
     progress: Callable[[int], None] = lambda num_bytes: None,
     hash_of: Callable[[Path], FileEntry] = hash_file,
 ) -> list[Problem]:
-    """Return the problems of ``manifest.verify`` and ``contents.lacking``, and the damage of a delta's base.
+    """Return the problems of ``manifest.verify`` and ``contents.lacking``, and damage of a delta's base.
 
-    ``progress`` is called with the size of each file of the checkpoint itself after it was compared, and ``hash_of`` returns the
-    hash of a file, also of the base. Any thread calls them.
+    ``progress`` is called with the size of each file of the checkpoint itself after its comparison. ``hash_of``
+    returns the hash of a file, including files of the base. Both are called from any thread.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -84,15 +86,17 @@ def readable(
     scratch: Path | None = None,
     restore: Callable[[Sequence[Restored]], None] = restore_files,
 ) -> Path:
-    """Return a Hugging Face directory of a checkpoint's model with the files of the manifest only. One process calls it.
+    """Return a Hugging Face directory with the manifest's files of a checkpoint's model.
 
-    It is the checkpoint's own directory, unless the checkpoint is a delta or the directory has further files. Then a new one is
-    made: whole files are linked, differences restored.
+    Only one process may call it.
+
+    Return the checkpoint's own directory, unless the checkpoint is a delta or the directory contains other files.
+    Otherwise create a new directory: link whole files, and restore differences.
 
     Args:
         checkpoint: a committed checkpoint.
         role: the model in it.
-        scratch: where a new directory is made, by default the run directory, from which ``recover`` removes it.
+        scratch: parent of a new directory; default: the run directory, where ``recover`` removes it.
         restore: restores all files that are stored as differences.
 
     Raises:
@@ -127,14 +131,14 @@ def checked_model(
     hashes: bool = True,
     report: Callable[[Sequence[Problem]], None] = lambda ignored: None,
 ) -> Path:
-    """Verify a checkpoint's model and return a directory with its files, as ``readable`` does.
+    """Verify a checkpoint's model and return a directory with its files, like ``readable``.
 
     Args:
         checkpoint: a committed checkpoint.
         role: the model in it. Files of other models are not read.
         scratch: as in ``readable``.
-        hashes: false: compare sizes only.
-        report: gets the problems that are no damage: files that the manifest does not name, so they are not read.
+        hashes: False compares sizes only.
+        report: called with the harmless problems: files that the manifest does not name. They are not read.
 
     Raises:
         ConfigError: the checkpoint is damaged, or has no such model.
@@ -162,7 +166,7 @@ def _restore_model(
 
 
 def _link(file: Path, target: Path) -> None:
-    """Hard-link a file that nobody writes to, or copy it where the storage has no hard links."""
+    """Hard-link a file that is never written again, or copy it if the storage does not support hard links."""
     try:
         os.link(file, target)
     except OSError:
@@ -178,7 +182,7 @@ _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a safetensors file: its bytes, where they begin in the file, and the size of an element (1: unknown)."""
+    """A tensor in a safetensors file: its bytes, their start in the file, and the element size (1: unknown)."""
 
     name: str
     begin: int
@@ -188,7 +192,9 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor in a delta file: its frame [begin, end), and file and offset of the tensor in the base (None: none of this size)."""
+    """A tensor in a delta file: its frame [begin, end), and the base tensor's file and offset (None: no tensor of
+    this size).
+    """
 
     name: str
     begin: int
@@ -201,7 +207,7 @@ def restore_file(index: Path, base: Path, target: Path) -> None:
     """Write the weight file that an index and its data describe to ``target``.
 
     Raises:
-        ConfigError: the result differs from the file that was saved, because the difference or the base is damaged.
+        ConfigError: the result differs from the saved file, because the difference or the base is damaged.
     """
     import zstandard
 
@@ -282,7 +288,7 @@ def _read_exactly(stream: Any, count: int) -> bytes:
 
 
 def parse_header(header: bytes, path: Path) -> list[Stored]:
-    """Return the tensors of a safetensors file in the order of their bytes, which follow each other without gaps."""
+    """Return the tensors of a safetensors file in the order of their bytes. They must be contiguous."""
     tensors = []
     for name, entry in parse_json(
         header, limits=INDEX, where=str(path), remedy="choose another checkpoint"
@@ -299,7 +305,7 @@ def parse_header(header: bytes, path: Path) -> list[Stored]:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a file into memory. The mapping ends with its last view."""
+    """Map a file into memory. The mapping ends when its last view is freed."""
     with path.open("rb") as file:
         if path.stat().st_size == 0:
             return memoryview(b"")
@@ -307,7 +313,7 @@ def map_file(path: Path) -> memoryview:
 
 
 class BaseFiles:
-    """The files of a base, mapped when first used. Their names come from an index, so they must not lead out of the base."""
+    """The files of a base, mapped at first use. Their names come from an index, so they must not lead out of the base."""
 
     def __init__(self, base: Path):
         self._base = base.resolve()

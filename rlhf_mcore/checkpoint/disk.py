@@ -1,6 +1,7 @@
-"""The only place where this package changes the disk, one primitive at a time.
+"""Change the disk. No other module of this package does this. Each change is one primitive operation.
 
-So every change is tried again when the storage fails for a moment, and tests can end the process, or fail, at any boundary.
+So every change is retried if the storage fails temporarily. Tests can kill the process, or inject an error, at any
+operation.
 """
 
 from __future__ import annotations
@@ -19,30 +20,32 @@ from rlhf_mcore.own_files import own_directory
 S = TypeVar("S")
 T = TypeVar("T")
 
-# Network storage returns these during a failover and then recovers. A full or read-only disk does not.
+# Network storage returns these errors during a failover and then recovers. A full or read-only disk does not
+# recover.
 TRANSIENT = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO})
 WAITS_S = (0.1, 0.5, 2.0)
-WORTH_BYTES = 16 * 2**20  # below it, starting threads takes longer than the work
+WORTH_BYTES = 16 * 2**20  # below this size, starting threads takes longer than the work
 MAX_THREADS = min(8, os.cpu_count() or 1)
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written. Committed checkpoints are untouched. The message is the same on every rank."""
+    """A checkpoint could not be written. Committed checkpoints are unchanged. The message is the same on every rank."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether asking the storage again may help."""
+    """Return whether a retry may help."""
     return isinstance(error, OSError) and error.errno in TRANSIENT
 
 
 class Disk:
-    """Changes files and directories; each change is tried again a bounded number of times when the storage fails for a moment.
+    """Change files and directories. Retry each change a limited number of times if the storage fails temporarily.
 
-    A failed fsync alone is never repeated: the kernel may have dropped the pages and report success the second time
-    (https://wiki.postgresql.org/wiki/Fsync_Errors). ``write`` writes the whole file again; otherwise the save fails.
+    A failed fsync alone is never retried, because the kernel may have dropped the pages and report success the
+    second time (https://wiki.postgresql.org/wiki/Fsync_Errors). Instead ``write`` writes the whole file again;
+    other operations fail the save.
 
     Args:
-        waits_s: pauses before each further attempt.
+        waits_s: pauses before each retry, in seconds.
         sleep: replaces ``time.sleep``.
     """
 
@@ -51,18 +54,21 @@ class Disk:
         self._sleep = sleep
 
     def perform(self, name: str, action: Callable[[], T], path: Path) -> T:
-        """Run one system call, or several of which an interruption has the effect of one before the first. Tests override it."""
+        """Run a system call, or several calls whose interruption equals an interruption before the first.
+
+        Tests override it.
+        """
         return action()
 
     def free_bytes(self, directory: Path) -> int | None:
-        """Return the bytes free below a directory, None where unknown. Quotas are not considered."""
+        """Return the free bytes below a directory, or None if unknown. Quotas are ignored."""
         return free_bytes(directory)
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory and its parents. It may exist already.
+        """Make a directory and its parents. It may already exist.
 
         Raises:
-            ConfigError: ``path`` is a link, or no directory.
+            ConfigError: ``path`` is a link, or not a directory.
         """
 
         def make() -> None:
@@ -72,7 +78,7 @@ class Disk:
         self._retry("mkdir", make, path)
 
     def write(self, path: Path, content: bytes) -> None:
-        """Create or replace a file and make its content durable."""
+        """Create or replace a file, and make its content durable."""
 
         def attempt() -> None:
             self.perform("write", lambda: _write(path, content), path)
@@ -81,11 +87,14 @@ class Disk:
         self._retry_all(attempt)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename. A file is replaced; an existing directory, unless empty, is an error."""
+        """Rename a file or directory.
+
+        An existing file is replaced; an existing directory is an error unless it is empty.
+        """
         self._retry("rename", lambda: os.replace(source, target), source)
 
     def symlink(self, link: Path, target: str) -> None:
-        """Make a link at an unused name."""
+        """Create a link at an unused name."""
         self._retry("symlink", lambda: os.symlink(target, link), link)
 
     def unlink(self, path: Path) -> None:
@@ -93,7 +102,10 @@ class Disk:
         self._retry("unlink", lambda: path.unlink(missing_ok=True), path)
 
     def remove_tree(self, directory: Path) -> None:
-        """Remove a directory and its content, if it exists. Links, also ``directory`` itself, are removed and not followed."""
+        """Remove a directory and its content, if it exists.
+
+        Links, including ``directory`` itself, are removed and not followed.
+        """
         if directory.is_symlink():
             self.unlink(directory)
             return
@@ -143,7 +155,10 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def spread(function: Callable[[S], T], items: Iterable[S], num_bytes: int) -> list[T]:
-    """Return ``[function(item) for item in items]``, computed in threads if ``num_bytes``, the size of all items, is worth it."""
+    """Return ``[function(item) for item in items]``.
+
+    Use threads if ``num_bytes``, the size of all items, is large enough.
+    """
     if num_bytes < WORTH_BYTES:
         return [function(item) for item in items]
     with ThreadPoolExecutor(MAX_THREADS) as pool:

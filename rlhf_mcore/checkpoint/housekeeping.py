@@ -1,13 +1,15 @@
-"""Puts a run directory in order at the start of a run, and after a commit: links, and which checkpoints stay.
+"""Clean up a run directory at the start of a run and after a commit: links, quarantine and retention.
 
-At the start, under the run's lock, unfinished saves and removals of a killed run are cleared away and the links are corrected. What
-might be wanted is moved to ``quarantine/`` instead of deleted; retention keeps the newest entries there.
+At the start, under the run's lock, unfinished saves and removals of a killed run are cleared and the links are
+corrected. Data that users may want is moved to ``quarantine/`` instead of deleted. Retention keeps its newest
+entries.
 
-The links ``latest``, ``best`` and ``pins/<name>`` are for people and tools; the trainer scans the directory instead. Retention keeps
-pinned checkpoints. A pin may be made and removed while the run continues.
+The links ``latest``, ``best`` and ``pins/<name>`` are for people and tools; the trainer scans the directory
+instead. Retention keeps pinned checkpoints. Users may add and remove pins while the run continues.
 
-Retention decides from what is on the disk and only after a commit. A checkpoint is first renamed, then its files are removed: a kill
-in between leaves no half checkpoint. Deltas are removed before their base: a kill in between leaves none without it.
+Retention uses only the disk's contents, and only after a commit. It renames a checkpoint before it removes its
+files, so a kill in between leaves no half checkpoint. It removes deltas before their base, so a kill in between
+leaves no delta without its base.
 """
 
 from __future__ import annotations
@@ -40,31 +42,31 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
 
 PINS = "pins"
-QUARANTINED = 2  # entries of quarantine/ that are kept
-SCARCE_BYTES = 64 * 2**20  # with less free a run may not even begin: logs, metrics
+QUARANTINED = 2  # maximum number of entries in quarantine/
+SCARCE_BYTES = 64 * 2**20  # with less free space a run may fail to start: it writes logs and metrics
 
 
 class ArchiveHook(Protocol):
-    """Stores the checkpoints that retention drops, and removes them: the plug-in ``archive``. First rank only."""
+    """Store and then remove the checkpoints that retention drops (plug-in ``archive``). First rank only."""
 
     def submit(self, checkpoint: Checkpoint) -> None:
         """Archive a checkpoint in the background, and then remove it. The same checkpoint may be submitted again."""
         ...
 
     def take_notes(self) -> list[str]:
-        """Return one line for each checkpoint that was archived, or could not be, since the last call."""
+        """Return one line for each checkpoint since the last call that was archived or failed."""
         ...
 
     def close(self) -> None:
-        """Wait until everything is archived."""
+        """Wait until all submitted checkpoints are archived."""
         ...
 
 
 def recover(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
-    """Bring a run directory into the state after a complete save. Returns one line for each change.
+    """Restore the run directory to its state after a complete save. Return one line for each change.
 
-    A checkpoint that was being replaced is restored if its successor is missing. Partial directories are quarantined, or removed if
-    the disk is full. Removals are finished. ``latest`` and ``best`` are rebuilt by scanning.
+    If a checkpoint was being replaced and its successor is missing, restore it. Quarantine partial directories, or
+    remove them if the disk is full. Finish removals. Rebuild ``latest`` and ``best`` by scanning.
     """
     notes = []
     free = disk.free_bytes(run)
@@ -79,7 +81,7 @@ def recover(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
 
 
 def quarantine(path: Path, disk: Disk) -> Path:
-    """Move a directory (or file) of a run to ``quarantine/<name>-<time>``. Returns the new path."""
+    """Move a directory (or file) of a run to ``quarantine/<name>-<time>``. Return the new path."""
     folder = path.parent / QUARANTINE
     disk.make_directory(folder)
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
@@ -93,9 +95,9 @@ def quarantine(path: Path, disk: Disk) -> Path:
 
 
 def set_aside(run: Path, steps: Iterable[int], rule: BestRule | None, disk: Disk) -> list[str]:
-    """Quarantine checkpoints: damaged ones, or later ones than the step that a run resumes from.
+    """Quarantine checkpoints that are damaged, or later than the step from which a run resumes.
 
-    Afterwards the newest checkpoint is the one that the run continues from. Returns one line for each change.
+    Afterwards, the newest checkpoint is the resumed checkpoint. Return one line for each change.
     """
     notes = []
     for step in sorted(steps, reverse=True):
@@ -125,9 +127,11 @@ def _resolve(run: Path, directory: Transitional, disk: Disk) -> str:
 def tidy(
     run: Path, policy: Retention, rule: BestRule | None, disk: Disk, archiver: ArchiveHook | None = None
 ) -> list[str]:
-    """Correct the links, then remove what the policy does not keep. To be called after a commit, on the first rank.
+    """Correct the links, then remove checkpoints that the policy does not keep.
 
-    Never fails a run. Returns one line for each checkpoint removed, and for what could not be done.
+    Call it after a commit, on the first rank.
+
+    It never fails a run. Return one line for each removed checkpoint and for each error.
     """
     notes = archiver.take_notes() if archiver else []
     try:
@@ -144,9 +148,9 @@ def tidy(
 
 
 def remove_partials(run: Path, disk: Disk) -> int:
-    """Remove the directories of unfinished saves, in the run directory and in quarantine. No save may be under way.
+    """Remove the directories of unfinished saves from the run directory and quarantine. Return their number.
 
-    Returns how many there were.
+    No save may be in progress.
     """
     partials = [item.path for item in scan_transitional(run) if item.state == "partial"]
     quarantined = (path for path in own_entries(run, QUARANTINE) if path.match("checkpoint-*.partial-*"))
@@ -158,7 +162,7 @@ def remove_partials(run: Path, disk: Disk) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BestRule:
-    """Ranks checkpoints by a metric of the evaluation at their step."""
+    """Rank checkpoints by an evaluation metric at their step."""
 
     metric: str
     greater_is_better: bool = True
@@ -171,13 +175,16 @@ class BestRule:
 
 
 def best_rule(cfg: CheckpointConfig) -> BestRule | None:
-    """Return the rule of ``metric_for_best_model``, None if it is not set."""
+    """Return the rule of ``metric_for_best_model``, or None if it is not set."""
     metric = cfg.metric_for_best_model
     return None if metric is None else BestRule(metric.removeprefix("-"), greater_is_better=not metric.startswith("-"))
 
 
 def find_best(checkpoints: list[Checkpoint], rule: BestRule) -> Checkpoint | None:
-    """Return the best checkpoint, of equal ones the earliest. Those without the metric or a readable manifest do not count."""
+    """Return the best checkpoint, or the earliest of equal ones.
+
+    Skip checkpoints without the metric or a readable manifest.
+    """
     best, best_value = None, None
     for checkpoint in checkpoints:
         try:
@@ -190,7 +197,7 @@ def find_best(checkpoints: list[Checkpoint], rule: BestRule) -> Checkpoint | Non
 
 
 def point(link: Path, target: str, disk: Disk) -> None:
-    """Move a link to ``target`` in one step: a reader sees the old or the new one, never none."""
+    """Move a link to ``target`` atomically. A reader always sees the old or the new link."""
     temporary = link.with_name(f".{link.name}.new")
     disk.unlink(temporary)
     disk.symlink(temporary, target)
@@ -199,10 +206,10 @@ def point(link: Path, target: str, disk: Disk) -> None:
 
 
 def refresh_links(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
-    """Point ``latest`` at the newest checkpoint and ``best`` at the best one. Returns one line for each change.
+    """Point ``latest`` at the newest checkpoint and ``best`` at the best. Return one line for each change.
 
-    Without a rule, a ``best`` that names a checkpoint stays. A link to nothing is removed. A delta without its base is unusable, and
-    no link names it.
+    Without a rule, a ``best`` link to a checkpoint stays. Links to missing checkpoints are removed. No link points
+    to a delta without its base, because it is unusable.
     """
     checkpoints = [checkpoint for checkpoint in scan(run) if has_base(checkpoint.path)]
     latest = checkpoints[-1].step if checkpoints else None
@@ -230,7 +237,7 @@ def _refresh(link: Path, step: int | None, disk: Disk) -> str | None:
 
 
 def read_pins(run: Path) -> dict[str, int]:
-    """Return the step of each pin by its name. Links made by hand that lead elsewhere are no pins."""
+    """Return the step of each pin by its name. Links made by hand to other places are ignored."""
     folder = run / PINS
     if folder.is_symlink() or not folder.is_dir():
         return {}
@@ -245,9 +252,11 @@ def read_pins(run: Path) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Keeps the newest ``limit`` checkpoints (None: all), the steps ``keep`` and all multiples of ``keep_every``.
+    """Retention policy: keep the newest ``limit`` checkpoints (None: all), the steps ``keep`` and all multiples of
+    ``keep_every``.
 
-    The best checkpoint, the one that ``latest`` names, pinned ones, and the bases of kept deltas are kept too.
+    It also keeps the best checkpoint, the checkpoint of ``latest``, pinned checkpoints, and the bases of kept
+    deltas.
     """
 
     limit: int | None = None
@@ -256,7 +265,9 @@ class Retention:
 
 
 def checkpoints_to_delete(run: Path, policy: Retention) -> list[Checkpoint]:
-    """Return the checkpoints that the policy does not keep, in the order of removal: deltas before full ones, oldest first."""
+    """Return the checkpoints that the policy does not keep, in removal order: deltas before full checkpoints,
+    oldest first.
+    """
     checkpoints = scan(run)
     if policy.limit is None:
         return []
@@ -271,10 +282,10 @@ def checkpoints_to_delete(run: Path, policy: Retention) -> list[Checkpoint]:
 
 
 def prune(run: Path, policy: Retention, disk: Disk) -> list[Path]:
-    """Remove the checkpoints that the policy does not keep. Returns their paths."""
+    """Remove the checkpoints that the policy does not keep. Return their paths."""
     removed = []
     for checkpoint in checkpoints_to_delete(run, policy):
-        # Somebody may have pinned it while others were removed.
+        # A user may have pinned it while others were removed.
         if checkpoint.step not in read_pins(run).values():
             remove(checkpoint, disk)
             removed.append(checkpoint.path)
@@ -282,7 +293,7 @@ def prune(run: Path, policy: Retention, disk: Disk) -> list[Path]:
 
 
 def prune_quarantine(run: Path, disk: Disk) -> None:
-    """Remove all but the newest entries of quarantine. Checkpoints of pinned steps stay."""
+    """Remove all but the newest entries of quarantine. Keep checkpoints of pinned steps."""
     pinned = tuple(f"checkpoint-{step}-" for step in read_pins(run).values())
     folders = [path for path in own_entries(run, QUARANTINE) if path.is_dir() and not path.is_symlink()]
     for path in sorted(folders, key=lambda path: (path.stat().st_mtime_ns, path.name))[:-QUARANTINED]:
@@ -291,7 +302,7 @@ def prune_quarantine(run: Path, disk: Disk) -> None:
 
 
 def remove(checkpoint: Checkpoint, disk: Disk) -> None:
-    """Remove one checkpoint. If interrupted, the next start finishes the removal."""
+    """Remove one checkpoint. If the removal is interrupted, the next start finishes it."""
     doomed = transitional_path(checkpoint.path.parent, checkpoint.step, "removed")
     disk.remove_tree(doomed)
     disk.rename(checkpoint.path, doomed)
@@ -300,13 +311,13 @@ def remove(checkpoint: Checkpoint, disk: Disk) -> None:
 
 
 def _find_bases(checkpoints: Sequence[Checkpoint]) -> set[int]:
-    """Return the steps of the bases of the deltas among ``checkpoints``."""
+    """Return the steps of the bases of the deltas in ``checkpoints``."""
     steps = set()
     for checkpoint in checkpoints:
         try:
             base = read_manifest(checkpoint.path).info.base
         except ConfigError:
-            # Damaged: it is refused when it is loaded, not here.
+            # damaged: loading it raises the error
             continue
         step = step_of(base.name) if base else None
         if step is not None:

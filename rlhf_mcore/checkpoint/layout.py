@@ -1,6 +1,7 @@
-"""Names in a run directory, and functions that list what is there.
+"""Define the names in a run directory, and list its contents.
 
-The name of a directory is its state: only ``checkpoint-<step>`` with a manifest is a checkpoint, wherever the links point.
+The name of a directory is its state. Only ``checkpoint-<step>`` with a manifest is a checkpoint, regardless of
+links.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ QUARANTINE = "quarantine"
 ARCHIVE = "archive"
 SAVE_REQUEST = "SAVE"
 
-# In every checkpoint, beside the directories of its models.
+# In every checkpoint, in addition to the directories of its models.
 TRAINER_STATE = "trainer_state.json"
 DATALOADER = "dataloader.json"
 CONFIG = "config.yaml"
 RNG_FILE = "rng.safetensors"
-ROLLOUTS = "rollouts.safetensors"  # of runs that sample ahead: responses that wait to be learned from
+ROLLOUTS = "rollouts.safetensors"  # runs that sample ahead: responses that wait for training
 DOCUMENTS = (TRAINER_STATE, DATALOADER, CONFIG, RNG_FILE)
-TRAINING = "training"  # in the directory of a model: the state of its optimizer
+TRAINING = "training"  # in a model's directory: the state of its optimizer
 # Suffixes of the two files that replace a weight file stored as a difference.
 DELTA_DATA = ".delta"
 DELTA_INDEX = ".delta.json"
@@ -34,7 +35,7 @@ _TRANSITIONAL = re.compile(r"\.checkpoint-(0|[1-9]\d*)\.(partial|replaced|remove
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint: it has its final name and a manifest. ``manifest.verify`` tells whether it is intact."""
+    """A committed checkpoint: it has its final name and a manifest. ``manifest.verify`` checks whether it is intact."""
 
     step: int
     path: Path
@@ -42,7 +43,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Transitional:
-    """A directory on its way in or out. ``state``: partial | replaced | removed | full (a delta made readable)."""
+    """A directory that is being created or removed.
+
+    ``state``: partial | replaced | removed | full (a delta made readable).
+    """
 
     step: int
     state: str
@@ -55,18 +59,21 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 
 def transitional_path(run: Path, step: int, state: str, token: str = "") -> Path:
-    """Return a hidden path of a step's directory. A ``token`` keeps writers that outlive a killed run out of the next run's files."""
+    """Return a hidden path for a step's directory.
+
+    A ``token`` separates writers that outlive a killed run from the next run's files.
+    """
     return run / f".checkpoint-{step}.{state}{f'-{token}' if token else ''}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in ``checkpoint-<step>``, None for other names."""
+    """Return the step in ``checkpoint-<step>``, or None for other names."""
     match = _COMMITTED.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def scan(run: Path) -> list[Checkpoint]:
-    """Return the committed checkpoints in a run directory, by rising step."""
+    """Return the committed checkpoints in a run directory, in ascending order of steps."""
     checkpoints = [
         Checkpoint(step, path)
         for path in _folders(run)
@@ -76,14 +83,17 @@ def scan(run: Path) -> list[Checkpoint]:
 
 
 def without_manifest(run: Path) -> list[str]:
-    """Return the names of directories with a checkpoint's name but no manifest. A commit leaves none."""
+    """Return the names of directories with a checkpoint's name but no manifest.
+
+    A commit never leaves such directories.
+    """
     return sorted(
         path.name for path in _folders(run) if step_of(path.name) is not None and not (path / MANIFEST).is_file()
     )
 
 
 def scan_transitional(run: Path) -> list[Transitional]:
-    """Return the directories that a killed run was writing, replacing or removing, by rising step."""
+    """Return the directories that a killed run was writing, replacing or removing, in ascending order of steps."""
     directories = [
         Transitional(int(match[1]), match[2], path)
         for path in _folders(run)
@@ -93,18 +103,23 @@ def scan_transitional(run: Path) -> list[Transitional]:
 
 
 def own_entries(run: Path, folder: str) -> list[Path]:
-    """Return the entries of a directory of the run (``quarantine``, ``archive``), by name; [] if that is a link."""
+    """Return the entries of a directory in the run (``quarantine``, ``archive``), by name.
+
+    Return [] if the directory is a link.
+    """
     path = run / folder
     return sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
 
 
 def linked_checkpoints(run: Path) -> list[Path]:
-    """Return links with a checkpoint's name. No run makes such links."""
+    """Return links with a checkpoint's name. No run creates such links."""
     return sorted(path for path in run.glob("checkpoint-*") if path.is_symlink() and step_of(path.name) is not None)
 
 
 def linked_step(run: Path, link: str) -> int | None:
-    """Return the step that a link of the run directory names, None when it is missing or does not name a committed checkpoint."""
+    """Return the step to which a link of the run directory points, or None if it does not point to a committed
+    checkpoint.
+    """
     path = run / link
     if not path.is_symlink():
         return None

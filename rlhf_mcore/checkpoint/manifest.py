@@ -1,7 +1,7 @@
-"""manifest.json: the size and hash of every file. It is written last, so a directory with a manifest was complete.
+"""Write and verify manifest.json, which contains the size and hash of every file.
 
-The manifest holds its own hash and is accepted only in the exact form in which it is written, so one flipped bit anywhere in a
-checkpoint is detected.
+It is written last, so a directory with a manifest is complete. The manifest contains its own hash and is accepted
+only in the exact form in which it is written. So a single flipped bit anywhere in a checkpoint is detected.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from rlhf_mcore.foreign import INDEX, Fields, parse_json, read_bytes
 from rlhf_mcore.machine import has_gpu, processor
 
 FORMAT = "rlhf_mcore.checkpoint"
-# Version of a checkpoint's documents (manifest, trainer_state.json, dataloader.json). A release reads every version before it. To
-# change what a document holds, raise it and add a migration from the version before. Older documents pass through all later ones.
+# Version of a checkpoint's documents (manifest, trainer_state.json, dataloader.json). A release reads its own
+# version and all earlier versions. To change a document's content, increase VERSION and add a migration from the
+# previous version. Older documents pass through all later migrations.
 VERSION = 2
 FULL = "full"
 DELTA = "delta"
@@ -57,9 +58,10 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The full checkpoint that a delta is a difference to: its directory beside this one, and its manifest's digest.
+    """The full checkpoint that a delta is a difference to: its directory next to the delta, and its manifest's
+    digest.
 
-    ``position``: 1 for the first delta after the full checkpoint, 2 for the next one.
+    ``position``: 1 for the first delta after the full checkpoint, 2 for the next delta.
     """
 
     name: str
@@ -69,7 +71,10 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """The entries of a manifest beside its files. ``metrics``: those of the evaluation at this step, empty if there was none."""
+    """The entries of a manifest in addition to its files.
+
+    ``metrics`` contains the evaluation at this step, or is empty.
+    """
 
     step: int
     kind: str = FULL
@@ -79,7 +84,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A manifest as read. ``files``: by path relative to the checkpoint, with forward slashes."""
+    """A parsed manifest. ``files`` is keyed by path relative to the checkpoint, with forward slashes."""
 
     info: CheckpointInfo
     files: Mapping[str, FileEntry]
@@ -89,10 +94,10 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a checkpoint.
+    """A problem in a checkpoint.
 
-    ``kind``: manifest | missing | size | hash | unreadable | outside | absent (the manifest does not name what has to be there) |
-    base, which are damage, or extra and unchecked, which are not.
+    Damage has the ``kind`` manifest | missing | size | hash | unreadable | outside | absent (the manifest does not
+    name a required file) | base. The kinds extra and unchecked are not damage.
     """
 
     path: str
@@ -101,7 +106,7 @@ class Problem:
 
     @property
     def is_damage(self) -> bool:
-        """Tell whether the checkpoint cannot be trusted. Extra files are no damage: they are not loaded."""
+        """Return whether the checkpoint cannot be trusted. Extra files are not damage, because they are not loaded."""
         return self.kind not in ("extra", "unchecked")
 
     def __str__(self) -> str:
@@ -110,7 +115,10 @@ class Problem:
 
 @cache
 def library_versions() -> Mapping[str, str]:
-    """Return the versions of this package and of the large libraries, without importing them; without a GPU the processor too."""
+    """Return versions of this package and the large libraries without importing them.
+
+    Without a GPU, include the processor.
+    """
     versions = {"rlhf_mcore": __version__}
     if not has_gpu() and (kind := processor()):
         versions["processor"] = kind
@@ -126,20 +134,20 @@ def library_versions() -> Mapping[str, str]:
 
 def open_unbuffered(path: Path) -> FileIO:
     """Open a file to read it whole."""
-    # Without O_NONBLOCK a link to an endless device, such as the kernel's log, would block.
+    # Without O_NONBLOCK, a link to an endless device such as the kernel's log would block.
     return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Return size and hash of a file, read in pieces."""
+    """Return size and hash of a file, read in chunks."""
     with open_unbuffered(path) as file:
         return hash_content(file, path.stat().st_size)
 
 
 def hash_content(file: RawIOBase | BufferedIOBase, expected: int) -> FileEntry:
-    """Return size and hash of the rest of an open file, probably ``expected`` bytes."""
+    """Return size and hash of the rest of an open file, which probably has ``expected`` bytes."""
     state, size = xxhash.xxh3_128(), 0
-    # Most files are small: clearing a whole chunk takes longer than reading them.
+    # Most files are small, and clearing a whole chunk takes longer than reading them.
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(expected, 4096))))
     while count := file.readinto(buffer):
         state.update(buffer[:count])
@@ -148,7 +156,10 @@ def hash_content(file: RawIOBase | BufferedIOBase, expected: int) -> FileEntry:
 
 
 def hash_files(directory: Path, paths: Iterable[str | Path]) -> dict[str, dict[str, Any]]:
-    """Return the entries of files, given as paths in or relative to ``directory``, as plain JSON that ranks can gather."""
+    """Return the entries of files as plain JSON that ranks can gather.
+
+    ``paths`` are inside, or relative to, ``directory``.
+    """
     names = sorted({relative_name(directory, path) for path in paths})
     num_bytes = sum((directory / name).stat().st_size for name in names)
     entries = spread(lambda name: asdict(hash_file(directory / name)), names, num_bytes)
@@ -156,7 +167,7 @@ def hash_files(directory: Path, paths: Iterable[str | Path]) -> dict[str, dict[s
 
 
 def relative_name(directory: Path, path: str | Path) -> str:
-    """Return ``path`` relative to ``directory``, with forward slashes. It must not lead out of it."""
+    """Return ``path`` relative to ``directory``, with forward slashes. It must not lead out of the directory."""
     name = Path(path)
     if name.is_absolute():
         name = name.relative_to(directory)
@@ -165,7 +176,7 @@ def relative_name(directory: Path, path: str | Path) -> str:
 
 
 def write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], info: CheckpointInfo, disk: Disk) -> str:
-    """Write and fsync the manifest; everything else must be durable already. Returns its digest."""
+    """Write and fsync the manifest, and return its digest. All other files must already be durable."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -183,7 +194,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read and check a manifest.
 
     Raises:
-        ConfigError: it is missing, damaged, or of a format that this release does not know.
+        ConfigError: it is missing, damaged, or in a format that this release does not support.
     """
     path = directory / MANIFEST
     data = read_bytes(path, limit=INDEX.num_bytes, remedy=_REMEDY)
@@ -198,13 +209,15 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def verify(directory: Path, *, hashes: bool = True, model: str | None = None) -> list[Problem]:
-    """Return every damaged, missing, truncated or extra file of a checkpoint, by path; [] when it is intact.
+    """Return every damaged, missing, truncated or extra file of a checkpoint, by path, or [] if the checkpoint is
+    intact.
 
     ``delta.verify_chain`` also checks that the manifest names all required files, and checks a delta's base.
 
     Args:
-        hashes: false: compare names and sizes only.
-        model: hash only the files of this model's directory, without its training state; compare names and sizes of all others.
+        hashes: False compares names and sizes only.
+        model: hash only the files of this model's directory, without its training state. Compare names and sizes
+            of all other files.
     """
     try:
         manifest = read_manifest(directory)
@@ -222,9 +235,10 @@ def compare(
     progress: Callable[[int], None] = lambda num_bytes: None,
     hash_of: Callable[[Path], FileEntry] = hash_file,
 ) -> list[Problem]:
-    """Do what ``verify`` does, with a manifest that has been read.
+    """Return the problems of ``verify`` for a manifest that was read already.
 
-    ``progress`` gets the size of each file, and ``hash_of`` returns the hash of a file. Any thread calls them.
+    ``progress`` is called with the size of each file. ``hash_of`` returns the hash of a file. Both are called from
+    any thread.
     """
     root = directory.resolve()
     num_bytes = sum(entry.size for entry in manifest.files.values())
@@ -243,7 +257,10 @@ def compare(
 
 
 def files_below(directory: Path) -> list[str]:
-    """Return the paths of all files and links below a directory, relative to it. Links to directories are not followed."""
+    """Return the paths of all files and links below a directory, relative to it.
+
+    Links to directories are not followed.
+    """
     names: list[str] = []
     for folder, folders, files in os.walk(directory):
         linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]
@@ -295,16 +312,19 @@ def _parse(content: Fields, digest: str) -> Manifest:
 
 
 def base_of(checkpoint: Path) -> Path | None:
-    """Return the full checkpoint that a delta is a difference to, None for a full one.
+    """Return the full checkpoint that a delta is a difference to, or None for a full checkpoint.
 
     Raises:
-        ConfigError: the base is missing, or was saved again since.
+        ConfigError: the base is missing, or was saved again after the delta.
     """
     return find_base(checkpoint, read_manifest(checkpoint))
 
 
 def find_base(checkpoint: Path, manifest: Manifest) -> Path | None:
-    """Return the base of a checkpoint whose manifest was read. Raises as ``base_of``."""
+    """Return the base of a checkpoint with a manifest that was read already.
+
+    The errors are the same as in ``base_of``.
+    """
     base = manifest.info.base
     if base is None:
         return None
@@ -320,11 +340,11 @@ def find_base(checkpoint: Path, manifest: Manifest) -> Path | None:
 
 
 def has_base(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's base is there. True for a full one, and for one with an unreadable manifest."""
+    """Return whether a checkpoint's base exists. Return True for a full checkpoint or an unreadable manifest."""
     try:
         manifest = read_manifest(checkpoint)
     except ConfigError:
-        # Damaged: reported when it is loaded.
+        # damaged: loading it raises the error
         return True
     try:
         find_base(checkpoint, manifest)
@@ -334,7 +354,7 @@ def has_base(checkpoint: Path) -> bool:
 
 
 def migration(version: int) -> Callable[[Migration], Migration]:
-    """Register a function (name of the document, its content) -> its content in the version after ``version``."""
+    """Register a function (document name, content) -> content in the version after ``version``."""
 
     def register(function: Migration) -> Migration:
         assert version not in MIGRATIONS, f"version {version} has a migration already"
@@ -345,10 +365,10 @@ def migration(version: int) -> Callable[[Migration], Migration]:
 
 
 def migrate(path: Path, content: dict[str, Any], version: Any) -> dict[str, Any]:
-    """Migrate the content of a document from its version to ``VERSION``.
+    """Migrate a document's content from its version to ``VERSION``.
 
     Raises:
-        ConfigError: this release does not know the version.
+        ConfigError: this release does not support the version.
     """
     if type(version) is not int or not 1 <= version <= VERSION:
         raise ConfigError(
@@ -362,5 +382,5 @@ def migrate(path: Path, content: dict[str, Any], version: Any) -> dict[str, Any]
 
 @migration(1)
 def _add_inputs(document: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Add the fingerprints of the run's inputs and its last steps, which version 2 keeps: none are known."""
+    """Add version 2's fingerprints of the run's inputs and its last steps. All are unknown."""
     return {"inputs": None, "recent": [], **content} if document == TRAINER_STATE else content

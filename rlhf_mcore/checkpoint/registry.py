@@ -1,4 +1,4 @@
-"""The registry of a run's objects with a state: none is forgotten when saving, and no saved state is ignored when loading."""
+"""Register a run's objects with state, so that saving forgets no object and loading ignores no saved state."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ _REMEDY = "It was written by another version or another configuration of the tra
 
 
 class Stateful(Protocol):
-    """An object with a state that can be saved and restored."""
+    """An object whose state can be saved and restored."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state. Every key must be read, by ``state[key]``."""
+        """Restore a state. Every key must be read by ``state[key]``."""
         ...
 
 
 class Registry:
-    """Objects with a state by name. Each name is registered once."""
+    """Objects with state by name. Each name is registered once."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
         self._added_later: set[str] = set()
 
     def register(self, name: str, holder: Stateful, *, added_later: bool = False) -> None:
-        """Save and load the state of ``holder`` under ``name``. ``added_later``: checkpoints of earlier releases lack it."""
+        """Save and load the state of ``holder`` under ``name``.
+
+        ``added_later``: earlier releases' checkpoints lack it.
+        """
         assert name not in self._objects, f"{name} is registered already"
         self._objects[name] = holder
         if added_later:
@@ -44,8 +47,9 @@ class Registry:
         """Restore the state of every object.
 
         Raises:
-            ConfigError: a registered name has no state, a state has no registered name, or an object did not read all keys of its
-                state or read a missing one. The message lists the names; ``source`` says where the states were read.
+            ConfigError: a registered name has no state, a state has no registered name, or an object did not read
+                all keys of its state or read a missing key. The message lists the names. ``source`` names the
+                origin of the states.
         """
         if unknown := sorted(states.keys() - self._objects.keys()):
             raise ConfigError(f"{source} holds the state of {unknown}, which this run does not have. {_REMEDY}")
@@ -66,11 +70,11 @@ class Registry:
 
 
 class _Absent(KeyError):
-    """A key that a state does not have."""
+    """A key is missing in a state."""
 
 
 class _Watched(Mapping[str, Any]):
-    """A mapping that records which of its keys were read."""
+    """A mapping that records its unread keys."""
 
     def __init__(self, content: Mapping[str, Any]):
         self._content = content

@@ -1,6 +1,6 @@
-"""The states of each rank's random generators as tensors: Python's, numpy's, and torch's on the host and on the device.
+"""Save and restore the random generators of each rank as tensors: Python, numpy, and torch on host and device.
 
-They are saved in a file of tensors, so nothing is pickled.
+The states are stored in a file of tensors, without pickle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def seed_process(seed: int, rank: int) -> None:
 
 
 def capture() -> dict[str, Tensor]:
-    """Return the state of this process's generators, by name."""
+    """Return the states of this process's generators by name."""
     version, words, gauss = random.getstate()
     assert version == 3, version
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -49,7 +49,10 @@ def capture() -> dict[str, Tensor]:
 
 
 def gather_states(states: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return the states of all ranks on the first one, as ``rank-<r>/<name>``; None on the others. Collective over the world."""
+    """Return the states of all ranks on the first rank, as ``rank-<r>/<name>``, and None on the others.
+
+    This is a collective call over the world.
+    """
     parts = gather_bytes(save(dict(states)))
     if dist.get_rank() != 0:
         return None
@@ -62,7 +65,10 @@ def encode(states: Mapping[str, Tensor]) -> bytes:
 
 
 def restore(states: Mapping[str, Tensor]) -> None:
-    """Set this process's generators to the states of :func:`capture`. A GPU's is left alone if ``states`` has none."""
+    """Set this process's generators to the states of :func:`capture`.
+
+    A GPU generator is unchanged if ``states`` has none.
+    """
     random.setstate(_python_state(states))
     np.random.set_state(_numpy_state(states))
     torch.set_rng_state(states["torch.cpu"])
@@ -71,17 +77,17 @@ def restore(states: Mapping[str, Tensor]) -> None:
 
 
 def read_states(directory: Path, rank: int, world_size: int) -> dict[str, Tensor] | None:
-    """Read the states of a rank. Returns None when the file was written by another number of ranks.
+    """Read the states of a rank. Return None if a different number of ranks wrote the file.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no states of generators.
+        ConfigError: the file cannot be read, or does not contain generator states.
     """
     by_rank = _read_by_rank(directory)
     return by_rank[f"rank-{rank}"] if by_rank.keys() == {f"rank-{r}" for r in range(world_size)} else None
 
 
 def check_states(directory: Path) -> None:
-    """Check that generators can be set to the states in the file.
+    """Check that generators accept the states in the file.
 
     Raises:
         ConfigError: as ``read_states``.

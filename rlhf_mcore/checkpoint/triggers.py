@@ -1,8 +1,10 @@
-"""Decides whether to save and whether to stop after a step: on the first rank, from the clock, files, signals and metrics.
+"""Decide after a step whether to save and whether to stop, from the clock, files, signals and metrics.
 
-Signals: Ctrl-C, SIGUSR1 and SIGTERM ask to finish the step, save and end; SIGUSR2 asks to save. A handler only sets a flag, which is
-read between steps. So a signal never interrupts a step or a save, and a second one changes nothing. Only Ctrl-C is different: before
-the first step, and the second time, it ends the process at once.
+First rank only.
+
+Ctrl-C, SIGUSR1 and SIGTERM request to finish the step, save and stop. SIGUSR2 requests a save. A handler only sets
+a flag, which is read between steps. So a signal never interrupts a step or a save, and a second signal changes
+nothing. Only Ctrl-C is different: before the first step, and the second time, it ends the process at once.
 
 ``collective.decide_together`` sends the decision to all ranks.
 """
@@ -45,16 +47,16 @@ REASONS = {
     END: "the last step",
 }
 MARGIN = 1.25  # factor on the expected time of a step and a save
-WINDOW = 100  # measurements that are remembered
-OUTLIER = 10.0  # a time so many times the second longest is an outlier: the machine stood still
+WINDOW = 100  # number of recent measurements to keep
+OUTLIER = 10.0  # a time above this multiple of the second longest is an outlier: the machine was paused
 
 
 class SignalRequests:
-    """The requests that signals have made to this process. ``stop_requested`` stays set; a request to save is taken once.
+    """Requests from signals to this process. ``stop_requested`` stays set; a save request is consumed once.
 
     Args:
-        acknowledge: called inside a handler with what will happen.
-        begun: called when the first step begins.
+        acknowledge: called inside a handler with a text for the user.
+        begun: called at the start of the first step.
     """
 
     def __init__(
@@ -67,11 +69,11 @@ class SignalRequests:
 
     @contextmanager
     def listening(self) -> Iterator[SignalRequests]:
-        """Handle the signals while the block runs. Main thread only; earlier handlers are restored afterwards."""
+        """Handle the signals while the block runs. Main thread only. Earlier handlers are restored afterwards."""
         handlers = dict.fromkeys(STOP_SIGNALS, self._stop) | dict.fromkeys(SAVE_SIGNALS, self._save)
         handlers[signal.SIGINT] = self._interrupt
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        # The launcher may have blocked some until now.
+        # The launcher may have blocked some signals until now.
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
         try:
             yield self
@@ -81,16 +83,16 @@ class SignalRequests:
                 signal.signal(number, handler)
 
     def begin(self) -> None:
-        """Note that the first step begins: from now on there is something to save."""
+        """Note that the first step begins. From now on there is state to save."""
         self._training = True
         self._begun()
 
     def request_save(self) -> None:
-        """Ask for a checkpoint after this step."""
+        """Request a checkpoint after this step."""
         self._save_requested = True
 
     def request_stop(self) -> None:
-        """Ask to save and end the run after this step."""
+        """Request to save and stop the run after this step."""
         self.stop_requested = True
 
     def take_save(self) -> bool:
@@ -99,7 +101,7 @@ class SignalRequests:
         return requested
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        # torchrun sends SIGTERM to the ranks once one has failed; then nothing is finished or saved.
+        # torchrun sends SIGTERM to all ranks after one has failed; then no rank finishes its step or saves.
         if number != signal.SIGTERM and not self.stop_requested:
             self._acknowledge("asked to stop: this step is finished and saved, then the run ends")
         self.stop_requested = True
@@ -119,7 +121,10 @@ class SignalRequests:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision after a step. ``best``: the checkpoint is the best so far; ``stop``: end the run, to be started again."""
+    """The decision after a step.
+
+    ``best``: this checkpoint is the best so far. ``stop``: stop the run, to be resumed later.
+    """
 
     reasons: tuple[str, ...] = ()
     best: bool = False
@@ -142,16 +147,16 @@ class Decision:
 
 @dataclass(slots=True)
 class Expected:
-    """The expected duration of something: the longest of the last ``WINDOW`` times, unless that one is an outlier.
+    """An expected duration: the longest of the last ``WINDOW`` times, unless that time is an outlier.
 
-    ``recent``: in seconds, oldest first.
+    ``recent`` contains the times in seconds, oldest first.
     """
 
     recent: list[float] = field(default_factory=list)
 
     @property
     def seconds(self) -> float | None:
-        """Return the expected duration, None before the first measurement."""
+        """Return the expected duration, or None before the first measurement."""
         longest = sorted(self.recent)[-2:]
         if len(longest) == 2 and longest[1] > OUTLIER * longest[0]:
             return longest[0]
@@ -163,7 +168,7 @@ class Expected:
 
     @classmethod
     def from_json(cls, value: list[float] | float | None) -> Expected:
-        """Read the value of a checkpoint: the recent times, or the single expected time that earlier versions wrote."""
+        """Read the value from a checkpoint: recent times, or the single expected time that earlier versions wrote."""
         if value is None:
             return cls()
         return cls(list(value) if isinstance(value, list) else [value])
@@ -171,15 +176,16 @@ class Expected:
 
 @dataclass(slots=True)
 class Triggers:
-    """Decides from the time of the last save, the best metric, and the durations of steps and saves. First rank only.
+    """Decide from the time of the last save, the best metric, and the durations of steps and saves. First rank
+    only.
 
     Args:
         config: the group ``checkpoint``.
         num_steps: the run's last step, which is always saved.
-        run: the run directory, in which a file ``SAVE`` asks for a save.
-        deadline: when the job will be ended, by ``clock``.
-        clock: seconds of a monotonic clock.
-        num_epochs: passes over the training data so far.
+        run: the run directory. A file ``SAVE`` in it requests a save.
+        deadline: the end of the job, as a time of ``clock``.
+        clock: returns seconds of a monotonic clock.
+        num_epochs: returns the passes over the training data so far.
     """
 
     config: CheckpointConfig
@@ -193,15 +199,15 @@ class Triggers:
     step_s: Expected = field(default_factory=Expected)
     save_s: Expected = field(default_factory=Expected)
     _started: float = 0.0
-    _mark: float = 0.0  # when the current step began
+    _mark: float = 0.0  # start of the current step
     _last_save: float = 0.0
     _saved_step: int | None = None
-    _epoch_mark: int = 0  # multiples of save_epochs that have passed
+    _epoch_mark: int = 0  # number of multiples of save_epochs that have passed
     _earlier_best: tuple[float | None, int | None] = (None, None)
-    _request: int | None = None  # modification time in ns of the SAVE file when it was seen
+    _request: int | None = None  # modification time of the observed SAVE file, in ns
 
     def begin(self) -> None:
-        """Start the clocks, when the first step begins."""
+        """Start the clocks at the beginning of the first step."""
         self._started = self._mark = self._last_save = self.clock()
         self._epoch_mark = self._count_epochs()
 
@@ -212,9 +218,9 @@ class Triggers:
 
         Args:
             step: the step that was just finished.
-            metrics: of the evaluation at this step, empty if there was none.
-            save_requested: a signal has asked for a save.
-            stop_requested: a signal has asked to end the run after this step.
+            metrics: evaluation metrics at this step, or empty.
+            save_requested: a signal has requested a save.
+            stop_requested: a signal has requested to stop the run after this step.
 
         Raises:
             ConfigError: the evaluation does not have the configured metric.
@@ -233,7 +239,7 @@ class Triggers:
             SIGNAL: save_requested,
             REQUEST: self._read_request(),
             STOP: stop_requested,
-            # Half of the time is gone and the duration of a save is unknown: measure it while there is time.
+            # Half of the time has passed and the duration of a save is unknown. Measure it while there is time.
             MEASURE: self.deadline is not None
             and self.save_s.seconds is None
             and now >= (self._started + self.deadline) / 2,
@@ -242,17 +248,17 @@ class Triggers:
         late = self._is_late(now, save_is_due=any(reasons.values()))
         reasons[DEADLINE] = late
         stop = (stop_requested or late) and step < self.num_steps
-        # A step may be decided twice; it is saved once.
+        # A step may be decided twice, but it is saved once.
         if step == self._saved_step:
             return Decision(stop=stop)
         return Decision(tuple(reason for reason, holds in reasons.items() if holds), best, stop)
 
     def record_save(self, step: int, seconds: float) -> None:
-        """Note that a checkpoint of ``step`` was committed, which blocked the run, or was written beside it, for ``seconds``."""
+        """Note that a checkpoint of ``step`` was committed. Blocking or in the background, its save took ``seconds``."""
         self.save_s.measured(seconds)
         self._saved_step = step
         self._mark = self._last_save = self.clock()
-        # The request is fulfilled, unless it was made again since it was seen.
+        # Remove the request, unless it was repeated after it was observed.
         path = self.run / SAVE_REQUEST
         with suppress(FileNotFoundError):
             if self._request is not None and path.stat().st_mtime_ns == self._request:
@@ -266,7 +272,10 @@ class Triggers:
             self.best_value, self.best_step = self._earlier_best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resumed run, as plain JSON. A save that was decided on counts as done: it stores this state."""
+        """Return the state for a resumed run, as plain JSON.
+
+        The current save counts as done, because it stores this state.
+        """
         return {
             "best_value": self.best_value,
             "best_step": self.best_step,
@@ -300,7 +309,7 @@ class Triggers:
         return True
 
     def _is_late(self, now: float, *, save_is_due: bool) -> bool:
-        """Return whether another step and a save, after a save that is due now, would not fit before the deadline."""
+        """Return whether one more step and save, after a save that is due now, would miss the deadline."""
         if self.deadline is None:
             return False
         num_saves = 2 if save_is_due else 1
