@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_mcore.config.engine_kinds import engine_kind, is_engine
 from rlhf_mcore.config.errors import ConfigError, for_terminal
 from rlhf_mcore.foreign import shorten
 
@@ -171,8 +172,9 @@ def _loss_scale_of(role: str) -> Former:
     )
 
 
-def _prefix_caching(is_on: bool, engine: str, arguments: Settings | None) -> Settings:
-    return {"rollout.vllm": {**(arguments or {}), "enable_prefix_caching": is_on}} if engine == "vllm" else {}
+def _prefix_caching(is_on: bool, engine: str | None, arguments: Settings | None) -> Settings:
+    has_arguments = engine is None or (is_engine(engine) and engine_kind(engine).reads("rollout.vllm"))
+    return {"rollout.vllm": {**(arguments or {}), "enable_prefix_caching": is_on}} if has_arguments else {}
 
 
 def _kl_controller(name: str, target: float | None, final: float | None) -> Settings:
@@ -241,7 +243,7 @@ FORMER = (
     Former(
         "set enable_prefix_caching in rollout.vllm",
         {"rollout.prefix_caching": True},
-        reads={"rollout.engine": "vllm", "rollout.vllm": None},
+        reads={"rollout.engine": None, "rollout.vllm": None},
         translate=_prefix_caching,
     ),
     Former(
