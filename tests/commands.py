@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +114,17 @@ def descendants(pid: int) -> list[int]:
             except OSError:  # it has just ended
                 continue
     return found[1:]
+
+
+def describe_processes(pids: Iterable[int]) -> str:
+    """Return a line with the id, the state and the command of each process that is still there."""
+    lines = []
+    for pid in pids:
+        with suppress(OSError):
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            lines.append(f"{pid} {state} {command[:300]}")
+    return "\n".join(lines)
 
 
 def processes_with(name: str, value: str) -> list[int]:
