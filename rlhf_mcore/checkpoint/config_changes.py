@@ -124,7 +124,7 @@ def _read(text: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{error}; choose another checkpoint") from error
     if not isinstance(tree, dict):
-        raise ConfigError("config.yaml of the checkpoint is no configuration; choose another checkpoint")
+        raise ConfigError("config.yaml of the checkpoint is not a configuration; choose another checkpoint")
     return tree
 
 

@@ -25,7 +25,7 @@ def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
     """
     models = model_names(named)
     problems = [
-        Problem(name, "absent", "the manifest does not name it, and no checkpoint is without")
+        Problem(name, "absent", "the manifest does not name it, but every checkpoint requires it")
         for name in DOCUMENTS
         if name not in named
     ]
@@ -38,14 +38,14 @@ def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
             # Damaged: the hash comparison or the reading code reports it.
             needed = []
         problems += [
-            Problem(model, "absent", f"the manifest does not name it, and the run of {CONFIG} has it")
+            Problem(model, "absent", f"the manifest does not name it, but {CONFIG} requires it")
             for model in needed
             if model not in models
         ]
     for model in models:
         try:
             problems += [
-                Problem(name, "absent", f"the manifest does not name it, and {model} needs it")
+                Problem(name, "absent", f"the manifest does not name it, but {model} requires it")
                 for name in _list_required(checkpoint, model, named)
                 if not (name in named or {name + DELTA_DATA, name + DELTA_INDEX} <= set(named))
             ]

@@ -233,9 +233,7 @@ def restore_file(index: Path, base: Path, target: Path) -> None:
         ) from error
     if restored != expected:
         target.unlink()
-        raise ConfigError(
-            f"{index}: the file that it restores is not the one that was saved; choose another checkpoint"
-        )
+        raise ConfigError(f"{index}: the restored file differs from the saved file; choose another checkpoint")
 
 
 def _write_restored(index: Path, content: Mapping[str, Any], base: Path, target: Path) -> FileEntry:

@@ -71,7 +71,7 @@ def recover(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
     notes = []
     free = disk.free_bytes(run)
     if free is not None and free < SCARCE_BYTES and (count := remove_partials(run, disk)):
-        notes.append(f"the disk is full ({free:,} bytes free): what {count} unfinished saves had left was removed")
+        notes.append(f"the disk is full ({free:,} bytes free): the files of {count} unfinished saves were removed")
     notes += [_resolve(run, directory, disk) for directory in scan_transitional(run)]
     for path in own_entries(run, ARCHIVE):
         if path.match(".*.partial"):

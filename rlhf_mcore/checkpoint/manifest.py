@@ -332,7 +332,7 @@ def find_base(checkpoint: Path, manifest: Manifest) -> Path | None:
     wanted = f"{checkpoint.name} holds differences to {base.name}"
     if step_of(base.name) is None or not (path / MANIFEST).is_file():
         raise ConfigError(
-            f"{checkpoint}: {wanted}, which is not beside it; bring it back, or choose another checkpoint"
+            f"{checkpoint}: {wanted}, which is missing next to it; restore it, or choose another checkpoint"
         )
     if read_manifest(path).digest != base.digest:
         raise ConfigError(f"{checkpoint}: {wanted}, which was saved again since; choose another checkpoint")

@@ -59,14 +59,16 @@ class Registry:
             if name not in states:
                 continue
             if not isinstance(states[name], Mapping):
-                raise ConfigError(f"{source}: the state of {name!r} is no mapping. {_REMEDY}")
+                raise ConfigError(f"{source}: the state of {name!r} is not a mapping. {_REMEDY}")
             watched = _Watched(states[name])
             try:
                 holder.load_state_dict(watched)
             except _Absent as error:
                 raise ConfigError(f"{source}: the state of {name!r} has no {error.args[0]!r}. {_REMEDY}") from error
             if watched.unread:
-                raise ConfigError(f"{source}: nobody read {sorted(watched.unread)} of the state of {name!r}. {_REMEDY}")
+                raise ConfigError(
+                    f"{source}: the keys {sorted(watched.unread)} in the state of {name!r} are unknown. {_REMEDY}"
+                )
 
 
 class _Absent(KeyError):

@@ -110,7 +110,7 @@ def _read_by_rank(directory: Path) -> dict[str, dict[str, Tensor]]:
             torch.Generator().set_state(states["torch.cpu"])
         except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ConfigError(
-                f"{path}: {rank} holds no state of random generators ({error}); choose another checkpoint"
+                f"{path}: {rank} has no valid state of random generators ({error}); choose another checkpoint"
             ) from error
     return by_rank
 

@@ -39,11 +39,11 @@ REASONS = {
     KEPT: "checkpoint.keep",
     MINUTES: "save_minutes",
     BEST: "the best so far",
-    SIGNAL: "asked by SIGUSR2 or an alarm",
-    REQUEST: "asked by the file SAVE",
-    STOP: "asked to stop",
+    SIGNAL: "requested by SIGUSR2 or an alarm",
+    REQUEST: "requested by the file SAVE",
+    STOP: "stop requested",
     DEADLINE: "the time limit is near",
-    MEASURE: "to learn how long a save takes",
+    MEASURE: "to measure the duration of a save",
     END: "the last step",
 }
 MARGIN = 1.25  # factor on the expected time of a step and a save
@@ -103,18 +103,18 @@ class SignalRequests:
     def _stop(self, number: int, _frame: FrameType | None) -> None:
         # torchrun sends SIGTERM to all ranks after one has failed; then no rank finishes its step or saves.
         if number != signal.SIGTERM and not self.stop_requested:
-            self._acknowledge("asked to stop: this step is finished and saved, then the run ends")
+            self._acknowledge("stop requested: the run finishes and saves this step, then ends")
         self.stop_requested = True
 
     def _save(self, _number: int, _frame: FrameType | None) -> None:
-        self._acknowledge("asked to save: a checkpoint is saved when this step is finished")
+        self._acknowledge("save requested: a checkpoint is saved after this step")
         self._save_requested = True
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         if not self._training or self.stop_requested:
             os._exit(_INTERRUPTED)
         self._acknowledge(
-            "Ctrl-C: this step is finished and saved, then the run ends. Press it again to end at once, without that"
+            "Ctrl-C: the run finishes and saves this step, then ends; press Ctrl-C again to end now without saving"
         )
         self.stop_requested = True
 

@@ -233,7 +233,10 @@ def test_fault_30_ctrl_c_saves_and_prints_the_command_that_continues(disturbed: 
         output = held.end()
     assert held.job.process.returncode == 75 and "Traceback" not in output, output[-3000:]
     assert f"the run continues after step {before} of {STEPS}" in output and disturbed.step > before
-    assert f"saved checkpoint-{disturbed.step} (asked to stop)" in output and "Ctrl-C: this step is finished" in output
+    assert (
+        f"saved checkpoint-{disturbed.step} (stop requested)" in output
+        and "Ctrl-C: the run finishes and saves this step" in output
+    )
     assert output.splitlines()[-1].startswith("to continue: ")
     assert output.splitlines()[-1].endswith("experiment=disturbed checkpoint.save_steps=0")
 

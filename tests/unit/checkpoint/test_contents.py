@@ -120,7 +120,7 @@ def test_every_shard_of_an_index_has_to_be_named(checkpoint: Path) -> None:
     files = {name: vars_of(checkpoint, name) for name in read_manifest(checkpoint).files}
     index = "actor/model.safetensors.index.json"
     write_manifest(checkpoint, {**files, index: vars_of(checkpoint, index)}, read_manifest(checkpoint).info, Disk())
-    assert damage(checkpoint) == ["actor/other.safetensors: the manifest does not name it, and actor needs it"]
+    assert damage(checkpoint) == ["actor/other.safetensors: the manifest does not name it, but actor requires it"]
 
 
 def vars_of(checkpoint: Path, name: str) -> dict[str, object]:
@@ -194,7 +194,7 @@ def test_a_manifest_with_a_value_of_another_kind_is_refused(
 @pytest.mark.parametrize("kl_coef", [0.01, 0.0])
 def test_models_that_the_run_has_must_be_named(checkpoint: Path, kl_coef: float) -> None:
     rewrite(checkpoint, "critic/")
-    assert damage(checkpoint) == ["critic: the manifest does not name it, and the run of config.yaml has it"]
+    assert damage(checkpoint) == ["critic: the manifest does not name it, but config.yaml requires it"]
     settings = yaml.safe_load((checkpoint / "config.yaml").read_text())
     settings["reference"]["refresh_steps"] = 5
     settings["algorithm"]["kl"]["coef"] = kl_coef  # 0: there is no reference
@@ -202,5 +202,5 @@ def test_models_that_the_run_has_must_be_named(checkpoint: Path, kl_coef: float)
     (checkpoint / "config.yaml").write_text(yaml.safe_dump(settings))
     files = {name: vars_of(checkpoint, name) for name in read_manifest(checkpoint).files}
     write_manifest(checkpoint, files, read_manifest(checkpoint).info, Disk())
-    expected = ["reference: the manifest does not name it, and the run of config.yaml has it"] if kl_coef else []
+    expected = ["reference: the manifest does not name it, but config.yaml requires it"] if kl_coef else []
     assert damage(checkpoint) == expected

@@ -138,7 +138,7 @@ def test_a_base_that_is_missing_or_changed_is_named(pair: tuple[Path, Path, dict
     assert verify_chain(delta) == []
     full.rename(tmp_path / "away")
     (problem,) = verify_chain(delta)
-    assert problem.is_damage and "checkpoint-20 holds differences to checkpoint-10, which is not beside it" in str(
+    assert problem.is_damage and "checkpoint-20 holds differences to checkpoint-10, which is missing next to it" in str(
         problem
     )
     save(full.parent, 10, weights(1))
@@ -156,7 +156,9 @@ def test_fault_11_damage_of_the_base_is_damage_of_the_delta(pair: tuple[Path, Pa
     weights_file.write_bytes(data)
     (problem,) = verify_chain(delta)
     assert (problem.path, problem.kind) == ("../checkpoint-10/actor/model-0.safetensors", "base")
-    with pytest.raises(ConfigError, match="is not the one that was saved"):  # and without verifying first
+    with pytest.raises(
+        ConfigError, match="the restored file differs from the saved file"
+    ):  # and without verifying first
         readable(delta)
 
 

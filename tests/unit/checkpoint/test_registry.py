@@ -70,7 +70,7 @@ def test_a_key_that_is_not_there_is_named() -> None:
 
 
 def test_a_state_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'a' is no mapping"):
+    with pytest.raises(ConfigError, match="'a' is not a mapping"):
         registry(a=Counter()).load_state_dict({"a": [1]})
 
 

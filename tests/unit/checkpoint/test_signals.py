@@ -35,7 +35,7 @@ def test_what_a_signal_asks_for_is_acknowledged_but_not_the_way_torchrun_ends_ra
         assert requests.stop_requested
         os.kill(os.getpid(), signal.SIGUSR1)
     assert begun == ["yes"]
-    assert [text.split(":")[0] for text in told] == ["asked to save", "Ctrl-C"]
+    assert [text.split(":")[0] for text in told] == ["save requested", "Ctrl-C"]
 
 
 def test_a_signal_asks_for_one_save() -> None:

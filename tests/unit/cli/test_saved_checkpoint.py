@@ -113,7 +113,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no state": (no_training, r"training is missing: the state of the optimizer"),
     "random generators": (
         change_tensor("rng.safetensors", "rank-0/numpy.place", lambda values: None),
-        r"rank-0 holds no state of random generators",
+        r"rank-0 has no valid state of random generators",
     ),
 }
 
