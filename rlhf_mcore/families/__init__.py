@@ -1,7 +1,8 @@
-"""Model families, one module each. A module of this package that has a ``FAMILY`` is one; nothing else names it.
+"""Model families, one module each. A module of this package with a ``FAMILY`` is a family; no list names it.
 
-A module is found by its name, which is transformers' ``model_type`` and the name of the architecture in small letters, and imported
-when it is asked for. Nothing here imports torch, so that configuration can ask for a family's sizes and refusals.
+The name of a module is transformers' ``model_type``, and the lowercase name of the architecture. Modules are
+imported on first use. This package does not import torch, so configuration checks can read a family's sizes and
+unsupported values.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SCORE = Rule("output_layer.weight", "replicated", {"score.weight": (ONE, HIDDEN
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Describe what stands after the last layer: how architectures with it end, and its parameters."""
+    """The layer after the decoder: the suffix of its architectures, and its parameters."""
 
     suffix: str
     rules: tuple[Rule, ...]
@@ -34,11 +35,10 @@ HEADS = {
     "token": Head("ForTokenClassification", (_SCORE, Rule("output_layer.bias", "replicated", {"score.bias": (ONE,)}))),
     "sequence": Head("ForSequenceClassification", (_SCORE,)),
 }
-WITH_IMAGES = "ForConditionalGeneration"  # how architectures of language models with a tower end
-_SEEING = (
-    "WithImages"  # stands before the suffix of a scalar head beside a tower: the language model alone may have one too
-)
-# Stands for an architecture that is not supported, where only sizes under the usual keys are asked for.
+WITH_IMAGES = "ForConditionalGeneration"  # suffix of architectures of language models with a tower
+# Comes before the suffix of a scalar head with a tower. The language model alone may have a scalar head, too.
+_SEEING = "WithImages"
+# Placeholder for unsupported architectures. It only gives the sizes under the usual keys.
 UNSUPPORTED = Family("unsupported", "", DECODER)
 
 
@@ -71,7 +71,7 @@ class _Families(Mapping[str, Family]):
 
 
 class _Architectures(Mapping[str, tuple[Family, str]]):
-    """Families and kinds of head by the architectures of Hugging Face configs."""
+    """Families and head kinds by Hugging Face architecture."""
 
     def __getitem__(self, architecture: str) -> tuple[Family, str]:
         plain = [(kind, head.suffix) for kind, head in HEADS.items()]
@@ -95,14 +95,17 @@ FAMILIES, ARCHITECTURES = _Families(), _Architectures()
 
 
 def outer_rules(geometry: ModelGeometry, *, tied_head: bool = False) -> tuple[Rule, list[Rule]]:
-    """Return the rule of what stands before the layers, and those of what follows; of a tied output layer only with ``tied_head``."""
+    """Return the rule before the layers, and the rules after them.
+
+    A tied output layer is included only with ``tied_head``.
+    """
     head = () if geometry.tied_embeddings and not tied_head else HEADS[geometry.head].rules
     first, *last = (rule for rule in FAMILIES[geometry.family].rules + head if "{i}" not in rule.mcore)
     return first, last
 
 
 def end_rules(geometry: ModelGeometry, *, tied_head: bool = False) -> tuple[list[Rule], list[Rule]]:
-    """List the rules of what stands before the layers and of what follows, see ``outer_rules``, or those of its adapters."""
+    """List the rules before and after the layers (see ``outer_rules``), or the rules of their adapters."""
     first, last = outer_rules(geometry, tied_head=tied_head)
     if geometry.adapter is None:
         return [first, *_tower_rules(geometry)], last
@@ -118,12 +121,15 @@ def _tower_rules(geometry: ModelGeometry) -> tuple[Rule, ...]:
 
 
 def embedding_name(geometry: ModelGeometry) -> str:
-    """Name the embedding as files do."""
+    """Return the embedding's name in files."""
     return next(iter(outer_rules(geometry)[0].tensors))
 
 
 def layer_rules(geometry: ModelGeometry, layer: int, *, fused: bool = False) -> list[Rule]:
-    """List the rules of one layer of a model, or those of its adapters; ``fused``: as Transformer Engine names parameters."""
+    """List the rules of one layer of a model, or the rules of its adapters.
+
+    ``fused`` selects Transformer Engine's names.
+    """
     rules = FAMILIES[geometry.family].layer_rules(geometry, layer, fused=fused)
     if geometry.adapter is None:
         return rules
@@ -133,7 +139,10 @@ def layer_rules(geometry: ModelGeometry, layer: int, *, fused: bool = False) -> 
 
 
 def hf_shapes(geometry: ModelGeometry, *, trained: bool = False) -> Shapes:
-    """Return name and shape of every Hugging Face tensor of a model, or of those that are ``trained``, in the order of the network."""
+    """Return name and shape of every Hugging Face tensor of a model in network order.
+
+    ``trained`` omits untrained tensors.
+    """
     first, last = end_rules(geometry)
     shapes: Shapes = {}
     for rule in first:
@@ -150,7 +159,7 @@ def hf_shapes(geometry: ModelGeometry, *, trained: bool = False) -> Shapes:
 
 
 def has_expert_bias(geometry: ModelGeometry) -> bool:
-    """Tell whether a model has mixtures whose router adds a bias to the scores of experts."""
+    """Return whether a model has MoE layers whose router adds a bias to the experts' scores."""
     if geometry.experts is None:
         return False
     from rlhf_mcore.families.mixture import EXPERT_BIAS
@@ -159,13 +168,13 @@ def has_expert_bias(geometry: ModelGeometry) -> bool:
 
 
 def head_fields(architecture: str, head: str, *, has_mtp: bool) -> dict[str, Any]:
-    """Return the keys of config.json that say that a model has a scalar head in the place of its own; none for a language model."""
+    """Return the keys of config.json for a scalar head instead of the model's own head. A language model gets none."""
     if head == "lm":
         return {}
     labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     return {
         "architectures": [architecture_name(architecture, head)],
-        # MTP layers predict tokens, and a scalar head has no use for them.
+        # A scalar head does not use MTP layers, because these predict tokens.
         **({MTP_KEY: 0} if has_mtp else {}),
         **labels,
         **({"classifier_dropout": 0.0} if head == "token" else {}),
@@ -173,6 +182,6 @@ def head_fields(architecture: str, head: str, *, has_mtp: bool) -> dict[str, Any
 
 
 def architecture_name(architecture: str, head: str) -> str:
-    """Name the architecture of the same model with another head."""
+    """Return the architecture's name for the same model with another head."""
     family, _ = ARCHITECTURES[architecture]
     return family.architecture + _suffix(family, head)

@@ -1,17 +1,21 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): where Megatron's matrices A and B are, in the coordinates of PEFT.
+"""Map low-rank adapters (Hu et al. 2021, arXiv 2106.09685) from Megatron's matrices A and B to PEFT's coordinates.
 
-The adapter of a matrix W [out, in] is A [r, in] and B [out, r]; its layer computes with W + scale * B A. Megatron joins several
-Hugging Face matrices in one weight. Each of them has its own A and B. The As of a weight are one parameter, its Bs are another:
+The adapter of a matrix W [out, in] is A [r, in] and B [out, r]. Its layer computes with W + scale * B A. Megatron
+joins several Hugging Face matrices in one weight, and each of them has its own A and B. All As of a weight are one
+parameter, and all Bs are another parameter:
 
-- where ranks split the outputs, every rank has the As whole, one below the other, and of the Bs the rows that it has of the weight;
-- where ranks split the inputs, a rank has the columns of A that it has of the weight, and B whole;
-- where every rank has the weight whole, it has both whole;
-- the magnitudes of DoRA (``AdapterSizes.use_dora``), a vector [out] of each W, are held as B is;
-- of the embedding and the output layer a rank has A whole, and of B the rows of its part of the vocabulary. PEFT has those of an
-  embedding transposed and exchanged: its ``lora_embedding_A`` [r, vocabulary] is the transposed B here.
+- If ranks split the outputs, every rank holds all As whole, stacked by rows, and the rows of B that match its
+  weight rows.
+- If ranks split the inputs, a rank holds the columns of A that match its weight columns, and B whole.
+- If every rank holds the weight whole, it holds A and B whole.
+- DoRA's magnitudes (``AdapterSizes.use_dora``), a vector [out] for each W, are split like B.
+- For the embedding and the output layer, a rank holds A whole, and the rows of B for its part of the vocabulary.
+  PEFT transposes and exchanges both for an embedding: its ``lora_embedding_A`` [r, vocabulary] is the transposed B
+  here.
 
-A geometry with ``adapter`` is that of the adapters alone: its rules, names and shapes are those of A and B, not those of the model.
-The head of a critic or a reward model is trained whole beside them (PEFT's ``modules_to_save``), and is one of them there.
+A geometry with ``adapter`` describes the adapters alone: its rules, names and shapes are for A and B, not for the
+model. The head of a critic or a reward model is trained whole (PEFT's ``modules_to_save``), and is included in
+that geometry.
 """
 
 from __future__ import annotations
@@ -28,15 +32,15 @@ from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 
 T = TypeVar("T")  # a tensor
 
-ALL_LINEAR = "all-linear"  # a target: every linear layer but the output layer, as PEFT means it
-A, B, M = ".lora_a", ".lora_b", ".lora_m"  # in the place of ``.weight``, in Megatron's names; M: magnitudes of DoRA
-# Modules before and behind the layers, which ``all-linear`` does not mean
+ALL_LINEAR = "all-linear"  # a target for every linear layer except the output layer, as in PEFT
+A, B, M = ".lora_a", ".lora_b", ".lora_m"  # replace ``.weight`` in Megatron's names; M: magnitudes of DoRA
+# Modules before and after the layers. ``all-linear`` does not include them.
 EMBEDDING, OUTPUT = "model.embed_tokens", "lm_head"
 _HF_PREFIX = "base_model.model."
 _HF_NAMES = {A: ".lora_A.weight", B: ".lora_B.weight", M: ".lora_magnitude_vector"}
 _HF_EMBEDDING_NAMES = {A: ".lora_embedding_B", B: ".lora_embedding_A"}
 _LINEAR = re.compile(r".*\.(linear_\w+|in_proj|out_proj)\.weight(\{k\})?")
-# How ranks hold A and B of a weight that they hold so.
+# Split of A and B, by the split of their weight.
 _KINDS: dict[Kind, tuple[Kind, Kind]] = {
     "row_parallel": ("row_parallel", "replicated"),
     "replicated": ("replicated", "replicated"),
@@ -53,10 +57,10 @@ def _sizes(geometry: ModelGeometry) -> AdapterSizes:
 
 
 def base_name(name: str) -> tuple[str, str]:
-    """Split the name of an adapter's Megatron parameter into that of the weight that it adapts, and ``A``, ``B`` or ``M``.
+    """Split the name of an adapter's Megatron parameter into its weight's name, and ``A``, ``B`` or ``M``.
 
     Raises:
-        KeyError: it is no adapter's.
+        KeyError: the name does not belong to an adapter.
     """
     if match := re.fullmatch(r"(.*)(\.lora_[abm])(\d*|\{k\})", name):
         return f"{match.group(1)}.weight{match.group(3)}", match.group(2)
@@ -64,39 +68,42 @@ def base_name(name: str) -> tuple[str, str]:
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether a Megatron parameter is one of an adapter."""
+    """Return whether a Megatron parameter belongs to an adapter."""
     return re.search(r"\.lora_[abm]\d*$", name) is not None
 
 
 def hf_module(name: str) -> str:
-    """Return the Hugging Face module that an adapter's tensor belongs to: ``model.layers.0.self_attn.q_proj``."""
+    """Return the Hugging Face module of an adapter's tensor, such as ``model.layers.0.self_attn.q_proj``."""
     return name.removeprefix(_HF_PREFIX).partition(".lora_")[0]
 
 
 def hf_names(module: str) -> tuple[str, str]:
-    """Return the names under which PEFT saves A and B of a Hugging Face module."""
+    """Return PEFT's names of A and B of a Hugging Face module."""
     return hf_name(module, A), hf_name(module, B)
 
 
 def hf_name(module: str, side: str) -> str:
-    """Return the name under which PEFT saves ``A``, ``B`` or ``M`` of a Hugging Face module."""
+    """Return PEFT's name of ``A``, ``B`` or ``M`` of a Hugging Face module."""
     ends = _HF_EMBEDDING_NAMES if module == EMBEDDING else _HF_NAMES
     return f"{_HF_PREFIX}{module}{ends[side]}"
 
 
 def pairs_of(tensors: Mapping[str, T]) -> dict[str, tuple[T, T]]:
-    """Return A and B by the Hugging Face module that they are of. ``tensors`` are under the names of PEFT."""
+    """Return A and B by Hugging Face module. ``tensors`` is keyed by PEFT's names."""
     modules = dict.fromkeys(map(hf_module, tensors))
     return {module: (tensors[a], tensors[b]) for module in modules for a, b in [hf_names(module)]}
 
 
 def base_copies() -> dict[str, str]:
-    """Map the names under which PEFT saves the weights of both ends beside their adapters to the names of these weights."""
+    """Map PEFT's names of embedding and output weights, which it saves with their adapters, to the weights' names."""
     return {f"{_HF_PREFIX}{module}.base_layer.weight": f"{module}.weight" for module in (EMBEDDING, OUTPUT)}
 
 
 def adapter_rules(rule: Rule, geometry: ModelGeometry, layer: int) -> list[Rule]:
-    """Derive the rules of A, B and magnitudes from that of a weight in one layer; none where nothing of it is adapted."""
+    """Derive the rules of A, B and magnitudes from a weight's rule in one layer.
+
+    Return none if nothing in it is adapted.
+    """
     is_end = rule.kind == "vocab_parallel"
     if (
         rule.kind not in _KINDS
@@ -133,27 +140,28 @@ def adapter_rules(rule: Rule, geometry: ModelGeometry, layer: int) -> list[Rule]
 
 
 def is_trained_whole(name: str, geometry: ModelGeometry) -> bool:
-    """Tell whether a Megatron parameter of a model is trained itself, beside its adapters: a head that gives one number per token."""
+    """Return whether a Megatron parameter is trained directly, in addition to adapters: a scalar head."""
     return geometry.head != "lm" and name in ("output_layer.weight", "output_layer.bias")
 
 
 def whole_rules(rule: Rule, geometry: ModelGeometry) -> list[Rule]:
-    """Derive the rule, under PEFT's names, of a weight that is trained whole; none for others."""
+    """Derive the rule, in PEFT's names, of a weight that is trained whole. Return none for other weights."""
     if not is_trained_whole(rule.mcore, geometry):
         return []
     return [replace(rule, tensors={_HF_PREFIX + name: dims for name, dims in rule.tensors.items()})]
 
 
 def whole_tensors(geometry: ModelGeometry) -> dict[str, str]:
-    """Map the names under which PEFT saves the tensors of such a head to those of the model."""
+    """Map PEFT's names of a scalar head's tensors to the model's names."""
     names = {"lm": (), "sequence": ("score.weight",), "token": ("score.weight", "score.bias")}[geometry.head]
     return {_HF_PREFIX + name: name for name in names}
 
 
 def is_target(module: str, geometry: ModelGeometry) -> bool:
-    """Tell whether a linear layer, by its Hugging Face name, is adapted.
+    """Return whether a linear layer, given by its Hugging Face name, is adapted.
 
-    A target is the last part of a name (or parts, divided by dots), as in PEFT's ``target_modules``, or a pattern of whole names.
+    A target is the last part of a name (or several parts with dots), as in PEFT's ``target_modules``, or a pattern
+    of whole names.
     """
     return any(_matches(target, module) for target in _sizes(geometry).targets)
 
@@ -165,20 +173,23 @@ def _matches(target: str, module: str) -> bool:
 
 
 def _module(tensor: str, layer: int) -> str:
-    """Return the module of a rule's tensor. Experts of a layer are adapted all, or none: the first stands for them."""
+    """Return the module of a rule's tensor.
+
+    A layer's experts are all adapted or none, so the first expert represents them.
+    """
     return tensor.format(i=layer, e=0).removesuffix(".weight")
 
 
 def without_dora(modules: Iterable[str]) -> str | None:
-    """Return the first of the modules whose adapter has no magnitudes here: an expert, the embedding or the output layer."""
+    """Return the first module for which DoRA is not supported: an expert, the embedding or the output layer."""
     return next((module for module in modules if module in (EMBEDDING, OUTPUT) or "expert" in module), None)
 
 
 def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
-    """Refuse targets that an adapter cannot have. ``field`` names the key, such as ``actor.lora.targets``.
+    """Reject targets that adapters do not support. ``field`` is the key, such as ``actor.lora.targets``.
 
     Raises:
-        ConfigError: a target is no linear layer of the model, or one that no adapter can be of.
+        ConfigError: a target is not a linear layer of the model, or does not support adapters.
     """
     linear, stacked = [EMBEDDING, *([OUTPUT] if geometry.head == "lm" else [])], []
     for layer in range(geometry.num_layers):

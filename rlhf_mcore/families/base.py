@@ -1,8 +1,9 @@
-"""Declare a model family without torch: how config.json becomes a geometry, what is refused, where Megatron has its tensors.
+"""Declare a model family without torch: the geometry from config.json, unsupported values, and Megatron's tensors.
 
-A rule names a Megatron parameter (``{i}`` is the layer's number over the whole model, ``{k}`` that of an expert on its rank), how
-tensor parallelism splits it, and the Hugging Face tensors that it holds with their full shapes in symbols (``{e}`` is the expert's
-number over the whole layer). A parameter that no rule names is an error, so nothing can be left behind silently.
+A rule names a Megatron parameter, its tensor-parallel split, and its Hugging Face tensors with full shapes in
+symbols. In names, ``{i}`` is the layer's number in the whole model, ``{k}`` an expert's number on its rank, and
+``{e}`` an expert's number in the whole layer. A parameter without a rule is an error, so no parameter is left out
+silently.
 """
 
 from __future__ import annotations
@@ -45,41 +46,40 @@ HEADS = Dim("heads", lambda g: g.num_heads)
 QUERIES = Dim("queries", lambda g: g.num_heads * g.head_dim)
 KV = Dim("kv", lambda g: g.num_kv_heads * g.head_dim)
 HEAD_DIM = Dim("head_dim", lambda g: g.head_dim)
-# Where config.json decides whether queries, keys and values have biases, and their heads norms.
+# For families in which config.json decides on biases of queries, keys and values, and on norms of heads.
 BIASED_QUERIES = Dim("biased_queries", lambda g: g.num_heads * g.head_dim if _grouped_sizes_of(g).has_qkv_bias else 0)
 BIASED_KV = Dim("biased_kv", lambda g: g.num_kv_heads * g.head_dim if _grouped_sizes_of(g).has_qkv_bias else 0)
 NORMED_HEAD_DIM = Dim("normed_head_dim", lambda g: g.head_dim if _grouped_sizes_of(g).has_qk_norm else 0)
 FFN = Dim("ffn", lambda g: g.ffn_size)
 VOCAB = Dim("vocab", lambda g: g.vocab_size)
 
-# How tensor-parallel ranks hold a parameter: whole; equal runs of rows of each of its tensors, one below the other; equal runs of
-# columns; equal runs of rows of the padded vocabulary; an equal run of the rows of queries, keys and values interleaved by group;
-# the part of one expert, transposed, of tensors that have those of all; rows by heads of a gated delta net, of tensors that have them
-# by kind, or its inputs by head of keys; queries and their gates by head, with keys and values, interleaved as "qkv"; whole, but
-# transposed; equal runs of columns of the padded vocabulary, transposed.
+# How tensor-parallel ranks split a parameter.
 Kind = Literal[
-    "replicated",
-    "column_parallel",
-    "row_parallel",
-    "vocab_parallel",
-    "qkv",
-    "stacked",
-    "delta",
-    "delta_by_head",
-    "gated_qkv",
-    "transposed",
-    "vocab_columns",
+    "replicated",  # whole on every rank
+    "column_parallel",  # equal runs of rows of each Hugging Face tensor, stacked
+    "row_parallel",  # equal runs of columns
+    "vocab_parallel",  # equal runs of rows of the padded vocabulary
+    "qkv",  # an equal run of the rows of queries, keys and values, interleaved by group
+    "stacked",  # one expert's part, transposed, of a tensor with all experts
+    "delta",  # rows of a gated delta net by head; files group them by kind
+    "delta_by_head",  # the same rows; files group the inputs by key head
+    "gated_qkv",  # like "qkv", but queries and gates alternate per head in files
+    "transposed",  # whole on every rank, transposed
+    "vocab_columns",  # equal runs of columns of the padded vocabulary, transposed
 ]
-Layers = Literal["all", "dense", "moe", "attention", "delta", "mtp"]  # that have a parameter
-Spec = Literal["any", "local", "te"]  # layer specs that have it under a name: both, the local one, Transformer Engine's
+Layers = Literal["all", "dense", "moe", "attention", "delta", "mtp"]  # layers that have the parameter
+Spec = Literal["any", "local", "te"]  # layer specs with this name; "te": Transformer Engine's
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Place one Megatron parameter's elements among Hugging Face tensors. Where a dimension is 0 there is no such parameter.
+    """Place the elements of a Megatron parameter in Hugging Face tensors.
 
-    ``trained``: false of a buffer, which no optimizer steps. ``in_memory``: the name of the same rows in a live transformers model,
-    where it differs from that of files (since version 5 the experts of a layer are one stack).
+    If a dimension is 0, the parameter does not exist.
+
+    ``trained``: False for a buffer, which no optimizer updates. ``in_memory``: the name of the same rows in a live
+    transformers model, if it differs from the name in files. Since version 5 transformers stacks a layer's
+    experts.
     """
 
     mcore: str
@@ -91,18 +91,18 @@ class Rule:
     trained: bool = True
 
     def shapes(self, geometry: ModelGeometry, layer: int = 0, expert: int = 0) -> dict[str, tuple[int, ...]]:
-        """Return names and full shapes of its Hugging Face tensors in one layer, for one expert."""
+        """Return names and full shapes of the rule's Hugging Face tensors in one layer, for one expert."""
         return {
             name.format(i=layer, e=expert): tuple(dim.of(geometry) for dim in dims)
             for name, dims in self.tensors.items()
         }
 
     def numel(self, geometry: ModelGeometry) -> int:
-        """Count elements in one layer, of one expert."""
+        """Return the number of elements in one layer, for one expert."""
         return sum(map(prod, self.shapes(geometry).values())) // (geometry.num_experts if self.kind == "stacked" else 1)
 
     def exists(self, geometry: ModelGeometry) -> bool:
-        """Tell whether the layers of a model have this parameter."""
+        """Return whether the layers of a model have this parameter."""
         return all(dim.of(geometry) for dims in self.tensors.values() for dim in dims)
 
 
@@ -120,7 +120,7 @@ def gated_mlp(
     spec: Spec = "any",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> tuple[Rule, Rule]:
-    """Return rules of Megatron's two layers ``linear`` (``{n}`` is 1 or 2), which hold the matrices gate, up and down of a module."""
+    """Return the rules of Megatron's two layers ``linear`` (``{n}`` is 1 or 2), which hold gate, up and down matrices."""
     gate, up, down = (f"{HF_LAYER}{block}.{name}.weight" for name in names)
     first, second = (MEGATRON_LAYER + linear.replace("{n}", n) for n in "12")
     return (
@@ -133,7 +133,7 @@ OUTSIDE = (
     Rule("embedding.word_embeddings.weight", "vocab_parallel", {"model.embed_tokens.weight": (VOCAB, HIDDEN)}),
     Rule("decoder.final_layernorm.weight", "replicated", {"model.norm.weight": (HIDDEN,)}),
 )
-# Norms of what comes out of attention and of the MLP, where a family has them.
+# Norms of the outputs of attention and MLP, for families that have them.
 OUTPUT_NORMS = (
     Rule(
         MEGATRON_LAYER + "self_attn_bda.norm.weight",
@@ -148,7 +148,7 @@ OUTPUT_NORMS = (
 )
 MLP = (
     Rule(MEGATRON_LAYER + "pre_mlp_layernorm.weight", "replicated", _MLP_NORM, "dense", "local"),
-    # The norm before a mixture stands alone: there is no single linear layer to fuse it with.
+    # The norm before MoE layers is separate, because there is no single linear layer to fuse it with.
     Rule(MEGATRON_LAYER + "pre_mlp_layernorm.weight", "replicated", _MLP_NORM, "moe"),
     Rule(MEGATRON_LAYER + "mlp.linear_fc1.layer_norm_weight", "replicated", _MLP_NORM, "dense", "te"),
     *gated_mlp("mlp.linear_fc{n}.weight", "mlp", FFN, "dense"),
@@ -171,7 +171,7 @@ DECODER = (
     OUTSIDE[1],
 )
 _INPUT_NORMS = (*INPUT_NORM, *_MLP_NORM)
-# With norms of outputs alone, and with both.
+# Decoders with norms of outputs only, and with norms of inputs and outputs.
 POST_NORM_DECODER = (*(rule for rule in DECODER if not set(rule.tensors) & set(_INPUT_NORMS)), *OUTPUT_NORMS)
 SANDWICH_DECODER = (
     *(
@@ -185,7 +185,7 @@ SANDWICH_DECODER = (
 
 
 def _qkv_bias(queries: Dim, keys: Dim) -> tuple[Rule, ...]:
-    """Return rules of biases of queries, keys and values."""
+    """Return the rules for biases of queries, keys and values."""
     rows = {"q": queries, "k": keys, "v": keys}
     tensors = {f"{ATTENTION}{x}_proj.bias": (size,) for x, size in rows.items()}
     return (Rule(MEGATRON_LAYER + "self_attention.linear_qkv.bias", "qkv", tensors),)
@@ -195,7 +195,7 @@ QKV_BIAS, OPTIONAL_QKV_BIAS = _qkv_bias(QUERIES, KV), _qkv_bias(BIASED_QUERIES, 
 
 
 def qk_norm(queries: Dim, keys: Dim | None = None) -> tuple[Rule, ...]:
-    """Return rules of norms of queries and of keys (as large, if nothing else is given)."""
+    """Return the rules for norms of queries and keys. ``keys`` defaults to the size of queries."""
     return tuple(
         Rule(
             f"{MEGATRON_LAYER}self_attention.{x}_layernorm.weight",
@@ -223,60 +223,61 @@ OUTPUT_BIAS = (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One model family: how its config.json is read, what of it is refused, and where its tensors are stored."""
+    """A model family: reading its config.json, rejecting unsupported values, and the places of its tensors."""
 
-    name: str  # transformers' ``model_type``, and the name of the module
-    architecture: str  # how the names of its Hugging Face architectures begin
+    name: str  # transformers' ``model_type``, and the module's name
+    architecture: str  # prefix of its Hugging Face architectures
     rules: tuple[Rule, ...]
 
-    # Parts, of families that have them.
-    latent: Latent | None = None  # multi-head latent attention in the place of grouped heads
-    windows: Windows | None = None  # layers that attend to some tokens only
+    # Optional parts.
+    latent: Latent | None = None  # multi-head latent attention instead of grouped heads
+    windows: Windows | None = None  # layers with sliding-window attention
     delta: DeltaNet | None = None  # layers with a gated delta net
     mixture: Mixture | SigmoidMixture | None = None
-    vision: Vision | None = None  # a tower beside the language model, whose sizes config.json has apart
+    vision: Vision | None = None  # a tower; config.json has its sizes in a separate section
 
     # Attention and norms.
-    head_dim: int | None = None  # where config.json has none; None: the hidden size over the number of heads
-    # The flag that decides whether query and key heads have norms, where not all models have them
+    head_dim: int | None = None  # default without head_dim in config.json; None: hidden size / number of heads
+    # config.json's flag for norms of query and key heads, if it varies between models
     qk_norm_key: str = ""
-    qkv_bias_key: str = ""  # the same of biases of queries, keys and values
-    norm_of_projections: bool = False  # a norm of heads is of all of them together
-    rotates_partly: bool = False  # partial_rotary_factor decides how much of a head rotates
-    norms: Literal["inputs", "outputs", "both"] = "inputs"  # of attention and MLP
+    qkv_bias_key: str = ""  # config.json's flag for biases of queries, keys and values
+    norm_of_projections: bool = False  # one norm over all heads together
+    rotates_partly: bool = False  # partial_rotary_factor sets the rotated share of a head
+    norms: Literal["inputs", "outputs", "both"] = "inputs"  # around attention and MLP
 
     # The rest of a decoder.
-    activation: str = "silu"  # of the MLP, as config.json names it
-    tied: bool = False  # whether the embedding is the output layer too, where config.json does not decide it
-    scales_embeddings: bool = False  # by the root of the hidden size
+    activation: str = "silu"  # activation of the MLP, named as in config.json
+    tied: bool = False  # default without tie_word_embeddings in config.json: the embedding is the output layer
+    scales_embeddings: bool = False  # by the square root of the hidden size
 
-    # What Megatron is told that is not its default, by the names that TransformerConfig and arguments of Megatron-LM share.
+    # Megatron settings that differ from its defaults, in names shared by TransformerConfig and Megatron-LM's
+    # arguments.
     megatron: Mapping[str, Any] = field(default_factory=dict)
-    settings: Callable[[Fields], Mapping[str, Any]] | None = None  # the same, where it depends on config.json
+    settings: Callable[[Fields], Mapping[str, Any]] | None = None  # the settings that depend on config.json
 
-    # What is refused: other values of these keys of config.json, which are also their defaults.
+    # Unsupported values. For these keys of config.json, only the given value is supported. It is also the default.
     flags: Mapping[str, bool] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)  # have to be there: engines read an absent one otherwise
-    absent: tuple[str, ...] = ()  # keys that are refused where they have a value
-    # Of a family without ``windows``: the key beside sliding_window that decides whether one is active, and sliding_window's default.
+    texts: Mapping[str, str] = field(default_factory=dict)  # required keys, because engines use another default
+    absent: tuple[str, ...] = ()  # keys that must have no value
+    # Without ``windows``: the key that activates sliding_window, and the default of sliding_window.
     window_switch: Literal["sliding_window", "use_sliding_window", "max_window_layers"] = "max_window_layers"
     default_window: int = 0
 
-    dequantised: tuple[Literal["mxfp4"], ...] = ()  # ways in which stored experts may be quantised
+    dequantised: tuple[Literal["mxfp4"], ...] = ()  # supported quantisations of stored experts
 
     @property
     def parts(self) -> list[Latent | Windows | DeltaNet | Mixture | SigmoidMixture]:
-        """List the parts that the family has: each reads its sizes, Megatron's settings and what is refused from config.json."""
+        """List the family's parts. Each part reads sizes, Megatron's settings and unsupported values from config.json."""
         return [part for part in (self.latent, self.windows, self.delta, self.mixture) if part is not None]
 
     @property
     def has_stacked_experts(self) -> bool:
-        """Tell whether files have the experts of a layer in one tensor; their gates and linear parts then take turns."""
+        """Return whether files stack a layer's experts in one tensor. Gate and up rows alternate in it."""
         return any(rule.kind == "stacked" for rule in self.rules)
 
     def layer_rules(self, geometry: ModelGeometry, layer: int, *, fused: bool = False) -> list[Rule]:
-        """List rules of the parameters of one layer of a model; ``fused`` as Transformer Engine's layer spec names them."""
+        """List the rules of one layer of a model. ``fused`` selects the names of Transformer Engine's layer spec."""
         is_moe, is_delta = geometry.layer_kind(layer)
         kinds = ["all", "moe" if is_moe else "dense", "delta" if is_delta else "attention"]
         if layer >= geometry.num_layers:
@@ -289,10 +290,10 @@ class Family:
         ]
 
     def geometry(self, hf_config: Fields, head: str = "lm") -> ModelGeometry:
-        """Read the sizes in a config.json of this family, under one kind of head.
+        """Read the sizes in a config.json of this family, for one kind of head.
 
         Raises:
-            ConfigError: a size is absent or cannot be.
+            ConfigError: a size is missing or invalid.
         """
         tied = hf_config.flag("tie_word_embeddings", default=None)
         vision = self.vision.sizes(hf_config) if self.vision is not None else {}
@@ -315,11 +316,11 @@ class Family:
         )
 
     def text(self, hf_config: Fields) -> Fields:
-        """Return the part of a config.json that describes the language model."""
+        """Return the section of a config.json that describes the language model."""
         return hf_config if self.vision is None else self.vision.text(hf_config)
 
     def megatron_settings(self, hf_config: Fields) -> dict[str, Any]:
-        """Return ``megatron``, and what of it depends on a config.json."""
+        """Return ``megatron``, and the settings that depend on config.json."""
         settings, hf_config = dict(self.megatron), self.text(hf_config)
         if self.qk_norm_key:
             settings["qk_layernorm"] = self._has_qk_norm(hf_config)
@@ -332,10 +333,10 @@ class Family:
         return settings
 
     def problems(self, hf_config: Fields, architecture: str) -> Iterator[str]:
-        """Yield what of a config.json this family does not support.
+        """Yield the parts of a config.json that this family does not support.
 
         Raises:
-            ConfigError: a size is absent or cannot be.
+            ConfigError: a size is missing or invalid.
         """
         if self.vision is not None:
             yield from self.vision.problems(hf_config)
@@ -357,7 +358,7 @@ class Family:
         )
 
     def _absent_ffn(self, hf_config: Fields) -> int | None:
-        """Return the MLP's size of a family whose layers all have experts and whose config.json has no such size."""
+        """Return the MLP size of a family with experts in all layers and no such size in config.json."""
         replaces = self.mixture is not None and self.mixture.replaces_mlp
         return size(hf_config, "moe_intermediate_size") if replaces else None
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V2-Lite and Coder-V2 (DeepSeek-AI 2024, arXiv 2405.04434): latent attention, experts by a softmax."""
+"""DeepSeek-V2, V2-Lite and Coder-V2 (DeepSeek-AI 2024, arXiv 2405.04434): latent attention, softmax routing."""
 
 from rlhf_mcore.families.base import Family
 from rlhf_mcore.families.latent import LATENT_DECODER, Latent

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437), and its cousins Moonlight and Kimi-K2: latent attention, sigmoid routing."""
+"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437), Moonlight and Kimi-K2: latent attention, sigmoid routing."""
 
 from rlhf_mcore.families.base import Family
 from rlhf_mcore.families.latent import LATENT_DECODER, Latent
@@ -11,6 +11,6 @@ FAMILY = Family(
     latent=Latent(),
     mixture=SigmoidMixture(states_groups=True),
     flags={"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
-    # vLLM routes by a softmax and without the bias where config.json does not have these.
+    # Without these keys in config.json, vLLM routes by a softmax and without the bias.
     texts={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 )

@@ -1,4 +1,4 @@
-"""Read from config.json the layers with a gated delta net in the place of attention."""
+"""Read from config.json which layers use a gated delta net instead of attention."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rlhf_mcore.geometry import DeltaSizes
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """Sizes of the nets, and which layers have one.
+    """Sizes of the gated delta nets, and the layers that use them.
 
-    ``every``: where config.json has no ``layer_types``, one layer of so many has attention, the last of them.
+    ``every``: without ``layer_types`` in config.json, every N-th layer has attention.
     """
 
     every: int = 4
@@ -26,7 +26,7 @@ class DeltaNet:
         return {"delta": sizes if sizes.layers else None}
 
     def settings(self, hf_config: Fields) -> dict[str, Any]:
-        """Return settings of Megatron's."""
+        """Return Megatron's settings."""
         sizes = self._sizes(hf_config)
         return {
             "linear_attention_freq": [int(kind == "linear_attention") for kind in self._kinds(hf_config)],
@@ -38,7 +38,7 @@ class DeltaNet:
         }
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
-        """Yield what of a config.json is not supported."""
+        """Yield the unsupported parts of a config.json."""
         sizes, kinds, num_layers = (
             self._sizes(hf_config),
             self._kinds(hf_config),

@@ -1,4 +1,4 @@
-"""Gemma 3 (Gemma Team 2025, arXiv 2503.19786) with its tower: all tokens of an image attend to each other."""
+"""Gemma 3 (Gemma Team 2025, arXiv 2503.19786) with its tower. All tokens of an image attend to each other."""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""The text models of Gemma 3 (Gemma Team 2025, arXiv 2503.19786): norms around blocks, windows with a rotation of their own."""
+"""Text models of Gemma 3 (Gemma Team 2025, arXiv 2503.19786): norms around blocks; window layers have their own
+rotation.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""gpt-oss (OpenAI 2025, arXiv 2508.10925): sinks, windows in every other layer, biases everywhere, a clamped SwiGLU in all experts."""
+"""gpt-oss (OpenAI 2025, arXiv 2508.10925): sinks, windows in every other layer, biases everywhere, experts with
+clamped SwiGLU.
+"""
 
 from rlhf_mcore.families.base import DECODER, OUTPUT_BIAS, QKV_BIAS, SINKS, Family
 from rlhf_mcore.families.mixture import Mixture, stacked_experts
@@ -19,7 +21,7 @@ FAMILY = Family(
     head_dim=64,
     mixture=Mixture("intermediate_size", top_k=4, always_renormalises=True),
     flags={"attention_bias": True},
-    numbers={"swiglu_alpha": 1.702, "swiglu_limit": LIMIT, "rms_norm_eps": 1e-5},  # vLLM has no others
+    numbers={"swiglu_alpha": 1.702, "swiglu_limit": LIMIT, "rms_norm_eps": 1e-5},  # vLLM supports only these values
     windows=Windows(every=2, is_fixed=True),
     dequantised=("mxfp4",),
 )

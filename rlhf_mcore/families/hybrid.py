@@ -1,4 +1,6 @@
-"""Tables of decoders in which most layers have a gated delta net, and the others attention with gates (Qwen3-Next, Qwen3.5)."""
+"""Decoder rules for models with gated delta nets in most layers and gated attention in the others (Qwen3-Next,
+Qwen3.5).
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,18 @@ KERNEL = Dim("delta_kernel", lambda g: _delta(g).kernel)
 KEYS_AND_VALUES = Dim("delta_keys_and_values", lambda g: 2 * _delta(g).keys + _delta(g).values)
 VALUES = Dim("delta_values", lambda g: _delta(g).values)
 QKVZ = Dim("delta_qkvz", lambda g: 2 * _delta(g).keys + 2 * _delta(g).values)
-# Projections of Qwen3.5, in the order of their rows on a rank. Qwen3-Next has the first two, and the last two, as one by head of keys.
+# Qwen3.5's projections, in the order of their rows on a rank. Qwen3-Next joins the first two, and the last two, by
+# key head.
 APART = {"in_proj_qkv": KEYS_AND_VALUES, "in_proj_z": VALUES, "in_proj_b": VALUE_HEADS, "in_proj_a": VALUE_HEADS}
 HYBRID_SETTINGS = {"qk_layernorm": True, "attention_output_gate": True, "layernorm_zero_centered_gamma": True}
-# Read by vLLM alone.
+# Only vLLM reads these.
 GATED_FLAGS = {"attn_output_gate": True, "layer_scale": False}
 BETA_ALPHA = Dim("delta_beta_alpha", lambda g: 2 * _delta(g).value_heads)
 _MEGATRON, _LAYER = "decoder.layers.{i}.self_attention.", "model.layers.{i}."
 
 
 def delta_net(kind: Kind, **inputs: Dim) -> tuple[Rule, ...]:
-    """Return rules of a gated delta net. ``inputs``: its projections from hidden states in files, and how many rows each has."""
+    """Return the rules of a gated delta net. ``inputs``: its input projections in files, with their numbers of rows."""
 
     def rule(name: str, kind: Kind, tensors: dict[str, tuple[Dim, ...]]) -> Rule:
         return Rule(
@@ -54,7 +57,7 @@ def delta_net(kind: Kind, **inputs: Dim) -> tuple[Rule, ...]:
 
 
 def _in_hybrid(rule: Rule) -> Rule:
-    """Restrict a rule of a decoder to layers with attention, whose queries have gates here."""
+    """Restrict a decoder's rule to layers with attention. Their queries have gates here."""
     if "self_attention" not in rule.mcore and "input_layernorm" not in rule.mcore:
         return rule
     if rule.kind != "qkv":

@@ -1,4 +1,6 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): queries (or not) and keys and values by way of a latent."""
+"""Describe multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): a latent for keys and values, and
+maybe for queries.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def _latent(g: ModelGeometry) -> LatentSizes:
     return g.attention
 
 
-# What is projected down to, what is projected up to, and queries where they are projected at once.
+# Sizes of down projections, up projections, and direct query projections.
 Q_RANK = Dim("q_rank", lambda g: _latent(g).q_rank)
 KV_RANK = Dim("kv_rank", lambda g: _latent(g).kv_rank)
 KV_DOWN = Dim("kv_down", lambda g: _latent(g).kv_rank + _latent(g).rope_dim)
@@ -68,12 +70,12 @@ class Latent:
         """Return fields of a geometry.
 
         Raises:
-            ConfigError: a size is absent or cannot be, or the part of a head with a rotation is odd.
+            ConfigError: a size is missing or invalid, or the rotated part of a head is odd.
         """
         return {"attention": self._sizes(hf_config)}
 
     def settings(self, hf_config: Fields) -> dict[str, Any]:
-        """Return settings of Megatron's."""
+        """Return Megatron's settings."""
         sizes, rope, is_yarn = self._sizes(hf_config), rotary(hf_config), rope_type(hf_config) == "yarn"
         return {
             "multi_latent_attention": True,
@@ -90,7 +92,7 @@ class Latent:
         }
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
-        """Yield nothing: what is refused of rotations is refused of all families."""
+        """Yield nothing. Unsupported rotations are rejected for all families elsewhere."""
         yield from ()
 
     @staticmethod

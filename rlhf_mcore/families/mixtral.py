@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024, arXiv 2401.04088): Mistral with a mixture of experts in every layer."""
+"""Mixtral (Jiang et al. 2024, arXiv 2401.04088): Mistral with experts in every layer."""
 
 from rlhf_mcore.families.base import DECODER, Family
 from rlhf_mcore.families.mixture import Mixture, experts

@@ -1,4 +1,6 @@
-"""Mixtures of experts: their tensors, and how config.json describes them: sizes, settings of Megatron's router, what is refused."""
+"""Describe mixtures of experts (MoE): their tensors, and their sizes, router settings and unsupported values from
+config.json.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ SHARED_FFN = Dim("shared_ffn", lambda g: _sizes(g).shared_ffn_size)
 
 
 def experts(block: str, *names: tuple[str, str, str]) -> tuple[Rule, ...]:
-    """Return rules of a mixture: its router, and its experts as modules one after the other or as one grouped matrix product.
+    """Return the rules of an MoE block: its router, and its experts as separate modules or as one grouped matrix
+    product.
 
-    ``names``: of the matrices gate, up and down in files, if they are not the usual ones.
+    ``names``: the names of the gate, up and down matrices in files, if they differ from the usual names.
     """
     hf, router = block + ".experts.{e}", {f"{HF_LAYER}{block}.gate.weight": (EXPERTS, HIDDEN)}
     local = gated_mlp("mlp.experts.local_experts.{k}.linear_fc{n}.weight", hf, EXPERT_FFN, "moe", "local", *names)
@@ -41,9 +44,11 @@ def experts(block: str, *names: tuple[str, str, str]) -> tuple[Rule, ...]:
 
 
 def stacked_experts(gate: str = "mlp.router", *, biased: bool = True) -> tuple[Rule, ...]:
-    """Return rules of a mixture whose files have the experts of a layer in one tensor, and the router as ``gate``.
+    """Return the rules of an MoE block whose files stack a layer's experts in one tensor.
 
-    ``biased``: router and experts have biases too.
+    ``gate`` is the router's name.
+
+    ``biased``: router and experts also have biases.
     """
     router, block = MEGATRON_LAYER + "mlp.router.", HF_LAYER + "mlp.experts."
     parts = ("weight", "bias") if biased else ("weight",)
@@ -83,31 +88,31 @@ EXPERT_BIAS = (
 
 
 def shared_expert(block: str, gate: str = "") -> tuple[Rule, ...]:
-    """Return rules of the expert that sees every token beside a mixture, and of the gate of its output, if there is one."""
+    """Return the rules of the shared expert, which processes every token, and of its output gate, if any."""
     shared = "mlp.shared_experts."
     mlp = gated_mlp(shared + "linear_fc{n}.weight", block, SHARED_FFN, "moe")
     names = {f"{HF_LAYER}{gate}.weight": (ONE, HIDDEN)}
     return (*mlp, Rule(MEGATRON_LAYER + shared + "gate_weight", "replicated", names, "moe")) if gate else mlp
 
 
-# Of DeepSeek-V3 and its cousins.
+# For DeepSeek-V3 and similar models.
 SIGMOID_EXPERTS = experts("mlp") + EXPERT_BIAS + shared_expert("mlp.shared_experts") + MTP
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Experts by a softmax: keys of config.json, and what transformers takes where they are absent."""
+    """Experts with softmax routing: keys of config.json, and transformers' defaults for missing keys."""
 
-    ffn_key: str  # of an expert's intermediate size
+    ffn_key: str  # key of an expert's intermediate size
     top_k: int
-    has_dense_layers: bool = False  # given by decoder_sparse_step and mlp_only_layers
+    has_dense_layers: bool = False  # set by decoder_sparse_step and mlp_only_layers
     always_renormalises: bool = False  # otherwise norm_topk_prob decides
-    renormalises: bool = False  # where that is absent
-    shared_ffn: int = 0  # intermediate size of the shared expert, where its key is absent; 0: a family without one
+    renormalises: bool = False  # default without norm_topk_prob
+    shared_ffn: int = 0  # default intermediate size of the shared expert; 0: the family has none
 
     @property
     def replaces_mlp(self) -> bool:
-        """Tell whether config.json has no size of another MLP."""
+        """Return whether config.json has no size for another MLP."""
         return bool(self.shared_ffn) and not self.has_dense_layers
 
     def sizes(self, hf_config: Fields) -> dict[str, Any]:
@@ -123,11 +128,11 @@ class Mixture:
         return {"experts": experts}
 
     def settings(self, hf_config: Fields) -> dict[str, Any]:
-        """Return settings of Megatron's router. Renormalised weights of the top k are the softmax over these k alone."""
+        """Return the settings of Megatron's router. Renormalised top-k weights equal a softmax over these k experts."""
         return {"moe_router_pre_softmax": not self._renormalises(hf_config)}
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
-        """Yield what of a config.json is not supported."""
+        """Yield the unsupported parts of a config.json."""
         top_k, experts = size(hf_config, "num_experts_per_tok", self.top_k), num_experts(hf_config)
         renormalises = self._renormalises(hf_config)
         if top_k > experts:
@@ -139,7 +144,7 @@ class Mixture:
             yield "shared experts (shared_expert_intermediate_size) are not supported; use another model"
 
     def _renormalises(self, hf_config: Fields) -> bool:
-        """Tell whether the weights of a token's experts add up to one (the softmax is then over these experts only)."""
+        """Return whether the weights of a token's experts add up to one. The softmax is then over these experts only."""
         return hf_config.flag("norm_topk_prob", default=self.renormalises) or self.always_renormalises
 
 
@@ -148,18 +153,21 @@ _GROUPS = ("n_group", "topk_group")
 
 @dataclass(frozen=True, slots=True)
 class SigmoidMixture:
-    """Experts by a sigmoid plus a bias, out of the best groups of them, beside shared experts, after some dense layers.
+    """Experts with sigmoid routing and a bias, from the best expert groups, with shared experts, after some dense
+    layers.
 
-    DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2. The bias only decides which experts are taken.
+    DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2. The bias only affects the choice of experts, not their
+    weights.
 
-    ``states_groups``: config.json has to have the groups, since transformers takes others than engines where they are absent.
+    ``states_groups``: config.json must define the groups, because transformers and engines have different
+    defaults.
     """
 
     states_groups: bool = False
     replaces_mlp: ClassVar[bool] = False
 
     def sizes(self, hf_config: Fields) -> dict[str, Any]:
-        """Return fields of a geometry: none where all layers are dense."""
+        """Return fields of a geometry. Return none if all layers are dense."""
         ffn, num_layers = size(hf_config, "moe_intermediate_size"), size(hf_config, "num_hidden_layers")
         num_dense = hf_config.integer("first_k_dense_replace", 0, num_layers)
         if num_dense == num_layers:
@@ -186,7 +194,7 @@ class SigmoidMixture:
         }
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
-        """Yield what of a config.json is not supported."""
+        """Yield the unsupported parts of a config.json."""
         top_k, experts, (groups, best) = (
             size(hf_config, "num_experts_per_tok"),
             num_experts(hf_config),
@@ -202,23 +210,26 @@ class SigmoidMixture:
                 f"n_group={groups}, topk_group={best}: {top_k} of {experts} experts cannot be taken so; export the model again"
             )
         elif groups > 1 and top_k // best != 2 and self._adds_two:
-            # transformers adds up the two best scores of a group, Megatron those of as many experts as are taken of one.
+            # transformers adds the two best scores of a group. Megatron adds as many scores as experts are chosen
+            # per group.
             yield f"topk_group={best} is supported with num_experts_per_tok={2 * best} only, not {top_k}; use another model"
         if (frequency := hf_config.integer("moe_layer_freq", default=1)) != 1:
             yield f"moe_layer_freq={frequency} is not supported, only 1; use another model"
 
-    _adds_two: ClassVar[bool] = True  # scores of a group, to choose the groups
+    _adds_two: ClassVar[bool] = True  # sum two scores to choose the groups
 
     def _scores(self) -> dict[str, Any]:
         return {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
     def _groups(self, hf_config: Fields) -> tuple[int, int]:
-        """Return the groups of experts, and how many of them a token's experts are taken from."""
+        """Return the number of expert groups, and the number of groups from which a token's experts are chosen."""
         return tuple(hf_config.integer(key, 1, 4096, default=1) for key in _GROUPS)  # type: ignore[return-value]
 
 
 class SoftmaxMixture(SigmoidMixture):
-    """The same by a softmax over all experts, without a bias: of all of them, or of the groups with the best expert each.
+    """Experts with softmax routing over all experts, without a bias.
+
+    Choose from all experts, or from groups ranked by their best expert.
 
     DeepSeek-AI 2024, arXiv 2405.04434, section 2.2.2.
     """
@@ -227,7 +238,7 @@ class SoftmaxMixture(SigmoidMixture):
     _adds_two = False
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
-        """Yield what of a config.json is not supported."""
+        """Yield the unsupported parts of a config.json."""
         if (method := self._method(hf_config)) not in ("greedy", "group_limited_greedy"):
             yield f"topk_method {shorten(method)!r} is not supported, only 'greedy' and 'group_limited_greedy'; use another model"
         yield from SigmoidMixture.problems(self, hf_config)

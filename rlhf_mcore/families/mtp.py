@@ -1,6 +1,7 @@
-"""MTP layers: behind the last layer of a decoder, they predict tokens after the next one (arXiv 2412.19437, section 2.2).
+"""Describe MTP layers. They follow a decoder's last layer and predict later tokens (arXiv 2412.19437, section
+2.2).
 
-DeepSeek-V3 and GLM-4.5 number them as if they were further layers; Qwen3-Next names them ``mtp.``.
+DeepSeek-V3 and GLM-4.5 number them after the decoder's layers. Qwen3-Next names them ``mtp.``.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections.abc import Iterable
 from rlhf_mcore.families.base import HF_LAYER, HIDDEN, MEGATRON_LAYER, TWICE_HIDDEN, Rule
 from rlhf_mcore.foreign import Fields
 
-MTP_KEY = "num_nextn_predict_layers"  # of config.json
+MTP_KEY = "num_nextn_predict_layers"  # in config.json
 _MAX_LAYERS = 64
-# Tensors of an MTP layer in files, and those of the model that they are.
+# Tensors of an MTP layer in files, and the equal tensors of the model.
 REPEATED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-# Beside those of a layer of its kind, what an MTP layer has. Its embedding and output layer are those of the model.
+# Additional tensors of an MTP layer, compared with a decoder layer. It shares the model's embedding and output
+# layer.
 MTP = (
     Rule(MEGATRON_LAYER + "enorm.weight", "replicated", {HF_LAYER + "enorm.weight": (HIDDEN,)}, "mtp"),
     Rule(MEGATRON_LAYER + "hnorm.weight", "replicated", {HF_LAYER + "hnorm.weight": (HIDDEN,)}, "mtp"),
@@ -33,21 +35,23 @@ MTP = (
     ),
 )
 EMBEDDING = "embedding.word_embeddings.weight"
-EMBEDDING_COPY = "mtp.embedding.weight"  # on the last pipeline stage, if that is not the first one
+EMBEDDING_COPY = "mtp.embedding.weight"  # on the last pipeline stage, unless it is also the first
 
 
 def num_mtp_layers(hf_config: Fields) -> int:
-    """Count MTP layers by config.json, 0 where it does not name them. Their weights need not be there: transformers saves without.
+    """Return the number of MTP layers in config.json, or 0 without the key.
+
+    Their weights may be missing, because transformers saves models without them.
 
     Raises:
-        ConfigError: it is no such number.
+        ConfigError: the value is not a valid number.
     """
     return int(hf_config.integer(MTP_KEY, 0, _MAX_LAYERS, default=0))
 
 
 def mtp_tensors(names: Iterable[str], hf_config: Fields) -> list[str]:
-    """List the tensors of a model directory that are of MTP layers."""
-    first = hf_config.integer("num_hidden_layers", default=0)  # absent where a model is more than a language model
+    """List the tensors of MTP layers in a model directory."""
+    first = hf_config.integer("num_hidden_layers", default=0)  # missing if a model is more than a language model
     numbers = range(first, first + num_mtp_layers(hf_config)) if first else range(0)
 
     def is_mtp(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""OLMo-2 (OLMo Team 2025, arXiv 2501.00656): norms of outputs instead of inputs, and of whole queries and keys."""
+"""OLMo-2 (OLMo Team 2025, arXiv 2501.00656): norms of outputs instead of inputs, and norms of whole queries and keys."""
 
 from rlhf_mcore.families.base import KV, POST_NORM_DECODER, QUERIES, Family, qk_norm
 

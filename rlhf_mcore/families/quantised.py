@@ -1,6 +1,9 @@
-"""Weights of 8 bits (``rollout.quantization``): which tensors of a model have them, and what their scales are. Without torch.
+"""Define 8-bit weights (``rollout.quantization``): the quantised tensors of a model, and their scales.
 
-Matrices of attention, of MLPs and of experts have 8 bits. Embeddings, norms, routers, biases and the output layer stay as they are.
+No torch needed.
+
+Matrices of attention, MLPs and experts are quantised. Embeddings, norms, routers, biases and the output layer are
+not.
 """
 
 from __future__ import annotations
@@ -12,34 +15,34 @@ from dataclasses import dataclass, replace
 from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 
 _MATRIX = re.compile(r"model\.layers\.\d+\.(self_attn|mlp|block_sparse_moe)\.(.+\.)?(\w+_proj|w[123])\.weight")
-_WHOLE_ROW = 1 << 40  # columns; more than any tensor has
+_WHOLE_ROW = 1 << 40  # columns: more than any tensor has
 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """Describe how weights are quantised: a block of ``block`` = (rows, columns) has one scale, in fp32.
+    """A quantisation format: each block of ``block`` = (rows, columns) has one fp32 scale.
 
-    ``suffix`` makes the name of the scales of a Hugging Face tensor's.
+    ``suffix`` is appended to a Hugging Face tensor's name to get the name of its scales.
     """
 
-    name: str  # of rollout.quantization
+    name: str  # in rollout.quantization
     dtype: str
     block: tuple[int, int]
     suffix: str
-    of_training: bool = False  # computed as Transformer Engine does, which trains by it (``actor.fp8``)
+    of_training: bool = False  # computed like Transformer Engine, which uses it for training (``actor.fp8``)
 
     def applies(self, name: str) -> bool:
-        """Tell whether a Hugging Face tensor has 8 bits."""
+        """Return whether a Hugging Face tensor is quantised."""
         return _MATRIX.fullmatch(name) is not None
 
     def blocks(self, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return start and shape of the blocks that a rectangle of a tensor reaches into, counted in blocks."""
+        """Return start and shape, in blocks, of the blocks that a rectangle of a tensor intersects."""
         first = tuple([begin // size for begin, size in zip(start, self.block, strict=True)])
         ends = [-(-(begin + n) // size) for begin, n, size in zip(start, shape, self.block, strict=True)]
         return first, tuple([end - low for end, low in zip(ends, first, strict=True)])
 
     def with_scales(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the tensors of a model, the scales of each behind it."""
+        """Return names and shapes of a model's tensors, each followed by its scales."""
         every: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes.items():
             every[name] = shape
@@ -52,16 +55,16 @@ QUANTISATIONS = {
     "fp8": Quantisation("fp8", "float8_e4m3fn", (128, 128), "_scale_inv"),
     "int8": Quantisation("int8", "int8", (1, _WHOLE_ROW), "_scale"),
 }
-FP8_OF_TRAINING = "fp8 of training"  # the name of fp8 where it is computed so
+FP8_OF_TRAINING = "fp8 of training"  # the name of fp8 computed like Transformer Engine
 
 
 def quantisation(name: str) -> Quantisation:
-    """Return a kind by the name that a bridge has for it: one of ``QUANTISATIONS``, or ``FP8_OF_TRAINING``."""
+    """Return a format by its name in the bridge: a key of ``QUANTISATIONS``, or ``FP8_OF_TRAINING``."""
     return replace(QUANTISATIONS["fp8"], of_training=True) if name == FP8_OF_TRAINING else QUANTISATIONS[name]
 
 
 def quantisation_problems(geometry: ModelGeometry) -> Iterator[str]:
-    """Name what of a model is not quantised here."""
+    """Yield the parts of a model for which quantisation is not supported."""
     from rlhf_mcore.families import FAMILIES
 
     if FAMILIES[geometry.family].has_stacked_experts:
@@ -77,10 +80,12 @@ def quantisation_problems(geometry: ModelGeometry) -> Iterator[str]:
 def cut_problems(
     geometry: ModelGeometry, tp: int, dp: int = 1, ep: int = 1, *, etp: int | None = None
 ) -> Iterator[str]:
-    """Name the blocks of 128x128 that engines, or models, of this layout would cut, or that two matrices of one layer would share.
+    """Yield the 128x128 blocks that a layout of engines or models would cut, or that two matrices of a layer would
+    share.
 
-    Stages have whole matrices. An expert is whole with ``ep``, and cut by all groups without; with ``etp`` by so many ranks. vLLM
-    refuses these blocks (``validate_fp8_block_shape`` and ``validate_fp8_block_shape_moe`` of its ``fp8_utils``).
+    Pipeline stages hold whole matrices. With ``ep`` an expert is whole; without it, all ranks split the expert.
+    With ``etp``, ``etp`` ranks split it. vLLM rejects such blocks (``validate_fp8_block_shape`` and
+    ``validate_fp8_block_shape_moe`` in its ``fp8_utils``).
     """
     attention, experts = geometry.attention, geometry.experts
     queries, heads = geometry.num_heads * geometry.head_dim // tp, max(geometry.num_kv_heads // tp, 1)

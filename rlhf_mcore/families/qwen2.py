@@ -7,6 +7,6 @@ FAMILY = Family(
     "Qwen2",
     DECODER + QKV_BIAS,
     megatron={"add_qkv_bias": True},
-    flags={"qk_norm": False},  # read by vLLM alone
+    flags={"qk_norm": False},  # only vLLM reads it
     default_window=4096,
 )

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024, arXiv 2407.10671): a mixture, and a shared expert behind a gate of its own."""
+"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024, arXiv 2407.10671): experts, and a shared expert with its own gate."""
 
 from rlhf_mcore.families.base import DECODER, QKV_BIAS, Family
 from rlhf_mcore.families.mixture import Mixture, experts, shared_expert

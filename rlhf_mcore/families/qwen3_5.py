@@ -1,4 +1,4 @@
-"""Qwen3.5 (Qwen Team 2026) with its tower, which is Qwen3-VL's without features for layers of the decoder."""
+"""Qwen3.5 (Qwen Team 2026) with its tower: Qwen3-VL's tower without features for decoder layers."""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""The language models of Qwen3.5 with experts (Qwen Team 2026): Qwen3-Next's layers, with a projection for each input of a net."""
+"""Language models of Qwen3.5 with experts (Qwen Team 2026): Qwen3-Next's layers with separate input projections of
+the nets.
+"""
 
 from rlhf_mcore.families.base import Family
 from rlhf_mcore.families.delta import DeltaNet

@@ -1,4 +1,4 @@
-"""The dense language models of Qwen3.5 (Qwen Team 2026): Qwen3-Next's layers without experts."""
+"""Dense language models of Qwen3.5 (Qwen Team 2026): Qwen3-Next's layers without experts."""
 
 from rlhf_mcore.families.base import Family
 from rlhf_mcore.families.delta import DeltaNet

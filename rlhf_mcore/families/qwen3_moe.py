@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts in every layer, or in some (Yang et al. 2025, arXiv 2505.09388)."""
+"""Qwen3 with experts in every layer, or in some layers (Yang et al. 2025, arXiv 2505.09388)."""
 
 from rlhf_mcore.families.base import DECODER, QK_NORM, Family
 from rlhf_mcore.families.mixture import Mixture, experts

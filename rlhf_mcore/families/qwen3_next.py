@@ -1,4 +1,6 @@
-"""Qwen3-Next (Qwen Team 2025): three layers of four have a gated delta net, the fourth attention with gates; experts in all."""
+"""Qwen3-Next (Qwen Team 2025): three of four layers use a gated delta net, the fourth gated attention; all have
+experts.
+"""
 
 from rlhf_mcore.families.base import Family
 from rlhf_mcore.families.delta import DeltaNet

@@ -1,4 +1,7 @@
-"""Qwen3-VL (Qwen Team 2025, arXiv 2511.21631): Qwen3 with a tower, three of whose layers speak to the decoder (DeepStack)."""
+"""Qwen3-VL (Qwen Team 2025, arXiv 2511.21631): Qwen3 with a tower.
+
+Three tower layers add features to decoder layers (DeepStack).
+"""
 
 from dataclasses import replace
 

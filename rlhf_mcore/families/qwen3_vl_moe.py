@@ -1,4 +1,4 @@
-"""Qwen3-VL with a mixture of experts (Qwen Team 2025, arXiv 2511.21631), whose files have the experts of a layer in one tensor."""
+"""Qwen3-VL with MoE layers (Qwen Team 2025, arXiv 2511.21631). Files stack a layer's experts in one tensor."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Refuse what transformers, an engine and the trainer would not read alike in a config.json."""
+"""Find values in a config.json that transformers, an engine and the trainer would interpret differently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rlhf_mcore.foreign import Fields, shorten
 if TYPE_CHECKING:
     from rlhf_mcore.families.base import Family
 
-# Keys that transformers reads of every model, or vLLM of some, and that no model here has: their only supported values.
+# Keys that transformers reads for every model, or vLLM for some. No model here uses them. Their only supported
+# values:
 _FLAGS: Mapping[str, bool] = {"is_causal": True}
 _NUMBERS: Mapping[str, float] = {"logit_scale": 1.0, "rotary_pct": 1.0, "rotary_emb_fraction": 1.0}
 _ABSENT = ("dual_chunk_attention_config", "llama_4_scaling", "index_topk")
@@ -27,10 +28,10 @@ def unsupported_keys(family: Family, hf_config: Fields, architecture: str) -> It
     """Yield keys whose values a family does not support.
 
     Raises:
-        ConfigError: a value is not of its type.
+        ConfigError: a value has the wrong type.
     """
     for key, supported in {**_FLAGS, **family.flags}.items():
-        # transformers takes a null for false, or refuses it.
+        # transformers interprets null as false, or rejects it.
         is_null = supported and key in hf_config.content and hf_config.content[key] is None
         if is_null or hf_config.flag(key, default=supported) != supported:
             asked = f"{key}={'null' if is_null else 'false'}" if supported else key
@@ -51,12 +52,13 @@ def unsupported_keys(family: Family, hf_config: Fields, architecture: str) -> It
 
 
 def rotation_problems(family: Family, hf_config: Fields, architecture: str) -> Iterator[str]:
-    """Yield what of the rotary embeddings is not supported: a kind of scaling, or a part of a head where a family rotates all of it.
+    """Yield unsupported rotary settings: a kind of scaling, or partial rotation in a family that rotates whole
+    heads.
 
-    transformers ignores the latter, or fails, and vLLM rotates that part.
+    With partial rotation, transformers ignores the setting or fails, and vLLM rotates only that part.
 
     Raises:
-        ConfigError: a value is absent or cannot be.
+        ConfigError: a value is missing or invalid.
     """
     hf_config.number("rope_theta", 1.0, 1e15, default=None)
     given = hf_config.object("rope_scaling", default=None) or hf_config.object("rope_parameters", default=None)
@@ -94,10 +96,11 @@ def _scaling_problems(family: Family, rope: Fields) -> Iterator[str]:
 
 
 def window_problems(family: Family, hf_config: Fields, architecture: str) -> Iterator[str]:
-    """Yield a sliding window, of a family without: what some layer of the model really uses, or what its list of layers names.
+    """Yield a sliding window in a family without windows: a window that a layer uses, or that the list of layers
+    names.
 
     Raises:
-        ConfigError: a size is absent or cannot be.
+        ConfigError: a size is missing or invalid.
     """
     if (window := _active_window(family, hf_config)) is not None:
         yield f"{architecture} with an active sliding_window {window} is not supported; use another model"

@@ -1,4 +1,4 @@
-"""SigLIP's tower (Zhai et al. 2023, arXiv 2303.15343) before a projection, as Gemma 3 has it: every image becomes one square."""
+"""Describe SigLIP's tower (Zhai et al. 2023, arXiv 2303.15343) and Gemma 3's projection. Every image becomes a square."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlhf_mcore.families.sizes import size
 from rlhf_mcore.families.vision import MAX_DEPTH, MAX_EDGE, MAX_WIDTH, Tensors, Vision, VisionSizes, linear, norm
 from rlhf_mcore.foreign import Fields
 
-IMAGE_TOKEN = "image_token_index"  # in config.json of models with such a tower
+IMAGE_TOKEN = "image_token_index"  # config.json's key for models with such a tower
 
 
 def square_merge(hf_config: Fields) -> int:
-    """Count the patches of an edge of the square that one token is of."""
+    """Return the edge, in patches, of the square that becomes one token."""
     tower = hf_config.object("vision_config")
     rows = tower.integer("image_size", 1, 2**14) // tower.integer("patch_size", 1, MAX_EDGE)
     return max(1, rows // isqrt(_num_tokens(hf_config)))
@@ -27,15 +27,15 @@ def _num_tokens(hf_config: Fields) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SquareVision(Vision):
-    """A tower that reads squares of ``image_size`` pixels and gives ``mm_tokens_per_image`` features of each.
+    """A tower that reads squares of ``image_size`` pixels and returns ``mm_tokens_per_image`` features per square.
 
-    ``defaults``: sizes of the language model that config.json may leave out.
+    ``defaults``: sizes of the language model that config.json may omit.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def text(self, hf_config: Fields) -> Fields:
-        """Return the part of a config.json that describes the language model."""
+        """Return the section of a config.json that describes the language model."""
         own = hf_config.object("text_config")
         return Fields({**self.defaults, **own.content}, own.where, own.remedy)
 
@@ -59,7 +59,7 @@ class SquareVision(Vision):
         }
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
-        """Yield what of a config.json is not supported."""
+        """Yield the unsupported parts of a config.json."""
         sizes, tower = self.sizes(hf_config)["vision"], hf_config.object("vision_config")
         tokens = _num_tokens(hf_config)
         if sizes.patch_size * isqrt(sizes.positions) != tower.integer("image_size"):

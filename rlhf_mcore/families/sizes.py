@@ -1,12 +1,12 @@
-"""Sizes of a model from its config.json: typed, within bounds, and with transformers' defaults where a key is absent."""
+"""Read the sizes of a model from its config.json: typed, within bounds, with transformers' defaults for missing keys."""
 
 from __future__ import annotations
 
 from rlhf_mcore.foreign import Fields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Two to eight times the largest that is published. Tables of layers, heads, experts and tokens are made before any weight is
-# read, so beyond these a config.json that is damaged, or wants to be, would take the memory of the machine.
+# Two to eight times the largest published values. Tables of layers, heads, experts and tokens are built before any
+# weight is read. Beyond these bounds a damaged or malicious config.json would fill the machine's memory.
 MAX_SIZES = {
     "num_hidden_layers": 1024,
     "num_attention_heads": 1024,
@@ -33,8 +33,8 @@ MAX_SIZES = {
     "vocab_size": 2**20,
     "max_position_embeddings": 2**31,
 }
-MAX_EXPERTS = 2**15  # of all layers together
-# Of all layers together, nearly twice the most that are published; a plan places each of them on its own.
+MAX_EXPERTS = 2**15  # in all layers together
+# In all layers together, nearly twice the largest published number. A plan places each head separately.
 MAX_KV_HEADS = 2**14
 
 
@@ -42,7 +42,7 @@ def size(hf_config: Fields, key: str, default: int | None = None) -> int:
     """Read a size of the model, from 1 to its entry in ``MAX_SIZES``.
 
     Raises:
-        ConfigError: it is absent without a default, no integer or out of range.
+        ConfigError: the size is missing without a default, not an integer, or out of range.
     """
     number = hf_config.integer(key, 1, MAX_SIZES[key], default=default)
     if number is None:
@@ -51,10 +51,10 @@ def size(hf_config: Fields, key: str, default: int | None = None) -> int:
 
 
 def num_experts(hf_config: Fields) -> int:
-    """Count experts of a layer, under the name that transformers writes since version 5, or the one of DeepSeek's or Qwen's authors.
+    """Read the number of experts per layer, in transformers' key since version 5, or in DeepSeek's or Qwen's key.
 
     Raises:
-        ConfigError: as ``size``, or all layers have too many together.
+        ConfigError: as ``size``, or all layers together have too many experts.
     """
     key = next((name for name in ("num_local_experts", "n_routed_experts") if name in hf_config), "num_experts")
     experts, num_layers = size(hf_config, key), size(hf_config, "num_hidden_layers")
@@ -66,17 +66,17 @@ def num_experts(hf_config: Fields) -> int:
 
 
 def dense_layers(hf_config: Fields) -> tuple[int, ...]:
-    """List layers of a mixture-of-experts model that have a dense MLP (``decoder_sparse_step``, ``mlp_only_layers``)."""
+    """List the layers of an MoE model that have a dense MLP (``decoder_sparse_step``, ``mlp_only_layers``)."""
     step = hf_config.integer("decoder_sparse_step", 1, default=1)
     listed = set(hf_config.integers("mlp_only_layers", default=()))
     return tuple(i for i in range(size(hf_config, "num_hidden_layers")) if i in listed or (i + 1) % step)
 
 
 def num_kv_heads(hf_config: Fields) -> int:
-    """Read the heads of keys and values: a divisor of the query heads.
+    """Read the number of key and value heads, a divisor of the query heads.
 
     Raises:
-        ConfigError: as ``size``, or it is no divisor.
+        ConfigError: as ``size``, or it is not a divisor.
     """
     num_heads = size(hf_config, "num_attention_heads")
     heads = size(hf_config, "num_key_value_heads", num_heads)
@@ -91,7 +91,9 @@ def num_kv_heads(hf_config: Fields) -> int:
 
 
 def head_dim(hf_config: Fields, default: int | None) -> int:
-    """Return the elements of a head, even as rotary embeddings need them. ``default`` None: the hidden size over the number of heads.
+    """Return the size of a head.
+
+    ``default`` None: hidden size / number of heads. Rotary embeddings require an even size.
 
     Raises:
         ConfigError: as ``size``, or it is odd.
@@ -106,7 +108,7 @@ def head_dim(hf_config: Fields, default: int | None) -> int:
 
 
 def rotary(hf_config: Fields) -> Fields:
-    """Read how rotary embeddings are scaled, of layers that attend to all tokens; empty where config.json does not have it."""
+    """Read the rotary parameters of layers with full attention, or return an empty object if config.json has none."""
     rope = hf_config.object("rope_scaling", default=None) or hf_config.object("rope_parameters", default=None)
     if rope is not None and "full_attention" in rope:
         rope = rope.object("full_attention")
@@ -114,19 +116,20 @@ def rotary(hf_config: Fields) -> Fields:
 
 
 def rope_type(hf_config: Fields) -> str:
-    """Read the kind of rotary scaling, of layers that attend to all tokens."""
+    """Return the kind of rotary scaling in layers with full attention."""
     return scaling(rotary(hf_config))
 
 
 def scaling(rope: Fields) -> str:
-    """Read the kind of rotary scaling that one set of rotary parameters asks for."""
+    """Return the kind of rotary scaling in one set of rotary parameters."""
     return rope.text("rope_type", default=rope.text("type", default="default"))
 
 
 def max_positions(hf_config: Fields, *, is_stretched: bool = False) -> int:
-    """Read the tokens of the longest sequence, 0 where config.json does not have it.
+    """Return the maximum sequence length in tokens, or 0 if config.json does not define it.
 
-    yarn and linear scaling stretch what config.json has; with llama3 it is stated stretched, and wherever ``is_stretched``.
+    yarn and linear scaling extend config.json's value. For llama3, or with ``is_stretched``, the value is already
+    extended.
     """
     key = "max_position_embeddings"
     if key not in hf_config:

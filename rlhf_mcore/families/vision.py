@@ -1,4 +1,4 @@
-"""Towers that read images, from config.json: their sizes, their tensors, and how positions of images rotate."""
+"""Read towers for images from config.json: their sizes, their tensors, and the rotation of image positions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlhf_mcore.families.sizes import head_dim, rotary, size
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.geometry import ModelGeometry
 
-MAX_PATCHES = 16_384  # that a tower reads at a time, or those of one image
-TOWER = "vision_tower."  # how the names of its tensors begin in a model of ours
+MAX_PATCHES = 16_384  # limit for one call of a tower, and for one image
+TOWER = "vision_tower."  # prefix of its tensors in our models
 Tensors = dict[str, tuple[int, ...]]
 MAX_WIDTH, MAX_DEPTH, MAX_EDGE = 2**18, 1024, 512
 _SHARE = "partial_rotary_factor"
@@ -21,34 +21,36 @@ _SHARE = "partial_rotary_factor"
 
 @dataclass(frozen=True, slots=True)
 class VisionSizes:
-    """A tower that reads images: patches become features, which stand in the places of tokens."""
+    """A tower that reads images. It turns patches into features, which replace token embeddings."""
 
-    image_token_id: int  # of these tokens
+    image_token_id: int  # id of the replaced tokens
     hidden_size: int
     ffn_size: int
     depth: int
-    patch_size: int  # pixels of an edge
+    patch_size: int  # pixels per edge
     temporal_patch_size: int
     channels: int
-    merge_size: int  # so many patches of a row, in so many rows, are one token
-    # Pairs of channels of a head that rotate by time, by row and by column; empty: tokens of images rotate as others do
+    merge_size: int  # merge_size x merge_size patches become one token
+    # Channel pairs of a head that rotate by time, row and column. Empty: image tokens rotate like other tokens.
     sections: tuple[int, ...]
-    positions: int = 0  # that have a learned embedding
-    deepstack: int = 0  # so many layers of the decoder add features of earlier layers of the tower to what they return
+    positions: int = 0  # number of learned position embeddings
+    deepstack: int = 0  # number of decoder layers to whose output features of earlier tower layers are added
 
     def tokens(self, grid: Sequence[int]) -> int:
-        """Count the tokens of an image of ``grid`` (time, rows, columns) patches."""
+        """Return the number of tokens of an image with ``grid`` (time, rows, columns) patches."""
         return grid[0] * grid[1] * grid[2] // self.merge_size**2
 
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """A tower beside a language model.
+    """A tower next to a language model.
 
-    ``tensors`` lists names and shapes, of sizes and the hidden size of the decoder. ``prefix`` is before their names in files.
-    ``interleaved``: channels of a head take turns in rotating by time, row and column; else the sections are one behind the other.
-    ``head_dim``: as the family's. ``rotates``: so much of a head, and ``sections``, where config.json does not say it. ``merger`` is
-    in the names of what makes tokens of patches. ``attends_within``: all tokens of an image attend to each other.
+    ``tensors`` lists names and shapes, for given sizes and the decoder's hidden size. ``prefix`` is the prefix of
+    their names in files. ``interleaved``: channels of a head alternate between rotation by time, row and column;
+    otherwise the sections are consecutive. ``head_dim``: the family's head size. ``rotates`` is the default for
+    the rotated share of a head, and ``sections`` the default for the sections, if config.json does not define
+    them. ``merger`` occurs in the names of the modules that convert patches to tokens. ``attends_within``: all
+    tokens of an image attend to each other.
     """
 
     tensors: Callable[[VisionSizes, int], Tensors]
@@ -61,7 +63,7 @@ class Vision:
     attends_within: bool = False
 
     def text(self, hf_config: Fields) -> Fields:
-        """Return the part of a config.json that describes the language model: older ones have it at the top."""
+        """Return the section of a config.json that describes the language model. Older files have it at the top level."""
         return hf_config.object("text_config", default=None) or hf_config
 
     def sizes(self, hf_config: Fields) -> dict[str, Any]:
@@ -85,7 +87,7 @@ class Vision:
         }
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
-        """Yield what of a config.json is not supported."""
+        """Yield the unsupported parts of a config.json."""
         sizes, text = self.sizes(hf_config)["vision"], self.text(hf_config)
         share = text.number(_SHARE, 0.0, 1.0, default=self.rotates)
         share = rotary(text).number(_SHARE, 0.0, 1.0, default=share)
@@ -100,7 +102,7 @@ class Vision:
             yield f"vision_config.out_hidden_size={out} is not hidden_size={size(text, 'hidden_size')}; export the model again"
 
     def axes(self, sections: tuple[int, ...]) -> list[int]:
-        """List by which of time (0), row (1) and column (2) each pair of channels of a head rotates."""
+        """Return, for each channel pair of a head, its rotation axis: time (0), row (1) or column (2)."""
         if not self.interleaved:
             return [axis for axis, count in enumerate(sections) for _ in range(count)]
         axes = [0] * sum(sections)
@@ -110,11 +112,11 @@ class Vision:
         return axes
 
     def rules(self, geometry: ModelGeometry) -> tuple[Rule, ...]:
-        """List rules of the tensors of the tower; none of a geometry without."""
+        """List the rules of the tower's tensors. Return none for a geometry without a tower."""
         return _rules(self, geometry.vision, geometry.hidden_size) if geometry.vision is not None else ()
 
     def frozen(self, geometry: ModelGeometry, train: str) -> list[str]:
-        """List the tensors of files that ``train`` ("none", "merger" or "all" of the tower) leaves as they are."""
+        """List the tensors in files that ``train`` ("none", "merger" or "all" of the tower) keeps unchanged."""
         names = [name for rule in self.rules(geometry) for name in rule.tensors]
         return [] if train == "all" else [name for name in names if train == "none" or self.merger not in name]
 
@@ -132,7 +134,7 @@ def _fixed(number: int) -> Dim:
 
 
 def within(rules: tuple[Rule, ...], inner: str) -> tuple[Rule, ...]:
-    """Return rules of a language model whose tensors files have under ``inner`` in the place of ``model.``."""
+    """Return rules of a language model whose tensors in files have the prefix ``inner`` instead of ``model.``."""
 
     def moved(tensors: Mapping[str, tuple[Dim, ...]]) -> dict[str, tuple[Dim, ...]]:
         return {inner + name.removeprefix("model."): dims for name, dims in tensors.items()}
@@ -159,7 +161,7 @@ def _attention(block: str, width: int) -> Tensors:
 
 
 def gated_tower(v: VisionSizes, hidden_size: int) -> Tensors:
-    """List the tensors of Qwen2.5-VL's tower: norms without biases, gated MLPs."""
+    """List the tensors of Qwen2.5-VL's tower: norms without biases, and gated MLPs."""
     width, merged, tensors = v.hidden_size, v.hidden_size * v.merge_size**2, _patches(v)
     for layer in range(v.depth):
         block = f"blocks.{layer}."

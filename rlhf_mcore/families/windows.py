@@ -1,4 +1,4 @@
-"""Attention of some layers to the last tokens alone, from config.json."""
+"""Read from config.json which layers use sliding-window attention."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlhf_mcore.geometry import WindowSizes
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Some layers of a model attend to the last ``sliding_window`` tokens alone.
+    """Sliding-window attention: some layers attend only to the last ``sliding_window`` tokens.
 
-    ``every``: where config.json has no ``layer_types``, one layer of so many attends to all tokens, the last of them. ``is_fixed``:
-    another order is not supported, since engines do not read it.
+    ``every``: without ``layer_types`` in config.json, every N-th layer attends to all tokens. ``is_fixed``: other
+    layer orders are not supported, because engines do not read them.
     """
 
     every: int
@@ -30,14 +30,14 @@ class Windows:
 
     def settings(self, hf_config: Fields) -> dict[str, Any]:
         """Return settings of Megatron's attention."""
-        # A token sees itself and ``sliding_window - 1`` before it.
+        # A token attends to itself and the ``sliding_window - 1`` tokens before it.
         return {
             "window_size": (self._tokens(hf_config) - 1, 0),
             "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in self._kinds(hf_config)],
         }
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
-        """Yield what of a config.json is not supported."""
+        """Yield the unsupported parts of a config.json."""
         self.settings(hf_config)
         kinds, num_layers = self._kinds(hf_config), size(hf_config, "num_hidden_layers")
         if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
