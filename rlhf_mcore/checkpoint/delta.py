@@ -1,5 +1,4 @@
-"""Verify and read full checkpoints and deltas. A delta stores its weight files as differences to a full
-checkpoint.
+"""Verify and read full checkpoints and deltas. A delta stores its weight files as differences to a full checkpoint.
 
 Chains have length one: the base of a delta is always a full checkpoint. The delta's manifest contains the base's
 name and the digest of its manifest. The plug-in ``deltas`` writes deltas.
@@ -192,9 +191,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor in a delta file: its frame [begin, end), and the base tensor's file and offset (None: no tensor of
-    this size).
-    """
+    """A tensor in a delta file: its frame [begin, end), and the base tensor's file and offset (None: no tensor of this size)."""
 
     name: str
     begin: int

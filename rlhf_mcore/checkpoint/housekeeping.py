@@ -252,8 +252,7 @@ def read_pins(run: Path) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Retention policy: keep the newest ``limit`` checkpoints (None: all), the steps ``keep`` and all multiples of
-    ``keep_every``.
+    """Keep the newest ``limit`` checkpoints (None: all), the steps ``keep`` and all multiples of ``keep_every``.
 
     It also keeps the best checkpoint, the checkpoint of ``latest``, pinned checkpoints, and the bases of kept
     deltas.
@@ -265,9 +264,7 @@ class Retention:
 
 
 def checkpoints_to_delete(run: Path, policy: Retention) -> list[Checkpoint]:
-    """Return the checkpoints that the policy does not keep, in removal order: deltas before full checkpoints,
-    oldest first.
-    """
+    """Return the checkpoints that the policy does not keep, in removal order: deltas before full checkpoints, oldest first."""
     checkpoints = scan(run)
     if policy.limit is None:
         return []

@@ -117,9 +117,7 @@ def linked_checkpoints(run: Path) -> list[Path]:
 
 
 def linked_step(run: Path, link: str) -> int | None:
-    """Return the step to which a link of the run directory points, or None if it does not point to a committed
-    checkpoint.
-    """
+    """Return the step to which a link of the run directory points, or None if it does not point to a committed checkpoint."""
     path = run / link
     if not path.is_symlink():
         return None

@@ -58,8 +58,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The full checkpoint that a delta is a difference to: its directory next to the delta, and its manifest's
-    digest.
+    """The full checkpoint that a delta is a difference to: its directory next to the delta, and its manifest's digest.
 
     ``position``: 1 for the first delta after the full checkpoint, 2 for the next delta.
     """
@@ -209,8 +208,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def verify(directory: Path, *, hashes: bool = True, model: str | None = None) -> list[Problem]:
-    """Return every damaged, missing, truncated or extra file of a checkpoint, by path, or [] if the checkpoint is
-    intact.
+    """Return every damaged, missing, truncated or extra file of a checkpoint, by path, or [] if the checkpoint is intact.
 
     ``delta.verify_chain`` also checks that the manifest names all required files, and checks a delta's base.
 

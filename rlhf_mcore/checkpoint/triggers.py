@@ -176,8 +176,7 @@ class Expected:
 
 @dataclass(slots=True)
 class Triggers:
-    """Decide from the time of the last save, the best metric, and the durations of steps and saves. First rank
-    only.
+    """Decide from the time of the last save, the best metric, and the durations of steps and saves. First rank only.
 
     Args:
         config: the group ``checkpoint``.

@@ -57,9 +57,7 @@ class CarriedTensors:
 
     @property
     def config_updates(self) -> dict[str, Any]:
-        """Keys that differ in a saved config.json. transformers writes no layers without tensors, so their number
-        becomes 0.
-        """
+        """Keys that differ in a saved config.json. transformers writes no layers without tensors, so their number becomes 0."""
         return {MTP_KEY: 0} if num_mtp_layers(self._hf_config) and not self._some else {}
 
     def write(self, directory: Path, shard: FileShard) -> Path:

@@ -43,8 +43,7 @@ from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 
 
 class Exporter:
-    """Write a model's weights as a Hugging Face directory, repeatedly. All ranks of a group must build and call
-    it.
+    """Write a model's weights as a Hugging Face directory, repeatedly. All ranks of a group must build and call it.
 
     Args:
         parameters: this rank's parameters, in the dtypes of the files. Their own tensors are written unless
@@ -137,8 +136,7 @@ class Exporter:
         return assembled_bytes(self._rank_plan, self._parts)
 
     def write(self, directory: Path) -> list[Path]:
-        """Write this rank's files into a directory and return their paths. This is a collective call over the
-        group.
+        """Write this rank's files into a directory and return their paths. This is a collective call over the group.
 
         The call completes on every rank even if this rank's files fail. It raises the error afterwards.
         """

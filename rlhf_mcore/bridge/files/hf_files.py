@@ -211,9 +211,7 @@ def companion_files(sources: Sequence[str | Path]) -> list[Path]:
 
 
 def _blobs(directory: Path) -> list[Path]:
-    """Return the directory where a Hugging Face cache stores a directory's files: snapshots/<revision>/* ->
-    ../../blobs/*.
-    """
+    """Return the directory where a Hugging Face cache stores a directory's files: snapshots/<revision>/* -> ../../blobs/*."""
     return [directory.parent.parent / "blobs"] if directory.parent.name == "snapshots" else []
 
 
@@ -261,8 +259,7 @@ _OF_MODEL = ("config.json", "generation_config.json")  # with them it would look
 
 
 def open_adapters(directory: str | Path, model: ModelGeometry) -> tuple[HFReader, ModelGeometry]:
-    """Open a PEFT directory with adapters of ``model``. Return the reader of its tensors, and the adapters'
-    geometry.
+    """Open a PEFT directory with adapters of ``model``. Return the reader of its tensors, and the adapters' geometry.
 
     Raises:
         ConfigError: a tensor is missing, belongs to no adapter of the model, or has the wrong shape or dtype for

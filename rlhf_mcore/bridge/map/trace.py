@@ -185,9 +185,7 @@ def _padding(
 
 
 def _declared_padding(names: tuple[str, ...], layout: Tensor, modules: dict[str, nn.Module]) -> int:
-    """Count the elements that vLLM declares as padding: vocabulary rows, or the padding that a weight's creator
-    declares.
-    """
+    """Count the elements that vLLM declares as padding: vocabulary rows, or the padding that a weight's creator declares."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     module = modules[names[0].rpartition(".")[0]]

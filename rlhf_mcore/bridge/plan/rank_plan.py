@@ -21,8 +21,7 @@ DEPTH = 2  # buckets in flight
 
 @dataclass(slots=True)
 class Copy:
-    """A rectangle in a message: ``hf_name[start : start + shape]``, in row-major order from byte
-    ``message_offset``.
+    """A rectangle in a message: ``hf_name[start : start + shape]``, in row-major order from byte ``message_offset``.
 
     On this rank the rectangle is in ``buffer`` at ``offset`` with ``strides`` (in elements). In a receive, two
     copies may read the same bytes of the message if the rank needs the rectangle twice.
@@ -254,9 +253,7 @@ def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, own:
 
 
 def _adjoins(last: Copy, new: Copy) -> bool:
-    """Return whether rectangles are neighbours along the first axis, in Hugging Face coordinates and in the local
-    tensor.
-    """
+    """Return whether rectangles are neighbours along the first axis, in Hugging Face coordinates and in the local tensor."""
     return (
         last.hf_name == new.hf_name
         and len(new.shape) > 0

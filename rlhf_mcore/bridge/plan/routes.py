@@ -1,5 +1,4 @@
-"""Choose the sender of each cell by arithmetic on the sorted holders and needers. Every rank computes its part
-alone.
+"""Choose the sender of each cell by arithmetic on the sorted holders and needers. Every rank computes its part alone.
 
 A needing rank takes a cell from itself if it holds the cell, or else from a holder on its node. If the node has no
 holder, one of the needing ranks imports the cell once and forwards it to the others in a second phase.

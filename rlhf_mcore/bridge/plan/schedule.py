@@ -77,9 +77,7 @@ class CellGroup:
 
 @dataclass(slots=True, eq=False)
 class Pattern:
-    """The cells of tensors with the same rectangles on the same ranks, and the load that one such tensor adds to a
-    bucket.
-    """
+    """The cells of tensors with the same rectangles on the same ranks, and the load that one such tensor adds to a bucket."""
 
     item_bytes: int
     groups: list[CellGroup]
@@ -92,8 +90,7 @@ class Pattern:
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """A window that fits a bucket, for all tensors of a pattern: whole tensors, or the part at ``start`` with its
-    own pattern.
+    """A window that fits a bucket, for all tensors of a pattern: whole tensors, or the part at ``start`` with its own pattern.
 
     ``sources`` and ``destinations`` number the tensors' pieces that intersect the window.
     """

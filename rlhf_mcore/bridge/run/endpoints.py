@@ -1,6 +1,4 @@
-"""Define both ends of a transfer: the tensors to read, and the tensors to write (for example the live tensors of
-an engine).
-"""
+"""Define both ends of a transfer: the tensors to read, and the tensors to write (for example the live tensors of an engine)."""
 
 from __future__ import annotations
 

@@ -55,8 +55,7 @@ def _factors(amax: Tensor, kind: Quantisation) -> Tensor:
 
 @torch.no_grad()
 def largest_magnitudes(part: Tensor, start: Sequence[int], kind: Quantisation) -> Tensor:
-    """Return the largest magnitude in each block that a rectangle [n, m] of a tensor intersects: fp32 [blocks,
-    blocks].
+    """Return the largest magnitude in each block that a rectangle [n, m] of a tensor intersects: fp32 [blocks, blocks].
 
     The rectangle starts at ``start`` in the tensor. In blocks at its borders, only elements inside the rectangle
     count.
@@ -100,9 +99,7 @@ def quantise(part: Tensor, start: Sequence[int], amax: Tensor, kind: Quantisatio
 
 @torch.no_grad()
 def dequantise(eight: Tensor, start: Sequence[int], scales: Tensor, kind: Quantisation, out: Tensor) -> None:
-    """Dequantise 8-bit values [n, m], which start at ``start`` in their tensor, into ``out``: products in fp32,
-    rounded once.
-    """
+    """Dequantise 8-bit values [n, m], which start at ``start`` in their tensor, into ``out``: products in fp32, rounded once."""
     for rows, chunk in _chunks(eight, 1):
         factors = _spread(scales, (start[0] + rows, start[1]), chunk.shape, start, kind)
         out[rows : rows + len(chunk)] = chunk.float() * factors

@@ -78,8 +78,7 @@ def matching(
     aliases: Mapping[str, str],
     together: Sequence[frozenset[str]] = (),
 ) -> frozenset[str]:
-    """Resolve names and patterns to tensors of the model, and add the tensors that must be sent together with
-    them.
+    """Resolve names and patterns to tensors of the model, and add the tensors that must be sent together with them.
 
     ``aliases`` maps names of tied tensors.
 

@@ -31,9 +31,7 @@ Wait = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class MappedMemory:
-    """This rank's memory that peers can read, the peers' memory mapped here, and the ranks that can read this
-    rank's memory.
-    """
+    """This rank's memory that peers can read, the peers' memory mapped here, and the ranks that can read this rank's memory."""
 
     own: Tensor  # [n] uint8
     of: dict[int, Tensor]  # by group rank

@@ -32,8 +32,7 @@ _GAMMA_64, _MIX1_64, _MIX2_64 = (np.uint64(value & _MASK) for value in (_GAMMA, 
 
 
 def piece_digest(flat: Tensor, piece: Piece, hf_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Hash the elements of a piece in a flat local tensor, converted to ``dtype`` (the engine's): [] int64, on its
-    device.
+    """Hash the elements of a piece in a flat local tensor, converted to ``dtype`` (the engine's): [] int64, on its device.
 
     On a GPU the call does not wait. A device-to-host copy per piece would take longer than the hashes.
     """

@@ -89,8 +89,7 @@ def _refuse_pickles(directory: Path) -> None:
 
 
 class AverageSource:
-    """The mean of several models with the same tensors, accumulated in fp32 and returned in the first model's
-    dtype.
+    """The mean of several models with the same tensors, accumulated in fp32 and returned in the first model's dtype.
 
     Raises:
         ConfigError: the models have different tensors.

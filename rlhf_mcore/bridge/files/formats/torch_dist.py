@@ -1,5 +1,4 @@
-"""Read Megatron-core's ``torch_dist`` checkpoints from their index, without process group, megatron or code from
-the file.
+"""Read Megatron-core's ``torch_dist`` checkpoints from their index, without process group, megatron or code from the file.
 
 A key is a Megatron parameter. Layers are either part of its name or stacked on its first axis. Experts are either
 part of its name or stacked on the next axis.
