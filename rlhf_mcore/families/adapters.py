@@ -64,7 +64,7 @@ def base_name(name: str) -> tuple[str, str]:
     """
     if match := re.fullmatch(r"(.*)(\.lora_[abm])(\d*|\{k\})", name):
         return f"{match.group(1)}.weight{match.group(3)}", match.group(2)
-    raise KeyError(f"{name!r} is no parameter of an adapter")
+    raise KeyError(f"{name!r} is not a parameter of an adapter")
 
 
 def is_adapter(name: str) -> bool:
@@ -204,23 +204,24 @@ def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
         if not any(_matches(target, module) for module in linear):
             known = sorted({module.rpartition(".")[2] for module in linear})
             raise ConfigError(
-                f"{field}: {target!r} is no linear layer of the model; name some of {shortened(known, 20, ', ')}, give a pattern as "
-                f"*.layers.0.*, or {ALL_LINEAR}"
+                f"{field}: {target!r} is not a linear layer of the model; use names from {shortened(known, 20, ', ')}, "
+                f"a pattern such as *.layers.0.*, or {ALL_LINEAR}"
             )
     tied = next((module for module in (EMBEDDING, OUTPUT) if is_target(module, geometry)), None)
     if tied is not None and geometry.tied_embeddings:
         raise ConfigError(
-            f"{field}: {tied} is the embedding and the output layer at once (tie_word_embeddings=true), which takes no adapter; leave "
-            "it out, or name a model with an output layer of its own"
+            f"{field}: {tied} is both embedding and output layer (tie_word_embeddings=true), which does not support adapters; "
+            "remove it, or use a model with a separate output layer"
         )
     if _sizes(geometry).use_dora and (
         module := without_dora(module for module in linear if is_target(module, geometry))
     ):
         raise ConfigError(
-            f"{field}: {module} takes no DoRA, which is that of layers outside of experts and of both ends; name others (in a model "
-            f"with experts those of attention), or set {field.rpartition('.')[0]}.use_dora=false"
+            f"{field}: {module} does not support DoRA, because experts, the embedding and the output layer do not; choose other "
+            f"targets (with experts: attention layers), or set {field.rpartition('.')[0]}.use_dora=false"
         )
     if stacked:
         raise ConfigError(
-            f"{field}: {stacked[0]} holds all experts of a layer in one tensor, which takes no adapter; name layers of attention"
+            f"{field}: {stacked[0]} holds all experts of a layer in one tensor, which does not support adapters; "
+            "choose attention layers"
         )

@@ -46,7 +46,7 @@ class DeltaNet:
         )
         keys, values = sizes.key_heads, sizes.value_heads
         if values % keys:
-            yield f"linear_num_value_heads={values} is no multiple of linear_num_key_heads={keys}; export the model again"
+            yield f"linear_num_value_heads={values} is not a multiple of linear_num_key_heads={keys}; export the model again"
         if unknown := sorted(set(kinds) - {"linear_attention", "full_attention"}):
             yield f"layer_types has {shorten(unknown[0])!r}, which is not supported; use another model"
         if len(kinds) != num_layers:

@@ -1,6 +1,4 @@
-"""Text models of Gemma 3 (Gemma Team 2025, arXiv 2503.19786): norms around blocks; window layers have their own
-rotation.
-"""
+"""Text models of Gemma 3 (Gemma Team 2025, arXiv 2503.19786): norms around blocks; window layers have their own rotation."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""gpt-oss (OpenAI 2025, arXiv 2508.10925): sinks, windows in every other layer, biases everywhere, experts with
-clamped SwiGLU.
-"""
+"""gpt-oss (OpenAI 2025, arXiv 2508.10925): sinks, windows in every other layer, biases, experts with clamped SwiGLU."""
 
 from rlhf_mcore.families.base import DECODER, OUTPUT_BIAS, QKV_BIAS, SINKS, Family
 from rlhf_mcore.families.mixture import Mixture, stacked_experts

@@ -1,6 +1,4 @@
-"""Decoder rules for models with gated delta nets in most layers and gated attention in the others (Qwen3-Next,
-Qwen3.5).
-"""
+"""Decoder rules for models with gated delta nets in most layers and gated attention in the others (Qwen3-Next, Qwen3.5)."""
 
 from __future__ import annotations
 

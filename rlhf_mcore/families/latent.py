@@ -1,6 +1,4 @@
-"""Describe multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): a latent for keys and values, and
-maybe for queries.
-"""
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): a latent for keys and values, optionally for queries."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Describe mixtures of experts (MoE): their tensors, and their sizes, router settings and unsupported values from
-config.json.
-"""
+"""Mixtures of experts (MoE): their tensors, and their sizes, router settings and unsupported values from config.json."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ SHARED_FFN = Dim("shared_ffn", lambda g: _sizes(g).shared_ffn_size)
 
 
 def experts(block: str, *names: tuple[str, str, str]) -> tuple[Rule, ...]:
-    """Return the rules of an MoE block: its router, and its experts as separate modules or as one grouped matrix
-    product.
+    """Return the rules of an MoE block: its router, and its experts as separate modules or as one grouped matrix product.
 
     ``names``: the names of the gate, up and down matrices in files, if they differ from the usual names.
     """
@@ -153,8 +150,7 @@ _GROUPS = ("n_group", "topk_group")
 
 @dataclass(frozen=True, slots=True)
 class SigmoidMixture:
-    """Experts with sigmoid routing and a bias, from the best expert groups, with shared experts, after some dense
-    layers.
+    """Experts with sigmoid routing and a bias, from the best expert groups, with shared experts, after some dense layers.
 
     DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2. The bias only affects the choice of experts, not their
     weights.
@@ -202,12 +198,12 @@ class SigmoidMixture:
         )
         hf_config.number("routed_scaling_factor", 1e-6, 1e6)
         if self.states_groups and (absent := [key for key in _GROUPS if key not in hf_config]):
-            yield f"config.json has no {absent[0]}, and transformers takes another one than engines; add it (1: no groups)"
+            yield f"config.json has no {absent[0]}, for which transformers and engines use different defaults; add it (1: no groups)"
         if not 2 <= top_k <= experts:
             yield f"num_experts_per_tok={top_k} is not between 2 and n_routed_experts={experts}; use another model"
         elif experts % groups or best > groups or experts // groups * best < top_k:
             yield (
-                f"n_group={groups}, topk_group={best}: {top_k} of {experts} experts cannot be taken so; export the model again"
+                f"n_group={groups}, topk_group={best}: these groups cannot supply {top_k} of {experts} experts; export the model again"
             )
         elif groups > 1 and top_k // best != 2 and self._adds_two:
             # transformers adds the two best scores of a group. Megatron adds as many scores as experts are chosen

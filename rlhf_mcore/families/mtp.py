@@ -1,5 +1,4 @@
-"""Describe MTP layers. They follow a decoder's last layer and predict later tokens (arXiv 2412.19437, section
-2.2).
+"""Describe MTP layers. They follow a decoder's last layer and predict later tokens (arXiv 2412.19437, section 2.2).
 
 DeepSeek-V3 and GLM-4.5 number them after the decoder's layers. Qwen3-Next names them ``mtp.``.
 """

@@ -80,8 +80,7 @@ def quantisation_problems(geometry: ModelGeometry) -> Iterator[str]:
 def cut_problems(
     geometry: ModelGeometry, tp: int, dp: int = 1, ep: int = 1, *, etp: int | None = None
 ) -> Iterator[str]:
-    """Yield the 128x128 blocks that a layout of engines or models would cut, or that two matrices of a layer would
-    share.
+    """Yield the 128x128 blocks that a layout of engines or models would cut, or that two matrices of a layer would share.
 
     Pipeline stages hold whole matrices. With ``ep`` an expert is whole; without it, all ranks split the expert.
     With ``etp``, ``etp`` ranks split it. vLLM rejects such blocks (``validate_fp8_block_shape`` and

@@ -1,6 +1,4 @@
-"""Language models of Qwen3.5 with experts (Qwen Team 2026): Qwen3-Next's layers with separate input projections of
-the nets.
-"""
+"""Language models of Qwen3.5 with experts (Qwen Team 2026): Qwen3-Next's layers with separate input projections of the nets."""
 
 from rlhf_mcore.families.base import Family
 from rlhf_mcore.families.delta import DeltaNet

@@ -1,6 +1,4 @@
-"""Qwen3-Next (Qwen Team 2025): three of four layers use a gated delta net, the fourth gated attention; all have
-experts.
-"""
+"""Qwen3-Next (Qwen Team 2025): three of four layers use a gated delta net, the fourth gated attention; all have experts."""
 
 from rlhf_mcore.families.base import Family
 from rlhf_mcore.families.delta import DeltaNet

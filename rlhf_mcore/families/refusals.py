@@ -45,15 +45,14 @@ def unsupported_keys(family: Family, hf_config: Fields, architecture: str) -> It
         if value:
             yield f"{key} {shorten(value)!r} is not supported for {architecture}, only {needed!r}; use another model"
         else:
-            yield f'config.json has no {key}, and engines take another one than {needed!r}; add "{key}": "{needed}"'
+            yield f'config.json has no {key}, and engines default to another value than {needed!r}; add "{key}": "{needed}"'
     for key in (*_ABSENT, *family.absent):
         if key in hf_config:
             yield f"{key} is not supported for {architecture}; use another model"
 
 
 def rotation_problems(family: Family, hf_config: Fields, architecture: str) -> Iterator[str]:
-    """Yield unsupported rotary settings: a kind of scaling, or partial rotation in a family that rotates whole
-    heads.
+    """Yield unsupported rotary settings: a kind of scaling, or partial rotation in a family that rotates whole heads.
 
     With partial rotation, transformers ignores the setting or fails, and vLLM rotates only that part.
 
@@ -96,8 +95,7 @@ def _scaling_problems(family: Family, rope: Fields) -> Iterator[str]:
 
 
 def window_problems(family: Family, hf_config: Fields, architecture: str) -> Iterator[str]:
-    """Yield a sliding window in a family without windows: a window that a layer uses, or that the list of layers
-    names.
+    """Yield a sliding window in a family without windows: a window that a layer uses, or that the list of layers names.
 
     Raises:
         ConfigError: a size is missing or invalid.

@@ -63,11 +63,11 @@ class SquareVision(Vision):
         sizes, tower = self.sizes(hf_config)["vision"], hf_config.object("vision_config")
         tokens = _num_tokens(hf_config)
         if sizes.patch_size * isqrt(sizes.positions) != tower.integer("image_size"):
-            yield f"vision_config.image_size is no multiple of patch_size={sizes.patch_size}; export the model again"
+            yield f"vision_config.image_size is not a multiple of patch_size={sizes.patch_size}; export the model again"
         elif sizes.positions != tokens * sizes.merge_size**2:
-            yield f"{sizes.positions} patches of an image are not mm_tokens_per_image={tokens} squares; export the model again"
+            yield f"the {sizes.positions} patches of an image do not form mm_tokens_per_image={tokens} squares; export the model again"
         if not hf_config.flag("tie_word_embeddings", default=True):
-            yield "tie_word_embeddings=false is not supported beside a tower; use another model"
+            yield "tie_word_embeddings=false is not supported with a tower; use another model"
         if tower.flag("vision_use_head", default=True):
             yield "vision_config.vision_use_head is not supported, only false; use another model"
 

@@ -94,7 +94,7 @@ class Vision:
         pairs = int(head_dim(text, self.head_dim) * share) // 2
         if len(sizes.sections) != 3 or min(sizes.sections) < 0 or sum(sizes.sections) != pairs:
             given = list(sizes.sections)[:8]
-            yield f"mrope_section={given} is no division of {pairs} pairs of channels into three; export the model again"
+            yield f"mrope_section={given} does not divide {pairs} pairs of channels into three; export the model again"
         out = hf_config.object("vision_config").integer(
             "out_hidden_size", 1, MAX_WIDTH, default=size(text, "hidden_size")
         )

@@ -145,7 +145,7 @@ def test_experts_and_both_ends_have_no_magnitudes() -> None:
         changes = {"actor__lora__use_dora": True, "actor__lora__targets": targets}
         [problem] = target_problems(configured(**changes), geometry)
         assert problem.startswith("actor.lora.targets: ") and problem.endswith("or set actor.lora.use_dora=false")
-        assert "takes no DoRA" in problem and ("experts.0" in problem or targets[-1] in problem)
+        assert "does not support DoRA" in problem and ("experts.0" in problem or targets[-1] in problem)
         assert not list(
             target_problems(configured(actor__lora__use_dora=True, actor__lora__targets=["q_proj"]), geometry)
         )

@@ -116,7 +116,7 @@ def test_a_quarter_of_a_head_of_qwen3_5_is_divided(tmp_path: Path, sections: lis
         assert geometry is not None and geometry.vision is not None and geometry.vision.sections == (11, 11, 10)
         assert not told
     else:
-        assert "is no division of 32 pairs of channels into three" in told[0]
+        assert "does not divide 32 pairs of channels into three" in told[0]
 
 
 @pytest.mark.parametrize("value", ["4", 0, -1, 2.0, True, [1]])

@@ -122,7 +122,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (
             "DeepseekV3",
             {**DEEPSEEK, "topk_method": None},
-            "config.json has no topk_method, and engines take another one",
+            "config.json has no topk_method, and engines default to another value",
         ),
         (
             "DeepseekV3",
@@ -136,7 +136,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
             {**DEEPSEEK, "topk_group": 3},
             "topk_group=3 is supported with num_experts_per_tok=6 only, not 4",
         ),
-        ("DeepseekV3", {**DEEPSEEK, "n_group": 3}, "n_group=3, topk_group=2: 4 of 8 experts cannot be taken so"),
+        (
+            "DeepseekV3",
+            {**DEEPSEEK, "n_group": 3},
+            "n_group=3, topk_group=2: these groups cannot supply 4 of 8 experts",
+        ),
         ("DeepseekV3", {**DEEPSEEK, "num_experts_per_tok": 1}, "num_experts_per_tok=1 is not between 2 and"),
         ("DeepseekV3", {**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq=2 is not supported, only 1"),
         ("DeepseekV3", {**DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim=7, not an even number"),
@@ -186,7 +190,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             "an active sliding_window 512",
         ),
         ("DeepseekV3", {**DEEPSEEK, "rope_interleave": None}, "rope_interleave=null is not supported for DeepseekV3"),
-        ("DeepseekV3", {**DEEPSEEK, "n_group": None}, "config.json has no n_group, and transformers takes another one"),
+        ("DeepseekV3", {**DEEPSEEK, "n_group": None}, "config.json has no n_group, for which"),
         ("Olmo2", {"attention_bias": True}, "attention_bias is not supported for Olmo2ForCausalLM"),
         (
             "DeepseekV2",
@@ -242,7 +246,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (
             "Qwen3_5",
             {"linear_num_value_heads": 24},
-            "linear_num_value_heads=24 is no multiple of linear_num_key_heads=16",
+            "linear_num_value_heads=24 is not a multiple of linear_num_key_heads=16",
         ),
         ("Qwen3Next", {**EXPERTS, "attention_bias": True}, "attention_bias is not supported for Qwen3NextForCausalLM"),
         ("Qwen3Next", {**EXPERTS, "linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0, not an integer from 1"),

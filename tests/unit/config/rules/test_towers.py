@@ -85,9 +85,9 @@ def test_published_gemma_3_has_transformers_defaults_beside_its_tower(tmp_path: 
     ("part", "changes", "told"),
     [
         ("vision_config", {"vision_use_head": True}, "vision_use_head is not supported"),
-        ("vision_config", {"image_size": 900}, "image_size is no multiple of patch_size=14"),
-        ("vision_config", {"image_size": 910}, "4225 patches of an image are not mm_tokens_per_image=256 squares"),
-        ("", {"tie_word_embeddings": False}, "tie_word_embeddings=false is not supported beside a tower"),
+        ("vision_config", {"image_size": 900}, "image_size is not a multiple of patch_size=14"),
+        ("vision_config", {"image_size": 910}, "4225 patches of an image do not form mm_tokens_per_image=256"),
+        ("", {"tie_word_embeddings": False}, "tie_word_embeddings=false is not supported with a tower"),
     ],
 )
 def test_other_towers_than_gemmas_are_refused(tmp_path: Path, part: str, changes: dict[str, Any], told: str) -> None:
