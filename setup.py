@@ -59,7 +59,7 @@ EXTRAS_REQUIRE = {
     "gymnasium": ["gymnasium"],
     "openenv": ["openenv-core>=0.2.1"],
     # The documentation as a site (./launch/docs.sh, which installs it locked and apart): search, diagrams, links that are checked.
-    "docs": ["mkdocs-material>=9.5"],
+    "docs": ["mkdocs-material>=9.5", "mkdocs-redirects>=1.2", "mkdocstrings-python>=2"],
     "dev": [
         "anthropic",  # clients of the endpoint of agents, which vLLM brings too
         "hypothesis",

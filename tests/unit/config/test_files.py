@@ -86,13 +86,3 @@ def test_errors_are_listed_one_by_one() -> None:
     assert str(error) == "2 problems in the configuration:\n  - a is wrong\n  - b is wrong\n    very"
     assert error.problems == ["a is wrong", "b is wrong\nvery"]
     assert isinstance(error, ValueError)
-
-
-def test_every_key_has_a_place_where_a_user_looks_beside_the_reference() -> None:
-    """By its whole name, or on a page or in a configuration as one that stands in its group (``tool_parser: hermes``, `score`)."""
-    root = CONFIGS.parent
-    pages = [*(page for page in (root / "docs").glob("*.md") if page != document_config.PAGE), root / "README.md"]
-    files = [*pages, *(path for path in CONFIGS.rglob("*.yaml") if path.name != "base.yaml")]
-    words = set(re.findall(r"[A-Za-z_][\w.]*", "\n".join(path.read_text(encoding="utf-8") for path in files)))
-    last = {word.rpartition(".")[2] for word in words}
-    assert [key for key in KEYS if not is_group(key) and key.rpartition(".")[2] not in last] == []
