@@ -5,9 +5,10 @@ name and the digest of its manifest. The plug-in ``deltas`` writes deltas.
 
 A difference is the XOR of a tensor's bytes with the bytes of the base tensor of the same name. After a small
 update, most of its high bytes are zero. Before compression, bytes are grouped by their position in the elements
-(byte planes). Two files replace ``model.safetensors``: ``model.safetensors.delta`` contains the tensors'
-consecutive zstandard frames, and ``model.safetensors.delta.json`` contains the frames' offsets, the header and the
-digest of the whole file.
+(byte planes).
+
+Two files replace ``model.safetensors``. ``model.safetensors.delta`` contains the tensors' consecutive zstandard
+frames. ``model.safetensors.delta.json`` contains the frames' offsets, the header and the digest of the whole file.
 """
 
 from __future__ import annotations

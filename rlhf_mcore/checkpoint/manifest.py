@@ -95,8 +95,8 @@ class Manifest:
 class Problem:
     """A problem in a checkpoint.
 
-    Damage has the ``kind`` manifest | missing | size | hash | unreadable | outside | absent (the manifest does not
-    name a required file) | base. The kinds extra and unchecked are not damage.
+    Values of ``kind`` for damage: manifest | missing | size | hash | unreadable | outside | absent | base.
+    "absent" means that the manifest does not name a required file. The kinds extra and unchecked are not damage.
     """
 
     path: str

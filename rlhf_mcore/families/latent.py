@@ -62,7 +62,7 @@ LATENT_DECODER = (
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Reads the sizes of latent attention."""
+    """Read latent attention from config.json: sizes and settings."""
 
     def sizes(self, hf_config: Fields) -> dict[str, Any]:
         """Return fields of a geometry.

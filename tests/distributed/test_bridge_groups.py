@@ -54,7 +54,7 @@ def test_trainers_and_engines_may_be_on_ranks_of_their_own(findings: Any) -> Non
 
 
 def test_digests_show_every_rank_the_tensor_that_one_engine_has_wrong(findings: Any) -> None:
-    text = "rank 3 holds other values of model.layers.1.input_layernorm.weight at (0,) than ranks before it"
+    text = "rank 3 holds values of model.layers.1.input_layernorm.weight at (0,) that differ from earlier ranks"
     assert findings["digests"] == [[text], [text], [text, "-1"], [text, "-1"]]
 
 

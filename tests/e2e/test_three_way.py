@@ -67,7 +67,7 @@ def test_weights_come_back(findings: Any) -> None:
 def test_a_changed_element_is_noticed(findings: Any) -> None:
     assert (
         "differ after the sync" in findings["faults"]["tampered"]
-        or "holds other values" in findings["faults"]["tampered"]
+        or "differ from earlier ranks" in findings["faults"]["tampered"]
     )
 
 

@@ -57,7 +57,10 @@ class CarriedTensors:
 
     @property
     def config_updates(self) -> dict[str, Any]:
-        """Keys that differ in a saved config.json. transformers writes no layers without tensors, so their number becomes 0."""
+        """Keys that differ in a saved config.json.
+
+        If the layers have no tensors, their number becomes 0, as in transformers.
+        """
         return {MTP_KEY: 0} if num_mtp_layers(self._hf_config) and not self._some else {}
 
     def write(self, directory: Path, shard: FileShard) -> Path:

@@ -81,9 +81,7 @@ class Exporter:
         def pieces_of(parameter: LocalParameter) -> Sequence[Piece]:
             return pieces(parameter.name, geometry, parameter.shard)
 
-        assert (adapters_of is None) == (geometry.adapter is None), (
-            "adapters are written beside the name of their model"
-        )
+        assert (adapters_of is None) == (geometry.adapter is None), "adapters require the directory of their base model"
         self.geometry = geometry
         self._companions, self._config_updates, self._group = companions, config_updates, group
         # Resolve a run's link "latest" to its checkpoint, because the run may move the link later.
@@ -155,9 +153,9 @@ class Exporter:
 
         This is a collective call over the group.
 
-        Return that memory, valid until the next snapshot, and a function. The function copies the weights that
-        this rank stores row by row. It needs no other rank, and may run in a thread while the weights do not
-        change. :meth:`write_rest` writes the other files of the directory.
+        Return that memory, valid until the next snapshot, and a function. The function copies the rows that this
+        rank itself holds. It needs no other rank, and may run in a thread while the weights do not change.
+        :meth:`write_rest` writes the other files of the directory.
         """
         if self._images is None:
             layouts = {s.name: FileLayout({name: self._types[name] for name in s.tensors}) for s in self._mine}

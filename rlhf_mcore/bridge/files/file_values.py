@@ -144,7 +144,7 @@ class _Compared:
                 break
 
     def sum_of(self, flat: Tensor, first: int) -> int:
-        """Return the sum for rounded elements of the rectangle in row-major order, starting at its element ``first``."""
+        """Return the digest sum of the rounded elements ``flat``, which start at element ``first`` of the rectangle."""
         total = 0
         for begin in range(0, flat.numel(), _CACHED_ELEMENTS):
             part = flat[begin : begin + _CACHED_ELEMENTS].to(self._dtype) + 0.0  # makes -0.0 equal to 0.0

@@ -262,8 +262,8 @@ def open_adapters(directory: str | Path, model: ModelGeometry) -> tuple[HFReader
     """Open a PEFT directory with adapters of ``model``. Return the reader of its tensors, and the adapters' geometry.
 
     Raises:
-        ConfigError: a tensor is missing, belongs to no adapter of the model, or has the wrong shape or dtype for
-            its layer; or adapter_config.json requires more than plain low-rank adapters.
+        ConfigError: a tensor is missing, belongs to no adapter of the model, or has the wrong shape or dtype. Or
+            adapter_config.json requires more than plain low-rank adapters.
     """
     adapters = read_adapters(directory, model)
     return HFReader(directory, single=ADAPTER_WEIGHTS), adapters

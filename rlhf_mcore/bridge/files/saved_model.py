@@ -46,7 +46,7 @@ def check_saved_model(
         training: the directory of the optimizer's state; None: the model is not trained.
         values: False compares names, shapes and places only. It reads headers and indexes, but no tensors.
         base: the adapters' model, if the model that they name is not available here.
-        known: returns the value check of a file that was read earlier, or None. In the latter case, its tensors
+        known: returns the value check of a file that was read earlier, or None. If it returns None, the tensors
             are read here.
 
     Raises:

@@ -7,7 +7,7 @@ Every rank writes its own file, and any layout can read them.
 not stored, because it is zero.
 
 An index covers all trained tensors of the model (format 1), or the tensors that it declares under ``covers``
-(format 2). Frozen weights have no state, and neither do weights with only trained adapters.
+(format 2). Frozen weights have no state. If only adapters are trained, only adapters have state.
 """
 
 from __future__ import annotations
@@ -193,6 +193,6 @@ def make_index(
     for name, entry in tensors.items():
         stored = sum(prod(shape) for _, _, shape in entry["regions"])
         if stored != prod(shapes[name]):
-            raise ValueError(f"{name}: the ranks hold {stored} elements of its state, it has {prod(shapes[name])}")
+            raise ValueError(f"{name}: the ranks hold {stored} elements of its state instead of {prod(shapes[name])}")
     index = {"format": FORMAT_OF_ALL, "files": files, "tensors": tensors, "scalars": dict(scalars)}
     return index if covers is None else {**index, "format": FORMAT_OF_SOME, "covers": list(shapes)}

@@ -26,9 +26,8 @@ def load(
     is 0 everywhere. ``progress`` is called with the bytes of every filled tensor.
 
     Raises:
-        ConfigError: a tensor is missing, has a different shape than in the config, or has a value that is not
-            finite; or its dtype is not a dtype of unquantised weights. Casts from those dtypes only round the
-            values.
+        ConfigError: a tensor is missing, has another shape than in the config, or has a value that is not finite.
+            Or its dtype is not a dtype of unquantised weights, which a cast to the model's dtype only rounds.
     """
     expected = hf_shapes(geometry)
     for parameter in parameters:
@@ -60,7 +59,7 @@ def _refuse_values(reader: HFReader, parameter: LocalParameter, parts: Sequence[
 def _check_tensor(reader: HFReader, name: str, expected: tuple[int, ...]) -> None:
     shape, dtype = reader.shape(name), reader.dtype(name)
     if shape != expected:
-        raise ConfigError(f"{reader.directory}: tensor {name} has shape {shape}, but config.json asks for {expected}.")
+        raise ConfigError(f"{reader.directory}: tensor {name} has shape {shape}, but config.json requires {expected}.")
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(
             f"{reader.directory}: tensor {name} has dtype {dtype}, not one of {', '.join(WEIGHT_DTYPES)}: quantised or "

@@ -397,7 +397,7 @@ def _why_layer_copies(module: nn.Module, attribute: str) -> str:
         return reason
     layer = type(module).__name__
     if any(isinstance(value, torch.Tensor) for value in vars(module).values()):
-        return f"{layer} holds tensors beside its parameters"
+        return f"{layer} holds tensors in addition to its parameters"
     if isinstance(method, UnquantizedFusedMoEMethod):
         return "" if _experts_are_read(module) else f"{layer} has packed its experts"
     # A convolution layer only owns its kernel tensor; another layer reads it.

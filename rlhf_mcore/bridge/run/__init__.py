@@ -1,1 +1,1 @@
-"""A plan carried out: messages, and the tensors they are written to."""
+"""Run plans: send messages, and write the received tensors."""

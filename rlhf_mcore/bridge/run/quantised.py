@@ -3,9 +3,11 @@
 fp8: blocks of 128x128 with a scale each, as DeepSeek-V3 is stored (DeepSeek-AI 2024, arXiv 2412.19437, section
 3.3) and as vLLM's ``per_block_cast_to_fp8`` computes it. int8: rows with a scale each, as compressed-tensors
 computes it (strategy "channel", symmetric). Products, quotients and roundings follow these two sources operation
-by operation, so results are equal bit for bit. If the trainer itself computes in fp8 (``actor.fp8``), weights are
-sent as Transformer Engine quantises the same blocks: values times 448 / amax, rounded once, with the reciprocal of
-that factor as scale (Float8BlockQuantizer with fp32 scales, in its releases 2.3 to 2.17).
+by operation, so results are equal bit for bit.
+
+If the trainer itself computes in fp8 (``actor.fp8``), weights are quantised like Transformer Engine's blocks.
+Values are multiplied by 448 / amax and rounded once. The scale is the reciprocal of that factor
+(Float8BlockQuantizer with fp32 scales, in releases 2.3 to 2.17).
 """
 
 from __future__ import annotations

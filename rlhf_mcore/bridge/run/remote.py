@@ -81,7 +81,7 @@ class BridgeJob:
     full_every: int | None = None
     transport: str = "group"
     quantisation: str | None = None
-    weights: Weights = "plain"  # the engines' kind of declaration
+    weights: Weights = "plain"  # how the engines declare them
 
     def options(
         self, group: dist.ProcessGroup, timeout_s: float, node: str, previous: KeptSources | None
@@ -273,7 +273,7 @@ class RemoteBridge:
             tried = members
             if tries > ATTEMPTS:
                 problems = "; ".join(self._problems)
-                raise RuntimeError(f"weights have not got to the engines, {ATTEMPTS} times in a row: {problems}")
+                raise RuntimeError(f"sending weights to the engines failed {ATTEMPTS} times in a row: {problems}")
             if members != self._members:
                 self.leave()
                 only = None
@@ -350,7 +350,7 @@ class RemoteBridge:
         self._problems = problems
         self.leave()
         if self._engines is not None:
-            self._note("weights have not got to all engines: they are brought again, to those that are well")
+            self._note("some engines did not receive the weights; sending them again to all healthy engines")
         return None
 
 

@@ -87,8 +87,8 @@ class GroupLinks(Links):
 class Packet:
     """A message in memory: its bytes, and views of its rectangles.
 
-    ``parts`` is empty in two cases: another packet already packs the same bytes for another peer, or the message
-    is read in shared memory and has not arrived for the first time.
+    ``parts`` is empty if another packet packs the same bytes for another peer. It is also empty before the first
+    arrival of a message that is read in shared memory.
     """
 
     message: Message

@@ -140,7 +140,9 @@ def tensor_digests(
         is_hashed[numbers] = True
         if (differs := values[numbers] != hashes).any():
             name, rectangle = rectangles.known[numbers[differs.argmax()]]
-            raise SyncMismatch(f"rank {rank} holds other values of {name} at {rectangle.start} than ranks before it")
+            raise SyncMismatch(
+                f"rank {rank} holds values of {name} at {rectangle.start} that differ from earlier ranks"
+            )
     totals: dict[str, int] = defaultdict(int)
     sizes: dict[str, int] = defaultdict(int)
     for (name, rectangle), value, is_there in zip(rectangles.known, values.tolist(), is_hashed.tolist(), strict=True):

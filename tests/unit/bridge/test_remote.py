@@ -145,7 +145,7 @@ def test_a_transfer_that_somebody_has_lost_is_made_again_in_another_group(engine
     bridge.sync(5)
     assert engines.told == [*JOIN, *JOIN, "resume"]
     assert engines.synced == [(5, None), (5, None)]
-    assert notes == ["weights have not got to all engines: they are brought again, to those that are well"]
+    assert notes == ["some engines did not receive the weights; sending them again to all healthy engines"]
 
 
 def test_where_nobody_has_failed_and_it_does_not_work_the_run_ends_with_the_reasons(engines: Engines) -> None:

@@ -345,7 +345,7 @@ def test_names_of_shards(tmp_path: Path) -> None:
                 ["model_world_size_999999999_rank_0.pt"],
                 "999999998 files are missing: model_world_size_999999999_rank_1.pt",
             ),
-            (["model_world_size_1000000000_rank_0.pt"], "no model_world_size_X_rank_Y.pt is here"),
+            (["model_world_size_1000000000_rank_0.pt"], "no model_world_size_X_rank_Y.pt found"),
             (["model_world_size_0_rank_0.pt"], "rank 0 is outside world size 0"),
             (["model_world_size_2_rank_0.pt", "model_world_size_2_rank_7.pt"], "rank 7 is outside world size 2"),
             (["model_world_size_2_rank_0.pt", "model_world_size_3_rank_1.pt"], "world sizes [2, 3] are mixed"),

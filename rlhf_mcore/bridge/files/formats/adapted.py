@@ -18,9 +18,9 @@ from rlhf_mcore.readers.adapter_files import adapted_modules
 class AdaptedSource:
     """A Hugging Face directory with the adapters of a PEFT directory merged into its weights.
 
-    The values equal PEFT's ``merge_and_unload`` on a CPU, bit for bit: B A in fp32, times the scale, added to the
-    weight in fp32, rounded to the weight's dtype. One whole product is in memory at a time, because a product of
-    only some rows may differ in the last bits.
+    The values equal PEFT's ``merge_and_unload`` on a CPU, bit for bit. B A is computed in fp32, multiplied by the
+    scale, added to the weight in fp32, and rounded to the weight's dtype. One whole product is in memory at a
+    time, because a product of only some rows may differ in the last bits.
 
     Args:
         directory: the PEFT directory.

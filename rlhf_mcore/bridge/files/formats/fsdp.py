@@ -86,7 +86,9 @@ def _find_files(directory: Path) -> list[Path]:
         if match := _NAME.fullmatch(path.name):
             ranks[match.group(1)][int(match.group(2))].add(int(match.group(3)))
     if not ranks["model"]:
-        raise ConfigError(f"{directory}: no model_world_size_X_rank_Y.pt is here; give the directory that holds them")
+        raise ConfigError(
+            f"{directory}: no model_world_size_X_rank_Y.pt found; give the directory that contains these files"
+        )
     sizes = sorted({size for kind in ranks.values() for size in kind})
     if len(sizes) > 1:
         raise ConfigError(f"{directory}: files of world sizes {sizes} are mixed; keep the files of one save")
@@ -183,7 +185,7 @@ def _tiles_of_dtensor(ranks: _Ranks, name: str, values: Sequence[Located], shape
     if any(v.placements != placements or v.mesh is None or not torch.equal(v.mesh, mesh) for v in values):
         raise ConfigError(f"{ranks.directory}: ranks disagree on the placements or the mesh of {name}")
     if any(value.whole != shape for value in values):
-        raise ConfigError(f"{ranks.directory}: {name} has shape {values[0].whole}; config.json asks for {shape}")
+        raise ConfigError(f"{ranks.directory}: {name} has shape {values[0].whole}; config.json requires {shape}")
     if sorted(mesh.flatten().tolist()) != list(range(len(values))):
         raise ConfigError(f"{ranks.directory}: the mesh of {name} does not hold every rank once")
     tiles = []
@@ -221,7 +223,7 @@ def _local_intervals(
         if isinstance(placement, Shard | _StridedShard):
             dim = placement.dim
             if not 0 <= dim < len(shape):
-                raise ConfigError(f"{name}: placement {placement} of a tensor of {len(shape)} dimensions")
+                raise ConfigError(f"{name}: placement {placement} is invalid for a tensor of {len(shape)} dimensions")
             axes[dim] = _share(axes[dim], placement, size, coordinate, name)
         elif not isinstance(placement, Replicate):
             raise ConfigError(f"{name}: placement {placement} is not supported; reduce it before saving")
@@ -260,7 +262,7 @@ def _tiles_of_flat(ranks: _Ranks, name: str, lengths: Sequence[int], shape: Inde
     surplus = sum(lengths) - prod(shape)
     if surplus < 0 or (surplus and (len(set(lengths)) > 1 or surplus >= len(lengths))):
         raise ConfigError(
-            f"{ranks.directory}: the flat shards of {name} have {lengths} elements; {prod(shape)} of shape {shape} are asked for"
+            f"{ranks.directory}: the flat shards of {name} have {lengths} elements; shape {shape} requires {prod(shape)}"
         )
     if len(shape) > 2:
         raise ConfigError(

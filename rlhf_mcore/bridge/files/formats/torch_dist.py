@@ -52,8 +52,8 @@ def find_checkpoint(directory: Path) -> Path:
         weights = directory / (step if step == "release" else f"iter_{int(step):07d}")
     if not isfile(weights / INDEX):
         raise ConfigError(
-            f"{weights}: no {INDEX}, so no torch_dist checkpoint is here. Give the directory of a step (iter_0001000) or the one "
-            f"with {TRACKER}; the older 'torch' format (mp_rank_*) is pickle and not read."
+            f"{weights}: not a torch_dist checkpoint (no {INDEX}); give the directory of a step (iter_0001000) or the directory "
+            f"with {TRACKER}. The older 'torch' format (mp_rank_*) is pickle, which is not supported."
         )
     _check_backend(weights)
     return weights
@@ -66,7 +66,7 @@ def _check_backend(directory: Path) -> None:
     backend = read_json(path).text("sharded_backend")
     if backend != "torch_dist":
         raise ConfigError(
-            f"{path}: sharded_backend is {shorten(backend)!r}; only 'torch_dist' is read. Save with --ckpt-format torch_dist."
+            f"{path}: sharded_backend is {shorten(backend)!r}; only 'torch_dist' is supported. Save with --ckpt-format torch_dist."
         )
 
 

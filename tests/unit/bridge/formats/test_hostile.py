@@ -305,9 +305,13 @@ def test_directories_that_are_no_torch_dist_checkpoint(megatron: Path, capsys: C
     (megatron / "latest_checkpointed_iteration.txt").write_text("../../x")
     assert "is neither a step nor 'release'" in refused(capsys, "--from", "megatron", "--to", "hf", megatron, out)
     (megatron / "latest_checkpointed_iteration.txt").write_text("1000")
-    assert "iter_0001000: no .metadata" in refused(capsys, "--from", "megatron", "--to", "hf", megatron, out)
+    assert "iter_0001000: not a torch_dist checkpoint (no .metadata)" in refused(
+        capsys, "--from", "megatron", "--to", "hf", megatron, out
+    )
     (megatron / "release" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    assert "only 'torch_dist' is read" in refused(capsys, "--from", "megatron", "--to", "hf", megatron / "release", out)
+    assert "only 'torch_dist' is supported" in refused(
+        capsys, "--from", "megatron", "--to", "hf", megatron / "release", out
+    )
 
 
 def test_a_checkpoint_of_another_model(megatron: Path, capsys: Capture) -> None:
