@@ -43,6 +43,20 @@ def _outside_pages() -> dict[str, str]:
 PAGES = _outside_pages()
 
 
+def on_config(config: MkDocsConfig) -> None:
+    """List the generated pages of a folder in the navigation: an entry ``Title: reference/cli/`` becomes a section."""
+
+    def expand(entries: list[dict[str, object]]) -> None:
+        for entry in entries:
+            for title, value in entry.items():
+                if isinstance(value, list):
+                    expand(value)
+                elif str(value).endswith("/"):
+                    entry[title] = [f"{value}{page.name}" for page in sorted((ROOT / "docs" / str(value)).glob("*.md"))]
+
+    expand(config.nav or [])
+
+
 def on_files(files: Files, *, config: MkDocsConfig) -> None:
     """Add pages from outside docs/ and the scripts to the site."""
     for path, uri in PAGES.items():

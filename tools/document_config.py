@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Write configs/base.yaml, configs/schema.json and the tables of docs/configuration.md, which follow from the schema, again.
+"""Write configs/base.yaml, configs/schema.json and docs/reference/config/ from the schema.
 
     .venv/bin/python tools/document_config.py
 
-The text above the first section of the page is kept as it is. A test compares both files with what is made here.
+A test compares the files with the texts that this module generates.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from rlhf_mcore.config.keys import KEYS, type_name, walk  # noqa: E402
 from rlhf_mcore.config.schema import Config  # noqa: E402
 from rlhf_mcore.config.schema.group import Group  # noqa: E402
 from rlhf_mcore.config.schema.key import Choices, Description, Range, description_of  # noqa: E402
+from tools.doc_links import GENERATED, relative_links  # noqa: E402
 
-BASE, PAGE = ROOT / "configs" / "base.yaml", ROOT / "docs" / "configuration.md"
-SCHEMA = ROOT / "configs" / "schema.json"
+BASE, SCHEMA = ROOT / "configs" / "base.yaml", ROOT / "configs" / "schema.json"
+PAGES = ROOT / "docs" / "reference" / "config"
+RUN = "run"  # page of the keys that are in no group
 WIDTH = 128
 BASE_HEAD = """\
 # yaml-language-server: $schema=schema.json
@@ -144,39 +146,46 @@ def _scalar(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
-# ------------------------------------------------------------------------------------------------------------------- page
-def page(head: str) -> str:
-    """Write the text of docs/configuration.md below ``head``."""
+# ------------------------------------------------------------------------------------------------------------------ pages
+def pages() -> dict[str, str]:
+    """Return name -> text of the pages of docs/reference/config/: one per group, and one for the keys that are in no group."""
     cfg = Config()
     single = [item for item in items(cfg) if not isinstance(getattr(cfg, item.name), Group)]
-    parts = [head, "## The run\n", _table([row for item in single for row in _rows(item, getattr(cfg, item.name), "")])]
+    made = {RUN: _page("Keys outside groups", "", _table(single, cfg, ""))}
     for item in items(cfg):
         value, described = getattr(cfg, item.name), item.described
         if isinstance(value, Group):
-            parts.append(f"## `{item.name}`: {described.help}\n")
-            parts += [f"{described.more}\n"] if described.more else []
-            parts.append(
-                _table(
-                    [row for child in items(value) for row in _rows(child, getattr(value, child.name), f"{item.name}.")]
-                )
-            )
-    return "\n".join(parts)
+            intro = f"{described.help[0].upper()}{described.help[1:]}. {described.more}".strip()
+            made[item.name] = _page(f"`{item.name}`", intro, _table(items(value), value, f"{item.name}."))
+    return {name: relative_links(text, f"reference/config/{name}.md") for name, text in made.items()}
 
 
-def _table(rows: list[str]) -> str:
-    return "\n".join(["| key | default | values | meaning |", "|---|---|---|---|", *rows]) + "\n"
+def _page(title: str, intro: str, table: str) -> str:
+    return "\n\n".join(
+        part for part in (f"# {title}", GENERATED.format("tools/document_config.py"), intro, table) if part
+    )
 
 
-def _rows(item: Any, value: Any, prefix: str) -> Iterator[str]:
+def _table(described: list[Item], group: Group, prefix: str) -> str:
+    rows = [row for item in described for row in _rows(item, getattr(group, item.name), prefix)]
+    head = ["| key | default | values | fixed on resume | meaning |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def _row(key: str, shown: str, allowed: str, described: Description) -> str:
+    return f"| `{key}` | `{shown}` | {allowed} | {'yes' if described.is_fixed else ''} | {meaning(described)} |"
+
+
+def _rows(item: Item, value: Any, prefix: str) -> Iterator[str]:
     key, described = f"{prefix}{item.name}", item.described
     if not isinstance(value, Group):
-        yield f"| `{key}` | `{default(value)}` | {values(KEYS[key], described)} | {meaning(described)} |"
+        yield _row(key, default(value), values(KEYS[key], described), described)
         if isinstance(value, list) and value and isinstance(value[0], Group):
             for name, hint, inner in walk(type(value[0]), f"{key}[*]."):
                 shown = default(getattr(type(value[0])(), name.rpartition(".")[2]))
-                yield f"| `{name}` | `{shown}` | {values(hint, inner)} | {meaning(inner)} |"
+                yield _row(name, shown, values(hint, inner), inner)
     elif type(value) in _ACTOR and not prefix.startswith("actor."):
-        yield f"| `{key}.*` | as `actor.{item.name}.*` | | {described.help} |"
+        yield f"| `{key}.*` | as `actor.{item.name}.*` | | | {described.help} |"
         yield from (row for child in _changed(value) for row in _rows(child, getattr(value, child.name), f"{key}."))
     else:
         yield from (row for child in items(value) for row in _rows(child, getattr(value, child.name), f"{key}."))
@@ -220,14 +229,7 @@ def meaning(described: Description) -> str:
         text = "; ".join([text] * bool(text) + choices)
     if described.null:
         text += f"{'; ' if text else ''}null: {described.null}"
-    if described.is_fixed:
-        text += f"{'; ' if text else ''}a run that resumes cannot change it"
     return f"{text}. {described.more}" if described.more and text else text or described.more
-
-
-def kept_head(text: str) -> str:
-    """Return the text above the generated part of the page."""
-    return text[: text.index("\n## The run\n")]
 
 
 def schema_text() -> str:
@@ -238,4 +240,8 @@ def schema_text() -> str:
 if __name__ == "__main__":
     SCHEMA.write_text(schema_text(), encoding="utf-8")
     BASE.write_text(base_yaml(), encoding="utf-8")
-    PAGE.write_text(page(kept_head(PAGE.read_text(encoding="utf-8"))), encoding="utf-8")
+    PAGES.mkdir(parents=True, exist_ok=True)
+    for page in PAGES.glob("*.md"):
+        page.unlink()
+    for name, text in pages().items():
+        (PAGES / f"{name}.md").write_text(text, encoding="utf-8")

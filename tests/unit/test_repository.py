@@ -220,7 +220,7 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def as_yaml(value: Any) -> str:
-    """How docs/configuration.md writes a default."""
+    """How docs/reference/config/ writes a default."""
     if value == "???":
         return "required"
     if value is None:
@@ -238,15 +238,15 @@ def as_yaml(value: Any) -> str:
 
 
 @cache
-def configuration_page() -> str:
-    return (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+def configuration_pages() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs/reference/config").glob("*.md"))
 
 
 @cache
 def groups_described_elsewhere() -> dict[str, str]:
-    """Group of keys -> the group that the page describes in its place: "| `critic.layout.*` | as `actor.layout.*` |"."""
+    """Group of keys -> the group that the pages describe instead: "| `critic.layout.*` | as `actor.layout.*` |"."""
     row = r"^\| `([a-z0-9_.]+\.)\*` \| as `([a-z0-9_.]+\.)\*`"
-    return dict(re.findall(row, configuration_page(), re.MULTILINE))
+    return dict(re.findall(row, configuration_pages(), re.MULTILINE))
 
 
 def described_as(key: str) -> str:
@@ -255,8 +255,8 @@ def described_as(key: str) -> str:
     return next((groups[group] + key.removeprefix(group) for group in groups if key.startswith(group)), key)
 
 
-def test_configuration_page_has_every_key_with_its_default() -> None:
-    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| `([^`]*)` \|", configuration_page(), re.MULTILINE)
+def test_configuration_pages_has_every_key_with_its_default() -> None:
+    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| `([^`]*)` \|", configuration_pages(), re.MULTILINE)
     documented, defaults = dict(rows), {key: as_yaml(value) for key, value in leaves(Config())}
     assert len(documented) == len(rows)
     assert documented.keys() - defaults.keys() == set()
@@ -264,16 +264,16 @@ def test_configuration_page_has_every_key_with_its_default() -> None:
     assert {key: documented.get(key, documented.get(described_as(key))) for key in defaults} == defaults
 
 
-def test_configuration_page_refers_to_groups_with_the_same_keys() -> None:
+def test_configuration_pages_refers_to_groups_with_the_same_keys() -> None:
     keys = [key for key, _ in leaves(Config())]
     for group, described in groups_described_elsewhere().items():
         mine, theirs = ({key.removeprefix(g) for key in keys if key.startswith(g)} for g in (group, described))
         assert mine == theirs != set(), group
 
 
-def test_configuration_page_names_every_choice() -> None:
+def test_configuration_pages_names_every_choice() -> None:
     for key in [key for key, told in DESCRIPTIONS.items() if isinstance(told.allowed, Choices)]:
-        lines = configuration_page().splitlines()
+        lines = configuration_pages().splitlines()
         rows = [line for line in lines if line.startswith((f"| `{key}` |", f"| `{described_as(key)}` |"))]
         assert rows
         missing = [choice for choice in choices_of(key) if f"`{choice}`" not in rows[0]]

@@ -10,7 +10,6 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import Group, Item, inner_types, is_group_type
 from rlhf_mcore.config.schema.key import Choices, Description, Range, description_of
 
-PAGE = "docs/configuration.md"
 _REFERENCE = {"type": "string", "pattern": r"\$\{"}  # to another key, or to the environment
 _SCALARS = {int: "integer", float: "number", bool: "boolean", str: "string"}
 

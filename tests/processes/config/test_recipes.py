@@ -80,8 +80,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copy")
     for name in ("rlhf_mcore", "tools", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "docs").mkdir()
-    shutil.copy(ROOT / "docs" / "configuration.md", folder / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", folder)
     for title in ("A policy loss", "A grader", "A tracker"):
         follow(folder, recipe(title))
     (group, line), *others = re.findall(r'^\[project\.entry-points\."(\S+)"\]\n(.*)', recipe("A tracker"), re.MULTILINE)
@@ -119,11 +118,13 @@ def test_what_is_added_is_accepted_by_its_name_and_used(workspace: Any, copy: Pa
 def test_the_pages_name_what_is_added(copy: Path) -> None:
     run(copy, str(copy / "tools" / "document_config.py"))
     base = (copy / "configs" / "base.yaml").read_text(encoding="utf-8")
-    page = (copy / "docs" / "configuration.md").read_text(encoding="utf-8")
+    pages = copy / "docs" / "reference" / "config"
+    page = (pages / "algorithm.md").read_text(encoding="utf-8")
     words = " ".join(base.replace("#", " ").split())
     losses = (
         "ppo_clip | gspo | cispo | gmpo | sapo | dppo_tv | dppo_kl | kl_cov | clip_cov | vanilla | path/to/file.py:name"
     )
     assert f"loss of the policy: {losses} policy_loss: ppo_clip" in words
     assert "`clip_cov`, `vanilla` or `path/to/file.py:name`" in page
-    assert "`contains`" in next(line for line in page.splitlines() if line.startswith("| `reward.rules[*].name` |"))
+    rewards = (pages / "reward.md").read_text(encoding="utf-8").splitlines()
+    assert "`contains`" in next(line for line in rewards if line.startswith("| `reward.rules[*].name` |"))

@@ -1,0 +1,227 @@
+#!/usr/bin/env python3
+"""Write the pages of docs/reference/ from the code: configuration keys, commands, metrics, presets, exit codes, Python.
+
+    .venv/bin/python tools/document_reference.py
+
+This also runs tools/document_config.py. A test compares the pages with the texts that this module generates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import re
+import runpy
+import sys
+import textwrap
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from rlhf_mcore.cli.exit_codes import EPILOG, TOOL_EPILOG  # noqa: E402
+from rlhf_mcore.cli.main import COMMANDS, PLUGINS, module_of  # noqa: E402
+from rlhf_mcore.config.choices import PRESETS  # noqa: E402
+from rlhf_mcore.metrics.catalogue import GROUPS, Metric  # noqa: E402
+from rlhf_mcore.metrics.rules import MEASURES, RULES, MetricRule  # noqa: E402
+from tools import document_config  # noqa: E402
+from tools.doc_links import GENERATED, relative_links  # noqa: E402
+
+PAGES = ROOT / "docs" / "reference"
+HEAD = GENERATED.format("tools/document_reference.py")
+OURS = ("rlhf_mcore.", "rlhf_mcore_contrib.")
+
+
+def pages() -> dict[str, str]:
+    """Return path below docs/reference/ -> text, without the pages of tools/document_config.py."""
+    made = {f"cli/{name}.md": command_page(name) for name in commands()}
+    made |= {
+        "index.md": index_page(),
+        "metrics.md": metrics_page(),
+        "health-rules.md": health_page(),
+        "presets.md": presets_page(),
+        "exit-codes.md": exit_codes_page(),
+        "python.md": python_page(),
+    }
+    return {path: relative_links(text, f"reference/{path}") for path, text in made.items()}
+
+
+def _page(title: str, *parts: str) -> str:
+    return "\n\n".join([f"# {title}", HEAD, *(part.strip("\n") for part in parts if part)]) + "\n"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _text(words: str) -> str:
+    """Escape text of a help for Markdown."""
+    return html.escape(" ".join(words.split()), quote=False).replace("*", "\\*")
+
+
+# --------------------------------------------------------------------------------------------------------------- commands
+def commands() -> list[str]:
+    """List the commands of the package and of contrib/, without those of other installed plug-ins."""
+    return [name for name in COMMANDS if module_of(name).startswith(OURS)]
+
+
+def command_page(name: str) -> str:
+    """Describe a command: usage, arguments, options, examples and exit codes."""
+    parser = import_module(module_of(name))._parser()
+    plugin = PLUGINS.get(name, "").split(".")[1:2]
+    notes = [f"This command is a [plug-in](../contrib/{plugin[0]}/README.md) of `contrib/`."] if plugin else []
+    codes = "" if name == "completion" else "See [exit codes](reference/exit-codes.md)."
+    return _page(f"rlhf-mcore {name}", *notes, *_describe(parser, "##"), _examples(parser), codes)
+
+
+def _describe(parser: argparse.ArgumentParser, level: str) -> Iterator[str]:
+    """Describe a parser and its subcommands in blocks of Markdown."""
+    yield _text(parser.description or "")
+    parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, width=100)
+    usage = re.sub(r"\n +", "\n    ", parser.format_usage().removeprefix("usage: ").strip())
+    yield f"```text\n{usage}\n```"
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
+    inner = [action for action in shown if isinstance(action, argparse._SubParsersAction)]
+    arguments = [action for action in shown if not action.option_strings and action not in inner]
+    options = [action for action in shown if action.option_strings]
+    for title, actions in (("argument", arguments), ("option", options)):
+        if actions:
+            yield _table((title, "meaning"), [(f"`{_name(action)}`", _help(parser, action)) for action in actions])
+    for action in inner:
+        for name, sub in action.choices.items():
+            yield f"{level} `{name}`"
+            help_ = next((choice.help for choice in action._choices_actions if choice.dest == name), "")
+            if help_ and not sub.description:
+                yield _text(f"{help_[0].upper()}{help_[1:]}.")
+            yield from _describe(sub, f"{level}#")
+
+
+def _name(action: argparse.Action) -> str:
+    metavar = action.metavar or (
+        ("{" + ",".join(map(str, action.choices)) + "}") if action.choices else action.dest.upper()
+    )
+    metavar = " ".join(metavar) if isinstance(metavar, tuple) else metavar
+    if not action.option_strings:
+        return metavar if action.metavar or action.choices else action.dest
+    return ", ".join(action.option_strings) + (f" {metavar}" if action.nargs != 0 else "")
+
+
+def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    return _text(parser._get_formatter()._expand_help(action)) if action.help else ""
+
+
+def _examples(parser: argparse.ArgumentParser) -> str:
+    found = re.search(r"^examples?:\n((?:  .*\n)+)", parser.epilog or "", re.MULTILINE)
+    return f"## Examples\n\n```bash\n{textwrap.dedent(found[1]).strip()}\n```" if found else ""
+
+
+# ---------------------------------------------------------------------------------------------------------------- metrics
+def metrics_page() -> str:
+    """List all metrics, by group."""
+    parts = []
+    for title, metrics in GROUPS.items():
+        head = ("metric", "meaning", "unit", "healthy", "what to do")
+        parts += [f"## {title}", _table(head, list(map(_metric, metrics)))]
+    intro = (
+        "`<...>` stands for a variable part of a name, such as a phase or a data source. "
+        "[Monitoring](operations/monitoring.md) explains where metrics are written. "
+        "[Health rules](reference/health-rules.md) lists the bounds."
+    )
+    return _page("Metrics", intro, *parts)
+
+
+def _metric(metric: Metric) -> tuple[str, ...]:
+    return f"`{metric.name}`", _text(metric.meaning), metric.unit, _text(metric.range), _text(metric.what_to_do)
+
+
+def health_page() -> str:
+    """List the rules that judge metrics."""
+    intro = (
+        "The report's health checks and the default alarms judge these numbers. The bounds are rules of thumb for "
+        "policy-gradient training of language models. Recent: the mean of the last tenth of the values, at most 20 of them."
+    )
+    head = ("rule", "metric", "judged number", "watch from", "trouble from", "alarm after", "what to do")
+    return _page("Health rules", intro, _table(head, list(map(_rule, RULES))))
+
+
+def _rule(rule: MetricRule) -> tuple[str, ...]:
+    judged = MEASURES[rule.measure].text + (", as a share of the responses" if rule.counts else "")
+    alarm = f"{rule.alarm_steps} steps" if rule.alarm_steps else "no alarm"
+    bounds = (rule.shown(rule.watch), rule.shown(rule.bad))
+    return rule.name, f"`{rule.metric}`", judged, *bounds, alarm, _text(rule.remedy)
+
+
+# ------------------------------------------------------------------------------------------------------------------ others
+def presets_page() -> str:
+    """List what each preset sets."""
+    rows = []
+    for name, settings in PRESETS.items():
+        cells = [
+            f"`{key}: {str(value).lower() if isinstance(value, bool) else value}`" for key, value in settings.items()
+        ]
+        rows.append((f"`{name}`", ", ".join(cells)))
+    intro = (
+        "`algorithm: NAME`, or `algorithm.preset: NAME` together with other keys, sets these keys of the group `algorithm`. "
+        "Keys that you set yourself win. [Choose an algorithm](algorithms/choose.md) compares them and names the papers."
+    )
+    return _page("Presets", intro, _table(("preset", "sets"), rows))
+
+
+def exit_codes_page() -> str:
+    """List the exit codes of commands."""
+
+    def table(epilog: str) -> str:
+        rows = re.findall(r"^  (\S+) +(.*)$", epilog, re.MULTILINE)
+        return _table(("code", "meaning"), [(f"`{code}`" if code.isdigit() else code, text) for code, text in rows])
+
+    return _page("Exit codes", "## Training", table(EPILOG), "## Other commands", table(TOOL_EPILOG))
+
+
+def python_page() -> str:
+    """Let mkdocstrings describe the public names of the package."""
+    names = re.findall(r" as (\w+)$", (ROOT / "rlhf_mcore/api/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
+    intro = "`import rlhf_mcore as rm` gives these names. [Python](guide/python.md) shows how to use them."
+    return _page("Python API", intro, *(f"::: rlhf_mcore.api.{name}" for name in sorted(names, key=str.lower)))
+
+
+def index_page() -> str:
+    """List the pages of the reference."""
+    keys = " · ".join(f"[`{name}`](reference/config/{name}.md)" for name in document_config.pages())
+    rows = [(f"[`{name}`](reference/cli/{name}.md)", _text(COMMANDS[name])) for name in commands()]
+    others = [
+        ("[Presets](reference/presets.md)", "what `algorithm: NAME` sets"),
+        ("[Metrics](reference/metrics.md)", "names, meanings, units and healthy ranges"),
+        ("[Health rules](reference/health-rules.md)", "bounds of the report's health checks and of the default alarms"),
+        ("[Exit codes](reference/exit-codes.md)", "what a command returns to the shell"),
+        ("[Python API](reference/python.md)", "`import rlhf_mcore as rm`"),
+    ]
+    return _page(
+        "Reference",
+        "These pages are generated from the code of this version.",
+        "## Configuration keys",
+        f"One page per group: {keys}",
+        "`rlhf-mcore config explain KEY` prints the same in a terminal, and `configs/base.yaml` contains every key with its default.",
+        "## Commands",
+        _table(("command", "purpose"), rows),
+        "## Other tables",
+        _table(("page", "content"), others),
+    )
+
+
+def write() -> None:
+    """Write all pages, and delete pages of commands that no longer exist."""
+    runpy.run_path(str(ROOT / "tools" / "document_config.py"), run_name="__main__")
+    made = pages()
+    for page in (PAGES / "cli").glob("*.md"):
+        page.unlink()
+    for path, text in made.items():
+        (PAGES / path).parent.mkdir(parents=True, exist_ok=True)
+        (PAGES / path).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
