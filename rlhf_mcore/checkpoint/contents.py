@@ -1,4 +1,4 @@
-"""Check that a manifest names all files that every checkpoint must have, even if its own files are intact."""
+"""Check that a manifest names all required files. Otherwise it is rejected, even if the named files are intact."""
 
 from __future__ import annotations
 

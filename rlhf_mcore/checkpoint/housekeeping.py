@@ -1,8 +1,8 @@
 """Clean up a run directory at the start of a run and after a commit: links, quarantine and retention.
 
 At the start, under the run's lock, unfinished saves and removals of a killed run are cleared and the links are
-corrected. Data that users may want is moved to ``quarantine/`` instead of deleted. Retention keeps its newest
-entries.
+corrected. Data that users may want is moved to ``quarantine/`` instead of deleted. Retention keeps the newest
+entries there.
 
 The links ``latest``, ``best`` and ``pins/<name>`` are for people and tools; the trainer scans the directory
 instead. Retention keeps pinned checkpoints. Users may add and remove pins while the run continues.
@@ -54,7 +54,7 @@ class ArchiveHook(Protocol):
         ...
 
     def take_notes(self) -> list[str]:
-        """Return one line for each checkpoint since the last call that was archived or failed."""
+        """Return one line for each checkpoint that was archived since the last call, and for each failure."""
         ...
 
     def close(self) -> None:

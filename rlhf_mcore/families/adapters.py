@@ -102,7 +102,7 @@ def base_copies() -> dict[str, str]:
 def adapter_rules(rule: Rule, geometry: ModelGeometry, layer: int) -> list[Rule]:
     """Derive the rules of A, B and magnitudes from a weight's rule in one layer.
 
-    Return none if nothing in it is adapted.
+    Return [] if none of it is adapted.
     """
     is_end = rule.kind == "vocab_parallel"
     if (
@@ -145,7 +145,7 @@ def is_trained_whole(name: str, geometry: ModelGeometry) -> bool:
 
 
 def whole_rules(rule: Rule, geometry: ModelGeometry) -> list[Rule]:
-    """Derive the rule, in PEFT's names, of a weight that is trained whole. Return none for other weights."""
+    """Derive the rule, in PEFT's names, of a weight that is trained whole. Return [] for other weights."""
     if not is_trained_whole(rule.mcore, geometry):
         return []
     return [replace(rule, tensors={_HF_PREFIX + name: dims for name, dims in rule.tensors.items()})]

@@ -163,7 +163,7 @@ class SigmoidMixture:
     replaces_mlp: ClassVar[bool] = False
 
     def sizes(self, hf_config: Fields) -> dict[str, Any]:
-        """Return fields of a geometry. Return none if all layers are dense."""
+        """Return fields of a geometry. Return {} if all layers are dense."""
         ffn, num_layers = size(hf_config, "moe_intermediate_size"), size(hf_config, "num_hidden_layers")
         num_dense = hf_config.integer("first_k_dense_replace", 0, num_layers)
         if num_dense == num_layers:

@@ -34,7 +34,7 @@ class VisionSizes:
     # Channel pairs of a head that rotate by time, row and column. Empty: image tokens rotate like other tokens.
     sections: tuple[int, ...]
     positions: int = 0  # number of learned position embeddings
-    deepstack: int = 0  # number of decoder layers to whose output features of earlier tower layers are added
+    deepstack: int = 0  # number of decoder layers that add features of earlier tower layers to their output
 
     def tokens(self, grid: Sequence[int]) -> int:
         """Return the number of tokens of an image with ``grid`` (time, rows, columns) patches."""
@@ -112,7 +112,7 @@ class Vision:
         return axes
 
     def rules(self, geometry: ModelGeometry) -> tuple[Rule, ...]:
-        """List the rules of the tower's tensors. Return none for a geometry without a tower."""
+        """List the rules of the tower's tensors. Return an empty tuple for a geometry without a tower."""
         return _rules(self, geometry.vision, geometry.hidden_size) if geometry.vision is not None else ()
 
     def frozen(self, geometry: ModelGeometry, train: str) -> list[str]:

@@ -49,7 +49,7 @@ class Rectangle(NamedTuple):
         """Return the common elements, or None if there are none."""
         start, shape = [], []
         for low, size, begin, length in zip(*self, *other, strict=True):
-            first = low if low > begin else begin  # min and max are slower, and planning needs 10,000s
+            first = low if low > begin else begin  # min and max are slower; planning calls this 10,000s of times
             extent = (low + size if low + size < begin + length else begin + length) - first
             if extent <= 0:
                 return None

@@ -105,7 +105,7 @@ def part_of(parameters: Iterable[LocalParameter], geometry: ModelGeometry, part:
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """A run of ``count`` rows: from ``row`` in a Megatron tensor, and from ``hf_row`` in a Hugging Face tensor."""
+    """A run of ``count`` equal rows: from ``row`` in a Megatron tensor, and from ``hf_row`` in a Hugging Face tensor."""
 
     hf_name: str
     hf_row: int
@@ -381,7 +381,7 @@ _PLAIN_SPLITS = ("replicated", "vocab_parallel", "vocab_columns")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The block from ``row`` to ``row + count`` of a rank's weight, to which a product of rows of B and of A is added.
+    """Rows ``row`` to ``row + count`` of a rank's weight, to which a product of rows of B and A is added.
 
     The product uses rows ``b_row`` to ``b_row + count`` of B, and rows ``a_row`` to ``a_row + rank`` of A.
     """

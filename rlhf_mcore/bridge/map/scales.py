@@ -28,7 +28,7 @@ def are_quantised(pieces: Sequence[Piece], kind: Quantisation) -> bool:
 
 
 def scale_tables(pieces: Sequence[Piece], kind: Quantisation) -> tuple[Piece, ...]:
-    """Describe the scales of some pieces: consecutive tables of all blocks that a piece intersects."""
+    """Describe the scales of some pieces: one table per piece, with all blocks that the piece intersects."""
     tables, offset = list[Piece](), 0
     for piece in pieces:
         start, shape = kind.blocks(piece.start, piece.shape)

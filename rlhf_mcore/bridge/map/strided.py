@@ -94,7 +94,7 @@ def _unravel(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _place(start: tuple[int, ...], dims: list[_Dim], shape: tuple[int, ...]) -> dict[int, tuple[int, int]] | int:
     """Map each axis to (extent, destination stride).
 
-    If a dimension is not a range along one axis, return the first such number.
+    Or return the number of the first dimension that is not a range along one axis.
     """
     strides = contiguous_strides(shape)
     placed: dict[int, tuple[int, int]] = {}

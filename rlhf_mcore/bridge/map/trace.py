@@ -111,7 +111,7 @@ def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: 
     Args:
         model: the model in vLLM's worker.
         hf_shapes: every tensor of the checkpoint format; tied tensors once or under both names.
-        probe: False skips the kernel test and checks the layout only. Use it before vLLM has processed the
+        probe: False skips the kernel test and checks the layout only. Use False before vLLM has processed the
             weights, because layers cannot compute until then.
 
     Raises:

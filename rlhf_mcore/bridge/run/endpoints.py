@@ -74,7 +74,7 @@ class HostCopies(KeptSources):
     """Host copies of tensors at the last ``take``. This version can be sent after the model was updated."""
 
     def __init__(self, flats: Mapping[str, Tensor]):
-        """Store references to the live flat tensors by buffer name. They may be moved before ``take``."""
+        """Store references to the live flat tensors by buffer name. They may be off the device until ``take``."""
         self._flats = flats
         self._copies: dict[str, Tensor] = {}
         self.device = next((flat.device for flat in flats.values()), current_platform().device())

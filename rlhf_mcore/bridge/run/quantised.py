@@ -50,7 +50,7 @@ def _factors(amax: Tensor, kind: Quantisation) -> Tensor:
     """Return the factors that convert values to fp8, from the largest magnitude in each block."""
     if not kind.of_training:
         return 1.0 / scales_of(amax, kind)
-    # torch divides a number by a tensor with a reciprocal and a product, which round twice. So make a tensor.
+    # torch computes number / tensor as a product with the reciprocal, which rounds twice. ``full_like`` avoids this.
     factors = (torch.full_like(amax, _FP8_MAX) / amax).clamp(max=torch.finfo(torch.bfloat16).max)
     return torch.where(amax > 0, factors, 1.0)  # a block of zeros
 

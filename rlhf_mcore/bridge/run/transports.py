@@ -39,7 +39,7 @@ class MappedMemory:
 
 
 class Links(Protocol):
-    """Messages and shared memory between the ranks of a plan. Rank numbers are the numbers in their group."""
+    """Messages and shared memory between the ranks of a plan. Ranks are numbered as in their group."""
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> Sequence[Wait]:
         """Start all sends and receives at once."""
@@ -266,7 +266,7 @@ def share_memory(nbytes: int, wanted: Collection[int], group: dist.ProcessGroup)
 
     This is a collective call. The memory has no name in the file system and no separate limit. It disappears with
     the processes that map it. A rank finds another rank's memory through the file descriptor in /proc, and checks
-    a stamp in it. Ranks of other machines are left out, and processes whose /proc entries are not accessible.
+    a stamp in it. Ranks of other machines and processes with inaccessible /proc entries are left out.
     """
     stamp, size = os.urandom(16), _STAMP_BYTES + nbytes
     descriptor = os.memfd_create("rlhf_mcore", os.MFD_CLOEXEC) if hasattr(os, "memfd_create") else None
