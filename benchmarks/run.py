@@ -1,7 +1,7 @@
 """All benchmarks, one after the other, each in a process of its own: one table of ratios, goals and verdicts.
 
     python -m benchmarks.run [--quick] [NAME...]      run them (those named, or all) and print the table
-    python -m benchmarks.run --write                  write the committed results and their plot into docs/performance.md
+    python -m benchmarks.run --write                  write the committed results and their plot into benchmarks/results/README.md
 
 What a benchmark measures is said at its top. Its details are in benchmarks/results/<name>.json; quick runs leave these alone.
 """
@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.common import RESULTS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, PLOT = ROOT / "docs" / "performance.md", ROOT / "docs" / "benchmarks.svg"
+PAGE, PLOT = RESULTS / "README.md", RESULTS / "benchmarks.svg"
 BEGIN, END = "<!-- benchmarks.run: begin -->\n", "<!-- benchmarks.run: end -->\n"
 LAST_LINE = re.compile(r"^(\w+)(?: \w+)? (\S+) goal (\S+)$")
 
@@ -76,7 +76,7 @@ ROWS = (
     Row("device_counts", "host syncs in the passes of a small update, all cases together, on fake CUDA tensors"),
     Row(
         "exact_logprobs",
-        "share of logprobs that are equal in engine and trainer where they share operations",
+        "share of equal logprobs in engine and trainer with shared operations",
         at_least=True,
     ),
     Row("leak", "growth of resident memory, in % a step"),
@@ -174,9 +174,9 @@ def against_trl() -> str:
 
 def page(text: str, outcomes: Sequence[Outcome], loads: Sequence[float]) -> str:
     """The page with its generated part written anew, at its end where there is none yet."""
-    load = f" Load average when they were written: {min(loads):.1f} to {max(loads):.1f}." if loads else ""
+    load = f" Load average of the machine: {min(loads):.1f} to {max(loads):.1f}." if loads else ""
     made = (
-        f"{BEGIN}\n## All benchmarks\n\nOf the results in benchmarks/results, by `python -m benchmarks.run --write`.{load}\n\n"
+        f"{BEGIN}\n## All benchmarks\n\n`python -m benchmarks.run --write` writes this section.{load}\n\n"
         f"![measured by goal]({PLOT.name})\n\n{table(outcomes)}{against_trl()}\n{END}"
     )
     head, found, rest = text.partition(BEGIN)
@@ -207,9 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(row.name for row in ROWS))
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds; results are not kept")
-    parser.add_argument(
-        "--write", action="store_true", help="run nothing: docs/performance.md from the committed results"
-    )
+    parser.add_argument("--write", action="store_true", help="run nothing; write README.md of the committed results")
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="of each benchmark (default: 1800)")
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.names) - {row.name for row in ROWS}):

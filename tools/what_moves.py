@@ -1,8 +1,9 @@
 """Bytes that a sync moves for models of the field's sizes, by the plan that the bridge itself would make: no GPU, no weights.
 
-Prints the table of docs/performance.md, "What moves". ``gathered`` is what a bridge receives that brings every full tensor to every
-rank of an engine, less what that rank holds: an all-gather on the trainer's ranks, or a broadcast to engines of their own. With
-``fp8`` or ``int8`` as its argument weights travel in 8 bits (``rollout.quantization``), while what is gathered does not.
+Prints the table "Bytes by plan" of benchmarks/results/weight-sync.md. ``gathered`` is the volume if every rank of an engine
+receives every full tensor, except the bytes that it holds: an all-gather on the trainer's ranks, or a broadcast to
+disaggregated engines. With ``fp8`` or ``int8`` as its argument weights are sent in 8 bits (``rollout.quantization``); gathered
+tensors are not.
 """
 
 from __future__ import annotations
