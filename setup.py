@@ -55,7 +55,7 @@ EXTRAS_REQUIRE = {
     "trackio": ["trackio>=0.5"],
     "comet": ["comet_ml>=3.47"],
     "swanlab": ["swanlab>=0.10"],
-    # Environments of other libraries (docs/environments.md); nothing else needs them.
+    # Environments of other libraries (docs/guide/environments/integrations.md); nothing else needs them.
     "gymnasium": ["gymnasium"],
     "openenv": ["openenv-core>=0.2.1"],
     # The documentation as a site (./launch/docs.sh, which installs it locked and apart): search, diagrams, links that are checked.

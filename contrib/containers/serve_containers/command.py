@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore serve-containers",
-        "Lend containers of this machine to the agents of runs: docs/agents.md has the protocol. A container ends with its "
-        "episode, or at the end of its time.",
+        "Serve containers of this machine to the agents of runs. contrib/containers/README.md describes the protocol. A container "
+        "ends with its episode, or after its time limit.",
         examples=["rlhf-mcore serve-containers --kind podman --host 10.0.0.7 --token-env CONTAINER_TOKEN"],
         exits=EXITS,
     )

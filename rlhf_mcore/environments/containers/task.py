@@ -66,7 +66,7 @@ def task_of(extra_info: Mapping[str, Any]) -> Task:
     """Read the task of a row. A row without a task gets an empty container.
 
     Raises:
-        ConfigError: the task is not as docs/agents.md describes it.
+        ConfigError: the task is not in the format of docs/guide/agents/containers.md.
     """
     given = extra_info.get("container")
     if isinstance(given, str):

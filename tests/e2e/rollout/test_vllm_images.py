@@ -1,4 +1,4 @@
-"""vLLM with images, against transformers. vLLM's code of these models imports torchvision (docs/images.md)."""
+"""vLLM with images, against transformers. vLLM's code of these models imports torchvision (docs/guide/images.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/environments.md: its class plays, its keys are known, its table names every reason."""
+"""docs/guide/environments/index.md: its class plays, its keys are known, its table names every reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.types import LIMITS, Prompt
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guide" / "environments" / "index.md").read_text(encoding="utf-8")
 
 
 def block(language: str) -> str:
