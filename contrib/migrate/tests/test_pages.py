@@ -11,7 +11,7 @@ from rlhf_mcore.config.keys import KEYS
 from rlhf_mcore_contrib.migrate import openrlhf, trl, verl
 from rlhf_mcore_contrib.migrate.table import Table
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "migrating"
 SHORT = {"actor_rollout_ref.actor.": "ACTOR.", "actor_rollout_ref.rollout.": "ROLLOUT."}
 
 
@@ -22,7 +22,7 @@ def rows(page: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("page", "table"), [("from-verl.md", verl.TABLE), ("from-openrlhf.md", openrlhf.TABLE), ("from-trl.md", trl.TABLE)]
+    ("page", "table"), [("verl.md", verl.TABLE), ("openrlhf.md", openrlhf.TABLE), ("trl.md", trl.TABLE)]
 )
 def test_every_key_that_is_carried_over_is_on_the_page(page: str, table: Table) -> None:
     left = " ".join(cell for cell, _ in rows(page))
@@ -41,7 +41,7 @@ def test_every_key_that_is_carried_over_is_on_the_page(page: str, table: Table) 
 
 @pytest.mark.parametrize(
     "page",
-    ["from-verl.md", "from-openrlhf.md", "from-megatron-lm.md", "from-trl.md", "from-slime.md", "from-nemo-rl.md"],
+    ["verl.md", "openrlhf.md", "megatron-lm.md", "trl.md", "slime.md", "nemo-rl.md"],
 )
 def test_the_first_key_of_a_line_is_one_of_ours(page: str) -> None:
     found = [re.match(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)*)", right) for _, right in rows(page)]
