@@ -261,3 +261,11 @@ def test_keys_in_the_text_are_keys() -> None:
             if span.partition(".")[0] in GROUPS and not is_file and not is_key(span):
                 found.append(f"{page_name(page)}: {span}")
     assert found == []
+
+
+def test_the_table_of_keys_that_matter_shows_the_defaults() -> None:
+    page = (ROOT / "docs/guide/configuration.md").read_text(encoding="utf-8")
+    reference = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs/reference/config").glob("*.md"))
+    rows = re.findall(r"^(\| `[a-z0-9_.]+` \| `[^`]*` \|)", page, re.MULTILINE)
+    assert len(rows) == 25
+    assert [row for row in rows if row not in reference] == []
