@@ -109,7 +109,7 @@ def test_a_rank_has_adapters_of_its_part_of_the_vocabulary(module: str, rank: in
 
 @pytest.mark.parametrize("module", ["model.embed_tokens", "lm_head"])
 def test_a_tied_weight_takes_no_adapter(module: str) -> None:
-    with pytest.raises(ConfigError, match=rf"actor\.lora\.targets: {module} .*tie_word_embeddings.*leave it out"):
+    with pytest.raises(ConfigError, match=rf"actor\.lora\.targets: {module} .*tie_word_embeddings.*remove it"):
         check_targets(FAMILIES["qwen3"], adapters("all-linear", module), "actor.lora.targets")
     check_targets(FAMILIES["qwen3"], adapters("all-linear", module, model=UNTIED), "actor.lora.targets")
 
