@@ -1,4 +1,4 @@
-"""Deals rows that begin alike to data-parallel ranks: whole groups, or parts of them where that levels the ranks."""
+"""Distribute rows with common prefixes to data-parallel ranks: whole groups, or parts of groups if that balances the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_mcore.data.packing import balance
 
 @dataclass(slots=True)
 class Bundle:
-    """Units of rows of one group, each with its cost alone. All but the first spare the cost ``shared`` on the same rank."""
+    """Units of rows of one group, each with its separate cost. Each unit after the first saves ``shared`` on the same rank."""
 
     group: int
     shared: float
@@ -25,13 +25,16 @@ class Bundle:
         return sum(cost for cost, _ in self.units) - self.shared * (len(self.units) - 1)
 
     def halves(self) -> list[Bundle]:
-        """Part the units into two bundles of about equal costs; one unit stays whole."""
+        """Split the units into two bundles of about equal cost. A bundle with one unit stays whole."""
         parts = balance([cost - self.shared for cost, _ in self.units], 2)
         return [Bundle(self.group, self.shared, [self.units[place] for place in part]) for part in parts if part]
 
 
 def deal_bundles(bundles: Sequence[Bundle], num_ranks: int) -> list[list[Bundle]]:
-    """Deal bundles to ranks with about equal costs. The longest ones are halved as long as that lowers the highest cost of a rank."""
+    """Distribute bundles to ranks with about equal costs.
+
+    The most expensive bundles are halved while this lowers the highest cost of a rank.
+    """
 
     def deal(some: Sequence[Bundle]) -> tuple[float, list[list[Bundle]]]:
         shares = [[some[place] for place in share] for share in balance([bundle.cost for bundle in some], num_ranks)]
@@ -54,9 +57,10 @@ def deal_bundles(bundles: Sequence[Bundle], num_ranks: int) -> list[list[Bundle]
 
 
 def computed_of_row(ids: NDArray[np.int32], mask: NDArray[np.bool_], sequences: Sequence[int] = ()) -> tuple[int, int]:
-    """Return how many tokens of a row are computed, and how many at its beginning its group may share: those before the first sampled.
+    """Return how many tokens of a row are computed, and the length of the prefix that its group may share.
 
-    ``sequences``: tokens of each of several, which share their beginnings.
+    This prefix ends before the first sampled token. ``sequences`` contains the lengths of several sequences in one row, which
+    may share their own prefixes.
     """
     computed = len(ids)
     if len(sequences) > 1:

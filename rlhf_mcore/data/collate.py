@@ -1,11 +1,11 @@
-"""Collates rows into microbatches, and restores a model's outputs to rows. The only place of the shift.
+"""Collates rows into microbatches, and restores model outputs to rows. Only this module shifts fields.
 
-Token layout, flat over rows back to back: ``x[k]`` belongs to ``token_ids[k]``. The loop and the algorithms use it.
+Token layout: rows are concatenated, and ``x[k]`` belongs to ``token_ids[k]``. The loop and the algorithms use it.
 
-Model layout: position i of a row predicts token i + 1, so a field holds at position i the value of token i + 1, and zero at the last
-position of each row. Forward passes use it.
+Model layout: position i of a row predicts token i + 1. Position i of a field therefore contains the value of token i + 1, and
+the last position of each row is zero. Forward passes use it.
 
-Only ``to_model_layout`` and ``to_token_layout`` convert one into the other.
+Only ``to_model_layout`` and ``to_token_layout`` convert between the layouts.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ from rlhf_mcore.types import Microbatch, Ragged
 
 @dataclass(slots=True)
 class RowTokens:
-    """Some rows of a step with their tokens back to back, the input of a model run.
+    """Some rows of a step with concatenated tokens, the input of a model run.
 
-    ``fields`` are flat tensors [sum of lengths, ...] in token layout, ``token_ids`` among them. ``ragged`` fields have values of the
-    same tokens, but none of a row's first token, which no position predicts. A row may be several sequences, which do not see each
-    other.
+    ``fields`` are flat tensors [sum of lengths, ...] in token layout, including ``token_ids``. ``ragged`` fields contain
+    values for the same tokens, but none for the first token of a row, which no position predicts. A row may consist of
+    several sequences, which do not attend to each other.
     """
 
     rows: list[int]
     lengths: list[int]
     fields: Mapping[str, Tensor]
     ragged: Mapping[str, Ragged[Tensor]] = field(default_factory=dict)
-    sequences: Sequence[Sequence[int]] | None = None  # tokens of each sequence of each row; None: a row is one
-    images: Sequence[tuple[str, ...]] | None = None  # digests of each sequence's, of all rows; None: no row has any
+    # Token counts of the sequences of each row; None: every row is one sequence.
+    sequences: Sequence[Sequence[int]] | None = None
+    # Image digests of each sequence of all rows; None: no row has images.
+    images: Sequence[tuple[str, ...]] | None = None
 
     @property
     def sequence_lengths(self) -> list[int]:
-        """Tokens of each sequence, which is what a model runs."""
+        """Token counts of all sequences, the units that a model runs."""
         return self.lengths if self.sequences is None else [size for sizes in self.sequences for size in sizes]
 
     @property
     def starts(self) -> list[int]:
-        """Offsets at which the rows begin, and the end of the last one."""
+        """Start offsets of the rows, and the end of the last row."""
         return [0, *accumulate(self.lengths)]
 
 
@@ -64,30 +66,32 @@ def make_microbatches(
     share_prefixes: bool = False,
     alone: Collection[int] = (),
 ) -> list[Microbatch]:
-    """Cut rows into microbatches of at most ``max_tokens`` tokens, padding included.
+    """Split rows into microbatches of at most ``max_tokens`` tokens, padding included.
 
-    ``Microbatch.fields`` holds the fields in model layout with their dtype, and ``token_ids`` as "labels" (int64, the next token, 0 if
-    there is none). There are at least ``min_count`` microbatches and a multiple of ``multiple_of``. Surplus ones are dummies of
-    ``pad_multiple`` pad tokens with zero fields and no rows, which keep ranks in step and add nothing to a sum.
+    ``Microbatch.fields`` contains the fields in model layout with their dtype, and ``token_ids`` as "labels" (int64, the next
+    token, 0 if there is none). There are at least ``min_count`` microbatches and a multiple of ``multiple_of``. Surplus ones
+    are dummies with ``pad_multiple`` pad tokens, zero fields and no rows. Dummies keep ranks in step and add nothing to a
+    sum.
 
-    ``Microbatch.ragged`` holds the ragged fields: the counts in model layout, and the values of the rows in order.
+    ``Microbatch.ragged`` contains the ragged fields: the counts in model layout, and the values of the rows in order.
 
-    Every ``rows_per_unit`` consecutive rows stay together, and follow each other. ``Microbatch.rows`` are places in ``tokens.rows``;
-    where a row is several sequences, in ``tokens.sequence_lengths``.
+    Every ``rows_per_unit`` consecutive rows stay together, in order. ``Microbatch.rows`` contains indices into
+    ``tokens.rows``, or into ``tokens.sequence_lengths`` if rows consist of several sequences.
 
-    Packed: token_ids [1, N], each sequence padded to a multiple of ``sequence_multiple``. A dummy sequence pads N to ``pad_multiple``,
-    a multiple of the former; it has an entry in ``cu_seqlens`` but none in ``rows`` and ``lengths``. Padded: [b, T_b], T_b a multiple
-    of ``pad_multiple``.
+    Packed: token_ids [1, N], each sequence padded to a multiple of ``sequence_multiple``. A dummy sequence pads N to a
+    multiple of ``pad_multiple``, which is a multiple of ``sequence_multiple``. It has an entry in ``cu_seqlens``, but none in
+    ``rows`` and ``lengths``. Padded: token_ids [b, T_b], where T_b is a multiple of ``pad_multiple``.
 
-    With ``share_prefixes`` packed rows that begin alike go together, and the model computes their beginning once: ``max_tokens`` then
-    limits the tokens of ``Microbatch.tree``. A microbatch whose rows share nothing has none. Rows at places ``alone`` never share.
+    With ``share_prefixes``, packed rows with a common prefix go together, and the model computes the prefix once.
+    ``max_tokens`` then limits the tokens of ``Microbatch.tree``. A microbatch without shared prefixes has no tree. Rows in
+    ``alone`` never share.
 
     Raises:
         ConfigError: one row, or unit of rows, is longer than ``max_tokens``.
     """
-    assert "labels" not in tokens.fields, "labels are made here"
+    assert "labels" not in tokens.fields, "make_microbatches adds the labels"
     if tokens.sequences is not None:
-        assert rows_per_unit == 1, "units are of rows"
+        assert rows_per_unit == 1, "units require one sequence per row"
         lengths_of = tokens.sequence_lengths
         tokens = RowTokens(list(range(len(lengths_of))), lengths_of, tokens.fields, tokens.ragged, None, tokens.images)
     units = in_units(range(len(tokens.rows)), rows_per_unit)
@@ -133,14 +137,14 @@ def make_microbatches(
 
 
 def _ragged_of(counts: Tensor, rows: Sequence[Tensor]) -> Ragged[Tensor]:
-    """Join the values of some rows. The shift keeps their order: a row's first token has none, and its last position gets none."""
+    """Join the ragged values of some rows. Their order needs no shift, because the first token of a row has no values."""
     ragged = Ragged(counts, torch.cat(list(rows)))
     assert int(ragged.counts.sum()) == len(ragged.values)
     return ragged
 
 
 def in_units(rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
-    """Cut consecutive rows into units of ``rows_per_unit``."""
+    """Split consecutive rows into units of ``rows_per_unit``."""
     assert len(rows) % rows_per_unit == 0, (len(rows), rows_per_unit)
     return [list(rows[start : start + rows_per_unit]) for start in range(0, len(rows), rows_per_unit)]
 
@@ -153,7 +157,7 @@ def _sharing_units(
     multiple: int,
     alone: Collection[int],
 ) -> tuple[list[list[int]], list[int]]:
-    """Join units of one row that begin alike. Returns units and the tokens that are computed of each, or those given if none does."""
+    """Join single-row units with common prefixes. Return units and the computed tokens per unit; the inputs if no rows share."""
     if any(len(unit) > 1 for unit in units):
         return units, [computed_tokens([ids[place] for place in unit], multiple) for unit in units]
     return units_of(ids, max_tokens, multiple, alone) or (units, sizes)
@@ -171,8 +175,8 @@ def restore_tokens(
 ) -> Tensor:
     """Convert per-token outputs of microbatches from model layout to the token layout of their rows.
 
-    Each output has the shape of its microbatch's token_ids, and maybe further dimensions. Returns [sum of lengths, ...] on the
-    host; the first token of a row, which no position predicts, is zero.
+    Each output has the shape of its microbatch's token_ids, optionally with further dimensions. Return [sum of lengths, ...]
+    on the host. The first token of a row is zero, because no position predicts it.
     """
     result = torch.zeros(sum(lengths), *outputs[0].shape[2:], dtype=dtype)
     parts = result.split(list(lengths))
@@ -192,7 +196,7 @@ def restore_last(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch], 
 def _iterate_rows(
     outputs: Sequence[Tensor], microbatches: Sequence[Microbatch], dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the place of each row and its outputs [length], in model layout."""
+    """Yield the index of each row and its outputs [length], in model layout."""
     for output, microbatch in zip(outputs, microbatches, strict=True):
         assert output.shape[:2] == microbatch.token_ids.shape, (output.shape, microbatch.token_ids.shape)
         values = output.detach().to(device="cpu", dtype=dtype)
@@ -211,7 +215,7 @@ def last_positions(microbatch: Microbatch) -> Tensor:
 
 
 def sequence_sizes(microbatch: Microbatch) -> list[int]:
-    """Return the tokens of each sequence along the last dimension, with padding: of packed input, or the width of padded rows."""
+    """Return the size of each sequence along the last dimension, with padding. For padded rows, return the common width."""
     if microbatch.cu_seqlens is None:
         return [microbatch.token_ids.size(1)]
     sizes: list[int] = microbatch.cu_seqlens.diff().tolist()
@@ -219,14 +223,14 @@ def sequence_sizes(microbatch: Microbatch) -> list[int]:
 
 
 def computed_sizes(microbatch: Microbatch) -> list[int]:
-    """Return the tokens of each sequence that the model computes: of the segments of a prefix tree, or of ``sequence_sizes``."""
+    """Return the sizes of the sequences that the model computes: the segments of a prefix tree, or ``sequence_sizes``."""
     return sequence_sizes(microbatch) if microbatch.tree is None else microbatch.tree.sizes
 
 
 def sequence_ids(microbatch: Microbatch) -> tuple[Tensor, int]:
-    """Return the sequence that each position of a microbatch belongs to, in the shape of its token_ids, and their number.
+    """Return the sequence number of each position, in the shape of token_ids, and the number of sequences.
 
-    Padding counts as part of its row; the padding at the end of a packed microbatch is a sequence of its own.
+    Padding counts as part of its row. The padding at the end of a packed microbatch is a separate sequence.
     """
     if microbatch.cu_seqlens is None:
         height = microbatch.token_ids.size(0)
@@ -236,7 +240,7 @@ def sequence_ids(microbatch: Microbatch) -> tuple[Tensor, int]:
 
 
 def one_later(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """Shift values in model layout: each position gets the next one's value of its sequence, the last position zero."""
+    """Shift values in model layout: each position gets the next value of its sequence, the last position zero."""
     shifted = torch.zeros_like(values)
     shifted[:, :-1] = values[:, 1:]
     if microbatch.cu_seqlens is not None:

@@ -1,4 +1,4 @@
-"""Other prompts for rows that are drawn already: what a teacher knows and a student does not."""
+"""Teacher prompts for sampled rows, with information that the student does not see."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ KEY = "teacher.context"
 
 @dataclass(slots=True)
 class PromptContext:
-    """Calls a user's function ``spec`` for each prompt, and renders and tokenises what it returns.
+    """Calls the user's function ``spec`` for each prompt, and renders and tokenises its result.
 
-    ``max_tokens``: the most that a prompt may have, so that the longest response still has room.
+    ``max_tokens`` is the limit for a prompt that leaves space for the longest response.
     """
 
     spec: str
@@ -34,20 +34,20 @@ class PromptContext:
         self._function = load_function(self.spec, KEY)
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the tokens of the prompts that a teacher reads in the place of these. Local.
+        """Return the token ids of the teacher's prompts, one for each of ``prompts``. Local.
 
         Raises:
-            ConfigError: the function fails or returns no prompt, the template refuses it, or it is too long.
+            ConfigError: the function fails or returns no prompt, the template rejects the prompt, or the prompt is too long.
         """
-        named = {prompt.prompt_id: prompt for prompt in prompts}  # the responses to a prompt share it
-        # A text is used as it is; messages go through the chat template.
+        named = {prompt.prompt_id: prompt for prompt in prompts}  # responses to the same prompt share one entry
+        # "false": a text is used unchanged; messages go through the chat template.
         contents = [(self._call(prompt), f"{KEY}, prompt {name!r}") for name, prompt in named.items()]
         tokens = token_ids(self.tokenizer, list(Renderer(self.tokenizer, "false").all(contents)))
         for name, ids in zip(named, tokens, strict=True):
             if not 0 < len(ids) <= self.max_tokens:
                 raise ConfigError(
-                    f"{KEY}={self.spec}: its prompt in the place of {name!r} has {len(ids)} tokens, and must have between 1 and "
-                    f"{self.max_tokens} to leave room for a response; shorten it, or raise trainer.forward_tokens"
+                    f"{KEY}={self.spec}: its prompt for {name!r} has {len(ids)} tokens; it must have between 1 and "
+                    f"{self.max_tokens} to leave space for a response; shorten it, or raise trainer.forward_tokens"
                 )
         found = dict(zip(named, tokens, strict=True))
         return [found[prompt.prompt_id] for prompt in prompts]
@@ -55,7 +55,7 @@ class PromptContext:
     def _call(self, prompt: Prompt) -> Any:
         if prompt.images:
             raise ConfigError(
-                f"{KEY}={self.spec}: prompt {prompt.prompt_id!r} has images, which other prompts cannot name yet; set {KEY}=null, "
+                f"{KEY}={self.spec}: prompt {prompt.prompt_id!r} has images, which {KEY} does not support yet; set {KEY}=null, "
                 "or data.image_key=null"
             )
         content = prompt.text if prompt.messages is None else prompt.messages

@@ -1,4 +1,4 @@
-"""Sampled episodes as records, what engines recorded of their tokens, and both as the flat tensors that ranks exchange."""
+"""Sampled episodes as records, the fields that engines recorded for their tokens, and both as flat tensors for the ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def episode(
     response_text: str,
     rewards: Sequence[float] = (),
 ) -> Trajectory:
-    """Build a trajectory from a prompt and the parts after it: completions of the policy and tokens [n] of the environment, in order.
+    """Build a trajectory from a prompt and the parts after it: completions of the policy and environment tokens [n], in order.
 
-    ``rewards``: one for each completion, if turns have their own.
+    ``rewards`` contains a reward per completion, if turns have their own rewards.
 
     Raises:
-        ValueError: the prompt has no tokens, so that nothing predicts the first token of the policy; a completion has another number
-            of logprobs, or values of another recorded field, than of tokens; or completions have different fields.
+        ValueError: the prompt has no tokens, so nothing predicts the first response token; the number of logprobs or of other
+            recorded values differs from the number of tokens; or completions have different fields.
     """
     where = f"prompt {prompt.prompt_id!r}, sample {sample}"
     stop = len(prompt.prompt_ids)
@@ -72,7 +72,7 @@ def episode(
 
 
 def flat_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """Return ``token_ids`` int32, ``loss_mask`` bool and ``rollout_logprobs`` float32 of trajectories, back to back: [N] each."""
+    """Return concatenated ``token_ids`` int32, ``loss_mask`` bool and ``rollout_logprobs`` float32 of trajectories: [N] each."""
     token_ids = np.concatenate([np.zeros(0, np.int32), *(t.token_ids for t in trajectories)])
     loss_mask = np.concatenate([np.zeros(0, np.bool_), *(t.loss_mask for t in trajectories)])
     logprobs = np.concatenate([np.zeros(0, np.float32), *(t.logprobs for t in trajectories)])
@@ -81,7 +81,7 @@ def flat_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 
 def flat_support(trajectories: Sequence[Trajectory]) -> Ragged[Tensor]:
-    """Return the support of trajectories back to back; tokens of a trajectory without one have no ids."""
+    """Return the concatenated support of trajectories. Tokens of a trajectory without support get no ids."""
     none = np.zeros(0, np.int32)
     counts = [np.zeros(len(t.token_ids), np.int32) if t.support is None else t.support.counts for t in trajectories]
     values = [none if t.support is None else t.support.values for t in trajectories]
@@ -91,7 +91,7 @@ def flat_support(trajectories: Sequence[Trajectory]) -> Ragged[Tensor]:
 def join_support(
     prompt_tokens: int, written: Sequence[Completion | NDArray[np.int32]]
 ) -> Ragged[NDArray[np.int32]] | None:
-    """Join the support of the policy's tokens, empty for other tokens. Returns None if a completion has none recorded."""
+    """Join the support of the policy's tokens, empty for other tokens. Return None if a completion has no recorded support."""
     none = Ragged(np.zeros(0, np.int32), np.zeros(0, np.int32))
     parts: list[Recorded] = [blank_recorded(none, prompt_tokens)]
     for part in written:
@@ -109,9 +109,9 @@ def join_support(
 def join_fields(
     where: str, prompt_tokens: int, written: Sequence[Completion | NDArray[np.int32]]
 ) -> dict[str, Recorded]:
-    """Join the fields that an engine recorded of the policy's tokens of an episode, blank for other tokens.
+    """Join the fields that an engine recorded for the policy's tokens of an episode. Other tokens are blank.
 
-    What a later completion has recorded of tokens before it fills what is blank.
+    A later completion may contain values for earlier tokens. They fill the blanks.
     """
     completions = [part for part in written if isinstance(part, Completion)]
     names = completions[0].fields.keys() if completions else ()
@@ -120,12 +120,14 @@ def join_fields(
     drawn = [(part, stop) for part, stop in zip(written, stops[1:], strict=True) if isinstance(part, Completion)]
     for completion, stop in drawn:
         if completion.fields.keys() != names:
-            raise ValueError(f"{where}: the engine recorded {sorted(names)} and then {sorted(completion.fields)}")
+            raise ValueError(
+                f"{where}: the engine recorded the fields {sorted(names)}, then {sorted(completion.fields)}"
+            )
         for name, values in completion.fields.items():
             num_tokens = len(completion.token_ids)
             if _num_tokens(values) not in (num_tokens, num_tokens if isinstance(values, Ragged) else stop):
                 raise ValueError(
-                    f"{where}: the engine gave {name} of {_num_tokens(values)} tokens for {num_tokens} response tokens"
+                    f"{where}: the engine gave {name} for {_num_tokens(values)} tokens, not for {num_tokens} response tokens"
                 )
     fields: dict[str, Recorded] = {}
     for name in names:
@@ -144,7 +146,7 @@ def join_fields(
 
 
 def _overlay(whole: Recorded, parts: Sequence[tuple[Recorded, int]]) -> Recorded:
-    """Fill the blank tokens of ``whole`` with parts, each of the tokens up to a stop, the first ones first."""
+    """Fill the blank tokens of ``whole`` from parts in order. Each part covers the tokens before its stop."""
     assert not isinstance(whole, Ragged)
     for values, stop in parts:
         assert not isinstance(values, Ragged)
@@ -159,14 +161,14 @@ def _num_tokens(values: Recorded) -> int:
 
 
 def blank_recorded(like: Recorded, num_tokens: int) -> Recorded:
-    """Return zeros for ``num_tokens`` tokens, or no values, in the form of ``like``."""
+    """Return zeros for ``num_tokens`` tokens in the form of ``like``; for a ragged field, no values."""
     if isinstance(like, Ragged):
         return Ragged(np.zeros(num_tokens, np.int32), like.values[:0])
     return np.zeros((num_tokens, *like.shape[1:]), like.dtype)
 
 
 def join_recorded(parts: Sequence[Recorded]) -> Recorded:
-    """Concatenate the parts of a field of tokens."""
+    """Concatenate the parts of a recorded field."""
     if isinstance(parts[0], Ragged):
         ragged = [part for part in parts if isinstance(part, Ragged)]
         return Ragged(
@@ -176,16 +178,16 @@ def join_recorded(parts: Sequence[Recorded]) -> Recorded:
 
 
 def recorded_fields(trajectories: Sequence[Trajectory]) -> dict[str, Field]:
-    """Return the fields that engines recorded of the tokens of trajectories, back to back, by name: [N, ...], or ragged.
+    """Return the recorded fields of trajectories, concatenated, by name: [N, ...], or ragged.
 
     Raises:
-        ValueError: two trajectories do not have the same fields.
+        ValueError: two trajectories have different fields.
     """
     names = trajectories[0].fields.keys() if trajectories else ()
     if other := next((t for t in trajectories if t.fields.keys() != names), None):
         raise ValueError(
-            f"prompt {other.prompt.prompt_id!r}, sample {other.sample}: engines recorded {sorted(other.fields)} of its tokens, and "
-            f"{sorted(names)} of others"
+            f"prompt {other.prompt.prompt_id!r}, sample {other.sample}: engines recorded {sorted(other.fields)} for its tokens, and "
+            f"{sorted(names)} for others"
         )
     fields: dict[str, Field] = {}
     for name in names:
@@ -198,11 +200,11 @@ def recorded_fields(trajectories: Sequence[Trajectory]) -> dict[str, Field]:
 
 
 def token_versions(trajectories: Sequence[Trajectory]) -> Tensor:
-    """Return the version of the policy that sampled each token, zero for other tokens, of trajectories back to back: [N] int32."""
+    """Return the policy version that sampled each token, and zero for other tokens, of concatenated trajectories: [N] int32."""
     flat, start = np.zeros(sum(len(t.token_ids) for t in trajectories), np.int32), 0
     for trajectory in trajectories:
         stop = start + len(trajectory.token_ids)
-        # Each version lasts until the next one begins.
+        # Each version applies until the next one starts.
         for first, version in trajectory.versions:
             flat[start + first : stop] = version
         flat[start:stop][~trajectory.loss_mask] = 0
@@ -211,7 +213,7 @@ def token_versions(trajectories: Sequence[Trajectory]) -> Tensor:
 
 
 def turn_rewards(trajectories: Sequence[Trajectory]) -> Tensor:
-    """Return the rewards of turns at the last token of each, else zero, of trajectories back to back: [N] float32."""
+    """Return the reward of each turn at its last token, and zero elsewhere, of concatenated trajectories: [N] float32."""
     flat, start = np.zeros(sum(len(t.token_ids) for t in trajectories), np.float32), 0
     for trajectory in trajectories:
         for turn in trajectory.turns:

@@ -1,7 +1,7 @@
-"""Reads files of given responses into tokenised examples, for supervised fine-tuning and for reward models.
+"""Reads files with given responses into tokenised examples, for supervised fine-tuning and for reward models.
 
-The tokens are those of a rollout: the prompt as ``load_prompts`` renders it, then the response as the policy would generate it, its
-text and the end-of-sequence token. So training uses the same tokens as later generation and scoring.
+The tokens equal the tokens of a rollout: the prompt as ``load_prompts`` renders it, the response text, and the end-of-sequence
+token. Training therefore sees the same tokens as later generation and scoring.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class TokenizedExample:
-    """A prompt and the responses to learn from: one, or the chosen and the rejected one. Every rank holds all examples."""
+    """A prompt with one response, or with a chosen and a rejected response. Every rank holds all examples."""
 
     place: str
     prompt_ids: Tokens
     response_ids: list[Tokens]
-    images: tuple[str, ...] = ()  # digests of the prompt's
-    reference_logprobs: list[float] | None = None  # of each whole response, where they are computed before training
+    images: tuple[str, ...] = ()  # image digests of the prompt
+    reference_logprobs: list[float] | None = None  # one per response, if they are computed before training
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens of the longest row."""
         return len(self.prompt_ids) + max(map(len, self.response_ids))
 
 
@@ -75,18 +75,17 @@ def load_examples(
     """Return all examples of ``files`` in order.
 
     Args:
-        columns: those of the prompt and of its responses, in this order, by the config keys that name them; or one such mapping for
-            each file. A file of single responses may have a column "messages" instead, whose last message is the response.
-        max_tokens: limit of prompt and response together.
-        drop_longer: leave longer examples out instead of refusing them.
-        field: the config key that names the files, for messages.
-        data: how rows are read and rendered; None: the defaults.
-        note: is told how many examples are left out.
-        group: ranks that share the tokenising: the call is collective over it and raises on all of them. None: this process alone.
-        images: takes those of prompts, each of which counts as many tokens as the model reads of it. None: the model sees none.
+        columns: the columns of the prompt and of its responses, in this order, by the config keys that name them; or one such
+        mapping
+            per file. A file with single responses may instead have a column "messages", whose last message is the response.
+        max_tokens: limit for prompt and response together. drop_longer: drop longer examples instead of rejecting them.
+        field: the config key that names the files, for messages. data: how to read and render rows; None: the defaults. note:
+        called with the number of dropped examples as text. group: ranks that share the tokenising. The call is collective
+        over it and raises on all ranks. None: this process alone. images: reads the images of prompts. An image counts as
+        many tokens as the model reads for it. None: the model takes no images.
 
     Raises:
-        ConfigError: for anything wrong with a file or a row, naming both, and when no example is left.
+        ConfigError: a file or a row is invalid (the message names both), or no example is left.
     """
     per_file = [columns] * len(files) if isinstance(columns, Mapping) else columns
     data = data or DataConfig()
@@ -103,7 +102,7 @@ def load_examples(
                 f"{field}: chosen and rejected are equal in all {len(examples)} pairs; correct the files, or the keys of the columns"
             )
         note(
-            f"{field}: {len(equal):,} of {len(examples):,} pairs have equal responses and are left out; the first is {equal[0].place}"
+            f"{field}: {len(equal):,} of {len(examples):,} pairs have equal responses and are dropped; the first is {equal[0].place}"
         )
         examples = [example for example in examples if not _has_equal_responses(example)]
     if images is not None:
@@ -115,7 +114,7 @@ def load_examples(
         longest = max(example.num_tokens for example in longer)
         raise ConfigError(
             f"{field}: {len(longer)} of {len(examples)} examples are longer than {max_tokens} tokens, the longest has {longest}; the "
-            f"first is {longer[0].place}. The limit is data.max_tokens, the room of a microbatch "
+            f"first is {longer[0].place}. The limit is data.max_tokens, the size of a microbatch "
             "(trainer.max_tokens_per_microbatch) or the positions of the model: raise it, or set data.overlong_prompts=drop"
         )
     kept = [example for example in examples if example.num_tokens <= max_tokens]
@@ -129,10 +128,10 @@ def load_examples(
 
 
 def example_batch(examples: Sequence[TokenizedExample], *, with_mismatched: bool = False) -> TrainBatch:
-    """Build a batch of the examples' rows, one after the other; ``group_ids`` are the numbers of their examples.
+    """Build a batch from the rows of the examples, in order. ``group_ids`` are the numbers of the examples.
 
-    ``with_mismatched`` adds a batch of the same prompts, each with the responses to the one before. Every rank of the world passes the
-    same examples and keeps the tokens of the rows that it owns. Local.
+    ``with_mismatched`` adds a batch with the same prompts, each with the responses to the previous prompt. Every rank of the
+    world passes the same examples and keeps the tokens of its own rows. Local.
     """
     batch = _batch_of(examples)
     if with_mismatched:
@@ -141,7 +140,7 @@ def example_batch(examples: Sequence[TokenizedExample], *, with_mismatched: bool
 
 
 def _mismatch(examples: Sequence[TokenizedExample]) -> list[TokenizedExample]:
-    """Give each prompt the responses to the one before, cut where a row would be longer than all of the examples'."""
+    """Give each prompt the responses to the previous prompt, cut so that no row is longer than the longest example."""
     longest = max(example.num_tokens for example in examples)
     others = [examples[-1], *examples[:-1]]
     return [
@@ -184,7 +183,7 @@ def _batch_of(examples: Sequence[TokenizedExample]) -> TrainBatch:
 
 
 def _computed(tokens: Sequence[tuple[Any, Any]]) -> Tensor:
-    """Return of rows, each a prompt and a response, what ``TrainBatch.computed`` holds of them."""
+    """Return ``TrainBatch.computed`` for rows that consist of a prompt and a response."""
     shared = [len(prompt) if len(prompt) >= prefixes.SHORTEST else 0 for prompt, _ in tokens]
     return torch.tensor(
         [(len(prompt) + len(response), own) for (prompt, response), own in zip(tokens, shared, strict=True)]
@@ -192,7 +191,7 @@ def _computed(tokens: Sequence[tuple[Any, Any]]) -> Tensor:
 
 
 def _at_last_tokens(values: Sequence[float], lengths: NDArray[np.int64]) -> Tensor:
-    """Return values of rows at their last tokens and zero elsewhere, so that sums over their tokens are these values: [N] float32."""
+    """Return the value of each row at its last token, and zero elsewhere: [N] float32. A sum over a row gives its value."""
     placed = torch.zeros(int(lengths.sum()))
     placed[torch.from_numpy(lengths.cumsum() - 1)] = torch.tensor(values, dtype=torch.float32)
     return placed
@@ -200,14 +199,14 @@ def _at_last_tokens(values: Sequence[float], lengths: NDArray[np.int64]) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class ExampleBatches:
-    """Examples in the order of a sampler."""
+    """Example batches in the order of a sampler."""
 
     examples: Sequence[TokenizedExample]
     sampler: Sampler
     build: Callable[[Sequence[TokenizedExample]], TrainBatch] = example_batch
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
-        """Return the rows of the next step, without metrics: the sampler counts the steps."""
+        """Return the rows of the next step, without metrics. The sampler counts the steps."""
         return self.build([self.examples[place] for place in self.sampler.next_batch()]), {}
 
 
@@ -236,7 +235,7 @@ def _read_texts(
 
 
 def _pair(rows: Iterable[_Texts], tokens: Iterator[Tokens], eos_token_id: int) -> Iterator[TokenizedExample]:
-    """Yield the example of each row; ``tokens`` are those of its prompt and of its responses, then those of the next row."""
+    """Yield the example of each row. ``tokens`` yields, row by row, the prompt tokens and then the tokens of each response."""
     for row in rows:
         prompt_ids = next(tokens)
         if not len(prompt_ids):
@@ -246,7 +245,7 @@ def _pair(rows: Iterable[_Texts], tokens: Iterator[Tokens], eos_token_id: int) -
 
 
 def _has_equal_responses(example: TokenizedExample) -> bool:
-    """Return whether the two responses of a pair have the same tokens: there is no preference to learn."""
+    """Return whether the two responses of a pair have the same tokens, so that there is no preference to learn."""
     responses = example.response_ids
     return len(responses) == 2 and np.array_equal(responses[0], responses[1])
 

@@ -1,6 +1,6 @@
-"""Checks the first prompts against the tokenizer's files before any process starts: the template that they need, and their lengths.
+"""Checks the chat template and the lengths of the first prompts before any process starts.
 
-Nothing here imports transformers. The ranks would refuse the same later; they check every row, and render templates.
+This module does not import transformers. The ranks later repeat these checks for every row, with rendered templates.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from rlhf_mcore.foreign import INDEX, read_json, read_text
 from rlhf_mcore.readers.data_columns import file_keys, row_limits, settings_of
 from rlhf_mcore.readers.data_rows import read_rows, require_column
 
-ROWS = 64  # rows of each file that are checked
+ROWS = 64  # checked rows per file
 _MAX_CHARACTERS = 2**20  # longer prompts are not tokenised here
 
 
 def check_first_rows(data: DataConfig, folder: str) -> None:
-    """Check the first rows of ``data.train`` and ``data.eval`` of a run that samples responses. ``folder``: of the tokenizer.
+    """Check the first rows of ``data.train`` and ``data.eval`` of a run that samples responses.
+
+    ``folder`` is the tokenizer's directory.
 
     Raises:
-        ConfigError: prompts need a chat template that the tokenizer lacks or that is broken, or prompts are too long.
+        ConfigError: prompts need a chat template that is missing or broken, or prompts are too long.
     """
-    # A user's code runs only in the ranks.
+    # The user's code runs in the ranks only.
     if data.transform is not None:
         return
     template = _read_template(Path(folder))
@@ -61,28 +63,28 @@ def _read_prompts(data: DataConfig, field: str, files: list[str]) -> Iterator[tu
 
 
 def _count_least_tokens(tokenizer: Any, prompt: Any) -> int:
-    """Count the tokens of a prompt without those that a template adds. Of a conversation only the user's messages count."""
+    """Count the tokens of a prompt without the tokens that a template adds. In a conversation, count the user messages only."""
     is_text = isinstance(prompt, str)
     messages = [] if is_text else [message for message in prompt if isinstance(message, Mapping)]
     said = [prompt] if is_text else [message.get("content") for message in messages if message.get("role") == "user"]
-    # The place of an image may have fewer tokens than its mark has characters.
+    # An image may have fewer tokens than its mark has characters.
     texts = [
         text.replace("<image>", "").strip() for text in said if isinstance(text, str) and len(text) <= _MAX_CHARACTERS
     ]
     try:
         return sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
     except BaseException as error:
-        # The Rust half raises PanicException. The ranks report it.
+        # The Rust library raises PanicException, which the ranks report.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             return 0
         raise
 
 
 def _load_fast_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of tokenizer.json, None if that is missing or unreadable, which the ranks report."""
+    """Return the tokenizer of tokenizer.json, or None if it is missing or unreadable. The ranks report that."""
     if not (folder / "tokenizer.json").is_file():
         return None
-    # The library's threads do not survive a fork.
+    # The threads of the tokenizers library do not survive a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import Tokenizer
 
@@ -90,14 +92,14 @@ def _load_fast_tokenizer(folder: Path) -> Any:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception:
         return None
-    # The file may ask for both; transformers decides them by the call.
+    # The file may enable padding and truncation; transformers ignores both settings unless the call asks for them.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
 
 
 def _read_template(folder: Path) -> str | None:
-    """Return the chat template of a tokenizer's directory, from a file of its own or a key of tokenizer_config.json."""
+    """Return the chat template of a tokenizer directory, from a separate file or a key of tokenizer_config.json."""
     try:
         if (folder / "chat_template.jinja").is_file():
             return read_text(folder / "chat_template.jinja", limit=INDEX.num_bytes)
@@ -111,7 +113,7 @@ def _read_template(folder: Path) -> str | None:
             if template:
                 return str(template)
     except ConfigError:
-        # It is reported when the tokenizer is loaded.
+        # Loading the tokenizer will report the error.
         return ""
     return "" if (folder / "additional_chat_templates").is_dir() else None
 
@@ -120,9 +122,9 @@ def _check_syntax(template: str, folder: str) -> None:
     """Check the syntax of a chat template.
 
     Raises:
-        ConfigError: it has an error.
+        ConfigError: the template has a syntax error.
     """
-    # A statement of transformers' own.
+    # The "generation" statement is an extension of transformers, which jinja2 alone cannot parse.
     if "generation" in template:
         return
     from jinja2 import Environment, TemplateSyntaxError

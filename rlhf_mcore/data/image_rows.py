@@ -1,7 +1,7 @@
-"""Takes images out of rows of data: checks them before they are decoded, and writes them to the run's ``ImageStore``.
+"""Reads images from data rows: checks them before decoding, and writes them to the run's ``ImageStore``.
 
-A row has its images in a column (bytes, paths, or objects of both, as Hugging Face's and verl's data sets have them) with ``<image>``
-at their places in the prompt, or in the content of messages, as OpenAI's interface has them.
+A row contains its images in a column (bytes, paths, or objects with both, as in Hugging Face's and verl's data sets). The
+prompt then contains ``<image>`` for each image. Or the messages contain the images, as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.config.schema import DataConfig
 
-MARK = "<image>"  # the place of an image in a text
-OWN_TASKS = "verifiers"  # an environment that does not show prompts
+MARK = "<image>"  # marks an image in a text
+OWN_TASKS = "verifiers"  # an environment that ignores prompts
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
-_SHOWN = 200  # characters of a path in messages; a longer one is hardly a path
+_SHOWN = 200  # characters of a path in messages; a longer string is unlikely to be a path
 _TEXT_PARTS, _IMAGE_PARTS = ("text", "input_text"), ("image", "image_url", "input_image")
 
 
 @dataclass(frozen=True, slots=True)
 class RowImages:
-    """A prompt with images: ``content`` is what the chat template is given, ``messages`` the same with marks in texts."""
+    """A prompt with images. ``content`` is the input of the chat template, and ``messages`` the same with marks in texts."""
 
     content: str | list[dict[str, Any]]
     messages: str | list[dict[str, Any]]
@@ -47,24 +47,24 @@ class RowImages:
 
 
 def take_images(content: Any, column: Any, place: str) -> RowImages:
-    """Return a prompt's images in the order of their places.
+    """Return the images of a prompt in the order of their marks.
 
     Args:
-        content: of the prompt's column, not checked yet.
-        column: the value of the column of images; None or empty: the prompt has only those of its messages.
+        content: value of the prompt column, not validated yet.
+        column: value of the image column. None or empty: the prompt has only the images in its messages.
 
     Raises:
-        ConfigError: images and places are not equally many, or a part of a message is of an unknown kind.
+        ConfigError: the numbers of images and marks differ, or a message part has an unknown type.
     """
     given = _listed(column, place)
     if not isinstance(content, list) and (not isinstance(content, str) or MARK not in content):
-        return RowImages(content, content, given)  # it is rendered already, and has the model's own tokens
+        return RowImages(content, content, given)  # the text is already rendered with the model's own image tokens
     turns = content if isinstance(content, list) else [{"role": "user", "content": content}]
     waiting, sources = iter(given), list[Any]()
     asked, written = [], []
     for message in turns:
         if not isinstance(message, Mapping):
-            raise ConfigError(f"{place}: a message is an object with role and content, found {message!r:.60}")
+            raise ConfigError(f"{place}: a message must be an object with role and content, found {message!r:.60}")
         parts = list(_parts(message.get("content"), waiting, sources, place))
         has_image = any(part["type"] == "image" for part in parts)
         text = "".join(part.get("text", MARK) for part in parts)
@@ -80,10 +80,10 @@ def take_images(content: Any, column: Any, place: str) -> RowImages:
 
 
 def parts_of(content: Any, place: str) -> tuple[list[str], list[Any]] | None:
-    """Return the texts around the images of a message's content and these, None where it is no list of parts.
+    """Return the texts between the images of a message's content, and the images; None if the content is not a list of parts.
 
     Raises:
-        ConfigError: a part is of an unknown kind, or an image has no source.
+        ConfigError: a part has an unknown type, or an image has no source.
     """
     if not isinstance(content, list):
         return None
@@ -96,7 +96,7 @@ def parts_of(content: Any, place: str) -> tuple[list[str], list[Any]] | None:
             texts[-1] += part["text"]
         else:
             kinds = ", ".join(_TEXT_PARTS + _IMAGE_PARTS)
-            raise ConfigError(f"{place}: parts of a message are of the types {kinds}; found {part!r:.80}")
+            raise ConfigError(f"{place}: message parts must have one of the types {kinds}; found {part!r:.80}")
     if None in sources:
         raise ConfigError(
             f"{place}: image {sources.index(None) + 1} has no source; give image_url, image, bytes or path"
@@ -117,11 +117,11 @@ def _listed(column: Any, place: str) -> list[Any]:
         return list(column)
     if isinstance(column, (str, bytes, Mapping)):
         return [column]
-    raise ConfigError(f"{place}: the column of images holds {type(column).__name__} {column!r:.60}, not images")
+    raise ConfigError(f"{place}: the image column contains {type(column).__name__} {column!r:.60}, not images")
 
 
 def _parts(content: Any, waiting: Iterator[Any], sources: list[Any], place: str) -> Iterator[dict[str, str]]:
-    """Yield the parts of a message, and add the source of each image to ``sources``: None where there is none."""
+    """Yield the parts of a message, and append the source of each image to ``sources``; None for a missing image."""
     for part in content if isinstance(content, list) else [content]:
         if isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS:
             own = _source_in(part)
@@ -132,7 +132,7 @@ def _parts(content: Any, waiting: Iterator[Any], sources: list[Any], place: str)
         if not isinstance(text, str):
             kinds = ", ".join(_TEXT_PARTS + _IMAGE_PARTS)
             raise ConfigError(
-                f"{place}: a message's content is a text, or parts of the types {kinds}; found {part!r:.80}"
+                f"{place}: message content must be a text, or parts with the types {kinds}; found {part!r:.80}"
             )
         pieces = text.split(MARK)
         for number, piece in enumerate(pieces):
@@ -156,10 +156,12 @@ def _source_in(part: Mapping[str, Any]) -> Any:
 def images_of_row(
     content: Any, column: Any, images: ImageReader | None, folder: Path, place: str
 ) -> tuple[Any, Any, tuple[str, ...]]:
-    """Return a prompt as texts, as what is rendered, and the digests of its images. ``images``: None for a model that sees none.
+    """Return a prompt as texts, the same prompt for rendering, and the digests of its images.
+
+    ``images`` is None for a text model.
 
     Raises:
-        ConfigError: the model sees none, or as ``take_images`` and ``ImageReader.take``.
+        ConfigError: the model takes no images; or see ``take_images`` and ``ImageReader.take``.
     """
     if not column and not _has_places(content):
         return content, content, ()
@@ -168,14 +170,14 @@ def images_of_row(
         return row.messages, row.content, images.take(row.sources, folder, place)
     if row.sources:
         raise ConfigError(
-            f"{place}: the prompt has images, and the model sees none; choose one that does, or set data.image_key=null to leave "
-            "the column of images out"
+            f"{place}: the prompt has images, but the model takes none; use a vision model, or set data.image_key=null to ignore "
+            "the image column"
         )
     return row.messages, row.content, ()
 
 
 class ImageReader:
-    """Reads, checks and processes the images of rows into a store. Each image is decoded by one rank of a machine."""
+    """Reads, checks and processes the images of rows into a store. On each machine, one rank decodes each image."""
 
     def __init__(
         self,
@@ -186,14 +188,14 @@ class ImageReader:
         *,
         asks: bool = False,
     ) -> None:
-        """Load the image processor of a model that sees images.
+        """Load the image processor of a vision model.
 
         Args:
-            deal: this rank's number among those of its machine, and how many there are; None: as torchrun has told it.
-            asks: the tasks of the environment are its own, and images of prompts would not be seen.
+            deal: this rank's number on its machine and the number of ranks there; None: read torchrun's variables.
+            asks: the environment uses its own tasks, so images of prompts would be ignored.
 
         Raises:
-            ConfigError: the model has no image processor that transformers knows.
+            ConfigError: transformers has no image processor for the model.
         """
         self.tokens = ImageTokens.of(model_dir)
         self._store, self._data, self._asks = store, data, asks
@@ -212,15 +214,17 @@ class ImageReader:
         self._counts: dict[str, int] = {}  # tokens of each image
 
     def take(self, sources: Sequence[Any], folder: Path, place: str, *, seen: int = 0) -> tuple[str, ...]:
-        """Read a prompt's images, and return their digests. ``folder``: that paths are relative to. ``seen``: so many came before.
+        """Read the images of a prompt and return their digests.
+
+        Paths are relative to ``folder``. ``seen`` is the number of earlier images of the prompt.
 
         Raises:
-            ConfigError: there are too many, or one is missing, too large, damaged or of an unknown format.
+            ConfigError: there are too many images, or an image is missing, too large, damaged or in an unknown format.
         """
         if sources and self._asks:
             raise ConfigError(
-                f"{place}: the prompt has images, and environment.function={OWN_TASKS} asks with tasks of its own; set another "
-                "one, or data.image_key=null"
+                f"{place}: the prompt has images, but environment.function={OWN_TASKS} uses its own tasks; set another "
+                "function, or data.image_key=null"
             )
         if (count := seen + len(sources)) > self._data.max_images:
             raise ConfigError(
@@ -232,25 +236,25 @@ class ImageReader:
 
     @property
     def writes_around(self) -> bool:
-        """Tell whether the model's processor writes more of an image than its tokens."""
+        """Return whether the model's processor writes text around the image tokens."""
         return isinstance(self._processor, SquareProcessor)
 
     def written(self, text: str) -> str:
-        """Return a rendered prompt with its images as the model's processor writes them, with one token each."""
+        """Return a rendered prompt with the processor's text around each image, and one token per image."""
         return self._processor.written(text) if self.writes_around else text
 
     def expand(self, token_ids: Sequence[int], images: Sequence[str], place: str) -> list[int]:
-        """Return a prompt's tokens with each image's one token repeated as often as it has tokens.
+        """Return a prompt's tokens, with the single token of each image repeated to the image's token count.
 
         Raises:
-            ConfigError: there are not as many tokens of images as images.
+            ConfigError: the numbers of image tokens and images differ.
         """
         found, counts = [], iter(images)
         num_places = sum(token == self.tokens.token_id for token in token_ids)
         if num_places != len(images):
             raise ConfigError(
-                f"{place}: prompt and chat template have written {num_places} tokens of images for {len(images)} images; write "
-                f"{MARK} once where each image belongs and not that token too; the template of model.tokenizer_path has to write one "
+                f"{place}: prompt and chat template contain {num_places} image tokens for {len(images)} images; write "
+                f"{MARK} once for each image, and not the token itself; the chat template must write one "
                 "for each image"
             )
         for token in token_ids:
@@ -258,13 +262,13 @@ class ImageReader:
         return found
 
     def _count(self, digest: str) -> int:
-        """Count the tokens of an image, which another reader may have put into the store."""
+        """Return the token count of an image. Another reader may have written the image to the store."""
         if digest not in self._counts:
             self._counts[digest] = self._store.features(digest).num_tokens(self.tokens.merge_size)
         return self._counts[digest]
 
     def files(self, images: Sequence[str]) -> list[str]:
-        """Return the files that hold images as they came."""
+        """Return the paths of the original image files."""
         return [str((self._store.directory / digest).resolve()) for digest in images]
 
     def _add(self, source: Any, folder: Path, place: str) -> str:
@@ -280,7 +284,7 @@ class ImageReader:
         return digest
 
     def _content(self, source: Any, folder: Path, place: str) -> bytes:
-        """Return the bytes of an image: given, in a file, or in a data URL."""
+        """Return the bytes of an image, from bytes, a file or a data URL."""
         limit = self._data.max_row_bytes
         longer = f"{place}: more than data.max_row_bytes={limit} bytes; make it smaller, or raise data.max_row_bytes"
         if isinstance(source, Mapping):
@@ -293,11 +297,11 @@ class ImageReader:
                     raise ConfigError(f"{place}: its data URL is not base64 ({error}); encode it again") from error
             elif source.startswith("data:"):
                 raise ConfigError(
-                    f"{place}: {source:.40} is no data URL of an image; it begins with data:image/png;base64,"
+                    f"{place}: {source:.40} is not an image data URL; it must start like data:image/png;base64,"
                 )
             elif "://" in source and not source.startswith("file://"):
                 raise ConfigError(
-                    f"{place}: {source:.80} is not fetched; download the images, and name files in the data"
+                    f"{place}: {source:.80}: URLs are not downloaded; download the images, and write file paths into the data"
                 )
             elif source:
                 path = folder / source.removeprefix("file://")
@@ -305,21 +309,21 @@ class ImageReader:
                     raise ConfigError(longer)
                 remedy = "correct the path; it is relative to the data file"
                 if len(source) > _SHOWN:
-                    remedy = "where it is base64, write data:image/png;base64, before it"
+                    remedy = "if it is base64, write data:image/png;base64, before it"
                 return read_bytes(path, limit=limit, where=f"{place}: {path!s:.{_SHOWN}}", remedy=remedy)
         if not isinstance(source, bytes) or not source:
             raise ConfigError(
-                f"{place}: an image is bytes, a path or a data URL, found {type(source).__name__} {source!r:.40}"
+                f"{place}: an image must be bytes, a path or a data URL, found {type(source).__name__} {source!r:.40}"
             )
         if len(source) > limit:
             raise ConfigError(longer)
         return source
 
     def _open(self, content: bytes, place: str) -> Image:
-        """Read the header of an image, and check its size before anything is decoded."""
+        """Open an image and check its size from the header, before anything is decoded."""
         from PIL import Image
 
-        bound, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # the run's own is below
+        bound, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # data.max_image_pixels applies instead, below
         try:
             image = self._refused(lambda: Image.open(io.BytesIO(content), formats=_FORMATS), place)
         finally:
@@ -344,7 +348,7 @@ class ImageReader:
         _write_whole(self._store.directory / digest, content)
 
     def _patches(self, image: Image) -> np.ndarray:
-        """Return the patches [rows, columns, channels * frames * patch * patch] uint8 of an image, scaled and not normalised."""
+        """Return the patches [rows, columns, channels * frames * patch * patch] uint8 of a scaled, unnormalised image."""
         features = self._processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
         frames, rows, columns = map(int, features["image_grid_thw"][0])
         values = features["pixel_values"]
@@ -352,7 +356,7 @@ class ImageReader:
         return values.reshape(rows, columns, -1).astype(np.uint8)
 
     def _refused(self, action: Callable[[], Any], place: str) -> Any:
-        """Do something with a file that nobody trusts: whatever a decoder raises is the row's."""
+        """Run an action on an untrusted file. Report any exception of a decoder as an error in the row."""
         try:
             return action()
         except Exception as error:
@@ -363,12 +367,12 @@ class ImageReader:
                 .split(" object at")[0]
             )
             raise ConfigError(
-                f"{place}: it cannot be read ({reason}); replace it by a whole {', '.join(_FORMATS)} image"
+                f"{place}: it cannot be read ({reason}); replace it by an intact {', '.join(_FORMATS)} image"
             ) from error
 
 
 def _load_processor(model_dir: str) -> Any:
-    """Return the image processor of a model. Pillow scales images, so that they are the same wherever torchvision is or is not."""
+    """Return the image processor of a model. It scales with Pillow, so torchvision does not change the results."""
     declare_image_operators()
     from transformers import AutoImageProcessor
 
@@ -379,7 +383,7 @@ def _load_processor(model_dir: str) -> Any:
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:300]
         raise ConfigError(
-            f"model.path={model_dir}: no image processor could be loaded from it ({reason}); it needs preprocessor_config.json"
+            f"model.path={model_dir}: no image processor could be loaded ({reason}); add preprocessor_config.json"
         ) from error
     if type(processor).__name__ == "Gemma3ImageProcessorPil":
         return SquareProcessor(processor, model_dir)
@@ -389,7 +393,7 @@ def _load_processor(model_dir: str) -> Any:
 
 
 def _levels(processor: Any) -> np.ndarray:
-    """Return what the processor makes of each brightness of each channel: [channels, 256] fp32."""
+    """Return the processor's value for each brightness of each channel: [channels, 256] fp32."""
     image = np.tile(np.arange(256, dtype=np.uint8)[None, None], (3, 1, 1))
     if processor.do_rescale:
         image = processor.rescale(image, processor.rescale_factor)
@@ -399,13 +403,13 @@ def _levels(processor: Any) -> np.ndarray:
 
 
 def upright_rgb(image: Image) -> Image:
-    """Decode an image, upright, its transparent parts on white, as Qwen's own tools do."""
+    """Decode an image in upright orientation, with transparent parts on white, as Qwen's own tools do."""
     from PIL import Image as images
     from PIL import ImageOps
 
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
-        # 16 bits of grey: the upper half, as Pillow reads colours of 16 bits. Its convert() clips to 255, which is white.
+        # 16-bit grey: keep the upper byte, as Pillow does for 16-bit colours. Its convert() clips to 255, which is white.
         image = images.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")

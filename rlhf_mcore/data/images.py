@@ -1,7 +1,7 @@
-"""The images of a run's prompts: files named by digests, from which every process of a machine reads what a vision tower sees.
+"""The images of a run's prompts, as files named by digest. Each process reads the vision tower's inputs from them.
 
-Rows name images by digests, and pixels never travel with rows. Loading the data decodes each image once on a machine
-(``rlhf_mcore.data.image_rows``) and writes its patches, uint8, beside its original bytes.
+Rows contain image digests, never pixels. Loading the data decodes each image once per machine
+(``rlhf_mcore.data.image_rows``), and writes its patches as uint8 next to its original bytes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 LEVELS = "levels.npy"
-_FORMAT = b"patches 1"  # of the files: another one is made anew
-_KEPT = 64  # images that a process holds for the next who asks
+_FORMAT = b"patches 1"  # file format version; a new version writes new files
+_KEPT = 64  # images in the cache of a process
 
 
 @dataclass(slots=True, eq=False)
 class ProcessedImage:
-    """Hold an image as a tower reads it.
+    """An image as input of a vision tower.
 
-    ``pixel_values`` [patches, channels * frames * patch * patch] fp32 are those of the model's image processor, and ``grid_thw`` the
-    numbers of patches: of frames, rows and columns.
+    ``pixel_values`` [patches, channels * frames * patch * patch] fp32 is the output of the model's image processor.
+    ``grid_thw`` contains the numbers of frames, patch rows and patch columns.
     """
 
     digest: str
@@ -43,24 +43,24 @@ class ProcessedImage:
     grid_thw: tuple[int, int, int]
 
     def num_tokens(self, merge_size: int) -> int:
-        """Count the tokens of the image: one for ``merge_size`` squared patches of a frame."""
+        """Return the number of tokens of the image: one per ``merge_size`` squared patches of a frame."""
         frames, rows, columns = self.grid_thw
         return frames * rows * columns // merge_size**2
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """Write images in tokens: ``token_id`` once for each square of ``merge_size`` by ``merge_size`` patches."""
+    """How a model represents an image: ``token_id``, once per square of ``merge_size`` by ``merge_size`` patches."""
 
     token_id: int
     merge_size: int
 
     @classmethod
     def of(cls, model_dir: str) -> ImageTokens:
-        """Read from config.json of a Hugging Face directory of a model that sees images.
+        """Read config.json in the Hugging Face directory of a vision model.
 
         Raises:
-            ConfigError: it is missing or broken.
+            ConfigError: the file is missing or broken.
         """
         config = read_config(model_dir, model_dir)
         if IMAGE_TOKEN in config:
@@ -70,14 +70,14 @@ class ImageTokens:
 
 
 class ImageStore:
-    """Images in a directory: bytes as they came, and in a folder of it patches as a model's processor makes them.
+    """Images in a directory: the original bytes, and in a subdirectory the patches from a model's image processor.
 
-    Nothing is read before it is asked for. Files are written under other names and renamed, so that processes may write the same
-    one at a time.
+    Files are read on demand. Each file is written under a temporary name and then renamed, so that processes may write the same
+    file concurrently.
     """
 
     def __init__(self, patches: Path) -> None:
-        """Name the folder of patches."""
+        """Set the directory of patches."""
         self.patches = patches
         self.directory = patches.parent
         self._levels: np.ndarray | None = None
@@ -85,7 +85,7 @@ class ImageStore:
 
     @classmethod
     def of(cls, run: Path, model_dir: str, image_pixels: list[int] | None) -> ImageStore:
-        """Return the store of a run: ``images`` in its run directory, with a folder for every processor and ``data.image_pixels``."""
+        """Return the store of a run: ``images`` in its directory, with a subdirectory per processor and ``data.image_pixels``."""
         digest = blake2b(_FORMAT + repr(image_pixels).encode(), digest_size=6)
         for name in PROCESSOR_FILES:
             file = Path(model_dir, name)
@@ -93,10 +93,10 @@ class ImageStore:
         return cls(run / "images" / digest.hexdigest())
 
     def features(self, digest: str) -> ProcessedImage:
-        """Return what the tower is given of an image. A process holds the last few.
+        """Return the tower's input for an image. A process caches the most recent images.
 
         Raises:
-            OSError: the data were loaded elsewhere: the store has no such image.
+            OSError: the store does not contain the image, because the data was loaded elsewhere.
         """
         if (kept := self._kept.get(digest)) is not None:
             self._kept.move_to_end(digest)
@@ -117,7 +117,7 @@ class ImageStore:
             patches = np.load(file)  # [rows, columns, channels * frames * patch * patch] uint8
         except ValueError as error:
             raise ConfigError(
-                f"{file}: damaged ({error}); remove its folder, which the same command makes again"
+                f"{file} is damaged ({error}); remove its folder; the same command writes it again"
             ) from error
         rows, columns, size = patches.shape
         channels = len(self._levels)
@@ -126,16 +126,19 @@ class ImageStore:
         return ProcessedImage(digest, torch.from_numpy(values.reshape(rows * columns, size)), (1, rows, columns))
 
     def content(self, digest: str) -> bytes:
-        """Return the bytes of an image as they came.
+        """Return the original bytes of an image.
 
         Raises:
-            OSError: the store has no such image.
+            OSError: the store does not contain the image.
         """
         return (self.directory / digest).read_bytes()
 
 
 def whole_images(pixels: Tensor, grid: Sequence[int], channels: int) -> Tensor:
-    """Put images of one ``grid`` together: patches [images * patches, channels * patch^2] -> [images, channels, height, width]."""
+    """Assemble images from patches: [images * patches, channels * patch^2] -> [images, channels, height, width].
+
+    All images have the same ``grid``.
+    """
     _, rows, columns = grid
     edge = isqrt(pixels.size(1) // channels)
     apart = pixels.reshape(-1, rows, columns, channels, edge, edge)
@@ -143,10 +146,10 @@ def whole_images(pixels: Tensor, grid: Sequence[int], channels: int) -> Tensor:
 
 
 def placeholders(token_ids: Sequence[int], token_id: int, counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return where the tokens of each image are: (first, number). Further tokens of this id are text that a policy has written.
+    """Return the token range of each image: (first, number). Further tokens with this id are text from the policy.
 
     Raises:
-        ValueError: fewer of them than ``counts``, or those of an image are not in one piece.
+        ValueError: there are fewer such tokens than ``counts``, or the tokens of an image are not contiguous.
     """
     places = np.flatnonzero(np.asarray(token_ids) == token_id)
     found: list[tuple[int, int]] = []
@@ -155,7 +158,7 @@ def placeholders(token_ids: Sequence[int], token_id: int, counts: Sequence[int])
         own = places[taken : taken + count]
         if len(own) < count or own[-1] - own[0] != count - 1:
             raise ValueError(
-                f"image {len(found) + 1} has {count} tokens, and the prompt no {count} tokens of an image there"
+                f"image {len(found) + 1} has {count} tokens, but the prompt has no {count} contiguous image tokens there"
             )
         found.append((int(own[0]), count))
         taken += count
@@ -163,14 +166,14 @@ def placeholders(token_ids: Sequence[int], token_id: int, counts: Sequence[int])
 
 
 class SquareProcessor:
-    """A processor of transformers that returns whole images, as one that returns patches. What is not here is that processor's."""
+    """Makes a transformers image processor that returns whole images return patches. Other attributes are passed on."""
 
     def __init__(self, inner: Any, model_dir: str):
-        """Read how the model writes an image in texts.
+        """Read how the model represents an image in text.
 
         Raises:
-            ConfigError: the processor cuts images into several, makes them as large as the tower does not read them, or the
-                tokenizer has no tokens for images.
+            ConfigError: the processor splits images, its size differs from the tower's input, or the tokenizer has no image
+            tokens.
         """
         config = read_config(model_dir, model_dir)
         self._inner, self._patch = inner, config.object("vision_config").integer("patch_size", 1)
@@ -178,14 +181,14 @@ class SquareProcessor:
         self._rows = edge // self._patch
         where = f"model.path={model_dir}: preprocessor_config.json"
         if inner.do_pan_and_scan:
-            raise ConfigError(f"{where} has do_pan_and_scan, which is not supported; set it to false")
+            raise ConfigError(f"{where}: do_pan_and_scan=true is not supported; set it to false")
         if (inner.size["height"], inner.size["width"]) != (edge, edge):
-            raise ConfigError(f"{where}: size is not the vision_config.image_size={edge} of config.json; correct it")
+            raise ConfigError(f"{where}: size must equal vision_config.image_size={edge} of config.json; correct it")
         added = {token["id"]: token["content"] for token in tokenizer_contents(model_dir).get("added_tokens", ())}
         keys = ("boi_token_index", "image_token_index", "eoi_token_index")
         if not added.keys() >= {config.integer(key) for key in keys}:
             raise ConfigError(
-                f"model.path={model_dir}: tokenizer.json has no tokens with the numbers {', '.join(keys)}"
+                f"model.path={model_dir}: tokenizer.json lacks the tokens of {', '.join(keys)} in config.json; add them"
             )
         self._begin, self._token, self._end = (added[config.integer(key)] for key in keys)
 
@@ -193,15 +196,15 @@ class SquareProcessor:
         return getattr(self._inner, name)
 
     def written(self, text: str) -> str:
-        """Return a text with what the model's processor writes for an image in the place of the token that begins one."""
+        """Return a text in which each begin token of an image is replaced by the processor's text for an image."""
         return text.replace(self._begin, f"\n\n{self._begin}{self._token}{self._end}\n\n")
 
     def get_number_of_image_patches(self, height: int, width: int) -> int:
-        """Count the patches of an image of any size."""
+        """Return the number of patches of an image, which does not depend on its size."""
         return self._rows**2
 
     def __call__(self, images: Sequence[Image], **options: Any) -> dict[str, Any]:
-        """Return the patches of one image [patches, channels * patch^2], and its grid."""
+        """Return the patches [patches, channels * patch^2] of one image, and its grid."""
         [whole] = self._inner(images=images, **options)["pixel_values"]
         rows, edge = self._rows, self._patch
         apart = whole.reshape(-1, rows, edge, rows, edge).transpose(1, 3, 0, 2, 4)

@@ -1,4 +1,4 @@
-"""Assigns rows to ranks with equal token sums, and to microbatches under a token budget: packed, or grouped by length for padding."""
+"""Assigns rows to ranks with equal token sums, and to microbatches under a token budget, either packed or padded by length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_mcore.config.errors import ConfigError
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
@@ -20,10 +20,10 @@ def pack(
 ) -> list[list[int]]:
     """Pack rows into as few bins as a good heuristic finds, with nearly equal token sums.
 
-    A bin's sum, rounded up to ``pad_multiple``, is at most ``max_tokens``. The count comes from best-fit decreasing
-    (about 11/9 of the optimum at worst, Johnson et al. 1974), raised to ``min_bins`` and to a multiple of
-    ``multiple_of``. The rows are then spread anew over that many bins by largest differencing; if this would exceed
-    the budget, the best-fit bins are levelled instead. Bins without a row are empty. Deterministic.
+    The sum of a bin, rounded up to ``pad_multiple``, is at most ``max_tokens``. Best-fit decreasing determines the number of
+    bins (at most about 11/9 of the optimum, Johnson et al. 1974). The number is raised to ``min_bins`` and to a multiple of
+    ``multiple_of``. Then largest differencing redistributes the rows over these bins. If its result exceeds the budget, the
+    best-fit bins are levelled instead. Surplus bins are empty. Deterministic.
 
     Raises:
         ConfigError: one padded row alone is longer than ``max_tokens``.
@@ -43,8 +43,8 @@ def group_by_length(
 ) -> list[list[int]]:
     """Group rows of similar length, so that rows x padded length (to ``pad_multiple``) is at most ``max_tokens``.
 
-    Rows are taken longest first, as many as fit, which gives the fewest groups of a sorted list. The count is raised as in
-    ``pack``: the largest groups are halved, and further groups stay empty.
+    Each group takes the longest remaining rows, as many as fit. This gives the fewest groups for a sorted list. The number of
+    groups is raised as in ``pack``. To raise it, the largest groups are halved, and further groups stay empty.
 
     Raises:
         ConfigError: one padded row alone is longer than ``max_tokens``.
@@ -69,14 +69,14 @@ def check_budget(lengths: Sequence[int], max_tokens: int, pad_multiple: int) -> 
     needed = round_up(longest, pad_multiple)
     if needed > max_tokens:
         raise ConfigError(
-            f"trainer.max_tokens_per_microbatch={max_tokens} has no room for row {lengths.index(longest)} with "
+            f"trainer.max_tokens_per_microbatch={max_tokens} is too small for row {lengths.index(longest)} with "
             f"{longest} tokens; set it to {needed} or more, or lower data.max_prompt_tokens or "
             "rollout.sampling.max_new_tokens"
         )
 
 
 def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Assign each row, longest first, to the fullest bin that still has room for it (best-fit decreasing)."""
+    """Assign each row, longest first, to the fullest bin with enough free tokens (best-fit decreasing)."""
     bins: list[list[int]] = []
     # (free tokens, bin), sorted
     room: list[tuple[int, int]] = []
@@ -93,10 +93,10 @@ def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _level(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Move rows from the heaviest bin of two or more rows to the lightest, as long as that brings the two closer.
+    """Move rows from the heaviest bin with two or more rows to the lightest bin, while this brings their sums closer.
 
-    Every move lowers the sum of squared bin sums and never makes the lighter bin heavier than the other was, so the loop
-    ends and the budget is kept.
+    Every move lowers the sum of squared bin sums, and the lighter bin never becomes heavier than the other bin was. The loop
+    therefore ends and keeps the budget.
     """
     sums = [sum(lengths[row] for row in rows) for rows in bins]
     while True:
@@ -115,7 +115,7 @@ def _level(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _split_largest(groups: list[list[int]], lengths: Sequence[int]) -> None:
-    """Halve the group with most padded tokens among those of two rows or more; add an empty group if there is none."""
+    """Halve the group with the most padded tokens among groups with two or more rows. If there is none, add an empty group."""
     divisible = [place for place, rows in enumerate(groups) if len(rows) > 1]
     if not divisible:
         groups.append([])
@@ -126,16 +126,17 @@ def _split_largest(groups: list[list[int]], lengths: Sequence[int]) -> None:
 
 
 def balance(lengths: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Partition rows into ``num_bins`` bins of nearly equal sums (tokens, or costs); every row is in exactly one bin.
+    """Partition rows into ``num_bins`` bins with nearly equal sums (tokens or costs). Every row is in exactly one bin.
 
-    This is the k-way largest differencing method (Karmarkar and Karp 1982, "The differencing method of set partitioning"):
-    keep a heap of partial partitions, join the two with the largest spread, heaviest bin to lightest, until one
-    remains. About O(rows * (log rows + num_bins)). Deterministic. A bin is empty only when there are fewer rows than bins.
+    This is the k-way largest differencing method (Karmarkar and Karp 1982, "The differencing method of set partitioning"). It
+    keeps a heap of partial partitions, and joins the two with the largest spread, heaviest bin to lightest, until one
+    remains. The cost is about O(rows * (log rows + num_bins)). Deterministic. A bin is empty only if there are fewer rows
+    than bins.
 
-    Returns rows in ascending order within a bin, and bins ordered by their first row, empty ones last.
+    Return rows in ascending order within a bin, and bins ordered by their first row, empty bins last.
     """
     assert num_bins >= 1, num_bins
-    # A partition is its non-empty bins, heaviest first. Heap entries are (-spread, tie-breaker, partition).
+    # A partition is a list of its nonempty bins, heaviest first. Heap entries are (-spread, tie-breaker, partition).
     heap = [(-length, row, [_Bin(length, [row])]) for row, length in enumerate(lengths)]
     if num_bins == 1:
         return [list(range(len(lengths)))]
@@ -159,7 +160,7 @@ class _Bin:
 
 
 def _join(first: list[_Bin], second: list[_Bin], num_bins: int) -> list[_Bin]:
-    """Add the heaviest bins of ``second`` to the lightest of ``first`` (which it consumes), to empty bins first."""
+    """Add the heaviest bins of ``second`` to empty bins, then to the lightest bins of ``first``. Both arguments are consumed."""
     num_filled = len(first)
     for place, bin in enumerate(second):
         target = num_bins - 1 - place

@@ -1,8 +1,9 @@
-"""Prefix trees: what several rows begin with is computed once.
+"""Prefix trees: the model computes the common prefix of several rows once.
 
-A packed microbatch has two layouts. The row layout [N] is that of fields, losses and outputs: whole rows back to back. The computed
-layout [M], M < N, is what the model runs: the segments of a radix tree over the rows' tokens, parents before children. So a segment
-and all its descendants are one span. ``PrefixTree.sources`` [N] maps places of the row layout to places of the computed layout.
+A packed microbatch has two layouts. Fields, losses and outputs use the row layout [N], with whole rows concatenated. The
+model runs the computed layout [M], M < N: the segments of a radix tree over the rows' tokens, parents before children. A
+segment and all its descendants are therefore contiguous. ``PrefixTree.sources`` [N] maps positions of the row layout to
+positions of the computed layout.
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ Ids = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Segment:
-    """Tokens that the same rows share. ``offset`` is the position of the first one in its rows."""
+    """Tokens that the same rows share. ``offset`` is the position of its first token within these rows."""
 
-    begin: int  # place in the computed layout
-    size: int  # with padding, which only leaves have
+    begin: int  # position in the computed layout
+    size: int  # includes padding, which only leaves have
     offset: int
-    parent: int  # number of a segment; -1: none
-    end: int  # behind its last descendant, in the computed layout
+    parent: int  # index of a segment; -1: none
+    end: int  # position after its last descendant, in the computed layout
 
 
 @dataclass(slots=True)
 class PrefixTree:
     """The rows of a microbatch as a tree, in the computed layout.
 
-    ``token_ids`` and ``positions`` [M] int64. ``uses`` [M] int64: rows that a token is of, zero at padding. ``sources`` [N] int64: the
-    computed token of each place of the row layout, any at padding. ``longest``: positions of the longest path, with padding.
+    ``token_ids`` and ``positions`` are [M] int64. ``uses`` [M] int64 counts the rows that contain a token, and is zero at
+    padding. ``sources`` [N] int64 maps each position of the row layout to its computed token, with arbitrary values at
+    padding. ``longest`` is the length of the longest path, with padding.
     """
 
     token_ids: Tensor
@@ -52,25 +54,25 @@ class PrefixTree:
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of each segment."""
+        """Token counts of the segments."""
         return [segment.size for segment in self.segments]
 
     def path(self, number: int) -> list[int]:
-        """Return the numbers of a segment's ancestors, the root first."""
+        """Return the indices of a segment's ancestors, starting with the root."""
         found = []
         while (number := self.segments[number].parent) >= 0:
             found.append(number)
         return found[::-1]
 
     def depths(self) -> list[int]:
-        """Return how many ancestors each segment has."""
+        """Return the number of ancestors of each segment."""
         depths: list[int] = []
         for segment in self.segments:
             depths.append(depths[segment.parent] + 1 if segment.parent >= 0 else 0)
         return depths
 
     def earlier(self, back: int) -> Ids:
-        """Return for each computed token [M] the one ``back`` positions before it in its rows; M: there is none."""
+        """Return the index of the token ``back`` positions earlier in the same rows, per computed token [M]; M if none."""
         total = len(self.token_ids)
         found = np.arange(total) - back
         for segment in self.segments:
@@ -85,7 +87,7 @@ class PrefixTree:
 
 
 def shared_length(a: Ids, b: Ids) -> int:
-    """Return how many tokens two rows begin with alike."""
+    """Return the length of the common prefix of two rows."""
     size = min(len(a), len(b))
     differs = np.flatnonzero(a[:size] != b[:size])
     return int(differs[0]) if len(differs) else size
@@ -93,7 +95,7 @@ def shared_length(a: Ids, b: Ids) -> int:
 
 @dataclass(slots=True)
 class _Node:
-    """Rows of ``_Forks.rows`` that share their first ``end`` tokens, of which the parent has ``depth``. One row: a leaf."""
+    """Rows of ``_Forks.rows`` that share their first ``end`` tokens. The parent covers the first ``depth``. One row is a leaf."""
 
     first: int
     last: int
@@ -107,15 +109,16 @@ class _Node:
 
 
 class _Forks:
-    """Where rows part, parents before children. Lengths of inner nodes are multiples of ``multiple``, so only leaves are padded.
+    """The points at which rows diverge, parents before children.
 
-    Rows at places ``alone`` share nothing.
+    Lengths of inner nodes are multiples of ``multiple``, so only leaves are padded. Rows with indices in ``alone`` share
+    nothing.
     """
 
     def __init__(self, rows: Sequence[Ids], multiple: int, alone: Collection[int] = ()):
         self.multiple = multiple
-        self.rows: list[Ids] = []  # distinct ones, sorted by their tokens
-        self.members: list[list[int]] = []  # places of the rows that are equal to each
+        self.rows: list[Ids] = []  # distinct rows, sorted by their tokens
+        self.members: list[list[int]] = []  # indices of the rows that equal each distinct row
         keys = [(place in alone and place + 1, row.astype(">i8").tobytes()) for place, row in enumerate(rows)]
         for place in sorted(range(len(rows)), key=keys.__getitem__):
             if self.rows and len(rows[place]) >= SHORTEST and keys[place] == keys[self.members[-1][0]]:
@@ -144,30 +147,30 @@ class _Forks:
 
     @property
     def share(self) -> bool:
-        """Tell whether any two rows share tokens."""
+        """Return whether any two rows share tokens."""
         return any(not node.is_leaf for node in self.nodes) or any(len(equal) > 1 for equal in self.members)
 
     def places(self, node: _Node) -> list[int]:
-        """Return the places of the rows that a node is of."""
+        """Return the indices of the rows that contain a node."""
         return [place for row in range(node.first, node.last) for place in self.members[row]]
 
     def size(self, node: _Node) -> int:
-        """Return the tokens that a node computes, with padding."""
+        """Return the number of tokens that a node computes, with padding."""
         return round_up(node.end - node.depth, self.multiple)
 
 
 def computed_tokens(rows: Sequence[Ids], multiple: int = 1) -> int:
-    """Return the tokens that are computed of rows that run together, with padding."""
+    """Return the number of computed tokens of rows that run together, with padding."""
     forks = _Forks(rows, multiple)
     return sum(map(forks.size, forks.nodes))
 
 
 def rows_with_other_routes(rows: Sequence[Ids], routes: Sequence[Ids]) -> set[int]:
-    """Return the places of rows that would share tokens which were routed to other experts than another row's.
+    """Return the indices of rows that cannot share a prefix, because an earlier row routed its tokens to other experts.
 
     Args:
         rows: token ids.
-        routes: of each row, those of the token before each token [length, ...]; zero where they are not known.
+        routes: for each row, the routes of the token before each token [length, ...]; zero if unknown.
     """
     forks, found = _Forks(rows, 1), set[int]()
     for node in forks.nodes:
@@ -188,18 +191,18 @@ def rows_with_other_routes(rows: Sequence[Ids], routes: Sequence[Ids]) -> set[in
 def units_of(
     rows: Sequence[Ids], max_tokens: int, multiple: int = 1, alone: Collection[int] = ()
 ) -> tuple[list[list[int]], list[int]] | None:
-    """Divide rows, none of which is longer than ``max_tokens``, into units that share their beginnings.
+    """Divide rows, each with at most ``max_tokens`` tokens, into units that share prefixes.
 
-    Rows that begin alike are one unit if it computes at most ``max_tokens``. Otherwise they are parted at their forks, into about the
-    fewest units. Each of these computes the beginning again.
+    Rows with a common prefix form one unit if it computes at most ``max_tokens``. Otherwise they are split at the points
+    where they diverge, into about the fewest units. Each of these units computes the prefix again.
 
     Returns:
-        The places of each unit's rows, and the computed tokens of each. None: nothing is shared.
+        The row indices of each unit, and the computed tokens of each unit. None if no rows share.
     """
     forks = _Forks(rows, multiple, alone)
     if not forks.share:
         return None
-    # Of each node: units of sorted rows, with the tokens that they compute behind what the parent shares.
+    # For each node: units of sorted rows, with their computed tokens after the prefix of the parent.
     parts: list[list[tuple[list[int], int]]] = [[] for _ in forks.nodes]
     roots: list[tuple[list[int], int]] = []
     for number in reversed(range(len(forks.nodes))):  # children before parents
@@ -228,20 +231,20 @@ def build_tree(
     pad_token_id: int = 0,
     alone: Collection[int] = (),
 ) -> PrefixTree | None:
-    """Build the tree of a microbatch's rows; None if they share nothing.
+    """Build the tree of a microbatch's rows. Return None if they share nothing.
 
     Args:
-        widths: tokens of each row in the row layout, with padding, and of padding behind all rows if there is some.
-        multiple: of the size of every segment. Shared lengths are rounded down to it.
-        pad_multiple: of the computed tokens. A segment of padding fills them up.
-        alone: places of rows that share nothing.
+        widths: tokens of each row in the row layout, with padding; then the padding after all rows, if any.
+        multiple: the size of every segment is a multiple of it. Shared lengths are rounded down.
+        pad_multiple: the number of computed tokens is a multiple of it. A padding segment fills the gap.
+        alone: indices of rows that share nothing.
     """
     forks = _Forks(rows, multiple, alone)
     if not forks.share:
         return None
     segments: list[Segment] = []
     tokens, uses = [], []
-    numbers: dict[int, int] = {}  # of the segments of nodes; a row that ends at a fork has none of its own
+    numbers: dict[int, int] = {}  # node -> segment; a row that ends at a fork has no segment of its own
     spans: list[list[Ids]] = [[] for _ in rows]
     total = 0
 

@@ -1,8 +1,8 @@
-"""Renders prompts as text: chat templates run in a process of their own with bounds.
+"""Renders prompts as text. Chat templates run in a separate process with limits.
 
-A template is a program that came with a model. Jinja's sandbox isolates it, but does not stop it from looping or from computing
-``10 ** 10 ** 8``, in C code that no signal handler interrupts. So templates are rendered in a forked child whose processor time and
-memory the kernel bounds. The bounds apply to each prompt, so the load of the machine does not matter.
+A template is a program that comes with a model. Jinja's sandbox isolates it, but it may still loop forever or compute
+``10 ** 10 ** 8`` in C code, which no signal handler interrupts. Templates therefore run in a forked child, whose CPU time and
+memory the kernel limits. The limits apply to each prompt and count CPU time, so the load of the machine does not matter.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from rlhf_mcore.readers.data_rows import checked_prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CPU_S = 10  # for one prompt; published templates take a thousandth of a second
-MEMORY_BYTES = 384 * 2**20  # beyond what the process has; the longest prompt takes a sixth of it
-MAX_CHARACTERS = 16 * 2**20  # of a rendered prompt
+CPU_S = 10  # CPU seconds per prompt; published templates take a millisecond
+MEMORY_BYTES = 384 * 2**20  # in addition to the memory of the process; the longest prompt uses a sixth of it
+MAX_CHARACTERS = 16 * 2**20  # per rendered prompt
 
 Content = (
     str | list[dict[str, Any]]
-)  # a text, or messages of {role, content}; a content is a text, or a list of texts and images
+)  # a text, or messages {role, content}; a content is a text, or a list of texts and images
 
 
 class Renderer:
-    """Renders the contents of prompts as texts that the model reads.
+    """Renders the contents of prompts as texts for the model.
 
-    A list of messages goes through the tokenizer's chat template. A text becomes one message of the user with ``mode`` "true", and
-    with "auto" if the tokenizer has a template and the text has none of its special tokens (with one it is rendered already).
-    Otherwise it is used unchanged.
+    A list of messages goes through the tokenizer's chat template. With ``mode`` "true", a text becomes one user message. With
+    "auto", it does so if the tokenizer has a template and the text contains no special tokens, which would mean that it is
+    already rendered. Otherwise the text is used unchanged.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: str, tools: Sequence[dict[str, Any]] = ()) -> None:
-        """Check the template. ``tools``: schemas that the template writes into every prompt.
+        """Check the template. ``tools`` are schemas that the template writes into every prompt.
 
         Raises:
-            ConfigError: a template is needed that the tokenizer lacks, or that does not write ``tools``.
+            ConfigError: the tokenizer lacks a required template, or the template does not write ``tools``.
         """
         self._tokenizer = tokenizer
         self._mode = mode
@@ -62,21 +62,22 @@ class Renderer:
     def _require_tools(self, tools: list[dict[str, Any]]) -> None:
         remedy = "give model.tokenizer_path a template that writes them, or set environment.tools=null and name tools in prompts"
         if self._mode == "false" or self._tokenizer.chat_template is None:
-            raise ConfigError(f"environment.tools is set, and prompts go through no chat template; {remedy}")
+            raise ConfigError(f"environment.tools is set, but no chat template is applied to prompts; {remedy}")
         question = [{"role": "user", "content": "question"}]
         [without] = in_child(self._apply, [question])
         self._tools = tools
         [rendered] = in_child(self._apply, [question])
         if "error" in rendered:
-            raise ConfigError(f"the chat template refuses environment.tools: {rendered['error']}; {remedy}")
+            raise ConfigError(f"the chat template rejects environment.tools: {rendered['error']}; {remedy}")
         if rendered == without:
             raise ConfigError(f"the chat template does not write environment.tools into a prompt; {remedy}")
 
     def all(self, contents: Sequence[tuple[Any, str]], *, parts: bool = False) -> Iterator[str]:
-        """Yield the texts of (content, place), in order. ``place`` is for messages. ``parts``: as of ``checked_prompt``.
+        """Yield the texts of (content, place), in order. ``place`` is for messages. ``parts``: see ``checked_prompt``.
 
         Raises:
-            ConfigError: a content is no prompt, there is no template, or it refuses the messages or takes too long.
+            ConfigError: a content is not a prompt, there is no template, or the template rejects the messages or takes too
+            long.
         """
         checked = [(self._prepare(checked_prompt(content, place, parts=parts)), place) for content, place in contents]
         rendered = self._render([(content, place) for content, place in checked if not isinstance(content, str)])
@@ -84,7 +85,7 @@ class Renderer:
             yield content if isinstance(content, str) else next(rendered)
 
     def _prepare(self, content: Content) -> Content:
-        """Return messages if a template is to be applied, else the text."""
+        """Return messages if a template will be applied, else the text."""
         if not isinstance(content, str) or self._mode == "false":
             return content
         is_rendered = self._rendered is not None and self._rendered.search(content) is not None
@@ -106,7 +107,7 @@ class Renderer:
             if "error" in answer:
                 roles = ", ".join(message["role"] for message in messages)
                 raise ConfigError(
-                    f"{place}: the chat template refuses these messages (roles {roles:.200}): {answer['error']}"
+                    f"{place}: the chat template rejects these messages (roles {roles:.200}): {answer['error']}"
                 )
             yield answer["text"]
 
@@ -116,7 +117,7 @@ class Renderer:
 
 
 def in_child(apply: Any, inputs: Sequence[Any]) -> Iterator[dict[str, str]]:
-    """Yield the result of ``apply`` for each input, {"text": ...} or {"error": ...}, from a child with limited resources."""
+    """Yield the result of ``apply`` for each input, {"text": ...} or {"error": ...}, from a child with resource limits."""
     try:
         yield from map_in_fork(partial(_render_one, apply), inputs, cpu_s=CPU_S, memory_bytes=MEMORY_BYTES)
     except ProcessLost as lost:
@@ -129,19 +130,19 @@ def _render_one(apply: Any, item: Any) -> dict[str, str]:
         text = apply(item)
     except MemoryError:
         return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory; correct the template"}
-    # A template may fail in any way that an expression can.
+    # A template may raise any exception that an expression can raise.
     except Exception as error:
         name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         return {"error": f"{name}{error}"[:500]}
     if len(text) > MAX_CHARACTERS:
         return {"error": f"the text has {len(text)} characters, more than {MAX_CHARACTERS}; correct the template"}
     if not is_plain(text):
-        return {"error": "the text holds a NUL or a lone surrogate; correct the template"}
+        return {"error": "the text contains a NUL or a lone surrogate; correct the template"}
     return {"text": text}
 
 
 def shown(text: str, num_tokens: int) -> str:
-    """Return the beginning of a prompt for the terminal, on a few lines: the tokens of an image as one with their number."""
+    """Return the start of a prompt for the terminal, on a few lines. Repeated image tokens are shown once with their number."""
     text = re.sub(r"(<[^<>\s]{1,60}>)\1{3,}", lambda run: f"{run[1]} x {len(run[0]) // len(run[1])} ", text)
     lines = [line[:160] + ("..." if len(line) > 160 else "") for line in text[:1200].splitlines()]
     printable = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines[:10]]

@@ -1,4 +1,4 @@
-"""The order in which prompts are trained on, resumable at any prompt."""
+"""The order of training prompts, which can be resumed at any prompt."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rlhf_mcore.config.errors import ConfigError
 
 
 class PromptSampler:
-    """Draws batches of positions 0 <= i < num_prompts, epoch after epoch, each epoch in an order of its own.
+    """Samples batches of indices 0 <= i < num_prompts, epoch after epoch, with a different order in each epoch.
 
-    A batch may span two epochs, so that no prompt is skipped; it may then hold a prompt twice. The order of an epoch
-    depends only on (seed, epoch), and the state is a single count, so a run may be resumed with another batch size.
+    A batch may span two epochs, so that no prompt is skipped. It may then contain a prompt twice. The order of an epoch
+    depends only on (seed, epoch), and the state is a single count, so a run may resume with another batch size.
     """
 
     def __init__(self, num_prompts: int, batch_size: int, seed: int, shuffle: bool) -> None:
@@ -34,21 +34,21 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next prompt belongs to, from 0."""
+        """Epoch of the next prompt, from 0."""
         return self._num_drawn // self.num_prompts
 
     @property
     def num_drawn(self) -> int:
-        """Prompts drawn so far."""
+        """Number of prompts sampled so far."""
         return self._num_drawn
 
     @property
     def num_epochs(self) -> float:
-        """Passes over all prompts so far."""
+        """Number of passes over all prompts so far."""
         return self._num_drawn / self.num_prompts
 
     def next_batch(self) -> list[int]:
-        """Return the positions of the next ``batch_size`` prompts."""
+        """Return the indices of the next ``batch_size`` prompts."""
         batch: list[int] = []
         while len(batch) < self.batch_size:
             start = self._num_drawn % self.num_prompts
@@ -62,7 +62,7 @@ class PromptSampler:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order and the order's parameters, as plain JSON values."""
+        """Return the position in the order and the parameters of the order, as plain JSON values."""
         return {
             "num_drawn": self._num_drawn,
             "num_prompts": self.num_prompts,
@@ -71,14 +71,14 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``.
+        """Resume from ``state``.
 
         Raises:
-            ConfigError: keys are missing or unknown, or the data, the seed or the shuffling have changed.
+            ConfigError: keys are missing or unknown, or the data, the seed or the shuffling has changed.
         """
         own = self.state_dict()
         if set(state) != set(own):
-            raise ConfigError(f"sampler state has the keys {sorted(state)}, expected {sorted(own)}")
+            raise ConfigError(f"sampler state contains the keys {sorted(state)}, expected {sorted(own)}")
         names = {"num_prompts": "the number of prompts in data.train", "seed": "seed", "shuffle": "data.shuffle"}
         for key, name in names.items():
             if state[key] != own[key]:
@@ -93,13 +93,13 @@ class PromptSampler:
 
 
 class WeightedSampler:
-    """Draws batches from several data sets, each in epochs and orders of its own, in fixed proportions.
+    """Samples batches from several data sets in fixed proportions. Each data set has its own epochs and orders.
 
-    The next prompt comes from the data set that is furthest behind its share. This is deterministic: after any number of draws each
-    data set has had its share, to a prompt or two.
+    The next prompt comes from the data set that is furthest below its share. This is deterministic. After any number of
+    samples, each data set is within one or two prompts of its share.
 
     Args:
-        sizes: prompts of each data set; positions count through all of them in order.
+        sizes: number of prompts of each data set. Indices count through all data sets in order.
         weights: their shares, in any unit.
     """
 
@@ -109,22 +109,22 @@ class WeightedSampler:
         for number, size in enumerate(sizes):
             if size < 1:
                 raise ConfigError(
-                    f"data.train[{number}] has no prompts left to draw; remove the file and its data.weights"
+                    f"data.train[{number}] has no prompts left to sample; remove the file and its data.weights"
                 )
         total = sum(weights)
         self.batch_size = batch_size
         self._shares = [weight / total for weight in weights]
         self._first = [sum(sizes[:number]) for number in range(len(sizes))]
-        # Data sets of the same size get different orders.
+        # A separate seed for each data set, so that data sets with the same size get different orders.
         self._parts = [PromptSampler(size, 1, seed + (number << 32), shuffle) for number, size in enumerate(sizes)]
 
     @property
     def num_epochs(self) -> float:
-        """Drawn prompts divided by all prompts. A data set with a large share has had more epochs of its own."""
+        """Sampled prompts divided by all prompts. A data set with a large share has more epochs of its own."""
         return sum(part.num_drawn for part in self._parts) / sum(part.num_prompts for part in self._parts)
 
     def next_batch(self) -> list[int]:
-        """Return the positions of the next ``batch_size`` prompts."""
+        """Return the indices of the next ``batch_size`` prompts."""
         batch, drawn = [], sum(part.num_drawn for part in self._parts)
         for due in range(drawn + 1, drawn + 1 + self.batch_size):
             behind = [share * due - part.num_drawn for share, part in zip(self._shares, self._parts, strict=True)]
@@ -137,16 +137,16 @@ class WeightedSampler:
         return {"shares": self._shares, "parts": [part.state_dict() for part in self._parts]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. The shares may differ and apply from here on.
+        """Resume from ``state``. The shares may have changed. The new shares apply from now on.
 
         Raises:
-            ConfigError: the number of data sets has changed, or one of them has.
+            ConfigError: the number of data sets or one of the data sets has changed.
         """
         parts = state["parts"]
         _ = state["shares"]
         if len(parts) != len(self._parts):
             raise ConfigError(
-                f"cannot resume: data.train had {len(parts)} files and has {len(self._parts)}; restore them, or start a new experiment"
+                f"cannot resume: data.train had {len(parts)} files, now {len(self._parts)}; restore them, or start a new experiment"
             )
         for state_of_part, part in zip(parts, self._parts, strict=True):
             part.load_state_dict(state_of_part)
@@ -159,7 +159,7 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
     """Return a permutation [num_prompts] that is a pure function of its arguments.
 
     Prompts are sorted by raw words of the counter-based generator Philox4x64-10 (Salmon et al. 2011, "Parallel random
-    numbers: as easy as 1, 2, 3") keyed with (seed, epoch). Raw words are fixed by the paper, whereas the shuffles of
+    numbers: as easy as 1, 2, 3") keyed with (seed, epoch). The paper fixes the raw words, whereas the shuffles of
     numpy and torch may change with their versions.
     """
     words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_prompts)

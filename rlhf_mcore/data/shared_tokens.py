@@ -1,4 +1,4 @@
-"""Tokenises texts once among ranks that all hold them: each rank takes a part of the calls, and the tokens are gathered."""
+"""Tokenises texts once across ranks that all hold the same texts. Each rank encodes a part, and all gather the tokens."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ Tokens = NDArray[np.int32]
 def tokenize(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, field: str, group: dist.ProcessGroup | None
 ) -> Iterator[Tokens]:
-    """Yield the tokens [n] of each text, in order and the same on every rank. Collective over ``group``; None: this process alone.
+    """Yield the tokens [n] of each text, in order and the same on every rank.
 
-    Rank r tokenises the texts of the calls r, r + size, r + 2 * size, ... One round of calls is gathered at a time, so that little
-    more than the result is in memory. A rank may stop early only where all do.
+    Collective over ``group``; None: this process alone.
+
+    Rank r tokenises the texts of calls r, r + size, r + 2 * size, ... The ranks gather one round of calls at a time, so
+    memory contains little more than the result. A rank may stop early only if all ranks do.
 
     Raises:
-        ConfigError: on every rank: the tokenizer fails on a text, or the ranks hold different texts. ``field`` names the config key.
+        ConfigError: on every rank, if the tokenizer fails on a text, or the ranks hold different texts. ``field`` names the
+        config key.
     """
     calls = [texts[start : start + TEXTS_PER_CALL] for start in range(0, len(texts), TEXTS_PER_CALL)]
     if group is None or group.size() == 1:
@@ -52,7 +55,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[To
 
 
 def _gather(tokens: Sequence[Tokens], group: dist.ProcessGroup) -> list[Tokens]:
-    """Return the tokens of all ranks' texts, in rank order."""
+    """Return the tokens of the texts of all ranks, in rank order."""
     counts = torch.tensor([len(ids) for ids in tokens], dtype=torch.int64)
     values = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *tokens]))
     ends = all_gather_rows(counts, group).cumsum(0).tolist()
@@ -61,10 +64,10 @@ def _gather(tokens: Sequence[Tokens], group: dist.ProcessGroup) -> list[Tokens]:
 
 
 def _require_same_texts(texts: Sequence[str], field: str, group: dist.ProcessGroup) -> None:
-    """Refuse ranks that hold different texts: a rank's tokens would not be those of the others' texts.
+    """Check that all ranks hold the same texts. Otherwise a rank would return tokens of other texts.
 
     Raises:
-        ConfigError: naming the first ranks that differ.
+        ConfigError: the texts differ. The message names the first ranks that differ.
     """
     digest = blake2b(digest_size=16)
     for text in texts:
@@ -74,6 +77,6 @@ def _require_same_texts(texts: Sequence[str], field: str, group: dist.ProcessGro
     if len(kinds) > 1:
         (first, ranks), (other, others) = kinds[:2]
         raise ConfigError(
-            f"{field}: ranks hold different rows, rank {ranks[0]} {first[0]} texts and rank {others[0]} {other[0]}. "
-            "Give every machine the same files; a data.transform has to return the same row on every rank"
+            f"{field}: ranks hold different rows: rank {ranks[0]} has {first[0]} texts, rank {others[0]} has {other[0]}. "
+            "Give every machine the same files; data.transform must return the same row on every rank"
         )

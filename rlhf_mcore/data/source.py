@@ -1,4 +1,4 @@
-"""Reads files of prompts into rendered, tokenised and checked ``Prompt`` records."""
+"""Reads prompt files into rendered, tokenised and validated ``Prompt`` records."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from rlhf_mcore.config.schema import DataConfig
 
 Row = dict[str, Any]
 Transform = Callable[[Row], Row | None]
-Placed = tuple[str, Prompt]  # a prompt behind its file and row, for messages
+Placed = tuple[str, Prompt]  # (file and row for messages, prompt)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBatches:
-    """Prompts in the order of a sampler, the same on every rank."""
+    """Prompt batches in the order of a sampler, the same on every rank."""
 
     prompts: Sequence[Prompt]
     sampler: Sampler
@@ -66,15 +66,18 @@ def load_prompts(
 ) -> list[Prompt]:
     """Return all prompts of ``files`` in order, rendered (see ``Renderer``) and tokenised.
 
-    ``Prompt.index`` numbers the rows of all files, including dropped ones, so a rollout's seed does not change with
-    ``max_prompt_tokens``; it is therefore not always the position in the returned list. ``field`` names the
-    config key in messages. ``tools`` are schemas that the chat template writes into the prompts. ``note`` is
-    told how many prompts ``data.overlong_prompts=drop`` leaves out. The ranks of ``group`` share the tokenising: the call is
-    collective over it, and raises on all of them. None: this process alone. ``images`` takes those of prompts; None: the model sees
-    none, and a prompt that has them is refused. An image counts as many tokens as the model reads of it.
+    ``Prompt.index`` numbers the rows of all files, including dropped rows, so that the seed of a rollout does not depend on
+    ``max_prompt_tokens``. It therefore may differ from the index in the returned list.
+
+    Args:
+        field: the config key that names the files, for messages. tools: schemas that the chat template writes into the
+        prompts. note: called with the number of prompts that ``data.overlong_prompts=drop`` drops, as text. group: ranks that
+        share the tokenising. The call is collective over it and raises on all ranks. None: this process alone. images: reads
+        the images of prompts. An image counts as many tokens as the model reads for it. None: the model takes no
+            images, and a prompt with images is rejected.
 
     Raises:
-        ConfigError: for anything wrong with a file or a row, naming both, and when no prompt is left.
+        ConfigError: a file or a row is invalid (the message names both), or no prompt is left.
     """
     if not files:
         raise ConfigError(f"{field} is empty; give a list of .parquet or .jsonl files")
@@ -97,12 +100,12 @@ def load_prompts(
 
 
 def image_reader(run: Path, model_dir: str, data: DataConfig, environment: str | None) -> ImageReader | None:
-    """Return what takes images out of the rows of a run; None if its model sees none.
+    """Return the reader for images in the rows of a run, or None if its model takes no images.
 
     ``run`` is the run directory, ``environment`` its ``environment.function``.
 
     Raises:
-        ConfigError: the model's directory has no image processor that can be used.
+        ConfigError: the model's directory has no usable image processor.
     """
     if not sees_images(model_dir):
         return None
@@ -113,7 +116,7 @@ def image_reader(run: Path, model_dir: str, data: DataConfig, environment: str |
 def _read_prompts(
     files: Sequence[str], render: Renderer, cfg: DataConfig, field: str, images: ImageReader | None
 ) -> Iterator[Placed]:
-    """Yield the place of each row and its prompt, rendered and not yet tokenised."""
+    """Yield the place of each row and its rendered prompt, not yet tokenised."""
     index = 0
     limits, transform = row_limits(cfg), load_transform(cfg.transform)
     answers = settings_of(field)
@@ -146,10 +149,12 @@ def _read_prompts(
 def taken_images(
     row: Row, content: Any, key: str | None, images: ImageReader | None, folder: Path, place: str
 ) -> tuple[Any, Any, tuple[str, ...]]:
-    """Return a prompt as texts, as what is rendered, and the digests of its images, those of column ``key`` among them.
+    """Return a prompt as texts, the same prompt for rendering, and the digests of its images.
+
+    The images include those of column ``key``.
 
     Raises:
-        ConfigError: an image cannot be used, or the model sees none.
+        ConfigError: an image cannot be used, or the model takes no images.
     """
     column, messages = row.get(key or ""), content if isinstance(content, list) else []
     has_parts = any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages)
@@ -168,7 +173,7 @@ def _build_prompt(
     name: str,
     index: int,
 ) -> Prompt:
-    """Return a prompt without its text. ``content``: its messages or its text, to be checked."""
+    """Return a prompt without its text. ``content`` is its messages or its text, and is validated here."""
     prompt_key, answer_key = keys
     content = checked_prompt(content, f"{place}, column {prompt_key!r}")
     extra_info = mapping(row, "extra_info", place)
@@ -228,12 +233,14 @@ def _limit_length(placed: Sequence[Placed], cfg: DataConfig, field: str, note: C
 
 
 def left_out(field: str, dropped: int, total: int, limit: str) -> str:
-    """Tell how many rows of ``field`` are longer than ``limit``."""
-    return f"{field}: {dropped:,} of {total:,} rows are longer than {limit} and left out (data.overlong_prompts=drop)"
+    """Return a message with the number of rows in ``field`` that are longer than ``limit``."""
+    return (
+        f"{field}: {dropped:,} of {total:,} rows are longer than {limit} and are dropped (data.overlong_prompts=drop)"
+    )
 
 
 def load_transform(spec: str | None) -> Transform | None:
-    """Return the function that ``data.transform`` names, None if it is not set."""
+    """Return the function of ``data.transform``, or None if it is not set."""
     if spec is None:
         return None
     return load_function(spec, "data.transform")
@@ -243,7 +250,7 @@ def transformed_rows(file: Path, limits: RowLimits, transform: Transform | None)
     """Yield (place, row) as ``read_rows`` does, each row passed through ``transform``; None for a row that it drops.
 
     Raises:
-        ConfigError: as ``read_rows``; or the function fails or does not return a row. The message names the place.
+        ConfigError: see ``read_rows``; or the function fails or does not return a row. The message names the place.
     """
     for place, row in read_rows(file, limits):
         if transform is None:

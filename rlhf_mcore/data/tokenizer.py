@@ -15,23 +15,24 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a local Hugging Face directory. Code that comes with a model is never run.
+    """Return the tokenizer of a local Hugging Face directory. Code that comes with a model never runs.
 
-    A tokenizer without a pad token pads with its end-of-sequence token: padding is masked everywhere, so the id does not matter.
+    A tokenizer without a pad token pads with its end-of-sequence token. Padding is masked everywhere, so the id does not
+    matter.
 
     Raises:
-        ConfigError: no such directory, or the tokenizer asks to run its own code or has no end-of-sequence token.
+        ConfigError: the directory does not exist, or the tokenizer requires its own code or has no end-of-sequence token.
     """
     _refuse_foreign_code(path)
-    # It takes seconds to import, so the cheap checks come first.
+    # The import takes seconds, so the cheap checks come first.
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    # The Rust half raises plain exceptions for what it does not know.
+    # The Rust library raises plain exceptions for unknown formats.
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:300]
-        raise ConfigError(f"model.tokenizer_path={path!r}: no tokenizer could be loaded from it ({reason})") from error
+        raise ConfigError(f"model.tokenizer_path={path!r}: no tokenizer could be loaded ({reason})") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"model.tokenizer_path={path!r}: the tokenizer has no end-of-sequence token, so no response could end; "
@@ -43,15 +44,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Return the tokens of each text, without special ones.
+    """Return the tokens of each text, without special tokens.
 
     Raises:
-        ConfigError: a pattern of tokenizer.json takes more steps on a text than the library allows.
+        ConfigError: a pattern in tokenizer.json takes more steps on a text than the library allows.
     """
     try:
         return cast(list[list[int]], tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [])
     except BaseException as error:
-        # The Rust half raises PanicException, which is no Exception.
+        # The Rust library raises PanicException, which is not a subclass of Exception.
         if type(error).__name__ != "PanicException":
             raise
         raise ConfigError(
@@ -70,6 +71,6 @@ def _refuse_foreign_code(path: str) -> None:
     content = read_json(settings, where=f"model.tokenizer_path={path!r}: {settings.name}")
     if "auto_map" in content:
         raise ConfigError(
-            f"model.tokenizer_path={path!r}: {settings.name} asks to run code of its own (auto_map), which is refused; "
+            f"model.tokenizer_path={path!r}: {settings.name} requires its own code (auto_map), which is not supported; "
             "use a tokenizer that transformers knows"
         )

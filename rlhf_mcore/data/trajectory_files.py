@@ -1,4 +1,4 @@
-"""Trajectories as safetensors files: of a checkpoint, which keeps what was sampled for coming steps."""
+"""Trajectories as safetensors files in a checkpoint, which stores the samples for coming steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from numpy.typing import NDArray
 from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields
 from rlhf_mcore.types import Prompt, Ragged, Score, Trajectory, Turn
 
-# Names in a file of trajectories: the two parts of a support, and prefixes of the fields that engines recorded.
+# Tensor names in a trajectory file: the two parts of a support, and prefixes for recorded fields.
 _SUPPORT = ("support_counts", "support_ids")
 _FIELD, _COUNTS, _VALUES = "field.", "counts.", "values."
 
 
 def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> bytes:
-    """Encode trajectories by the number of their group as a safetensors file: tokens back to back, all else as JSON in its header."""
+    """Encode trajectories by group number as a safetensors file.
+
+    Tokens are concatenated, and the header contains the rest as JSON.
+    """
     rows = [(number, trajectory) for number, group in trajectories.items() for trajectory in group]
     records = [
         {
@@ -33,7 +36,7 @@ def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> byt
             "text": t.response_text,
             "finish_reason": t.finish_reason,
             "score": t.score and asdict(t.score),
-            # A finished prompt ends with the first observation of its environment.
+            # The prompt of a finished episode ends with the first observation of its environment.
             **({"prompt": t.prompt.text} if t.score else {}),
             **({"images": t.prompt.images} if t.prompt.images else {}),
             **({"sequences": t.sequences} if t.sequences else {}),
@@ -55,10 +58,10 @@ def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> byt
 
 
 def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[int, list[Trajectory]]:
-    """Decode the content of ``encode_trajectories``. ``prompts``: those of the groups.
+    """Decode the result of ``encode_trajectories``. ``prompts`` contains the prompts by group number.
 
     Raises:
-        ValueError: ``content`` is something else, or a group has no prompt.
+        ValueError: ``content`` has another format, or a group has no prompt.
     """
     try:
         flat = safetensors.numpy.load(content)
@@ -95,14 +98,14 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
             )
             groups.setdefault(record["group"], []).append(trajectory)
     except (safetensors.SafetensorError, KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"it holds no trajectories ({type(error).__name__}: {error})") from error
+        raise ValueError(f"it contains no trajectories ({type(error).__name__}: {error})") from error
     if any(start != len(values) for values in flat.values()):
-        raise ValueError(f"it names {start} tokens and holds another number of them")
+        raise ValueError(f"its records count {start} tokens, but it contains another number of tokens")
     return groups
 
 
 def _take_recorded(flat: dict[str, NDArray[Any]], lengths: Sequence[int]) -> dict[str, list[Any]]:
-    """Return the fields that engines recorded by row, and remove counts and values from ``flat``."""
+    """Return the recorded fields of each row, and remove ragged counts and values from ``flat``."""
     recorded: dict[str, list[Any]] = {}
     for name in list(flat):
         if name.startswith(_FIELD):
@@ -114,14 +117,14 @@ def _take_recorded(flat: dict[str, NDArray[Any]], lengths: Sequence[int]) -> dic
 
 
 def _cut(values: Ragged[NDArray[Any]], lengths: Sequence[int]) -> list[Ragged[NDArray[Any]]]:
-    """Cut values into rows of ``lengths`` tokens.
+    """Split values into rows of ``lengths`` tokens.
 
     Raises:
-        ValueError: there are other numbers of tokens or values than counted.
+        ValueError: the numbers of tokens or values differ from the counts.
     """
     if len(values.counts) != sum(lengths) or values.counts.sum() != len(values.values):
         raise ValueError(
-            f"it counts {values.counts.sum()} values of {sum(lengths)} tokens and holds another number of them"
+            f"it counts {values.counts.sum()} values for {sum(lengths)} tokens, but contains other numbers of them"
         )
     counts = np.split(values.counts, np.cumsum(lengths)[:-1])
     parts = np.split(values.values, np.cumsum([part.sum() for part in counts])[:-1])

@@ -1,1 +1,1 @@
-"""Scoring of finished trajectories: rule graders over strings, and functions of the user's."""
+"""Score finished trajectories with rule graders or the user's reward functions."""

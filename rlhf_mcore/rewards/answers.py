@@ -1,7 +1,7 @@
-r"""Find where a response marks its answer: ``#### 42`` (GSM8K, arXiv 2110.14168), ``\boxed{42}`` (MATH, arXiv 2103.03874),
+r"""Find the answers that a response marks: ``#### 42`` (GSM8K, arXiv 2110.14168), ``\boxed{42}`` (MATH, arXiv 2103.03874),
 ``Answer: 42`` (DAPO, arXiv 2503.14476).
 
-Every scan is linear in the length of the text, whatever is in it.
+Every scan takes linear time in the text length, for any text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rlhf_mcore.rewards.latex import is_other_number, leading_number, parse_numb
 
 MAX_RESPONSE_CHARS = 2**18  # 64k tokens of four characters
 MAX_LINE_CHARS = 300  # of the line after a mark
-_MAX_TRUTH_BITS = 4096  # of an int: str() of a huge one raises
-MAX_MARKS = 1000  # of a kind: earlier ones are not looked at
+_MAX_TRUTH_BITS = 4096  # of an integer; str() raises for a huge integer
+MAX_MARKS = 1000  # per kind of mark; earlier marks are ignored
 
 _MARKER = re.compile(r"(?<!#)####(?!#)\s{0,16}")
 _ANSWER = re.compile(r"(?<![A-Za-z])answer[*_`]{0,4}[ \t]{0,4}:\s{0,16}", re.IGNORECASE)
@@ -26,14 +26,14 @@ _DECORATION = re.compile(r"(?<![0-9)])\*\*|\*\*(?![0-9(])|^[*_]{1,8}|[*_]{1,8}$|
 _LABEL = re.compile(r"(?:the\s{1,4})?(?:final\s{1,4})?answer\s{0,4}:\s{0,4}", re.IGNORECASE)
 _END = re.compile(r"\n|####")
 _DIGIT = re.compile(r"[0-9]")
-# Where what is said about a number begins: because 7 * 6 is 42, (7 * 6), which is more than 40.
+# The start of a remark about a number: "because 7 * 6 is 42", "(7 * 6)", ", which is more than 40".
 _REMARK = re.compile(r",?\s(?:because|since|as|which|so|after|where)\s|\s\((?=[^()]*\)\s*\.?$)|,\s(?=[A-Za-z])")
 _NAMES_OR_COMPUTES = re.compile(
     r"[A-Za-z]?|[A-Za-z\s]{2,}|(?=.*[0-9)]\s*[-+*/\u00d7\u00f7])[-0-9.,\s+*/()$\u00d7\u00f7]+"
 )  # left of an equals sign
 _PROSE = re.compile(r"\s(?:[A-Za-z]{2}|[aIL]\b|[a-z]{1,2}\.)[A-Za-z\s.,'/-]*")
-_SYMBOLS = re.compile("[\x00-\x1f\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]+")  # such as a check mark
-# Of a question with several options:
+_SYMBOLS = re.compile("[\x00-\x1f\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]+")  # for example a check mark
+# Patterns for multiple-choice questions:
 _CHOICE_IS = re.compile(
     r"\b(?:answer|choice|option)\s{0,4}(?:is)?\s{0,4}:?\s{0,4}(?=[*_(\[\\$]{0,8}[A-Ja-j](?![A-Za-z]))", re.IGNORECASE
 )
@@ -41,7 +41,7 @@ _SENTENCE_END = re.compile(r"[\n;]|\.(?=\s|$)|,?\s(?:because|since|as|which)\s")
 _CHOICE_NOISE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\b|[*_`${}\\]")
 _CHOICES = re.compile(r"[(\[]?([A-J])[)\].]?(?:\s{0,4}(?:,|;|&|and\b)?\s{0,4}[(\[]?([A-J])[)\].]?){0,9}", re.IGNORECASE)
 _CHOICE_AND_TEXT = re.compile(r"(?:[(\[]([A-J])[)\]]|([A-J])[.):])\s{0,4}(?=\S)", re.IGNORECASE)
-# In what follows a choice: another one, or that it is none.
+# Text after a choice that names another choice or withdraws this one.
 _OTHER_CHOICE = re.compile(
     r"[(\[][A-J][)\]]|(?<![A-Za-z])[A-J][):]|\bor\b\s{0,4}(?:option\s{0,4})?[A-J]\b|/\s{0,4}[A-J]\b", re.IGNORECASE
 )
@@ -53,15 +53,15 @@ _IS_NONE = re.compile(
 
 
 def fits(response: str) -> bool:
-    """Return whether a response is short enough to be looked at."""
+    """Return whether a response is short enough to scan."""
     return len(response) <= MAX_RESPONSE_CHARS
 
 
 def boxes(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of the content of every balanced box, in closing order. Escaped braces are not braces."""
+    """Yield the start and end of the content of every balanced box, in closing order. Escaped braces do not count."""
     if "\\boxed" not in text and "\\fbox" not in text:
         return
-    open_braces: list[int] = []  # where the content starts; -1: a brace that is not a box
+    open_braces: list[int] = []  # content starts of boxes; -1 for a brace without a box
     for match in _BRACE.finditer(text):
         token = match.group()
         if token == "}":
@@ -73,23 +73,26 @@ def boxes(text: str) -> Iterator[tuple[int, int]]:
 
 
 def last_box(text: str) -> tuple[int, int] | None:
-    r"""Start and end of the content of the balanced ``\boxed{...}`` that opens last. Of nested boxes that is the innermost."""
+    r"""Return the start and end of the content of the balanced ``\boxed{...}`` that opens last (the innermost one)."""
     return max(boxes(text), default=None)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the balanced ``\boxed{...}`` that opens last, or None."""
+    r"""Return the content of the balanced ``\boxed{...}`` that opens last, or None."""
     box = last_box(text)
     return None if box is None else text[box[0] : box[1]]
 
 
 def marked_lines(text: str) -> list[tuple[int, str]]:
-    """Start and content of what stands behind each ``####`` (and no fifth ``#``) on its line, in order."""
+    """Return the start and content of the text after each ``####`` (without a fifth ``#``) on its line, in order."""
     return _lines(_MARKER, text)
 
 
 def marked_numbers(text: str) -> Iterator[tuple[int, Fraction]]:
-    """Yield the numbers among them, the last one first: neither ``#### 2. Solve``, a heading, nor ``#### 18 or 19`` is a number."""
+    """Yield the numbers after ``####`` with their starts, from the last to the first.
+
+    ``#### 2. Solve`` is a heading, and ``#### 18 or 19`` is ambiguous. Neither counts as a number.
+    """
     for start, line in reversed(marked_lines(text)):
         number = _number_of_line(line)
         if number is not None:
@@ -97,12 +100,12 @@ def marked_numbers(text: str) -> Iterator[tuple[int, Fraction]]:
 
 
 def answer_lines(text: str) -> list[tuple[int, str]]:
-    """Start and content of what stands behind each ``Answer:`` on its line, in order; empty ones are left out."""
+    """Return the start and content of the text after each ``Answer:`` on its line, in order, without empty lines."""
     return [(start, line) for start, line in _lines(_ANSWER, text) if line]
 
 
 def marked_number(text: str) -> Fraction | None:
-    r"""Return the number behind a ``####``, or the content of the last box if that is a number; the later of the two."""
+    r"""Return the number after the last ``####`` or in the last box, whichever comes later. A box without a number is ignored."""
     marked, box = next(marked_numbers(text), None), last_box(text)
     if box is not None and (marked is None or box[0] > marked[0]):
         number = number_of(text[box[0] : box[1]])
@@ -112,7 +115,10 @@ def marked_number(text: str) -> Fraction | None:
 
 
 def last_answer(text: str) -> str | None:
-    """Return what is marked last: a number behind ``####``, a box, a line ``Answer:``; else what is behind the last ``####``."""
+    """Return the answer that is marked last: a number after ``####``, a box or an ``Answer:`` line.
+
+    If there is none, return the text after the last ``####``, or None.
+    """
     lines = marked_lines(text)
     number = next(((start, line) for start, line in reversed(lines) if _number_of_line(line) is not None), None)
     box = last_box(text)
@@ -125,19 +131,19 @@ def last_answer(text: str) -> str | None:
 
 
 def unbox(answer: str) -> str:
-    """Return the content of the box in an answer, or the answer if there is none."""
+    """Return the content of the last box in an answer, or the answer if it contains no box."""
     inner = last_boxed(answer)
     return answer if inner is None else inner
 
 
 def number_of(text: str) -> Fraction | None:
-    r"""Return the number that an answer is in whatever notation (``x = 45``, ``\dfrac12``, ``18\text{ dollars}``), or None."""
+    r"""Return the number that an answer gives in any notation (``x = 45``, ``\dfrac12``, ``18\text{ dollars}``), or None."""
     number = parse_number(text)
     return read_answer(text).value if number is None else number
 
 
 def _number_of_line(line: str) -> Fraction | None:
-    """Return the number that a marked line gives as the answer. Words may follow it, but none that make another number of it."""
+    """Return the number that a marked line gives, or None. Words may follow it, unless they change the number."""
     line = line[label.end() :] if (label := _LABEL.match(line)) else line
     if not _DIGIT.search(line) or "boxed" in line:
         return None
@@ -167,20 +173,20 @@ def _number_of_line(line: str) -> Fraction | None:
 
 
 def _lines(mark: re.Pattern[str], text: str) -> list[tuple[int, str]]:
-    """Start and content of what follows the last ``MAX_MARKS`` marks, up to the end of the line or another ``####``."""
+    """Return the start and content of the text after the last ``MAX_MARKS`` marks, up to the line end or another ``####``."""
     starts = [match.end() for match in mark.finditer(text)][-MAX_MARKS:]
     lines = [_END.split(text[start : start + MAX_LINE_CHARS], maxsplit=1)[0] for start in starts]
     return [(start, _DECORATION.sub("", line).strip()) for start, line in zip(starts, lines, strict=True)]
 
 
 def truth_answer(truth: str) -> str:
-    """Return the answer that a worked solution marks, or the whole text."""
+    """Return the answer that a worked solution marks. If it marks none, return the whole text."""
     answer = last_answer(truth)
     return truth if answer is None else answer
 
 
 def truth_text(ground_truth: Any) -> str:
-    """Return the ground truth as stripped text; empty for None and for what is too long to be an answer."""
+    """Return the ground truth as stripped text; empty for None and for texts that are too long for an answer."""
     if ground_truth is None or (isinstance(ground_truth, int) and ground_truth.bit_length() > _MAX_TRUTH_BITS):
         return ""
     text = str(ground_truth).strip()
@@ -190,9 +196,14 @@ def truth_text(ground_truth: Any) -> str:
 def chosen_letters(text: str) -> str:
     """Return the options that a response chooses, sorted ("B", "AC"), or "".
 
-    They are what it marks last: in ``<answer>``, a box, behind ``Answer:``; else what follows the last "answer is", "option" or
-    "choice"; else the whole text if that is nothing but a choice. "B", "(b)", "**B.** Paris", "A, C" and "A and C" are choices,
-    "A or B" is none.
+    The options are read from the first of these that exists:
+
+    - ``<answer>``;
+    - the last box or ``Answer:`` line, whichever comes later;
+    - the text after the last "answer is", "option" or "choice";
+    - the whole text, if it contains only a choice.
+
+    "B", "(b)", "**B.** Paris", "A, C" and "A and C" are choices. "A or B" is not.
     """
     opened = text.rfind("<answer>")
     if opened >= 0:
@@ -210,7 +221,7 @@ def chosen_letters(text: str) -> str:
 
 
 def letters_of(answer: str) -> str:
-    """Return the letters A to J that an answer is, sorted; "" if it is something else."""
+    """Return the letters A to J that form an answer, sorted, or "" if the answer contains anything else."""
     if len(answer) > MAX_LINE_CHARS:
         return ""
     answer = " ".join(_CHOICE_NOISE.sub("", answer).split())

@@ -1,4 +1,4 @@
-"""The rule ``code``: programs of a model against tests, run by worker processes in the sandbox. Who compares is outside of it."""
+"""The rule ``code``: run model programs against tests in sandboxes of worker processes, and compare the results outside."""
 
 from __future__ import annotations
 
@@ -27,41 +27,37 @@ from rlhf_mcore.sandbox.run import (
 )
 from rlhf_mcore.sandbox.values import from_json, to_json
 
-_SPARE_S = 120.0  # of an item, for starting sandboxes and killing what is in them
-_SPARE_GIB = 2.0  # of a worker, beside what a program may use: tests and outputs
-_LEAST_VALUE = 2**16  # characters that a function's value may have
-_LEAST_OUTPUT, _MOST_OUTPUT = 2**20, 2**26  # bytes that a program may print
+_SPARE_S = 120.0  # per item, to start sandboxes and to kill their processes
+_SPARE_GIB = 2.0  # per worker, for tests and outputs, in addition to the memory of a program
+_LEAST_VALUE = 2**16  # characters; lower limit for the size cap of a function's value
+_LEAST_OUTPUT, _MOST_OUTPUT = 2**20, 2**26  # bytes; range of the size cap for program output
 
 
 def require_isolation(minimum: str) -> Level:
-    """Find out what isolation this machine gives.
+    """Return the isolation level of this machine.
 
     Raises:
-        ConfigError: naming ``reward.sandbox.minimum``: it gives less.
+        ConfigError: the level is below ``minimum``. The message names ``reward.sandbox.minimum``.
     """
     level = machine_level()
     if level.reaches(minimum):
         return level
-    less = (
-        ""
-        if level.name == "filters"
-        else "; with rlimits alone, code of the model can read your files and use the network"
-    )
+    less = "" if level.name == "filters" else "; with rlimits alone, model code can read your files and use the network"
     raise ConfigError(
-        f"reward.sandbox.minimum={minimum}: this machine gives programs of the model {level.name} only ({'; '.join(level.missing)}): "
+        f"reward.sandbox.minimum={minimum}: this machine isolates model programs only by {level.name} ({'; '.join(level.missing)}): "
         f"{REMEDIES[minimum]}, or accept less with reward.sandbox.minimum={level.name}{less}"
     )
 
 
 class CodeGrader(PooledGrader):
-    """1 if the program in a response passes all tests of the ground truth (``read_tests``); with ``partial`` the share that it passes.
+    """Grades 1 if the program in a response passes all tests of the ground truth (``read_tests``).
 
-    "error" is returned with a 0 if tests cannot be read or run.
+    With ``partial``, the grade is the share of passed tests. If tests cannot be read or run, the verdict is 0 with "error".
 
     Args:
-        rule: with the options of the rule ``code``.
-        sandbox: what the machine has to give, and what a program may use.
-        workers, pools: as of ``PooledGrader``.
+        rule: a rule with the options of ``code``.
+        sandbox: the required isolation of the machine, and the limits of a program.
+        workers, pools: see ``PooledGrader``.
     """
 
     def __init__(
@@ -75,9 +71,10 @@ class CodeGrader(PooledGrader):
         self._rule, self._cfg = rule or RuleConfig(name="code"), sandbox or SandboxConfig()
 
     def check(self) -> CodeGrader:
-        """Check that this machine gives the isolation that ``reward.sandbox.minimum`` asks for; raises ConfigError if not.
+        """Check that the machines give the isolation that ``reward.sandbox.minimum`` requires; raise ConfigError if not.
 
-        That is this one, or where Ray starts a worker. Every worker in a cluster finds out for itself when it loads.
+        This checks this machine, or a machine on which Ray starts a worker. Every worker in a cluster checks its own machine
+        when it loads.
         """
         if self._pools is local_pool:
             require_isolation(self._cfg.minimum)
@@ -112,15 +109,16 @@ class CodeGrader(PooledGrader):
 def load_code(
     rule: Mapping[str, Any], sandbox: Mapping[str, Any], level: str | None
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Make a judge of items ``{"code", "truth"}``: ``{"grade", "failure"}``.
+    """Build a function from an item ``{"code", "truth"}`` to its verdict ``{"grade", "failure"}``.
 
-    ``rule``, ``sandbox``: fields of their configurations. ``level``: the isolation of this machine; None: it is found out.
+    ``rule`` and ``sandbox`` contain the fields of their configurations. ``level`` is the isolation of this machine, or None
+    to detect it.
     """
     chosen, cfg = RuleConfig(**rule), SandboxConfig(**sandbox)
     level = level or require_isolation(cfg.minimum).name
     packages = site_packages() if cfg.packages else []
     try:
-        # What tests is never in the sandbox of what is tested.
+        # The tester gets its own sandbox, so that the tested program cannot reach it.
         sandboxes = Sandbox(level, packages), Sandbox(level, packages)
     except OSError as error:
         raise ConfigError(f"reward rule 'code': the sandbox ({level}) cannot be started: {error}") from error
@@ -129,7 +127,7 @@ def load_code(
         try:
             tests = read_tests(item["truth"])[: chosen.max_tests]
         except UNREADABLE:
-            return {"grade": 0.0, "failure": "error"}  # which ``reward-test`` names
+            return {"grade": 0.0, "failure": "error"}  # ``reward-test`` reports such tests
         spent_s, began, passed = 0.0, time.monotonic(), 0
         for index, test in enumerate(tests):
             left_s = min(chosen.test_s, chosen.total_s - spent_s)
@@ -171,10 +169,10 @@ def _judge_one(code: str, test: CodeTest, sandboxes: tuple[Sandbox, Sandbox], li
 
 def _value_is(result: Result, expected: Any) -> bool:
     if len(result.stdout) > max(_LEAST_VALUE, 8 * len(json.dumps(expected))):
-        return False  # nor parsed: what is built of it might be slow on purpose
+        return False  # do not parse it; a program may print a value that is slow to build
     try:
         return same_value(from_json(json.loads(result.stdout), _array_or_nothing), expected)
-    except Exception:  # what the program has printed is no value
+    except Exception:  # the program printed no valid value
         return False
 
 

@@ -1,4 +1,4 @@
-"""Tests of code as data sets write them, and when an output is the one that is expected. No code is run here."""
+"""Read code tests in the forms that data sets use, and compare outputs with the expected outputs. No code runs here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 MAX_TRUTH_CHARS = 2**26
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-_TOLERANCE, _SMALLEST = 1e-5, 1e-8  # relative and absolute, of numpy.allclose, which the judges of APPS use
+_TOLERANCE, _SMALLEST = 1e-5, 1e-8  # relative and absolute tolerance of numpy.allclose, which the APPS judges use
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?", re.ASCII)
 _INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
@@ -20,16 +20,16 @@ _PYTHON = ("python", "python3", "py")
 
 @dataclass(frozen=True, slots=True)
 class CodeTest:
-    """One test: of a program (``expected`` output for an ``input``), of a function (``name``), or a text of asserts."""
+    """A test of a program (``expected`` output for an ``input``), of a function (``name``), or a text with asserts."""
 
     kind: str  # program | function | asserts
-    input: Any  # standard input; arguments; the text
+    input: Any  # standard input; arguments; text with asserts
     expected: Any = None
     name: str = ""
 
 
 def find_code(response: str) -> str:
-    """Return the last fenced block in Python, else the last fenced block, else the whole response. The last fence may be left open."""
+    """Return the last fenced Python block, else the last fenced block, else the whole response. The last fence may be unclosed."""
     blocks: list[tuple[str, str]] = []
     opened: re.Match[str] | None = None
     for fence in _FENCE.finditer(response):
@@ -48,18 +48,18 @@ def find_code(response: str) -> str:
 def read_tests(truth: Any) -> list[CodeTest]:
     """Read the tests of a ground truth, or of its JSON text, in any of these forms::
 
-        {"inputs": [...], "outputs": [...]}, with "fn_name": of that function     APPS, TACO, verl
+        {"inputs": [...], "outputs": [...]}, with "fn_name" for a function         APPS, TACO, verl
         [{"input", "output", "testtype", "metadata": {"func_name"}}, ...]          LiveCodeBench
         {"test": "def check(candidate): ...", "entry_point": "f"}                  HumanEval
         {"test_list": ["assert ...", ...], "test_setup_code": "..."}               MBPP
         ["assert ...", ...], or "assert ..."
 
     Raises:
-        one of ``UNREADABLE``: it has another form, or no tests.
+        one of ``UNREADABLE``: the form is unknown, or there are no tests.
     """
     if isinstance(truth, str):
         if len(truth) > MAX_TRUTH_CHARS:
-            raise ValueError(f"{len(truth)} characters of tests are more than {MAX_TRUTH_CHARS}")
+            raise ValueError(f"{len(truth)} characters of tests exceed the limit of {MAX_TRUTH_CHARS}")
         try:
             truth = json.loads(truth)
         except (ValueError, RecursionError):
@@ -84,7 +84,7 @@ def _read(truth: Any) -> Iterator[CodeTest]:
         for item in truth:
             yield _case(item) if isinstance(item, Mapping) else _asserts(item)
     else:
-        raise ValueError(f"it is {type(truth).__name__}, which holds no tests")
+        raise ValueError(f"it is {type(truth).__name__}, which cannot contain tests")
 
 
 def _pairs(truth: Mapping[str, Any]) -> Iterator[CodeTest]:
@@ -120,7 +120,10 @@ def _of_program(given: Any, expected: Any) -> CodeTest:
 
 
 def _of_function(name: str, given: Any, expected: Any) -> CodeTest:
-    """Make a test of a function. Arguments are a list, or the JSON of one on each line; the value is itself, or its JSON."""
+    """Build a function test.
+
+    Arguments are a list, or one JSON text per line. The expected value is a value or its JSON text.
+    """
     arguments = [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
     if isinstance(given, str) and isinstance(expected, str):
         expected = json.loads(expected)
@@ -128,7 +131,7 @@ def _of_function(name: str, given: Any, expected: Any) -> CodeTest:
 
 
 def _with_int_keys(value: Any) -> Any:
-    """JSON has made the keys of dicts texts; those that were integers are again."""
+    """Convert the keys of a dict back to integers if all are integers in decimal. JSON converts integer keys to strings."""
     if isinstance(value, dict) and value and all(_INTEGER.fullmatch(key) for key in value):
         return {int(key): item for key, item in value.items()}
     return value
@@ -136,7 +139,7 @@ def _with_int_keys(value: Any) -> Any:
 
 # ----------------------------------------------------------------------------------------------------------- comparison
 def same_output(printed: str, expected: str) -> bool:
-    """Compare line by line, without blank lines and whitespace at their ends; decimals within a tolerance, integers exactly."""
+    """Compare line by line, ignoring blank lines and outer whitespace. Decimals are equal within a tolerance, integers exactly."""
     ours, theirs = ([line for raw in text.split("\n") if (line := raw.strip())] for text in (printed, expected))
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
@@ -152,12 +155,15 @@ def _same_number(ours: str, theirs: str) -> bool:
     if not (_NUMBER.fullmatch(ours) and _NUMBER.fullmatch(theirs)):
         return False
     if _INTEGER.fullmatch(ours) and _INTEGER.fullmatch(theirs):
-        return False  # they are different texts
+        return False  # equal integers in the same spelling are equal texts
     return _is_close(float(ours), float(theirs))
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Return whether a function's value is the expected one, or that alone in a list, as APPS writes it. Tuples are lists."""
+    """Return whether a function's value equals the expected value. Tuples equal lists.
+
+    APPS writes the expected value alone in a list. This form also counts.
+    """
     value, expected = _plain(value), _plain(expected)
     return _equal(value, expected) or (isinstance(expected, list) and len(expected) == 1 and _equal(value, expected[0]))
 
@@ -184,5 +190,5 @@ def _equal(value: Any, expected: Any) -> bool:
 def _is_close(value: float, expected: float) -> bool:
     try:
         return math.isfinite(expected) and abs(value - expected) <= _SMALLEST + _TOLERANCE * abs(expected)
-    except OverflowError:  # an integer beyond what a float holds
+    except OverflowError:  # the integer exceeds the range of a float
         return False

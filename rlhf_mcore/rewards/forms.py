@@ -1,7 +1,7 @@
-r"""The form of an answer, read once: number, text, expression, relation, equation, or a collection of answers; and which are the same.
+r"""Parse an answer into its form: number, text, expression, relation, equation, or a collection of answers.
 
-What is not known to be mathematics is a text, which is the same as its own spelling only. Dates, times, ranges, numerals of another
-base and approximations are texts: as arithmetic they would be something else.
+An answer that is not clearly mathematics is a text, and equals only its own spelling. Dates, times, ranges, numerals in another
+base and approximations are texts, because their arithmetic reading would be a different value.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rlhf_mcore.rewards.latex import (
     without_unit,
 )
 
-MAX_ANSWER_CHARS = 1000  # what is longer is compared as it stands, without spaces
-MAX_BRACES = 100  # as is what is nested by a machine
+MAX_ANSWER_CHARS = 1000  # longer answers are compared as written, without spaces
+MAX_BRACES = 100  # machine-generated nesting is compared as written
 MAX_DEPTH = 20
 
 LIST, SET, MATRIX = "", "{}", "matrix"
@@ -57,13 +57,13 @@ _TOKEN = re.compile(
     r"\\begin\{vmatrix\}|\\end\{vmatrix\}|\\mathbb\s*\{[A-Z]\}|\\[{}]|(\\[A-Za-z]+)|[0-9]+(?:\.[0-9]*)?|\.[0-9]+|[A-Za-z]{1,2}(?![A-Za-z])"
     r"|(?<=[0-9A-Za-z)}])!|[-+/^_=<>|(),{}\[\]]|\s+"
 )
-_NO_MATHEMATICS = re.compile(  # of a whole text without spaces
+_NO_MATHEMATICS = re.compile(  # for a whole text without spaces
     r"[0-9]+-[0-9]+(?:-[0-9]+)*"  # a range, a date
     r"|[0-9]+(?:[/.][0-9]+){2,}"  # a date
-    r"|.*[0-9)]_.*"  # a numeral of another base
+    r"|.*[0-9)]_.*"  # a numeral in another base
     r"|.*(?<![0-9.])0[xXbBoO][0-9A-Fa-f].*"
     r"|.*[0-9][eE][-+]?[0-9].*"
-    r"|[A-Za-z]{2}"  # rather initials or a word than a product
+    r"|[A-Za-z]{2}"  # more likely initials or a word than a product
     r"|(?:[=+/^_]|\\cdot|\\times).*|.*(?:[-=+/^_<>]|\\cdot|\\times|\\div|\\le|\\ge|\\ne)",  # unfinished
     re.DOTALL,
 )
@@ -71,16 +71,16 @@ _NO_MATHEMATICS = re.compile(  # of a whole text without spaces
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """An answer in its form. ``spelling`` is the same for what differs in spelling alone; "" for nothing."""
+    """The parsed form of an answer. Answers that differ only in spelling share one ``spelling``; "" for an empty answer."""
 
     kind: str  # number | text | expression | equation | relation | collection
     spelling: str
-    source: str = ""  # as LaTeX for a solver
+    source: str = ""  # LaTeX for a solver
     value: Fraction | None = None  # of a number
     is_percent: bool = False
-    parts: tuple[AnswerForm, ...] = ()  # of a collection
-    brackets: str = LIST  # of a collection: LIST, SET, MATRIX (parts are rows), or one of (), [], [), (]
-    name: str = ""  # x of x = 3
+    parts: tuple[AnswerForm, ...] = ()  # the elements of a collection
+    brackets: str = LIST  # for a collection: LIST, SET, MATRIX (parts are rows), or one of (), [], [), (]
+    name: str = ""  # the x in x = 3
 
     @property
     def has_variables(self) -> bool:
@@ -93,10 +93,10 @@ class AnswerForm:
 
 @lru_cache(maxsize=1024)
 def read_answer(text: str) -> AnswerForm:
-    """Read the form of an answer in LaTeX or plain text."""
+    """Return the form of an answer in LaTeX or plain text."""
     if len(text) > MAX_ANSWER_CHARS or text.count("{") > MAX_BRACES or bracket_depth(text) > MAX_DEPTH:
         return AnswerForm("text", "".join(text.split()))
-    # Before anything is dropped, so that a number is read as parse_number reads it.
+    # First, before anything is dropped, so that the result agrees with parse_number.
     value = parse_number(text)
     if value is not None and "%" not in text:
         return _number(value, "")
@@ -104,17 +104,17 @@ def read_answer(text: str) -> AnswerForm:
 
 
 def canonical(text: str) -> str:
-    r"""Return the one spelling of an answer: "1/2" for ``\dfrac12``, ``\frac{1}{2}``, 0.5 and ``x = 1/2``; "" for nothing.
+    r"""Return the canonical spelling of an answer: "1/2" for ``\dfrac12``, ``\frac{1}{2}``, 0.5 and ``x = 1/2``; "" if empty.
 
-    Units, currency, percent signs and degrees are dropped; a list without brackets and a set are sorted. A comma is a
-    thousands separator only if it groups three digits, and no list is around it.
+    Units, currency, percent signs and degrees are dropped. A list without brackets and a set are sorted. A comma is a
+    thousands separator only if it groups three digits and is not inside a list.
     """
     return read_answer(text).spelling
 
 
 # --------------------------------------------------------------------------------------------------------------- reading
 def _read(text: str) -> AnswerForm:
-    """Read the form of plain text."""
+    """Return the form of plain text."""
     answer = _quantity(text)
     if answer is not None:
         return answer
@@ -144,7 +144,7 @@ def _read(text: str) -> AnswerForm:
 
 
 def _quantity(text: str) -> AnswerForm | None:
-    """Return the number that plain text is, with a percent sign or a unit."""
+    """Return the number that plain text gives, with a percent sign or a unit, or None."""
     rest, is_percent = without_percent(unwrapped(text))
     number, factor = without_unit(rest)
     value = read_number(number)
@@ -170,7 +170,7 @@ def _collection(brackets: str, parts: list[AnswerForm], text: str, marks: tuple[
 
 
 def _leaf(text: str) -> AnswerForm:
-    """Read what is neither a number nor a collection."""
+    """Return the form of text that is neither a number nor a bracketed collection."""
     if text.startswith("{") and text.endswith("}") and _is_balanced(text[1:-1]):
         return _read(text[1:-1].strip())
     if (match := _MATRIX.fullmatch(text)) is not None and r"\begin" not in match[1]:
@@ -197,7 +197,7 @@ def _leaf(text: str) -> AnswerForm:
 
 
 def _is_mathematics(text: str) -> bool:
-    """Return whether plain text is a formula throughout, as far as can be seen: known commands, single letters, digits, signs."""
+    """Return whether plain text seems to be a formula throughout: known commands, single letters, digits and signs only."""
     if _NO_MATHEMATICS.fullmatch("".join(text.split())) or _BETWEEN_DIGITS.search(text) or text.count("|") % 2:
         return False
     place, has_matrix = 0, r"\begin{vmatrix}" in text
@@ -215,18 +215,18 @@ def _is_mathematics(text: str) -> bool:
 
 
 def _spell(text: str) -> str:
-    """Write a leaf without spaces but between digits, its fractions as a/b."""
+    """Return the spelling of a leaf: fractions as a/b, and spaces only between digits."""
     text = _SPACE.sub(lambda match: " " * bool(match[1]), _fractions(text).strip())
     return text.lower() if _WORDS.fullmatch(text) else text
 
 
 def letters(text: str) -> set[str]:
-    """Return the letters of LaTeX that are variables, or constants such as e."""
+    """Return the LaTeX letters that are variables or constants such as e."""
     return set(re.findall("[A-Za-z]", COMMAND.sub(" ", text)))
 
 
 def _fractions(text: str) -> str:
-    r"""``\frac{a}{b}`` as a/b, with parentheses where they are needed."""
+    r"""Replace ``\frac{a}{b}`` by a/b, with parentheses if needed."""
     start = text.find(r"\frac")
     if start < 0:
         return text
@@ -243,7 +243,7 @@ def _fractions(text: str) -> str:
 
 
 def _argument(text: str, start: int) -> tuple[str, int]:
-    """Return what a TeX command at ``start`` takes as its next argument, and where that ends."""
+    """Return the next argument of a TeX command that ends at ``start``, and the index where the argument ends."""
     while start < len(text) and text[start].isspace():
         start += 1
     if text[start : start + 1] == "\\":
@@ -261,12 +261,12 @@ def _argument(text: str, start: int) -> tuple[str, int]:
 
 
 def bracket_depth(text: str) -> int:
-    """Return how deep brackets of any kinds are nested."""
+    """Return the maximum nesting depth of brackets of all kinds."""
     return max(accumulate((letter in "([{") - (letter in ")]}") for letter in text), default=0)
 
 
 def _split(text: str) -> list[str]:
-    """Cut a list into its elements, at the commas outside of brackets."""
+    """Split a list into its elements, at the commas outside brackets."""
     commas = _find_commas(text)
     if not commas:
         return [text]
@@ -279,7 +279,7 @@ def _is_balanced(text: str) -> bool:
 
 
 def _find_commas(text: str) -> list[int] | None:
-    """Return the indices of the commas outside of brackets of any kinds; None if brackets are not balanced."""
+    """Return the indices of the commas outside brackets of any kind, or None if brackets are not balanced."""
     depth, commas = 0, []
     for index, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -291,6 +291,6 @@ def _find_commas(text: str) -> list[int] | None:
 
 
 def names_differ(truth: AnswerForm, answer: AnswerForm) -> bool:
-    """Return whether answers give values to different variables: x = 3 and y = 3."""
+    """Return whether two answers give values to different variables, such as x = 3 and y = 3."""
     ours, theirs = truth.name.lower(), answer.name.lower()
     return ours != theirs and len(ours) == len(theirs) == 1

@@ -1,4 +1,4 @@
-"""Rewards that are given outside of the trainer: a function of the user's in worker processes, or a server."""
+"""Rewards from outside the trainer: the user's function in worker processes, or a server."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from rlhf_mcore.rewards.worker import Call
 
 KEY = "reward.function"
-PART = "function."  # begins the names of the parts that functions beside rules are
+PART = "function."  # prefix of the part names of functions that are combined with rules
 
 
 class InProcessPool:
-    """A function that was given from Python: called in this process, in a thread beside the one that generates.
+    """Calls a function that was passed from Python, in a thread of this process next to the generating thread.
 
-    It has no deadline and no limit of memory: a function that hangs, hangs the run.
+    There is no deadline and no memory limit. If the function hangs, the run hangs.
     """
 
     def __init__(self, call: Call) -> None:
@@ -54,16 +54,16 @@ class InProcessPool:
 
 
 class PooledReward:
-    """Scores what the pool answers: ``{"score", "parts"}`` or ``{"error"}`` for each item.
+    """Converts the pool's answers into scores. Each answer is ``{"score", "parts"}`` or ``{"error"}``.
 
     Args:
-        name: what gives the scores, for messages.
-        on_error: as ``reward.on_error``.
-        with_prompt: whether items have the prompt's text.
-        batched: the items of a call are one item of the pool.
-        part: as which the score is a part of itself, and what its own parts are called after.
-        images: folder of files by digests, of which items name those of their prompt.
-        from_server: a server scores, whose parts may be grades of rules.
+        name: source of the scores, for messages.
+        on_error: value of ``reward.on_error``.
+        with_prompt: whether items contain the prompt text.
+        batched: whether one pool item contains all items of a call.
+        part: part name under which the score is recorded, and prefix for the names of its own parts; None: neither.
+        images: folder with image files named by digest. Items name the files of their prompt.
+        from_server: whether a server scores. Its parts may be grades of rules.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class PooledReward:
         self._batched, self._part, self._images = batched, part, images
 
     def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """Begin; what is returned waits for the scores.
+        """Submit trajectories. The returned function waits for the scores.
 
-        Unless ``reward.on_error`` is "fail", a trajectory without a result has score 0 and a failure.
+        Unless ``reward.on_error`` is "fail", a trajectory without a result gets score 0 and a failure.
 
         Raises:
-            ConfigError: it raised, gave no result in time or none at all, or returned something other than a finite
-                number or a dict with one; the message names it, the prompt, the sample and the cause. Unless ``on_error`` is "fail",
-                only if response after response gets no result.
+            ConfigError: the scorer raised, gave no result (in time), or returned something other than a finite number or a
+                dict with one. The message names the scorer, the prompt, the sample and the cause. Unless ``on_error`` is
+                "fail", this is raised only if many responses in a row get no result.
         """
         items = [self._item(each) for each in trajectories]
         if self._batched and items:
@@ -99,15 +99,15 @@ class PooledReward:
         return lambda: self._scores(trajectories, self._each(collect(), len(trajectories)))
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Submit, and wait."""
+        """Submit trajectories and wait for their scores."""
         return self.submit(trajectories)()
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._pool.close()
 
     def _each(self, outcomes: list[Outcome | None], number: int) -> list[Outcome | None]:
-        """Return an outcome for each of ``number`` responses. A batch without results is each response's."""
+        """Return an outcome for each of ``number`` responses. If a batch has no results, each response gets its outcome."""
         if not self._batched or not outcomes:
             return outcomes
         whole = outcomes[0]
@@ -117,7 +117,7 @@ class PooledReward:
 
     def _parts(self, answer: Mapping[str, Any]) -> dict[str, float]:
         if self._part is None:
-            # A rule's grade decides whether a response is correct, and grades are known by the names of rules.
+            # Rule grades decide whether a response is correct, and are found by rule names. Rename parts that would clash.
             names = {
                 name: f"{PART}{name}" if name in GRADERS and not self._from_server else name for name in answer["parts"]
             }
@@ -161,37 +161,38 @@ class PooledReward:
             return encode_item(item)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{self._name} is given ground_truth and extra_info as JSON, and those of {_place(trajectory)} are not: "
-                f"{error}. Store such values as texts or numbers"
+                f"{self._name}: ground_truth and extra_info of {_place(trajectory)} cannot be written as JSON: "
+                f"{error}. Store such values as strings or numbers"
             ) from error
 
 
 def build_function_reward(cfg: RewardConfig, pools: Pools = local_pool) -> PooledReward:
-    """Build the reward of a function.
+    """Build the reward for ``reward.function``.
 
-    It is called as ``f(data_source, solution_str, ground_truth, extra_info) -> float | dict``, or for a batch.
+    The function is called as ``f(data_source, solution_str, ground_truth, extra_info) -> float | dict``, or for a batch.
 
-    Arguments go by keyword if the function has parameters of these four names, so that their order does not matter;
-    else by position. They travel as JSON. A dict needs the key "score"; its other numeric entries become parts of the score,
-    the rest is ignored. A function with a parameter ``completions`` scores a batch at once: see ``user_function``.
+    If the function has parameters with these four names, arguments are passed by keyword, so their order does not matter.
+    Otherwise they are passed by position. Arguments are sent as JSON. A dict needs the key "score". Its other numeric entries
+    become parts of the score, and the rest is ignored. A function with a parameter ``completions`` scores a batch at once; see
+    ``user_function``.
 
     Args:
-        cfg: with ``function`` set to ``path/to/file.py:name``.
-        pools: makes its workers.
+        cfg: a configuration with ``function`` set to ``path/to/file.py:name``.
+        pools: builds the worker pools.
 
     Raises:
-        ConfigError: naming ``reward.function``: the file or the name is missing, the file fails to import, or the function
-            does not take the four arguments.
+        ConfigError: the file or the name is missing, the file fails to import, or the function does not take the four
+            arguments. The message names ``reward.function``.
     """
     assert cfg.function is not None
     return _pooled_reward(cfg, cfg.function, KEY, None, pools)
 
 
 def build_added_functions(cfg: RewardConfig, pools: Pools = local_pool) -> list[tuple[float, PooledReward]]:
-    """Build the rewards of ``reward.functions``, each with its weight.
+    """Build the rewards for ``reward.functions``, each with its weight.
 
     Raises:
-        ConfigError: as ``build_function_reward``, naming the entry.
+        ConfigError: see ``build_function_reward``; the message names the entry.
     """
     return [
         (

@@ -1,9 +1,8 @@
-r"""Rule graders: functions ``(response, ground_truth) -> float in [0, 1]`` over text written by a model.
+r"""Rule graders: functions ``(response, ground_truth) -> float in [0, 1]`` over model output.
 
-The text is hostile by assumption. Nothing here evaluates or executes it; lengths and exponents are capped before any
-arithmetic, every scan is linear in the length, and no response makes a grader raise. A response longer than
-``MAX_RESPONSE_CHARS`` scores 0. ``math`` alone parses an answer symbolically, in a worker process, and ``code`` alone runs one, in
-a sandbox.
+Treat the text as hostile. Nothing here evaluates or executes it. Lengths and exponents are capped before any arithmetic,
+every scan takes linear time, and no response makes a grader raise. A response longer than ``MAX_RESPONSE_CHARS`` scores 0.
+Only ``math`` parses an answer symbolically, in a worker process. Only ``code`` runs a response, in a sandbox.
 
 A ground truth may be a number, an answer in LaTeX or plain text, or a worked solution that marks its answer.
 """
@@ -41,14 +40,14 @@ from rlhf_mcore.rewards.pool import Pools, local_pool
 from rlhf_mcore.rewards.shape import LanguageGrader, LengthGrader, PatternGrader
 
 Grader = Callable[[str, Any], float]
-GRADERS: dict[str, Grader] = {}  # of rules without options
-grader = registering(GRADERS, choices.GRADERS)  # a decorator that registers a rule
+GRADERS: dict[str, Grader] = {}  # rules without options
+grader = registering(GRADERS, choices.GRADERS)  # decorator that registers a rule
 _BLANK = re.compile(r"\s*")
 
 
 @grader("exact_match")
 def exact_match(response: str, ground_truth: Any) -> float:
-    """Grade 1 if the response equals the ground truth up to whitespace around it. An empty ground truth matches nothing."""
+    """Grade 1 if the response equals the ground truth, ignoring outer whitespace. An empty ground truth matches nothing."""
     truth = truth_text(ground_truth)
     return float(bool(truth) and fits(response) and response.strip() == truth)
 
@@ -57,9 +56,9 @@ def exact_match(response: str, ground_truth: Any) -> float:
 def final_number(response: str, ground_truth: Any) -> float:
     r"""Grade 1 if the response's answer is a number equal to the ground truth.
 
-    The answer is the number behind the last ``####`` that has one, or the content of the last ``\boxed{}`` where that is a number;
-    the later of the two. Units, currency, thousands separators, ``%`` and a trailing dot do not count; equality is exact
-    (4.50 = 4.5 = 9/2, 1e3 = 1000).
+    The answer is the last number after a ``####`` or the number in the last ``\boxed{}``, whichever comes later. Units,
+    currency, thousands separators, ``%`` and a trailing dot are ignored. Numbers are compared exactly (4.50 = 4.5 = 9/2, 1e3
+    = 1000).
     """
     if not fits(response):
         return 0.0
@@ -71,7 +70,7 @@ def final_number(response: str, ground_truth: Any) -> float:
 
 @grader("boxed")
 def boxed(response: str, ground_truth: Any) -> float:
-    r"""Grade 1 if the content of the last balanced ``\boxed{}`` is the ground truth in another spelling (see ``canonical``).
+    r"""Grade 1 if the last balanced ``\boxed{}`` contains the ground truth in any spelling (see ``canonical``).
 
     An empty box matches nothing.
     """
@@ -80,9 +79,9 @@ def boxed(response: str, ground_truth: Any) -> float:
 
 @grader("answer_line")
 def answer_line(response: str, ground_truth: Any) -> float:
-    """Grade 1 if what follows the last ``Answer:``, on its line, is the ground truth in another spelling (see ``canonical``).
+    """Grade 1 if the text after the last ``Answer:``, on its line, is the ground truth in any spelling (see ``canonical``).
 
-    It is what the prompts of DAPO-Math-17k (Yu et al. 2025, arXiv 2503.14476) ask for.
+    The prompts of DAPO-Math-17k (Yu et al. 2025, arXiv 2503.14476) ask for this format.
     """
     lines = answer_lines(response)[-1:] if fits(response) else []
     return _same(unbox(lines[0][1]), ground_truth) if lines else 0.0
@@ -90,10 +89,10 @@ def answer_line(response: str, ground_truth: Any) -> float:
 
 @grader("format")
 def answer_format(response: str, ground_truth: Any = None) -> float:
-    r"""Grade 1 if the response marks exactly one answer: one ``#### number`` or one ``\boxed{...}`` that is not empty.
+    r"""Grade 1 if the response marks exactly one answer: one ``#### number`` or one nonempty ``\boxed{...}``.
 
-    If there is neither, one line ``Answer: ...`` does. Right or wrong does not matter, so ``ground_truth`` is ignored. A nested
-    box is a second one.
+    If it contains neither, one ``Answer: ...`` line is enough. Correctness does not matter, so ``ground_truth`` is ignored.
+    A nested box counts as a second box.
     """
     if not fits(response):
         return 0.0
@@ -106,13 +105,13 @@ def answer_format(response: str, ground_truth: Any = None) -> float:
 
 @grader("multiple_choice")
 def multiple_choice(response: str, ground_truth: Any) -> float:
-    """Grade 1 if the letters that the response chooses (see ``chosen_letters``) are those of the ground truth: "B", "A, C"."""
+    """Grade 1 if the response chooses the letters of the ground truth, such as "B" or "A, C" (see ``chosen_letters``)."""
     truth = truth_text(ground_truth)
     expected = letters_of(truth) or chosen_letters(truth)
     return float(bool(expected) and fits(response) and chosen_letters(response) == expected)
 
 
-# What a rule needs to find in a response; nothing found counts as no answer.
+# By rule: finds the answer in a response. An empty result means that the response has no answer.
 ANSWERS: dict[str, Callable[[str], Any]] = {
     "final_number": marked_number,
     "boxed": last_boxed,
@@ -129,10 +128,12 @@ def build_grader(
     sandbox: SandboxConfig | None = None,
     pools: Pools = local_pool,
 ) -> Grader:
-    """Build the grader of a rule with the rule's own options. ``workers``: processes of those that need some, made by ``pools``.
+    """Build the grader of a rule, with the rule's options.
+
+    ``workers`` is the number of processes for graders that need some, and ``pools`` builds them.
 
     Raises:
-        ConfigError: an option that the grader does not take, or a sandbox that this machine does not give.
+        ConfigError: the grader does not support an option, or this machine lacks the required sandbox.
     """
     if rule.name == "code":
         return CodeGrader(rule, sandbox, workers, pools).check()
@@ -146,15 +147,16 @@ def build_grader(
 
 
 def finds_answer(name: str, response: str) -> bool:
-    """Return whether a rule found an answer in a response, right or wrong; True for rules that look for none."""
+    """Return whether a rule found an answer in a response, correct or not. True for rules that need no answer."""
     return name not in ANSWERS or (fits(response) and bool(ANSWERS[name](response) not in (None, "", [])))
 
 
 def answer_of(response: str) -> str:
-    """Return what a response votes for in a majority, or "" for nothing.
+    """Return the answer for which a response votes in a majority, or "" if it has none.
 
-    What ``final_number`` would compare, else the content of the last box, else the last marked answer or the whole response where
-    that has at most ``MAX_NUMBER_CHARS`` characters; each in one spelling (4.5, 4.50 and 9/2 are one vote).
+    The answer is the first of these that exists: the number that ``final_number`` compares, the content of the last box, the
+    last marked answer, the whole response. The last two may have at most ``MAX_NUMBER_CHARS`` characters. The result is in
+    canonical spelling, so that 4.5, 4.50 and 9/2 are the same vote.
     """
     if not fits(response):
         return ""
@@ -167,7 +169,7 @@ def answer_of(response: str) -> str:
 
 
 def _same(answer: str | None, ground_truth: Any) -> float:
-    """Grade 1 if an answer and a ground truth have one spelling."""
+    """Grade 1 if an answer and a ground truth have the same spelling."""
     if answer is None:
         return 0.0
     ours, truth = read_answer(answer), read_answer(truth_answer(truth_text(ground_truth)))

@@ -1,13 +1,13 @@
-"""A pool whose workers are on a server: items are sent over HTTP, by a thread with an event loop of its own.
+"""A pool whose workers are on a server. A thread with its own event loop sends items over HTTP.
 
-A request is tried again if that may help, later and later, until its deadline. A server that has failed several times in a row
-is left alone for a while (a circuit breaker), then asked by one request before the others. Redirects are refused: they would bring
-responses and token to somebody else. Answers are bounded before they are read.
+A request is retried with growing pauses until its deadline, if a retry may help. After several failures in a row, a circuit
+breaker pauses all requests to the server. Then one request tests the server before the others continue. Redirects are rejected,
+because they would send responses and token to another server. The size of answers is limited while they are read.
 
-The JSON that travels. Both sides check what they get::
+JSON format of requests and answers, which both sides validate::
 
     {"items": [{"data_source", "solution_str", "ground_truth", "extra_info", "prompt", "seed"}, ...]}
-    {"scores": [{"score": 0.5, "parts": {"format": 1.0}} or {"error": "why there is none"}, ...]}
+    {"scores": [{"score": 0.5, "parts": {"format": 1.0}} or {"error": "cause"}, ...]}
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.config.schema import JudgeConfig, RemoteRewardConfig
 
-TRIES = 5  # of a request, further and further apart
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between tries; the second is also how long a broken server is left alone
-FAILURES_TO_OPEN = 5  # in a row, after which the circuit breaker opens
-RETRIED = (408, 425, 429)  # statuses below 500 that another try may change
-MISTAKES = (401, 403, 404, 405)  # statuses that no response will ever change
-MAX_ANSWER_BYTES = 2**15  # of one score
+TRIES = 5  # per request, with growing pauses
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between tries; the second is also the longest pause of the circuit breaker
+FAILURES_TO_OPEN = 5  # failures in a row that open the circuit breaker
+RETRIED = (408, 425, 429)  # statuses below 500 that a retry may change
+MISTAKES = (401, 403, 404, 405)  # statuses that are the same for every response
+MAX_ANSWER_BYTES = 2**15  # per score
 MAX_ERROR_CHARS = 2000
 _MAX_PARTS = 64
 _MAX_NAME_CHARS = 100
-_MAX_FLOAT32 = 3.4e38  # scores travel as float32
+_MAX_FLOAT32 = 3.4e38  # scores are sent as float32
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _TryFailed(Exception):
-    """A try that got no answer."""
+    """A try without an answer."""
 
     cause: str
     timed_out: bool = False
     retry_after_s: float = 0.0
-    server_works: bool = False  # whatever it has answered
-    one_by_one: bool = False  # an item may be to blame: sent alone, the others of the batch may get through
+    server_works: bool = False  # the server answered, even if with an error
+    one_by_one: bool = False  # one item may be the cause; retry the items of the batch separately
     is_final: bool = False
 
 
 def token_of(variable: str | None, key: str) -> str | None:
-    """Read the token that an environment variable holds.
+    """Read the token from an environment variable.
 
     Raises:
-        ConfigError: it holds none, or one that does not fit into a header.
+        ConfigError: the variable is not set, or its value cannot be a header value.
     """
     if variable is None:
         return None
@@ -74,25 +74,25 @@ def token_of(variable: str | None, key: str) -> str | None:
         raise ConfigError(f"{key} is {variable!r}, but that environment variable is not set; export it, or {without}")
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise ConfigError(
-            f"{key} is {variable!r}, whose value has characters that no token has; export it without them"
+            f"{key} is {variable!r}, whose value contains spaces or non-printable characters; export a valid token"
         )
     return token
 
 
 class HttpPool(ABC):
-    """Sends items to a server, ``batch_size`` in a request.
+    """Sends items to a server, ``batch_size`` per request.
 
     Args:
-        key: of ``cfg`` in the configuration, for messages.
-        cfg: address, limits and the variable with the token, which is in no message.
-        path: behind the address.
-        longest_s: limit for a request with all its tries, in addition to ``TRIES`` times ``cfg.timeout_s``.
+        key: name of ``cfg`` in the configuration, for messages.
+        cfg: address, limits and the variable with the token. No message contains the token.
+        path: path after the address.
+        longest_s: limit in seconds for a request with all its tries, in addition to ``TRIES`` times ``cfg.timeout_s``.
 
     Raises:
-        ConfigError: the token is not there.
+        ConfigError: the token is missing.
     """
 
-    max_answer_bytes: int  # of one item
+    max_answer_bytes: int  # per item
 
     def __init__(
         self,
@@ -109,27 +109,28 @@ class HttpPool(ABC):
         self._url = f"{cfg.url.rstrip('/')}{path}" if path else cfg.url
         self._token = token_of(cfg.token_env, f"{key}.token_env")
         self._slots, self._breaker = asyncio.Semaphore(cfg.concurrency), _Breaker()
-        self._random = random.Random()  # not the one that training draws from
+        self._random = random.Random()  # a separate generator, to keep the random numbers of training reproducible
         self._lost_in_a_row = 0
         self._client = _Client(self.name, self._token, cfg.concurrency)
         self.close = weakref.finalize(self, self._client.close)
 
     @abstractmethod
     def encode(self, items: Sequence[bytes]) -> bytes:
-        """Return the body of a request for some items."""
+        """Return the request body for some items."""
 
     @abstractmethod
     def decode(self, answer: Any, count: int) -> list[Outcome]:
         """Return the outcome of each item of a request.
 
         Raises:
-            WireError: the answer is something else.
+            WireError: the answer has another format.
         """
 
     def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
-        """Begin with items, from any thread; see :class:`rlhf_mcore.rewards.pool.Pool`.
+        """Submit items, from any thread; see :class:`rlhf_mcore.rewards.pool.Pool`.
 
-        What is returned raises ConfigError if no request will ever succeed, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
+        The returned function raises ConfigError if no request can succeed, or if ``MAX_LOST_IN_A_ROW`` items in a row were
+        lost.
         """
         future = self._client.run(self._outcomes(items, stop_at_failure))
 
@@ -139,7 +140,7 @@ class HttpPool(ABC):
             except CancelledError as error:
                 raise RuntimeError(f"the client of {self.name} was closed") from error
             except BaseException:
-                future.cancel()  # Ctrl-C: nobody will ask again
+                future.cancel()  # after Ctrl-C, the result is no longer needed
                 raise
 
         return collect
@@ -165,7 +166,7 @@ class HttpPool(ABC):
         return outcomes
 
     async def _batch(self, items: Sequence[bytes], stop_at_failure: bool) -> list[Outcome]:
-        """Return the outcomes of a batch. If it is refused, its items are sent one by one."""
+        """Return the outcomes of a batch. If the server rejects it, send its items one by one."""
         async with self._slots:
             deadline = time.monotonic() + self._deadline_s
             try:
@@ -186,17 +187,17 @@ class HttpPool(ABC):
         if not stop_at_failure and self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
             self._lost_in_a_row = 0
             raise ConfigError(
-                f"{self.name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row or more; for the last of them it "
-                f"{failed.cause}: look at the server, or give it more time with {self._key}.timeout_s"
+                f"{self.name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row or more; for the last response it "
+                f"{failed.cause}. Check the server, or raise {self._key}.timeout_s"
             )
         return [Outcome(lost=failed.cause, timed_out=failed.timed_out)] * count
 
     async def _ask(self, items: Sequence[bytes], deadline: float, tries: int) -> list[Outcome]:
-        """Return the outcomes of some items, after as many tries as are allowed.
+        """Return the outcomes of some items, after at most ``tries`` tries.
 
         Raises:
-            _TryFailed: the last try.
-            ConfigError: no try will ever succeed.
+            _TryFailed: the last try failed.
+            ConfigError: no try can succeed.
         """
         body = self.encode(items)
         for number in range(tries):
@@ -205,7 +206,7 @@ class HttpPool(ABC):
                 try:
                     outcomes = self.decode(await self._try(body, len(items), deadline), len(items))
                 except WireError as error:
-                    raise _TryFailed(f"answered with what {error}", one_by_one=True, server_works=True) from error
+                    raise _TryFailed(f"sent an invalid answer ({error})", one_by_one=True, server_works=True) from error
             except _TryFailed as failed:
                 self._breaker.record(failed.server_works)
                 pause = self._random.uniform(0.5, 1.0) * min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S)
@@ -213,17 +214,17 @@ class HttpPool(ABC):
                 if failed.is_final or number == tries - 1 or time.monotonic() + pause >= deadline:
                     raise
                 await asyncio.sleep(pause)
-            except BaseException:  # nobody waits for this request any more: another one may try the server
+            except BaseException:  # the request was cancelled; let another request test the server
                 self._breaker.is_trying = False
                 raise
             else:
                 self._breaker.record(True)
                 self._lost_in_a_row = 0
                 return outcomes
-        raise AssertionError("a try ends in an answer or an error")
+        raise AssertionError("a try ends with an answer or an error")
 
     async def _try(self, body: bytes, count: int, deadline: float) -> Any:
-        """Send a request, and return the JSON of its answer."""
+        """Send a request and return the JSON of its answer."""
         from aiohttp import ClientError, ClientTimeout
 
         timeout_s = max(min(self._cfg.timeout_s, deadline - time.monotonic()), 0.001)
@@ -235,16 +236,16 @@ class HttpPool(ABC):
             cause = f"gave no answer within {timeout_s:.3g} s ({self._key}.timeout_s={self._cfg.timeout_s:g})"
             raise _TryFailed(cause, timed_out=True, one_by_one=True) from error
         except (ClientError, OSError, ValueError) as error:
-            raise _TryFailed(f"could not be asked ({str(error) or type(error).__name__})") from error
+            raise _TryFailed(f"could not be reached ({str(error) or type(error).__name__})") from error
         if content is None:
-            raise _TryFailed("answered with more than is read of an answer", one_by_one=True, server_works=True)
+            raise _TryFailed("sent an answer above the size limit", one_by_one=True, server_works=True)
         self._check_status(response, self._without_token(excerpt(content)))
         if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise WireError("is compressed, which nobody has asked for")
+            raise WireError("is compressed, although the request allows identity encoding only")
         return read_json(content)
 
     def _check_status(self, response: ClientResponse, shown: str) -> None:
-        """Raise what a status means, unless it is success."""
+        """Raise the error for a status, unless it is a success."""
         status, retry_after_s = response.status, _seconds(response.headers.get("Retry-After"))
         if 200 <= status < 300:
             return
@@ -267,21 +268,21 @@ class HttpPool(ABC):
 
 
 class ScorePool(HttpPool):
-    """Asks a reward server for scores, ``rlhf-mcore serve-reward`` or one that answers as the head of this module describes it."""
+    """Requests scores from ``rlhf-mcore serve-reward``, or from a server with the JSON format in this module's docstring."""
 
     max_answer_bytes = MAX_ANSWER_BYTES
 
     def encode(self, items: Sequence[bytes]) -> bytes:
-        """Return the request for some items."""
+        """Return the request body for some items."""
         return b'{"items":[' + b",".join(items) + b"]}"
 
     def decode(self, answer: Any, count: int) -> list[Outcome]:
-        """Return their scores."""
+        """Return the scores in an answer."""
         return read_scores(answer, count)
 
 
 class _Client:
-    """A thread with an event loop and a session of aiohttp, started when there is something to run."""
+    """A thread with an event loop and an aiohttp session. It starts on the first use."""
 
     def __init__(self, name: str, token: str | None, concurrency: int) -> None:
         self._name, self._token, self._concurrency = name, token, concurrency
@@ -291,7 +292,7 @@ class _Client:
         self._session: ClientSession | None = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin with some work, from any thread."""
+        """Start a coroutine, from any thread."""
         with self._lock:
             if self._closed:
                 work.close()
@@ -303,7 +304,7 @@ class _Client:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def session(self) -> ClientSession:
-        """Return the session, from the thread."""
+        """Return the session. Call it in the client's thread only."""
         from aiohttp import ClientSession, DummyCookieJar, TCPConnector
 
         if self._session is None:
@@ -317,14 +318,14 @@ class _Client:
         return self._session
 
     def close(self) -> None:
-        """Cancel all work, and end the thread."""
+        """Cancel all work and stop the thread."""
         with self._lock:
             self._closed = True
         if self._loop is None or self._thread is None:
             return
-        if self._thread is current_thread():  # which has had the last reference to the pool
+        if self._thread is current_thread():  # the last reference to the pool was in this thread
             self._loop.stop()
-        elif self._thread.is_alive():  # not so in a process that was forked from its own
+        elif self._thread.is_alive():  # the thread does not exist in a forked process
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -340,22 +341,22 @@ class _Client:
 
 
 class _Breaker:
-    """Opens when a server has failed ``FAILURES_TO_OPEN`` times in a row; then one request at a time may try it, now and then."""
+    """Opens after ``FAILURES_TO_OPEN`` failures in a row. Then only single requests, with pauses between them, test the server."""
 
     def __init__(self) -> None:
         self._failures, self._next_try_at, self.is_trying = 0, 0.0, False
 
     async def admit(self, deadline: float) -> None:
-        """Wait for the permission to ask.
+        """Wait for permission to send a request.
 
         Raises:
-            _TryFailed: there is none before the deadline.
+            _TryFailed: the deadline has passed.
         """
         while self._failures >= FAILURES_TO_OPEN:
             now = time.monotonic()
             if now >= deadline:
                 raise _TryFailed(
-                    f"was not asked, because it had failed {self._failures} times in a row", timed_out=True
+                    f"was not called, because it had failed {self._failures} times in a row", timed_out=True
                 )
             if now >= self._next_try_at and not self.is_trying:
                 self.is_trying = True
@@ -363,7 +364,7 @@ class _Breaker:
             await asyncio.sleep(min(0.05 if self.is_trying else self._next_try_at - now, deadline - now))
 
     def record(self, server_works: bool) -> None:
-        """Count how a request has ended."""
+        """Record the result of a request."""
         self.is_trying = False
         self._failures = 0 if server_works else self._failures + 1
         pause_s = min(FIRST_PAUSE_S * 2 ** max(self._failures - FAILURES_TO_OPEN, 0), LONGEST_PAUSE_S)
@@ -371,7 +372,7 @@ class _Breaker:
 
 
 async def _read_bounded(content: Any, most: int) -> bytes | None:
-    """Read an answer; None if it has more than ``most`` bytes."""
+    """Read an answer, or return None if it exceeds ``most`` bytes."""
     read = bytearray()
     async for piece in content.iter_chunked(2**16):
         read += piece
@@ -381,20 +382,20 @@ async def _read_bounded(content: Any, most: int) -> bytes | None:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """Read the header Retry-After, if it is a number of seconds, not a date."""
+    """Return the seconds in a Retry-After header; 0 if it is absent or a date."""
     return min(float(retry_after), LONGEST_PAUSE_S) if retry_after is not None and retry_after.isdecimal() else 0.0
 
 
 # ------------------------------------------------------------------------------------------------- the JSON that travels
 class WireError(ValueError):
-    """A text that does not follow the agreed form. The message names the mistake."""
+    """A text does not follow the agreed format. The message names the mistake."""
 
 
 def read_json(text: bytes) -> Any:
-    """Parse a JSON text that has finite numbers only.
+    """Parse a JSON text with finite numbers only.
 
     Raises:
-        WireError: it is something else, or nested too deep.
+        WireError: the text is invalid or nested too deeply.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
@@ -406,7 +407,7 @@ def read_scores(value: Any, count: int) -> list[Outcome]:
     """Read the scores in a server's answer to ``count`` items.
 
     Raises:
-        WireError: they are not as many, or not finite numbers.
+        WireError: the number of scores is wrong, or a score is not a finite number.
     """
     scores = value.get("scores") if isinstance(value, Mapping) else None
     if not isinstance(scores, list):
@@ -423,13 +424,13 @@ def excerpt(text: bytes) -> str:
 
 def _read_score(entry: Any, where: str) -> Outcome:
     if not isinstance(entry, Mapping):
-        raise WireError(f"{where} is no object")
+        raise WireError(f"{where} is not an object")
     if "error" in entry:
         cause = f"answered {str(entry['error'])[:MAX_ERROR_CHARS]!r}"
         return Outcome(lost=cause, timed_out=entry.get("kind") == "timeout")
     parts = entry.get("parts") or {}
     if not isinstance(parts, Mapping) or len(parts) > _MAX_PARTS:
-        raise WireError(f"{where}.parts is no object of at most {_MAX_PARTS} numbers")
+        raise WireError(f"{where}.parts is not an object with at most {_MAX_PARTS} numbers")
     if any(len(name) > _MAX_NAME_CHARS for name in parts):
         raise WireError(f"{where}.parts has a name of more than {_MAX_NAME_CHARS} characters")
     numbers = {name: _number(value, f"{where}.parts[{name!r}]") for name, value in parts.items()}
@@ -438,11 +439,11 @@ def _read_score(entry: Any, where: str) -> Outcome:
 
 def _number(value: Any, where: str) -> float:
     if not isinstance(value, (int, float)):
-        raise WireError(f"{where} is no number: {str(value)[:80]!r}")
-    if not -_MAX_FLOAT32 <= value <= _MAX_FLOAT32 or math.isnan(value):  # compared: float() of a huge int raises
+        raise WireError(f"{where} is not a number: {str(value)[:80]!r}")
+    if not -_MAX_FLOAT32 <= value <= _MAX_FLOAT32 or math.isnan(value):  # not converted; float() of a huge int raises
         raise WireError(f"{where} is not finite")
     return float(value)
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,4 +1,4 @@
-"""A language model as a judge, over any OpenAI-compatible API: it grades by a rubric. Its grade is added to other scores."""
+"""A language model as judge, over any OpenAI-compatible API. It grades by a rubric, and its grade is added to other scores."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlhf_mcore.rewards.pool import Outcome
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import JudgeConfig
 
-PART = "judge"  # name of its grade among the parts
-_KINDS = {b"\xff\xd8": "jpeg", b"RIFF": "webp", b"BM": "bmp", b"GIF8": "gif"}  # by how files begin
+PART = "judge"  # part name of the judge's grade
+_KINDS = {b"\xff\xd8": "jpeg", b"RIFF": "webp", b"BM": "bmp", b"GIF8": "gif"}  # by the first bytes of the file
 PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth|data_source)\}")
 MAX_RUBRIC_CHARS = 2**16
 RUBRIC = """\
@@ -45,10 +45,10 @@ Give your reasons in a few sentences. Then end with one line, "Score: " and the 
 
 
 def read_rubric(cfg: JudgeConfig) -> str:
-    """Return the rubric that a configuration names.
+    """Return the rubric of a configuration.
 
     Raises:
-        ConfigError: it is neither a text that shows the response nor a file with one, or it is too long.
+        ConfigError: the rubric is neither a text that shows the response nor a file with such a text, or it is too long.
     """
     key, text = "reward.judge.rubric", cfg.rubric
     if cfg.rubric_file is not None:
@@ -66,15 +66,15 @@ def read_rubric(cfg: JudgeConfig) -> str:
     if len(text) > MAX_RUBRIC_CHARS:
         raise ConfigError(f"{key} has more than {MAX_RUBRIC_CHARS:,} characters; shorten it")
     if RESPONSE not in text:
-        raise ConfigError(f"{key} does not have {RESPONSE} in its text: the judge would not see what it grades; add it")
+        raise ConfigError(f"{key} does not contain {RESPONSE}, so the judge cannot see the response; add it")
     return text
 
 
 class JudgePool(HttpPool):
-    """Asks a judge for a chat completion about each item, and reads the score from it.
+    """Requests a chat completion from the judge for each item, and reads the score from it.
 
     Raises:
-        ConfigError: naming the key of ``reward.judge`` that is wrong.
+        ConfigError: a key of ``reward.judge`` is wrong. The message names it.
     """
 
     max_answer_bytes = 2**20
@@ -96,7 +96,7 @@ class JudgePool(HttpPool):
             "ground_truth": truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth),
             "data_source": fields["data_source"],
         }
-        # Replaced in one pass: a response that holds "{ground_truth}" stays as it is.
+        # One pass, so that a placeholder inside the response, such as "{ground_truth}", is not replaced.
         content = PLACEHOLDER.sub(lambda match: values[match.group(1)], self._rubric)
         shown = [
             {"type": "image_url", "image_url": {"url": _data_url(Path(file))}} for file in fields.get("images", ())
@@ -112,14 +112,14 @@ class JudgePool(HttpPool):
         return json.dumps(request).encode("ascii")
 
     def decode(self, answer: Any, count: int) -> list[Outcome]:
-        """Return the grade. An answer without a score in its range gives none."""
+        """Return the grade of the item. An answer without a score in the valid range gives no grade."""
         try:
             content = answer["choices"][0]["message"]["content"]
         except (LookupError, TypeError) as error:
-            raise WireError("is no chat completion") from error
+            raise WireError("is not a chat completion") from error
         if not isinstance(content, str):
             return [Outcome(lost="answered without a text")]
-        content = content.encode(errors="replace").decode()  # without lone surrogates, which RE2 does not take
+        content = content.encode(errors="replace").decode()  # RE2 rejects lone surrogates
         scores = [match.group(1) for match in self._pattern.finditer(content)]
         if not scores:
             shown = excerpt(content[-200:].encode())
@@ -142,7 +142,7 @@ def _data_url(file: Path) -> str:
 
 
 def _pattern_of(text: str) -> Any:
-    """Compile ``reward.judge.parse``, an expression of google-re2."""
+    """Compile ``reward.judge.parse``, a google-re2 expression."""
     import re2
 
     options = re2.Options()
@@ -150,7 +150,7 @@ def _pattern_of(text: str) -> Any:
     try:
         pattern = re2.compile(text, options)
     except re2.error as error:
-        raise ConfigError(f"reward.judge.parse={text!r} is no expression of RE2 ({error}); correct it") from error
+        raise ConfigError(f"reward.judge.parse={text!r} is not a valid RE2 expression ({error}); correct it") from error
     if pattern.groups < 1:
         raise ConfigError(f"reward.judge.parse={text!r} has no group; put the number into parentheses")
     return pattern

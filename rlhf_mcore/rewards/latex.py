@@ -1,7 +1,7 @@
-r"""Plain text for what LaTeX, Unicode and taste write in many ways, and the numbers and quantities in it.
+r"""Convert LaTeX and Unicode text to one plain spelling, and parse the numbers and quantities in it.
 
-Only spellings are unified; numbers are read, nothing else is computed. Text is hostile by assumption: every pass is linear in
-a length that is capped first, and numbers are capped before any arithmetic.
+Only spellings are unified. Numbers are parsed, and nothing else is computed. Treat the text as hostile: lengths are capped
+first, every pass takes linear time, and numbers are capped before any arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_EXPONENT = 1000
 
 _UNICODE = {
     **dict.fromkeys("\u2212\u2013\u2010\u2011", "-"),
-    **dict.fromkeys("\u00a0\u202f\u2009", r"\,"),  # what separates thousands in print
+    **dict.fromkeys("\u00a0\u202f\u2009", r"\,"),  # printed thousands separators
     **dict.fromkeys("\u2044\u2215", "/"),
     **dict.fromkeys("\u00b7\u22c5", r"\cdot "),
     "\u00d7": r"\times ",
@@ -42,12 +42,12 @@ _UNICODE = {
     "°": r"^\circ",
     "\u2026": r"\dots ",
 }
-# Digits and signs above or below the line.
+# Superscript and subscript digits and signs.
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b]+|[\u2080-\u208b]+")
 _FIRST_LOWERED = "\u2080"
 _CURRENCY = r"(?:\\?\$|[€£¥₹])"
 _AMOUNT = rf"({_CURRENCY}\s?[0-9][0-9.,]*)\s?"
-# Each removes or unifies what has no meaning of its own.
+# Each pattern removes or unifies markup without a meaning of its own.
 _PLAIN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), plain)
     for pattern, plain in (
@@ -110,7 +110,7 @@ _SCIENTIFIC = re.compile(
 )
 _REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))|\(([0-9]+)\))")
 
-# Words behind a number that make another number of it, or leave open which number it is. Others are taken for a unit.
+# Words after a number that change its value or make it ambiguous. Any other word is taken as a unit.
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _SCALE = re.compile(rf"\s*\b({'|'.join(_SCALES)})\b\s*", re.IGNORECASE)
 _OTHER_NUMBER = re.compile(
@@ -141,9 +141,9 @@ _POWER_OF_UNIT = re.compile(r"(?:[A-Za-z]{2}|[\s/][msh])\^[23]")
 
 
 def plain(text: str) -> str:
-    r"""Write in one way what LaTeX and Unicode write in many, without currency, degrees, and what only makes space.
+    r"""Unify LaTeX and Unicode spellings, and drop currency, degrees and spacing commands.
 
-    Text within a formula keeps its wrapper (``\text{...}``), see ``WRAPPED``.
+    Text within a formula keeps its wrapper (``\text{...}``); see ``WRAPPED``.
     """
     text = _ascii(text).strip()
     while (whole := WRAPPED.fullmatch(text)) is not None:
@@ -156,7 +156,7 @@ def plain(text: str) -> str:
 
 
 def _ascii(text: str) -> str:
-    """Digits, letters and signs of other widths and scripts as those of ASCII, or as LaTeX; the rest stays."""
+    """Convert digits, letters and signs of other widths and scripts to ASCII or LaTeX. Other characters stay."""
     if text.isascii():
         return text
     text = _RAISED.sub(_script, text)
@@ -164,7 +164,7 @@ def _ascii(text: str) -> str:
 
 
 def _script(match: re.Match[str]) -> str:
-    """Raised or lowered digits and signs as LaTeX."""
+    """Convert superscript or subscript digits and signs to LaTeX."""
     digits = unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-")
     return f"{'^' if match[0][0] < _FIRST_LOWERED else '_'}{{{digits}}}"
 
@@ -180,16 +180,16 @@ def _ascii_letter(letter: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """Plain text without the wrappers around words in it."""
+    """Return plain text without the wrappers around its words."""
     return re.sub(r"\s+(?=\^)", "", " ".join(WRAPPED.sub(r" \1 ", text).split())) if "\\" in text else text
 
 
 # --------------------------------------------------------------------------------------------------------------- numbers
 def parse_number(text: str) -> Fraction | None:
-    r"""Read ``text`` as a number as a whole; None if it is not one: 1,234.5, -3/4, 1 1/2, 2e3, ``\$5``, 50%.
+    r"""Parse ``text`` as one number, or return None: 1,234.5, -3/4, 1 1/2, 2e3, ``\$5``, 50%.
 
-    Currency signs, thousands separators (``,`` in front of three digits, ``{,}``, ``\!``, ``\,``), a final ``%`` and a final dot are
-    dropped. None also for more than ``MAX_NUMBER_CHARS`` characters or an exponent beyond +-``MAX_EXPONENT``.
+    Currency signs, thousands separators (``,`` before three digits, ``{,}``, ``\!``, ``\,``), a final ``%`` and a final dot are
+    dropped. Also return None for more than ``MAX_NUMBER_CHARS`` characters or an exponent beyond +-``MAX_EXPONENT``.
     """
     text = text.strip()
     if len(text) > MAX_NUMBER_CHARS:
@@ -201,7 +201,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def leading_number(text: str) -> tuple[Fraction, str] | None:
-    """Return the number that ``text`` begins with, and the text after it; None if there is none."""
+    """Return the number at the start of ``text`` and the text after it, or None if ``text`` starts with no number."""
     shown = re.match(rf"([-+\u2212]?)\s?{_CURRENCY}?\s?", text)
     assert shown is not None
     rest = text[shown.end() :]
@@ -210,12 +210,12 @@ def leading_number(text: str) -> tuple[Fraction, str] | None:
     if match is None or (sign and match["sign"]):
         return None
     value = _value(match)
-    end = match.end() - match[0].endswith(".")  # a dot at the end belongs to what follows: 2. Solve
+    end = match.end() - match[0].endswith(".")  # a final dot belongs to the following text, as in "2. Solve"
     return None if value is None else (-value if sign == "-" else value, rest[end:])
 
 
 def read_number(text: str) -> Fraction | None:
-    r"""Likewise ``parse_number``, of plain text and in more notations: ``3 \times 10^5``, ``0.\overline{3}``."""
+    r"""Parse plain text as one number, in more notations than ``parse_number``: ``3 \times 10^5``, ``0.\overline{3}``."""
     value = parse_number(text)
     if value is not None or len(text) > MAX_NUMBER_CHARS:
         return value
@@ -231,7 +231,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """Return the value of a match of ``_NUMBER``, or None if it exceeds the caps, which are checked first."""
+    """Return the value of a match of ``_NUMBER``, or None if it exceeds the caps. The caps are checked first."""
     top, bottom = match["top"], match["bottom"] or "1"
     digits, _, exponent = top.lower().partition("e")
     if len(match[0]) > MAX_NUMBER_CHARS or abs(int(exponent or 0)) > MAX_EXPONENT:
@@ -248,26 +248,26 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 # ------------------------------------------------------------------------------------------------------------ quantities
 def without_percent(text: str) -> tuple[str, bool]:
-    """Plain text without a percent sign or "percent" at its end, and whether there was one."""
+    """Return plain text without a final percent sign or "percent", and whether it had one."""
     match = _PERCENT.search(text[-20:])
     return (text, False) if match is None else (text[: len(text) - len(match[0])].rstrip(), True)
 
 
 def without_unit(text: str) -> tuple[str, int]:
-    r"""Return a plain quantity without its unit, and the product of the scale words ("million", "dozen") in front of that.
+    r"""Return a plain quantity without its unit, and the product of the scale words ("million", "dozen") before the unit.
 
-    Text whose end is no unit comes back as it is: ``12k``, ``5 squared``, ``x is even``, ``5 or so``.
+    Text without a unit at its end is returned unchanged: ``12k``, ``5 squared``, ``x is even``, ``5 or so``.
     """
     words = _words_at_end(text)
     number = text[: len(text) - len(words)]
-    if number.endswith("\\"):  # of a command: \pi units
+    if number.endswith("\\"):  # the letters continue a command, as in "\pi units"
         name = re.match("[A-Za-z]*", words)
         assert name is not None
         number, words = number + name[0], words[name.end() :]
     if not words.strip(" .") or not re.search(r"[0-9]|\\(?:pi|infty|sqrt)", number):
         return text, 1
     if re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,}|[<>=:]", number) and not re.search(r"\\begin", number):
-        return text, 1  # 2 hours 30 minutes
+        return text, 1  # for example 2 hours 30 minutes
     factor, unit = 1, words
     while (scale := _SCALE.match(unit)) is not None:
         factor, unit = factor * _SCALES[scale[1].lower()], " " + unit[scale.end() :]
@@ -287,7 +287,7 @@ def _words_at_end(text: str) -> str:
 
 
 def is_unit(text: str) -> bool:
-    """Return whether the words behind a number are a unit, and leave the number what it is."""
+    """Return whether the words after a number are a unit that does not change the number."""
     text = _AFTER_UNIT.sub("", text.rstrip(" ."))
     if is_other_number(text) or _NO_UNIT.search(text):
         return False
@@ -295,5 +295,5 @@ def is_unit(text: str) -> bool:
 
 
 def is_other_number(text: str) -> bool:
-    """Return whether words behind a number make another one of it, or leave open which it is: "hundred", "thirds", "or", "pm"."""
+    """Return whether words after a number change its value or make it ambiguous: "hundred", "thirds", "or", "pm"."""
     return bool(_OTHER_NUMBER.search(text))

@@ -1,7 +1,7 @@
-r"""The rule ``math``: what a response marks last is compared with the ground truth as mathematics.
+r"""The rule ``math``: compare the last marked answer of a response with the ground truth as mathematics.
 
-What the forms of two answers decide is decided here. The rest is left to math-verify in worker processes, within a deadline: the
-trainer never imports sympy.
+This module decides the cases that the forms of two answers settle. math-verify decides the rest in worker processes, within
+a deadline. The trainer never imports sympy.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from rlhf_mcore.rewards.pooled_grader import PooledGrader, Verdict
 if TYPE_CHECKING:
     from rlhf_mcore.rewards.worker import Call
 
-MAX_CHARS = 400  # the longest answer of MATH has half of that
-MAX_DEPTH = 12  # of brackets
+MAX_CHARS = 400  # twice the longest answer of MATH
+MAX_DEPTH = 12  # nesting depth of brackets
 MAX_DIGITS = 40  # in a row
-PRECISION = 60  # digits to which irrational numbers are compared; what is smaller counts as 0
-CPU_S = 3.0  # of an item; an ordinary one takes some milliseconds
-TIMEOUT_S = 60.0  # for what does not look at the clock, such as a power of two large numbers
+PRECISION = 60  # digits to which irrational numbers are compared; a smaller value counts as 0
+CPU_S = 3.0  # per item; a typical item takes a few milliseconds
+TIMEOUT_S = 60.0  # for computations that ignore the CPU timer, such as a power of two large numbers
 MEMORY_GIB = 4.0
-# What small text makes large: powers of powers, large exponents, factorials and binomials of large numbers.
+# Short texts with huge values: powers of powers, large exponents, factorials and binomials of large numbers.
 _EXPLOSIVE = re.compile(
     r"[0-9)}]\s*(?:\^|\*\*)[\s{(+-]*[0-9.]+[\s})]*(?:\^|\*\*|!)"  # 9^{9^9}, 9^9!
     r"|(?:\^|\*\*)[\s{(+-]*[0-9]{4}"
@@ -46,18 +46,18 @@ _EXPLOSIVE = re.compile(
     r"|binom\s*\{?\s*[0-9]{5}"
 )
 
-Ask = Callable[[str, str], bool]  # whether two expressions, relations or equations in LaTeX are equal
+Ask = Callable[[str, str], bool]  # returns whether two LaTeX expressions, relations or equations are equal
 
 
 class MathGrader(PooledGrader):
-    r"""1 if what a response marks last as its answer is mathematically equal to the ground truth, as math-verify judges it.
+    r"""Grades 1 if the response's last marked answer is mathematically equal to the ground truth, according to math-verify.
 
-    The answer is the number behind a ``####``, the content of a box or what follows ``Answer:``, whichever is last. What is too
-    long, too deep or grows too fast is not equal to anything.
+    The answer is the number after a ``####``, the content of a box or the text after ``Answer:``, whichever comes last. An
+    answer that is too long, too deeply nested or grows too fast equals nothing.
     """
 
     def question(self, response: str, ground_truth: Any) -> bytes | Verdict:
-        """See ``PooledGrader``. What the forms of the two answers decide needs no worker."""
+        """See ``PooledGrader``. No worker is needed if the forms of the two answers settle the question."""
         answer = last_answer(response) if fits(response) else None
         truth = truth_answer(truth_text(ground_truth))
         if not answer or not truth:
@@ -80,7 +80,7 @@ class MathGrader(PooledGrader):
 
 
 def is_too_much(text: str) -> bool:
-    """Return whether an answer is beyond what is worth parsing. Looks at the text only."""
+    """Return whether an answer is too expensive to parse, judged by its text only."""
     if len(text) > MAX_CHARS or re.search(rf"[0-9]{{{MAX_DIGITS + 1}}}", text) or _EXPLOSIVE.search(text):
         return True
     return bracket_depth(text) > MAX_DEPTH
@@ -88,9 +88,9 @@ def is_too_much(text: str) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------- comparing
 def is_same(truth: AnswerForm, answer: AnswerForm, ask: Ask) -> bool:
-    """Return whether two answers are mathematically the same. Whatever needs a solver is asked of ``ask``.
+    """Return whether two answers are mathematically the same. ``ask`` decides the questions that need a solver.
 
-    With a constant ``ask`` the result is what is certain: True in spite of False, or False in spite of True.
+    With a constant ``ask`` the result shows what is certain: True if ``ask`` returns False, or False if ``ask`` returns True.
     """
     if not truth.spelling or not answer.spelling:
         return False
@@ -115,7 +115,7 @@ def is_same(truth: AnswerForm, answer: AnswerForm, ask: Ask) -> bool:
 
 
 def _are_equations(truth: AnswerForm, answer: AnswerForm) -> bool:
-    """Return whether two answers may be one equation: x = 3 is a value, and no equation of it is its solution."""
+    """Return whether both answers are equations. "x = 3" is a value, and does not equal an equation with solution 3."""
     return all(
         each.kind == "equation" or (each.name and each.kind == "expression" and each.has_variables)
         for each in (truth, answer)
@@ -123,7 +123,7 @@ def _are_equations(truth: AnswerForm, answer: AnswerForm) -> bool:
 
 
 def _are_equal_numbers(truth: AnswerForm, answer: AnswerForm) -> bool:
-    """Equal numbers; 50% is 50 and 1/2."""
+    """Return whether two numbers are equal. 50% equals both 50 and 1/2."""
     assert truth.value is not None and answer.value is not None
     if truth.is_percent == answer.is_percent:
         return truth.value == answer.value
@@ -132,13 +132,13 @@ def _are_equal_numbers(truth: AnswerForm, answer: AnswerForm) -> bool:
 
 
 def _is_other_case(truth: AnswerForm, answer: AnswerForm) -> bool:
-    """Return whether a letter is a capital in one answer, and none in the other."""
+    """Return whether a letter is upper case in one answer and lower case in the other."""
     ours, theirs = ({*letters(each.source), *COMMAND.findall(each.source)} for each in (truth, answer))
     return bool({name.lower() for name in ours - theirs} & {name.lower() for name in theirs - ours})
 
 
 def _is_range(answer: AnswerForm) -> bool:
-    """Return whether an answer is an interval, a union of some, or a relation that says the same."""
+    """Return whether an answer is an interval, a union of intervals, or an equivalent relation."""
     return (
         answer.kind == "relation"
         or answer.brackets in ORDERED[:4]
@@ -163,7 +163,7 @@ def _are_same_collections(truth: AnswerForm, answer: AnswerForm, ask: Ask) -> bo
 
 
 def _assignments(answer: AnswerForm) -> dict[str, AnswerForm] | None:
-    """Return the values of several variables, x = 1, y = 2, by name; None: it is something else."""
+    """Return the values of several variables by name (x = 1, y = 2), or None if the answer is something else."""
     if answer.brackets == "()" and answer.name.startswith("("):
         return dict(zip(answer.name[1:-1].split(","), answer.parts, strict=False))
     names = [part.name for part in answer.parts]
@@ -172,10 +172,10 @@ def _assignments(answer: AnswerForm) -> dict[str, AnswerForm] | None:
 
 
 def _are_matched(ours: Sequence[AnswerForm], theirs: Sequence[AnswerForm], ask: Ask) -> bool:
-    """Return whether every element is the same as one of the other collection, each of another one (Kuhn's augmenting paths)."""
+    """Return whether the elements of two collections can be paired one to one (Kuhn's augmenting paths)."""
     if len(ours) != len(theirs):
         return False
-    taken: dict[int, int] = {}  # of theirs, by which of ours
+    taken: dict[int, int] = {}  # index in theirs -> index in ours
 
     def take(index: int, seen: set[int]) -> bool:
         for other in range(len(theirs)):
@@ -193,15 +193,15 @@ def _are_matched(ours: Sequence[AnswerForm], theirs: Sequence[AnswerForm], ask: 
 
 # --------------------------------------------------------------------------------------------------- in a worker process
 class _Expired(BaseException):
-    """The time for an item is over. No ``except Exception`` on the way swallows it."""
+    """The time for an item is over. A BaseException, so that no ``except Exception`` hides it."""
 
 
 def load_math(cpu_s: float) -> Call:
-    """Load math-verify, which judges items ``{"truth", "answer"}``: ``{"equal"}``, or ``{"expired"}`` after ``cpu_s`` seconds.
+    """Load math-verify. It answers an item ``{"truth", "answer"}`` with ``{"equal"}``, or ``{"expired"}`` after ``cpu_s`` seconds.
 
-    The seconds are those of the processor, so that a verdict does not depend on what else the machine is doing.
+    The limit counts CPU seconds, so that a verdict does not depend on the load of the machine.
     """
-    with open(os.devnull, "wb") as nowhere:  # the parser prints what it does not understand, which is up to the model
+    with open(os.devnull, "wb") as nowhere:  # the parser prints invalid input, which the model controls
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)
     from latex2sympy2_extended import NormalizationConfig
@@ -209,8 +209,8 @@ def load_math(cpu_s: float) -> Call:
     from sympy import Eq, simplify
     from sympy.core.random import seed
 
-    # As LaTeX alone: the extraction of plain expressions takes a part of a text for the whole. Units are gone; what looks like one
-    # at the end (2t, 5c) is a variable.
+    # LaTeX only, because the extraction of plain expressions may take part of a text for the whole. Units are already removed, so
+    # a letter at the end that looks like a unit (2t, 5c) is a variable.
     normalization = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
     targets = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=normalization)]
 
@@ -220,7 +220,7 @@ def load_math(cpu_s: float) -> Call:
         )
         if not ours or not theirs or isinstance(ours[0], str) or isinstance(theirs[0], str):
             return False
-        if isinstance(ours[0], Eq) and isinstance(theirs[0], Eq):  # one equation is a multiple of the other
+        if isinstance(ours[0], Eq) and isinstance(theirs[0], Eq):  # equal if one equation is a multiple of the other
             sides = [each.lhs.doit() - each.rhs.doit() for each in (ours[0], theirs[0])]
             return bool(simplify(sides[0] / sides[1]).is_number)
         return bool(
@@ -234,14 +234,14 @@ def load_math(cpu_s: float) -> Call:
 
     def call(item: Mapping[str, str]) -> dict[str, Any]:
         seed(0)
-        signal.setitimer(signal.ITIMER_PROF, cpu_s, 1.0)  # again each second, should something swallow it
+        signal.setitimer(signal.ITIMER_PROF, cpu_s, 1.0)  # repeated, in case library code catches the first exception
         try:
             return {"equal": is_same(read_answer(item["truth"]), read_answer(item["answer"]), ask)}
         except MemoryError:
             raise
         except _Expired:
             return {"expired": True}
-        except Exception:  # what cannot be parsed or compared is not equal
+        except Exception:  # an answer that cannot be parsed or compared is not equal
             return {"equal": False}
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,8 +1,8 @@
-"""Pools of workers for what must not run in the trainer. An item is a JSON text.
+"""Worker pools for code that must not run in the trainer. Items are JSON texts.
 
-Each worker has a thread of the pool, which gives it one item at a time. A worker is a process beside the trainer (``LocalWorker``) or
-an actor in a Ray cluster (``ray_pool``). One that ends, or takes longer for an item than allowed, is replaced. Answers are JSON and
-never unpickled: a worker runs what a user or a model has written.
+A pool runs one thread per worker, which gives the worker one item at a time. A worker is a process next to the trainer
+(``LocalWorker``) or an actor in a Ray cluster (``ray_pool``). A worker that ends or exceeds the time limit of an item is
+replaced. Answers are JSON and never unpickled, because a worker runs code from a user or a model.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from rlhf_mcore.own_processes import (
 )
 
 PROGRAM = "rlhf_mcore.rewards.worker"
-MAX_WORKERS = 8  # by default; a function that waits for a server wants more
-MAX_LOST_IN_A_ROW = 10  # after so many items without an answer, the others would be waited for in vain
-CLOSE_TIMEOUT_S = 30.0  # for a worker to be ended; a Ray that is gone may never answer
-ASK = b"null"  # an item that asks what was loaded; see ``worker.main``
+MAX_WORKERS = 8  # default limit; a function that waits for a server needs more workers
+MAX_LOST_IN_A_ROW = 10  # after this many lost items in a row, the remaining items are unlikely to succeed
+CLOSE_TIMEOUT_S = 30.0  # to stop a worker; a dead Ray cluster may never answer
+ASK = b"null"  # an item that asks for a description of the loaded function; see ``worker.main``
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Bound what a pool of workers uses."""
+    """Limits of a worker pool."""
 
     workers: int
     timeout_s: float = 60.0  # for one item
-    memory_gib: float = 8.0  # of each worker
-    env: tuple[str, ...] = ()  # names of variables that workers get in addition to ``own_processes.ENVIRONMENT``
-    retries: int = 1  # of an item whose worker has ended or was killed, each on a fresh one
+    memory_gib: float = 8.0  # per worker
+    env: tuple[str, ...] = ()  # environment variables that workers get in addition to ``own_processes.ENVIRONMENT``
+    retries: int = 1  # per item whose worker ended or was killed; each retry uses a fresh worker
 
     @property
     def memory_bytes(self) -> int:
-        """Return the memory of each worker, as the kernel can have it."""
+        """Return the memory limit of each worker, at most the largest limit that the kernel accepts."""
         return int(min(self.memory_gib * 2**30, 2.0**62))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Hold what a pool returns for an item: an answer, or in ``lost`` the cause why there is none."""
+    """The result of a pool for an item: an answer, or in ``lost`` the cause of the loss."""
 
     answer: dict[str, Any] = field(default_factory=dict)
     lost: str = ""
@@ -64,29 +64,32 @@ class Outcome:
 
     @property
     def problem(self) -> str:
-        """Return why there is no result; empty if there is one."""
+        """Return why there is no result, or "" if there is one."""
         return self.lost or self.answer.get("error", "")
 
 
-# Waits, and returns an outcome for each item, in order; None: the item was left.
+# Waits for the outcomes and returns them in order. None: the item was skipped.
 Collect = Callable[[], "list[Outcome | None]"]
 
 
 class Pool(Protocol):
-    """Work on items."""
+    """A pool that answers items."""
 
     @property
     def close(self) -> Callable[[], Any]:
-        """End what it has started. Who still waits gets an error."""
+        """Stop everything that the pool has started. Waiting callers get an error."""
         ...
 
     def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
-        """Begin with items. With ``stop_at_failure`` the rest is left once an item has failed."""
+        """Submit items. With ``stop_at_failure``, skip the remaining items after the first failure."""
         ...
 
 
 class NoResults(ConfigError):
-    """So many responses in a row got no result that more would get none. ``timed_out``: the last of them took too long."""
+    """Too many responses in a row got no result, so that further calls are pointless.
+
+    ``timed_out``: the last of these responses reached the deadline.
+    """
 
     def __init__(self, message: str, timed_out: bool) -> None:
         super().__init__(message)
@@ -94,45 +97,45 @@ class NoResults(ConfigError):
 
 
 class Interrupted(Exception):
-    """The item of a worker is not wanted any more."""
+    """The item of a worker was cancelled."""
 
 
 class WorkerLost(Exception):
-    """An actor is gone, with the item that it had."""
+    """An actor was lost together with its item."""
 
 
 class PoolEnded(RuntimeError):
-    """Report that the machine or cluster of a pool's workers is gone."""
+    """The machine or cluster of a pool's workers is gone."""
 
 
 class PoolWorker(Protocol):
-    """Take the items of a thread of a pool."""
+    """A worker for one thread of a pool."""
 
-    interrupted: bool  # by another thread: what it is at raises ``Interrupted``
+    interrupted: bool  # set by another thread; the running call then raises ``Interrupted``
 
     def load(self) -> None:
-        """Start, and wait until it has loaded; do nothing if it has.
+        """Start the worker and wait until it has loaded its function. Do nothing if it is loaded.
 
         Raises:
-            ConfigError: it cannot be loaded.
+            ConfigError: the function cannot be loaded.
         """
         ...
 
     def answer(self, item: bytes) -> Outcome:
-        """Wait for the outcome of an item. If it is lost, the next item has a fresh process."""
+        """Wait for the outcome of an item. If the item is lost, the next item gets a fresh process."""
         ...
 
     def interrupt(self) -> None:
-        """Called by another thread: end what it is at."""
+        """Cancel the running call. Called by another thread."""
         ...
 
     def stop(self) -> None:
-        """End it, whatever it is doing. It may be loaded again."""
+        """Stop the worker, whatever it is doing. It may be loaded again."""
         ...
 
 
 class LocalWorker:
-    """A process of this machine, which is started again after it has ended."""
+    """A process on this machine. It is restarted after it has ended."""
 
     def __init__(self, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> None:
         self._name, self._limits = name, limits
@@ -161,7 +164,7 @@ class LocalWorker:
         return Outcome(message)
 
     def interrupt(self) -> None:
-        """See ``PoolWorker``. The process ends with its connection."""
+        """See ``PoolWorker``. The process ends when it loses its connection."""
         with self._lock:
             self.interrupted = True
             if self._process is not None:
@@ -203,7 +206,7 @@ class LocalWorker:
         raise Interrupted
 
     def _end(self, cause: str) -> str:
-        """End a process that is lost. Returns the cause, with what the process last printed."""
+        """Stop a lost process. Return the cause with the last output of the process."""
         tail = self._process.tail.strip() if self._process is not None else ""
         self.stop()
         return f"{cause}; it last printed: {tail!r}" if tail else cause
@@ -211,28 +214,28 @@ class LocalWorker:
 
 @dataclass(eq=False, slots=True)
 class _QueuedItem:
-    """An item on its way through a pool."""
+    """An item in the queue of a pool."""
 
     item: bytes
     future: Future[Outcome] = field(default_factory=Future)
-    tries: int = 0  # that were lost
+    tries: int = 0  # lost tries
 
 
 class _Threads:
-    """The threads of a pool, one for each worker. They hold no reference to the pool, so that it is closed with its last reference."""
+    """The threads of a pool, one per worker. They hold no reference to the pool, so that dropping the last reference closes it."""
 
     def __init__(self, name: str, limits: WorkerLimits, make_worker: Callable[[], PoolWorker]) -> None:
         self._name, self._limits, self._make_worker = name, limits, make_worker
-        self._tasks: SimpleQueue[_QueuedItem | None] = SimpleQueue()  # None: the end of a thread
-        self._lock = RLock()  # of what follows
+        self._tasks: SimpleQueue[_QueuedItem | None] = SimpleQueue()  # None stops a thread
+        self._lock = RLock()  # guards the fields below
         self._threads: dict[Thread, PoolWorker] = {}
         self._running: dict[Future[Outcome], PoolWorker] = {}
         self._lost_in_a_row = 0
-        self.num_answered = 0  # items, but for those that ask
+        self.num_answered = 0  # items, without those equal to ``ASK``
         self._error: Exception | None = None  # why the pool has ended
 
     def submit(self, items: Sequence[bytes], stop_at_failure: bool) -> Collect:
-        """Begin with items. As many workers are started as there are items for."""
+        """Submit items. Start workers until there is one per queued item, or the limit is reached."""
         tasks = [_QueuedItem(item) for item in items]
         with self._lock:
             if self._error is not None:
@@ -247,7 +250,7 @@ class _Threads:
         return lambda: self._collect([task.future for task in tasks], stop_at_failure)
 
     def close(self, error: Exception | None = None) -> None:
-        """End the workers. Who still waits gets an error."""
+        """Stop the workers. Waiting callers get an error."""
         with self._lock:
             self._error = self._error or error or RuntimeError(f"the workers of {self._name} were closed")
             self._fail_waiting(self._error)
@@ -265,7 +268,7 @@ class _Threads:
                 if future.result().problem and stop_at_failure:
                     break
             return [future.result() if future.done() else None for future in futures]
-        finally:  # also after Ctrl-C: nobody will ask again for what is left
+        finally:  # also after Ctrl-C, when nothing will collect the remaining items
             for future in futures:
                 if not future.cancel():
                     with self._lock:
@@ -283,15 +286,15 @@ class _Threads:
     def _serve(self, worker: PoolWorker) -> None:
         try:
             while self._error is None:
-                self._load(worker)  # before it takes an item: Ray may have no room for the worker
+                self._load(worker)  # before it takes an item, because Ray may have no capacity for the worker
                 task = self._tasks.get()
                 if task is not None and (task.tries or task.future.set_running_or_notify_cancel()):
                     self._work(worker, task)
         except ConfigError as error:
             self._fail_waiting(error)
         except (WorkerLost, Interrupted):
-            pass  # others are there; or the pool is closed
-        except Exception as error:  # no Ray any more, or a mistake of ours: nobody may wait for ever
+            pass  # other workers continue, or the pool is closed
+        except Exception as error:  # Ray is gone or this code has a bug; waiting callers must get an error
             self.close(error)
         finally:
             worker.stop()
@@ -307,7 +310,7 @@ class _Threads:
             raise ConfigError(f"{self._name} {lost}") from lost
 
     def _work(self, worker: PoolWorker, task: _QueuedItem) -> None:
-        """Have a worker answer an item, and set its future; after an actor was lost, any worker may try it again."""
+        """Let a worker answer an item, and set the item's future. If an actor was lost, put the item back into the queue."""
         with self._lock:
             self._running[task.future] = worker
         try:
@@ -315,7 +318,7 @@ class _Threads:
         except Exception as error:
             self._release(worker, task)
             if isinstance(error, Interrupted):
-                task.future.set_exception(self._error or RuntimeError("nobody waits any more"))
+                task.future.set_exception(self._error or RuntimeError("the item was cancelled"))
                 return
             task.future.set_exception(error)
             raise
@@ -329,13 +332,13 @@ class _Threads:
             self._fail_waiting(no_results)
 
     def _answer(self, worker: PoolWorker, task: _QueuedItem) -> Outcome | None:
-        """Return the outcome of an item; None: its actor was lost, and it may be tried again."""
+        """Return the outcome of an item, or None if its actor was lost and the item may be retried."""
         tries_before = task.tries
         while True:
             try:
                 outcome = worker.answer(task.item)
             except WorkerLost as lost:
-                # Ray kills the process of an actor before the actor ends. Both are one loss.
+                # Ray kills the process of an actor before the actor ends. Count both as one loss.
                 task.tries = max(task.tries, tries_before + 1)
                 return None if task.tries <= self._limits.retries else Outcome(lost=str(lost))
             task.tries += bool(outcome.lost)
@@ -350,7 +353,7 @@ class _Threads:
                 worker.interrupted = False
 
     def _count(self, outcome: Outcome) -> NoResults | None:
-        """Count items that are lost; return an error after ``MAX_LOST_IN_A_ROW`` in a row."""
+        """Count lost items. Return an error after ``MAX_LOST_IN_A_ROW`` in a row."""
         with self._lock:
             self._lost_in_a_row = self._lost_in_a_row + 1 if outcome.lost else 0
             self.num_answered += not outcome.lost
@@ -358,20 +361,20 @@ class _Threads:
                 return None
             self._lost_in_a_row = 0
         return NoResults(
-            f"{self._name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row; for the last of them it {outcome.lost}: "
-            "correct it, or give it more with reward.timeout_s and reward.memory_gib",
+            f"{self._name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row; for the last response it {outcome.lost}. "
+            "Correct it, or raise reward.timeout_s or reward.memory_gib",
             outcome.timed_out,
         )
 
 
 class WorkerPool:
-    """Runs items on workers that have all loaded the same thing. Workers are started when there is something to do.
+    """Runs items on workers that have all loaded the same function. Workers are started on demand.
 
     Args:
-        name: what is loaded, for messages.
-        load, options: its name among ``worker.LOADERS``, and arguments.
-        limits: how many workers, and what each of them may use.
-        make_worker: makes one; None: a process of this machine.
+        name: name of the function, for messages.
+        load, options: key of ``worker.LOADERS``, and arguments for the loader.
+        limits: number of workers, and limits of each worker.
+        make_worker: builds a worker; None: a process on this machine.
     """
 
     def __init__(
@@ -386,34 +389,35 @@ class WorkerPool:
         self.close = weakref.finalize(self, _close, self._threads, os.getpid())
 
     def check(self) -> dict[str, Any]:
-        """Start a worker, so that what cannot be loaded is found now. Returns the worker's description of it.
+        """Start a worker, so that loading errors appear now. Return the worker's description of the loaded function.
 
         Raises:
-            ConfigError: it cannot be loaded.
+            ConfigError: the function cannot be loaded.
         """
         [outcome] = self.submit([ASK])()
         return outcome.answer if outcome is not None else {}
 
     @property
     def num_answered(self) -> int:
-        """Return the number of items that were answered so far."""
+        """Return the number of items answered so far."""
         return self._threads.num_answered
 
     def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
-        """Begin with items, from any thread; see :class:`Pool`.
+        """Submit items, from any thread; see :class:`Pool`.
 
-        What is returned raises ConfigError if nothing can be loaded, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
+        The returned function raises ConfigError if the function cannot be loaded, or if ``MAX_LOST_IN_A_ROW`` items in a row
+        were lost.
         """
         return self._threads.submit(items, stop_at_failure)
 
 
 def _close(threads: _Threads, owner: int) -> None:
-    if os.getpid() == owner:  # and not in a process that was forked from it
+    if os.getpid() == owner:  # not in a process that was forked from the owner
         threads.close()
 
 
 def encode_item(value: Any) -> bytes:
-    """Write an item. Arrays and numbers of numpy, which parquet files hold, become lists and numbers.
+    """Encode an item as JSON. NumPy arrays and numbers, which parquet files contain, become lists and numbers.
 
     Raises:
         TypeError, ValueError, RecursionError: the value has no JSON form.
@@ -427,17 +431,17 @@ def _as_plain(value: Any) -> Any:
     raise TypeError(f"{value!r:.60} is a {type(value).__name__}")
 
 
-# Name for messages, what is loaded with which options, limits -> a pool: ``local_pool``, or what makes Ray's.
+# (name for messages, key of LOADERS, options, limits) -> pool. ``local_pool``, or ``RayPools`` for Ray.
 Pools = Callable[[str, str, Mapping[str, Any], WorkerLimits], WorkerPool]
 
 
 def local_pool(name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> WorkerPool:
-    """Make a pool of worker processes beside this one."""
+    """Build a pool of worker processes on this machine."""
     return WorkerPool(name, load, options, limits)
 
 
 def default_workers(engines: int = 1) -> int:
-    """Return this rank's, or one engine's, share of the cores of its machine, at most ``MAX_WORKERS``."""
+    """Return the share of this machine's cores for this rank or for one engine, at most ``MAX_WORKERS``."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     share = usable_cores() // max(int(ranks) if ranks.isdecimal() else 1, engines, 1)
     return max(1, min(MAX_WORKERS, share))

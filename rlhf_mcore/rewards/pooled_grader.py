@@ -1,4 +1,4 @@
-"""Graders whose questions worker processes answer: what is parsed or run there must not hold or end the trainer."""
+"""Base class of graders that use worker processes, so that parsing or running a response cannot block or end the trainer."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from rlhf_mcore.rewards.pool import Outcome, Pools, WorkerPool, default_workers, local_pool
 
-Verdict = tuple[float, "str | None"]  # a grade, and why there is none: timeout | error
+Verdict = tuple[float, "str | None"]  # a grade, and the cause if there is none: timeout | error
 
 
 class PooledGrader(ABC):
-    """Grades many responses at a time. A question that occurs several times is asked once.
+    """Grades many responses per call. Equal questions are sent to a worker once.
 
     Args:
-        workers: processes; None: this rank's share of the cores. They are started when there is something to ask.
-        pools: makes them.
+        workers: number of processes; None: this rank's share of the cores. They start with the first question.
+        pools: builds the worker pool.
     """
 
     def __init__(self, workers: int | None = None, pools: Pools = local_pool) -> None:
@@ -27,13 +27,13 @@ class PooledGrader(ABC):
         return self.grade([(response, ground_truth)])[0][0]
 
     def grade(self, pairs: Sequence[tuple[str, Any]]) -> list[Verdict]:
-        """Submit, and wait."""
+        """Submit pairs and wait for their verdicts."""
         return self.submit(pairs)()
 
     def submit(self, pairs: Sequence[tuple[str, Any]]) -> Callable[[], list[Verdict]]:
-        """Begin with responses and their ground truths. What is returned waits for the verdicts, in order.
+        """Submit responses with their ground truths. The returned function waits for the verdicts, in order.
 
-        If there is no grade in time, "timeout" or "error" stands beside a 0.
+        A response without a grade in time gets 0 with "timeout" or "error".
         """
         questions = [self.question(*pair) for pair in pairs]
         asked = list(dict.fromkeys(each for each in questions if isinstance(each, bytes)))
@@ -46,30 +46,30 @@ class PooledGrader(ABC):
         return finish
 
     def close(self) -> None:
-        """End the worker processes and their programs."""
+        """Stop the worker processes and their programs."""
         if self._pool is not None:
             self._pool.close()
 
     def start(self) -> WorkerPool:
-        """Return the pool, which is made once."""
+        """Return the pool. The first call builds it."""
         if self._pool is None:
             self._pool = self.make_pool()
         return self._pool
 
     @abstractmethod
     def question(self, response: str, ground_truth: Any) -> bytes | Verdict:
-        """Return the item that a worker is asked, or the verdict if no worker is needed."""
+        """Return the item for a worker, or the verdict if no worker is needed."""
 
     @abstractmethod
     def make_pool(self) -> WorkerPool:
-        """Make the pool. Nothing is started yet."""
+        """Build the pool. This starts no process yet."""
 
     @abstractmethod
     def read_verdict(self, answer: Mapping[str, Any]) -> Verdict:
-        """Return the verdict that a worker has answered with."""
+        """Return the verdict in a worker's answer."""
 
     def _verdict(self, outcome: Outcome | None) -> Verdict:
-        assert outcome is not None, "no item is left out unless a failure is to stop the others"
+        assert outcome is not None, "items are skipped only with stop_at_failure"
         if outcome.lost:
             return 0.0, "timeout" if outcome.timed_out else "error"
         return self.read_verdict(outcome.answer)

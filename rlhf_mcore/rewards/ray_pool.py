@@ -1,8 +1,8 @@
-"""Workers on the machines of a Ray cluster, those without a GPU among them.
+"""Workers on the machines of a Ray cluster, including machines without a GPU.
 
-A Ray actor holds a worker process (``rlhf_mcore.rewards.pool.LocalWorker``), so that a function is run there as it is here: in a
-process group of its own, with its deadline, its memory limit and few variables. A lost actor or machine is
-replaced, and its item is tried elsewhere.
+A Ray actor contains a worker process (``rlhf_mcore.rewards.pool.LocalWorker``). The function therefore runs as on this machine,
+with its own process group, deadline, memory limit and a small environment. A lost actor or machine is replaced, and its
+item is retried on another worker.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import START_TIMEOUT_S
 from rlhf_mcore.rewards.pool import Interrupted, LocalWorker, Outcome, PoolEnded, WorkerLimits, WorkerLost, WorkerPool
 
-_LOOK_S = 1.0  # between two looks at deadlines and at Ray
+_LOOK_S = 1.0  # seconds between checks of deadlines and of Ray
 
 
 class RayPools:
-    """Makes the pools of a rank.
+    """Builds the pools of a rank.
 
     Args:
-        problem: why there is no Ray any more, or None.
-        cpus: that Ray counts for each worker.
+        problem: returns why Ray is gone, or None.
+        cpus: CPUs that Ray reserves per worker.
     """
 
     def __init__(self, problem: Callable[[], str | None], cpus: float = 1.0) -> None:
         self.problem, self._cpus = problem, cpus
 
     def __call__(self, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> WorkerPool:
-        """Make a pool whose workers are actors."""
+        """Build a pool whose workers are actors."""
         variables = {name: os.environ[name] for name in limits.env if name in os.environ}
         arguments = (name, load, dict(options), asdict(limits), os.getcwd(), variables)
         worker = partial(RayWorker, name, limits, self.problem, partial(self._start, *arguments))
         return WorkerPool(name, load, options, limits, worker)
 
     def _start(self, *arguments: Any) -> Any:
-        """Create an actor that holds a :class:`Host`. It starts when Ray has room for it."""
+        """Create an actor that contains a :class:`Host`. It starts when Ray has capacity for it."""
         import ray
 
         return ray.remote(Host).options(num_cpus=self._cpus, max_restarts=0, max_task_retries=0).remote(*arguments)
 
 
 class Host:
-    """The state of an actor. It starts where Ray puts it, in the trainer's working directory if that is there."""
+    """The state of an actor. It uses the trainer's working directory if that exists on the machine that Ray chooses."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Host:
         self._worker = LocalWorker(name, load, options, WorkerLimits(**{**limits, "env": tuple(limits["env"])}))
 
     def load(self) -> str | None:
-        """Load; returns why nothing can be loaded, or None."""
+        """Load the function. Return the problem, or None."""
         try:
             self._worker.load()
         except ConfigError as error:
@@ -75,7 +75,7 @@ class Host:
         return None
 
     def answer(self, item: bytes) -> tuple[dict[str, Any], str, bool] | str:
-        """Return the fields of an item's outcome, or why nothing can be loaded."""
+        """Return the fields of an item's outcome, or the problem if the function cannot be loaded."""
         try:
             outcome = self._worker.answer(item)
         except ConfigError as error:
@@ -84,12 +84,12 @@ class Host:
 
 
 class RayWorker:
-    """An actor, which is started again after it was lost.
+    """An actor, which is restarted after a loss.
 
     Args:
-        name: what is loaded, for messages.
-        limits: of the pool.
-        problem: why there is no Ray any more, or None.
+        name: name of the function, for messages.
+        limits: limits of the pool.
+        problem: returns why Ray is gone, or None.
         start: creates an actor.
     """
 
@@ -104,7 +104,9 @@ class RayWorker:
         """See ``rlhf_mcore.rewards.pool.PoolWorker``."""
         if self._actor is not None:
             return
-        late = f"got no worker of Ray within {START_TIMEOUT_S:g} s; give Ray more cores, or set reward.ray.cpus_per_worker lower"
+        late = (
+            f"got no Ray worker within {START_TIMEOUT_S:g} s; give Ray more cores, or lower reward.ray.cpus_per_worker"
+        )
         for is_last in (False, True):
             self._actor = self._start()
             try:
@@ -114,7 +116,7 @@ class RayWorker:
                 if str(lost) == late:
                     raise
                 if is_last:
-                    raise WorkerLost(f"{lost} while it was loaded; look at Ray's logs") from lost
+                    raise WorkerLost(f"{lost} while it was loaded; check Ray's logs") from lost
         if problem is not None:
             raise ConfigError(problem)
 
@@ -125,7 +127,7 @@ class RayWorker:
             late = "lost its Ray actor, which does not answer"
             answer = self._get(self._actor.answer.remote(item), self._limits.timeout_s + START_TIMEOUT_S, late)
         except WorkerLost as lost:
-            sys.stderr.write(f"{self._name} {lost}; its response goes to another one\n")
+            sys.stderr.write(f"{self._name} {lost}; another worker scores its response\n")
             raise
         if isinstance(answer, str):
             raise ConfigError(answer)
@@ -142,12 +144,12 @@ class RayWorker:
 
         actor, self._actor = self._actor, None
         with suppress(Exception):  # the actor may be gone
-            # At the end of a process Ray would start another cluster, to look for it there.
+            # At process exit, ray.kill would otherwise start a new cluster to search for the actor.
             if actor is not None and ray.is_initialized():
                 ray.kill(actor)
 
     def _get(self, reference: Any, timeout_s: float, late: str) -> Any:
-        """Wait for the result of a call of the actor; end the actor if there is none."""
+        """Wait for the result of an actor call. Stop the actor if there is no result."""
         future, deadline = reference.future(), time.monotonic() + timeout_s
         future.add_done_callback(lambda _: self._changed.set())
         try:

@@ -1,4 +1,4 @@
-"""Rewards without a model: a weighted sum of rule graders, or a function from a user's file."""
+"""Rewards without a model: rule graders, the user's functions, a reward server or a judge."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from rlhf_mcore.types import Prompt, Score, Trajectory
 if TYPE_CHECKING:
     from pathlib import Path
 
-# What scores without a model. It holds processes or threads until it is closed.
+# Rewards without a model. They hold processes or threads until they are closed.
 Graders = Union["RuleReward", "PooledReward", "SummedReward"]
 
 
 @dataclass(slots=True)
 class SummedReward:
-    """Adds the grade of a judge, or the score of a function, times ``weight`` to the score of other graders.
+    """Adds the grade of a judge or the score of a function, times ``weight``, to the score of other graders.
 
     A response has no score if one of the two gives none.
     """
@@ -41,7 +41,7 @@ class SummedReward:
     weight: float
 
     def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """Both begin."""
+        """Submit trajectories to both graders."""
         collects = self.first.submit(trajectories), self.added.submit(trajectories)
 
         def finish() -> list[Score]:
@@ -50,11 +50,11 @@ class SummedReward:
         return finish
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Submit, and wait."""
+        """Submit trajectories and wait for their scores."""
         return self.submit(trajectories)()
 
     def close(self) -> None:
-        """End the threads and processes of both."""
+        """Stop the threads and processes of both graders."""
         self.first.close()
         self.added.close()
 
@@ -75,15 +75,18 @@ def build_reward(
     images: Path | None = None,
     longest_s: float = math.inf,
 ) -> Graders:
-    """Build the rules that ``cfg`` asks for, or in their place the function or the server; further functions; and the judge.
+    """Build the reward of ``cfg``: its rules, function or server, then added functions, and the judge.
 
-    A reward model is not part of it.
+    A reward model is built elsewhere.
 
-    ``pools`` makes the workers, if there are any. ``validated``: ``cfg`` is part of a configuration that was checked already.
-    ``images``: the folder of those of prompts, for a judge. ``longest_s``: limit for a request to a server or a judge.
+    Args:
+        pools: builds the worker pools, if any are needed.
+        validated: whether ``cfg`` is part of a validated configuration.
+        images: folder with the images of prompts, for a judge.
+        longest_s: limit in seconds for a request to a server or a judge.
 
     Raises:
-        ConfigError: naming the key of ``reward`` that is wrong.
+        ConfigError: a key of ``reward`` is wrong. The message names it.
     """
     if not validated and (problems := [*service_problems(cfg), *rule_problems(cfg)]):
         raise ConfigError.many(problems)
@@ -107,16 +110,17 @@ def build_reward(
 class RuleReward:
     """The weighted sum of rule graders. Each grade, in [0, 1], is a part of the score.
 
-    A grade g counts as weight · (incorrect + g · (correct - incorrect)).
+    A grade g adds weight · (incorrect + g · (correct - incorrect)).
 
     Args:
-        rules: of every prompt, each name once; none: every score is 0.
+        rules: rules for every prompt, with unique names. Without rules, every score is 0.
         workers: processes for the rules ``math`` and ``code``; None: this rank's share of the cores.
-        sources: rules by data source, in the place of ``rules``; those of well-known sources are known without it.
-        sandbox: of the rule ``code``.
+        sources: rules by data source, instead of ``rules``. Well-known sources need no entry.
+        sandbox: sandbox of the rule ``code``.
 
     Raises:
-        ConfigError: an option that a grader does not take, such as a broken regular expression, or less isolation than it needs.
+        ConfigError: a grader rejects an option, such as an invalid regular expression, or the machine lacks the required
+        isolation.
     """
 
     def __init__(
@@ -130,15 +134,15 @@ class RuleReward:
         self._rules, self._workers, self._sandbox = list(rules), workers, sandbox
         self._pools = pools
         self._sources = None if sources is None else dict(sources)
-        self._graders: dict[str, Grader] = {}  # by a rule's name and options: sources share processes
+        self._graders: dict[str, Grader] = {}  # by rule name and options, so that data sources share processes
         for rule in [*rules, *(rule for table in (sources or {}).values() for rule in table)]:
             self._grader(rule)
 
     def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """Grade, but for what workers judge: what is returned waits for them, and has the scores.
+        """Grade trajectories, and submit the rest to workers. The returned function waits for the workers and returns all scores.
 
         Raises:
-            ConfigError: a prompt of a data source without rules, or without a ground truth if a rule compares with it.
+            ConfigError: a prompt's data source has no rules, or a prompt has no ground truth for a rule that compares with it.
         """
         check_sources([trajectory.prompt for trajectory in trajectories], self._sources, "the step")
         rules = [rules_for(trajectory.prompt.data_source, self._rules, self._sources) for trajectory in trajectories]
@@ -147,8 +151,8 @@ class RuleReward:
             for rule in its_rules:
                 if trajectory.prompt.ground_truth is None and needs_truth(rule):
                     raise ConfigError(
-                        f"prompt {trajectory.prompt.prompt_id!r} has no ground truth, which reward rule {rule.name!r} "
-                        "compares with: name its column in data.answer_key, or use reward.function"
+                        f"prompt {trajectory.prompt.prompt_id!r} has no ground truth, which reward rule {rule.name!r} requires; "
+                        "name its column in data.answer_key, or use reward.function"
                     )
                 rows_of[self._grader(rule)].append((row, rule.name))
         pending = []
@@ -173,11 +177,11 @@ class RuleReward:
         return finish
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Submit, and wait."""
+        """Submit trajectories and wait for their scores."""
         return self.submit(trajectories)()
 
     def close(self) -> None:
-        """End the worker processes."""
+        """Stop the worker processes."""
         for grader in self._graders.values():
             if isinstance(grader, PooledGrader):
                 grader.close()
@@ -190,7 +194,7 @@ class RuleReward:
 
 
 def _begin(grader: Grader, pairs: Sequence[tuple[str, Any]]) -> Callable[[], list[Verdict]]:
-    """Begin to grade pairs. A verdict has a cause if workers did not judge in time."""
+    """Start to grade pairs. A verdict contains a cause if the workers gave no grade in time."""
     if isinstance(grader, PooledGrader):
         return grader.submit(pairs)
     grades: list[Verdict] = [(grader(*pair), None) for pair in pairs]
@@ -198,10 +202,10 @@ def _begin(grader: Grader, pairs: Sequence[tuple[str, Any]]) -> Callable[[], lis
 
 
 def check_sources(prompts: Iterable[Prompt], sources: Mapping[str, Sequence[RuleConfig]] | None, where: str) -> None:
-    """Refuse prompts of data sources that have no rules. Without a table, nothing.
+    """Reject prompts from data sources without rules. Without a table of sources, accept all prompts.
 
     Raises:
-        ConfigError: naming each such source with its number of rows.
+        ConfigError: the message names each such source with its number of rows.
     """
     if sources is None:
         return
@@ -211,19 +215,19 @@ def check_sources(prompts: Iterable[Prompt], sources: Mapping[str, Sequence[Rule
         shown = ", ".join(f"{source!r} ({count} rows)" for source, count in sorted(unknown.items())[:10])
         first = min(unknown)
         raise ConfigError(
-            f"{where} has prompts of data sources that reward.sources has no rules for: {shown}. Add them to the table, "
-            f"as in reward.sources: {{{first!r}: [{{name: math}}]}}; the entry '*' is for every other source"
+            f"{where} has prompts from data sources without rules in reward.sources: {shown}. Add them to the table, "
+            f"as in reward.sources: {{{first!r}: [{{name: math}}]}}; the entry '*' covers all other sources"
         )
 
 
 def make_text_trajectory(prompt: Prompt, text: str) -> Trajectory:
-    """Make a response of its text, which is all that graders read."""
+    """Build a trajectory from a response text, which is all that graders read."""
     ids, mask, logprobs = np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.float32)
     return Trajectory(prompt, 0, ids, mask, logprobs, (), ((0, 0),), text, "stop")
 
 
 def scoring_keys(cfg: RewardConfig) -> str:
-    """Name the keys that decide, for messages."""
+    """Return the configuration keys that decide the score, for messages."""
     if cfg.function is not None:
         return f"reward.function={cfg.function}"
     if cfg.remote.url is not None:

@@ -1,7 +1,7 @@
-"""Graders of a response's shape: a regular expression, its length, the scripts it is written in.
+"""Graders for the form of a response: a regular expression, its length, its scripts.
 
-Expressions run on RE2 (google-re2), whose time is linear in the length of the text, whatever the expression. Python's ``re``
-backtracks: one response that stalls it would hold the trainer.
+Expressions run on RE2 (google-re2), whose run time is linear in the text length for every expression. Python's ``re``
+backtracks, so one response could stall the trainer.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.rewards.answers import fits
 
 MAX_PATTERN_CHARS = 2000
-_COMMAND = re.compile(r"\\[A-Za-z]+")  # of LaTeX, which has Latin letters in every language
+_COMMAND = re.compile(r"\\[A-Za-z]+")  # LaTeX commands use Latin letters in every language
 _WORD = re.compile(r"[^\W\d_]+")
 
 
 class PatternGrader:
-    """1 if a regular expression of RE2's syntax is found in the response.
+    """Grades 1 if an RE2 regular expression matches anywhere in the response.
 
-    ``^`` and ``$`` are the ends of the whole text, and ``.`` is any character, a newline too.
+    ``^`` and ``$`` match the ends of the whole text, and ``.`` matches any character, including a newline.
 
     Args:
-        pattern: None: the ground truth of each prompt is the expression.
+        pattern: the expression; None: the ground truth of each prompt is the expression.
 
     Raises:
-        ConfigError: it is no expression of RE2; look-around and back-references are not.
+        ConfigError: the expression is not valid RE2. RE2 does not support look-around and back-references.
     """
 
     def __init__(self, pattern: str | None = None) -> None:
@@ -44,11 +44,11 @@ class PatternGrader:
         except ConfigError:
             if self._pattern is not None:
                 raise
-            return 0.0  # a ground truth that is no expression, which `reward-test` names
+            return 0.0  # the ground truth is not a valid expression; `reward-test` reports it
 
 
 class LengthGrader:
-    """1 for a response of ``min_chars`` to ``max_chars`` characters; outside linearly less, 0 at a distance of ``margin_chars``."""
+    """Grades 1 for ``min_chars`` to ``max_chars`` characters; outside linearly less, 0 at a distance of ``margin_chars``."""
 
     def __init__(self, min_chars: int = 0, max_chars: int | None = None, margin_chars: int = 0) -> None:
         self._min, self._max, self._margin = min_chars, max_chars, margin_chars
@@ -63,22 +63,22 @@ class LengthGrader:
 
 
 class LanguageGrader:
-    """The share of a response's letters that belong to the given scripts, 1 if it has none.
+    """Grades the share of a response's letters that belong to the given scripts; 1 for a response without letters.
 
-    Scripts are told apart, not languages: English and French are both Latin. Code between fences, commands of LaTeX and single Latin
-    letters (variables) are not counted.
+    Scripts are distinguished, not languages. English and French both use Latin. Fenced code, LaTeX commands and single Latin
+    letters (variables) are ignored.
 
     Args:
-        scripts: Unicode's names, such as Latin, Han, Cyrillic; Japanese has three: Han, Hiragana, Katakana.
+        scripts: Unicode script names, such as Latin, Han, Cyrillic. Japanese uses three: Han, Hiragana, Katakana.
 
     Raises:
-        ConfigError: RE2 knows no script of such a name.
+        ConfigError: RE2 does not know a script.
     """
 
     def __init__(self, scripts: tuple[str, ...] = ("Latin",)) -> None:
         if unknown := [name for name in scripts if not re.fullmatch("[A-Za-z_]+", name)]:
             raise ConfigError(
-                f"scripts={unknown} are no names of scripts; use Unicode's, such as Latin, Han or Cyrillic"
+                f"scripts={unknown} are not script names; use Unicode names, such as Latin, Han or Cyrillic"
             )
         self._letters = _compile("[" + "".join(rf"\p{{{name}}}" for name in scripts) + "]+")
 
@@ -97,7 +97,7 @@ def _compile(pattern: str) -> Any:
     """Compile an expression over UTF-8 bytes.
 
     Raises:
-        ConfigError: it is too long or RE2 does not take it, or google-re2 is not installed.
+        ConfigError: the expression is too long or invalid, or google-re2 is not installed.
     """
     try:
         import re2
@@ -112,5 +112,5 @@ def _compile(pattern: str) -> Any:
     except (re2.error, UnicodeEncodeError) as error:
         reason = error.args[0].decode(errors="replace") if isinstance(error.args[0], bytes) else str(error)
         raise ConfigError(
-            f"the pattern {pattern[:200]!r} is no regular expression of RE2 ({reason}); it has no look-around and no back-references"
+            f"the pattern {pattern[:200]!r} is not a valid RE2 expression ({reason}); it supports no look-around or back-references"
         ) from error

@@ -1,4 +1,4 @@
-"""Tries the reward at the start of a run, before anything else is started. A doomed run ends here, with one message."""
+"""Test the reward before the rest of the run starts. If the run cannot succeed, it ends here with one message."""
 
 from __future__ import annotations
 
@@ -32,48 +32,47 @@ T = TypeVar("T")
 
 ROWS_AT_START = 8
 SCAN_AT_START_S = 1.0
-TRIAL_S = 60.0  # the whole trial, whatever the reward does
-SILENT_S = 2.0  # of it, before a line reports it
-CALL_AT_START_S = 10.0  # for one response of a function; a later one may decide
-AT_START = ("{}", ALL_AT_ONCE)  # notations for a function, whose calls may be slow or have a price
+TRIAL_S = 60.0  # for the whole trial
+SILENT_S = 2.0  # seconds of the trial before a message reports it
+CALL_AT_START_S = 10.0  # for one response of a function; a longer second trial may follow
+AT_START = ("{}", ALL_AT_ONCE)  # notations for a function, whose calls may be slow or cost money
 
 
 def check_reward(
     cfg: RewardConfig, data: DataConfig, name: str = "data.train", say: Callable[[str], None] = lambda text: None
 ) -> str | None:
-    """Try the reward at the start of a run, without a model: that it can be had, and reads ground truths.
+    """Test at the start of a run, without a model, that the reward can be built and reads ground truths.
 
-    It has ``TRIAL_S`` in all, and reports its start by ``say`` after ``SILENT_S``. A function that has answered nothing until then,
-    or that reached the trial's deadline again and again, gets one response more, and for it the whole ``reward.timeout_s``.
+    The test takes at most ``TRIAL_S``, and reports its start through ``say`` after ``SILENT_S``. If a function gave no answer
+    in this time, or reached the test's deadline many times in a row, it gets one more response with the full
+    ``reward.timeout_s``.
 
-    Returns a warning, or None. Rows are not read where ``data.transform`` would have to be called.
+    Return a warning, or None. If ``data.transform`` is set, no rows are read, because the test must not call it.
 
     Raises:
-        ConfigError: the reward cannot be had, a data source has no rules, no rule reads any of the ground truths, or a function ends
-            its process or reaches ``reward.timeout_s`` at every one of them.
+        ConfigError: the reward cannot be built, a data source has no rules, no rule reads any ground truth, or a function ends
+            its process or reaches ``reward.timeout_s`` for every ground truth.
     """
     what = scoring_keys(cfg)
     with _Attempt(partial(_check_reward, cfg, data, name)) as trial:
         if not trial.is_done_within(SILENT_S):
-            say(
-                f"trying {what} on {ROWS_AT_START} rows of {name} before anything else starts, for {TRIAL_S:g} s at most"
-            )
+            say(f"testing {what} on {ROWS_AT_START} rows of {name} before the run starts, for at most {TRIAL_S:g} s")
         if trial.is_done_within(TRIAL_S - SILENT_S):
             try:
                 return trial.result()
             except NoResults as error:
                 if not (error.timed_out and has_function(cfg) and cfg.timeout_s > CALL_AT_START_S):
-                    raise  # the run would end in the same way, whatever reward.on_error is
+                    raise  # the run would end in the same way, for any reward.on_error
                 doubt = f"{what} gave no result in time for {MAX_LOST_IN_A_ROW} responses in a row"
                 warning = f"reward.function could not be tried on {name}: {error}"
         else:
             doubt = f"{what} gave no result for any response within {TRIAL_S:g} s" if trial.has_silent_function else ""
             warning = (
-                f"{what} was not done with {ROWS_AT_START} rows of {name} within {TRIAL_S:g} s, and is used untried; "
+                f"{what} did not finish {ROWS_AT_START} rows of {name} within {TRIAL_S:g} s, and is used untested; "
                 "`rlhf-mcore reward-test` has no such limit"
             )
     if doubt and data.transform is None:
-        say(f"{doubt}; waiting for one response, for reward.timeout_s={cfg.timeout_s:g} s at most")
+        say(f"{doubt}; waiting for one response, for at most reward.timeout_s={cfg.timeout_s:g} s")
         with _Attempt(partial(_try_one_response, cfg, data, name)) as last:
             if cause := last.result():
                 raise ConfigError(f"{cause}. Correct it, or raise reward.timeout_s if it needs more time")
@@ -81,11 +80,11 @@ def check_reward(
 
 
 class _Attempt(Generic[T]):
-    """Run ``work`` in a thread of its own with pools that are closed at the end, whether ``work`` is done or not."""
+    """Runs ``work`` in its own thread. Its pools are closed at the end, even if ``work`` is not finished."""
 
     def __init__(self, work: Callable[[Pools], T]) -> None:
         self._work, self._verdict, self._is_over = work, Future[T](), Event()
-        self._pools: list[tuple[str, WorkerPool]] = []  # each with the kind of its work
+        self._pools: list[tuple[str, WorkerPool]] = []  # each with its kind of work
 
     def __enter__(self) -> _Attempt[T]:
         Thread(target=self._run, name="reward-trial", daemon=True).start()
@@ -102,17 +101,17 @@ class _Attempt(Generic[T]):
         return any(kind == "reward" and not pool.num_answered for kind, pool in self._pools)
 
     def is_done_within(self, seconds: float) -> bool:
-        """Wait for the work, at most ``seconds``."""
+        """Wait at most ``seconds`` for the work. Return whether it is finished."""
         wait([self._verdict], seconds)
         return self._verdict.done()
 
     def result(self) -> T:
-        """Wait for the result of the work, or raise its error."""
+        """Wait for the result of the work. Raise its error if it failed."""
         return self._verdict.result()
 
     def _make_pool(self, name: str, kind: str, options: Mapping[str, Any], limits: WorkerLimits) -> WorkerPool:
         if self._is_over.is_set():
-            raise RuntimeError("nobody waits for the trial any more")
+            raise RuntimeError("the trial is over")
         self._pools.append((kind, local_pool(name, kind, options, limits)))
         return self._pools[-1][1]
 
@@ -124,7 +123,7 @@ class _Attempt(Generic[T]):
 
 
 def _try_one_response(cfg: RewardConfig, data: DataConfig, name: str, pools: Pools) -> str | None:
-    """Have the functions score one response, once, within ``reward.timeout_s``. Return why they do not, or None."""
+    """Let the functions score one response, once, within ``reward.timeout_s``. Return the cause if they time out, else None."""
     others: dict[str, Any] = {"rules": [], "sources": None, "judge": JudgeConfig(), "remote": RemoteRewardConfig()}
 
     def single(name: str, kind: str, options: Mapping[str, Any], limits: WorkerLimits) -> WorkerPool:
@@ -167,22 +166,22 @@ def _check_reward(cfg: RewardConfig, data: DataConfig, name: str, pools: Pools) 
 
 
 def _finding(cfg: RewardConfig, report: TrialReport) -> str:
-    """Return a warning that no ground truth is right.
+    """Return a warning that no ground truth gets the full score.
 
     Raises:
-        ConfigError: nothing in the run will be right either.
+        ConfigError: no response in the run will be correct either.
     """
     first, tried = report.tested_rows[0], len(report.tested_rows)
     failures = {row.truth.failure for row in report.tested_rows if row.truth is not None}
     if cfg.on_error == "fail" and failures == {"error"} and first.truth is not None:
-        raise ConfigError(f"{first.truth.cause}. So it is with all {tried} rows that were tried; correct it")
+        raise ConfigError(f"{first.truth.cause}. All {tried} tested rows failed in this way; correct it")
     finding = (
         f"{scoring_keys(cfg)} gives none of {tried} ground truths of {report.key} the full mark; the first is "
         f"{shorten(first.prompt.ground_truth)} ({first.place})"
     )
     if is_opaque(cfg):
-        return f"{finding}. If it expects another form than usual, all is well; `rlhf-mcore reward-test` shows what it was given"
+        return f"{finding}. Ignore this if it expects an unusual response format; `rlhf-mcore reward-test` shows the tested responses"
     raise ConfigError(
         f"{finding}: every reward would be the same. Choose a rule that reads such answers (math reads most), or correct "
-        "data.answer_key; `rlhf-mcore reward-test` shows what was tried"
+        "data.answer_key; `rlhf-mcore reward-test` shows the tested responses"
     )

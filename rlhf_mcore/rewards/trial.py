@@ -1,6 +1,6 @@
-"""Tries a reward on the data before it is trained on: ground truths must be right, empty and other rows' answers must not.
+"""Test a reward on the data before training. Ground truths must be correct; empty responses and answers of other rows must not.
 
-A reward that is wrong about its own ground truths trains nothing, and shows as nothing but a low score.
+A reward that rejects its own ground truths trains nothing, and the only symptom is a low score.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlhf_mcore.rewards.reward import Graders, build_reward, check_sources, make
 from rlhf_mcore.types import Prompt, Score
 
 SERVER_S = 60.0  # longest wait for a server
-# How a response may give its answer. The best score counts: which notation a reward reads is what is not known here.
+# Notations for the answer in a response. The best score counts, because the reward's expected notation is unknown.
 NOTATIONS = (
     "{}",
     "#### {}",
@@ -48,17 +48,17 @@ SOLUTIONS = (
     "solution",
     "canonical_solution",
     "reference_solution",
-)  # in extra_info, of tasks whose ground truth is no answer
+)  # in extra_info, for tasks whose ground truth is not an answer
 
 
 @dataclass(slots=True)
 class TrialRow:
-    """A row of the data, what its ground truth, an empty response and another row's answer were scored, and with what response."""
+    """A data row with the scores and texts of its ground truth, of an empty response and of another row's answer."""
 
     place: str
     prompt: Prompt
-    is_answered: bool = False  # the prompt is a conversation that ends with what the assistant said
-    truth: Score | None = None  # None: there is no response that is known to be right
+    is_answered: bool = False  # the prompt is a conversation that ends with an assistant message
+    truth: Score | None = None  # None: no response is known to be correct
     truth_text: str = ""
     empty: Score | None = None
     other: Score | None = None
@@ -70,16 +70,16 @@ class TrialReport:
     """The result of a trial."""
 
     key: str  # data.train or data.eval
-    seen: int  # rows that were read, of which ``rows`` were tried
+    seen: int  # rows that were read; ``rows`` contains the tested ones
     rows: list[TrialRow]
     wrong_truths: list[TrialRow]
     paid_empty: list[TrialRow]
     paid_others: list[TrialRow]
-    tops: dict[str, float]  # of a function, by data source: the score that is right
+    tops: dict[str, float]  # by data source, the score that counts as correct; for functions only
 
     @property
     def tested_rows(self) -> list[TrialRow]:
-        """Rows with a response that should be right."""
+        """Rows with a response that should be correct."""
         return [row for row in self.rows if row.truth is not None]
 
     @property
@@ -88,19 +88,19 @@ class TrialReport:
 
     @property
     def reads_nothing(self) -> bool:
-        """Return whether no ground truth at all is right."""
+        """Return whether no ground truth gets the full score."""
         return bool(self.tested_rows) and len(self.wrong_truths) == len(self.tested_rows)
 
 
 def read_sample(
     data: DataConfig, name: str, limit: int, scan_s: float | None = None
 ) -> tuple[list[TrialRow], Counter[str]]:
-    """``limit`` rows spread over those of ``name`` (data.train or data.eval) that are read, and how many are of each data source.
+    """Return up to ``limit`` evenly spaced rows of ``name`` (data.train or data.eval), and the number of rows read per data source.
 
-    At most ``SCANNED_ROWS`` of a file are read, and for no longer than ``scan_s``.
+    At most ``SCANNED_ROWS`` per file are read, for at most ``scan_s`` seconds.
 
     Raises:
-        ConfigError: a file or a row that cannot be read.
+        ConfigError: a file or a row cannot be read.
     """
     files: list[str] = getattr(data, name.partition(".")[2])
     deadline, transform = None if scan_s is None else time.monotonic() + scan_s, load_transform(data.transform)
@@ -123,17 +123,17 @@ def read_sample(
 
 
 def _text(prompt: Any) -> str:
-    """Return what a judge is shown of a prompt, which is a text or a list of messages. No template is applied."""
+    """Return the prompt text that a judge sees, from a text or a list of messages. No chat template is applied."""
     if isinstance(prompt, list):
         return "\n".join(str(message.get("content", "")) for message in prompt if isinstance(message, dict))
     return prompt if isinstance(prompt, str) else ""
 
 
 def trial_reward(cfg: RewardConfig, pools: Pools = local_pool) -> Graders:
-    """Build a reward for a trial: a response without a result scores 0, and servers have less time.
+    """Build a reward for a trial. A response without a result scores 0, and servers have less time.
 
     Raises:
-        ConfigError: the reward cannot be had.
+        ConfigError: the reward cannot be built.
     """
     return build_reward(cfg.model_copy(update={"on_error": "zero"}), pools, longest_s=SERVER_S)
 
@@ -148,15 +148,15 @@ def try_reward(
     others: bool = True,
     reward: Graders | None = None,
 ) -> TrialReport:
-    """Score the ground truths of ``rows``, empty responses and, with ``others``, other rows' answers.
+    """Score the ground truths of ``rows``, empty responses and, with ``others``, the answers of other rows.
 
-    ``reward``: that of ``cfg``, as ``trial_reward`` builds it. It is closed.
+    ``reward`` is a reward that ``trial_reward`` built from ``cfg``. This function closes it.
 
-    Of rules, a response is right if every rule that compares with the ground truth grades it 1. Of a function, if it has the highest
-    score that any ground truth of the data source has, and more than an empty response.
+    With rules, a response is correct if every rule that compares with the ground truth grades it 1. With a function, it is
+    correct if it gets the highest score of any ground truth of its data source, and more than an empty response.
 
     Raises:
-        ConfigError: the reward cannot be had, gives no result again and again, or has tests to run that it cannot read.
+        ConfigError: the reward cannot be built, gives no result for many responses in a row, or cannot read its tests.
     """
     _refuse_unreadable_tests(cfg, rows, name)
     with closing(reward or trial_reward(cfg)) as graders:
@@ -170,7 +170,7 @@ def try_reward(
         exchanged = [(row, other) for row in rows if others and (other := _other_answer(row, rows)) is not None]
         for (row, other), score in _score(graders, exchanged):
             row.other, row.other_text = score, other
-    tops: dict[str, float] = {}  # by data source the highest score of a ground truth
+    tops: dict[str, float] = {}  # by data source, the highest score of a ground truth
     for row in rows:
         if row.truth is not None:
             tops[row.prompt.data_source] = max(row.truth.value, tops.get(row.prompt.data_source, row.truth.value))
@@ -200,14 +200,14 @@ def _refuse_unreadable_tests(cfg: RewardConfig, rows: Sequence[TrialRow], name: 
             problems.append(f"{row.place}: {shorten(row.prompt.ground_truth)} ({error})")
     if problems:
         raise ConfigError(
-            f"{len(problems)} of {len(rows)} rows of {name} that were tried have no tests that the reward rule code can read; the "
-            f"first: {problems[0]}. Correct data.answer_key or the rows (docs/rewards.md#code has the forms), or "
+            f"{len(problems)} of {len(rows)} tested rows of {name} have no tests that the reward rule code can read; the "
+            f"first: {problems[0]}. Correct data.answer_key or the rows (docs/rewards.md#code lists the formats), or "
             "choose another rule for their data source with reward.sources"
         )
 
 
 def refuse_unknown_sources(cfg: RewardConfig, sources: Counter[str], name: str) -> None:
-    """Refuse data sources without rules, or with rules that this machine cannot follow. ``sources``: rows of each."""
+    """Reject data sources without rules, or with rules that this machine does not support. ``sources``: number of rows by source."""
     prompts = (Prompt("", 0, [], "", data_source=source) for source in sources.elements())
     check_sources(prompts, cfg.sources, name)
     if any(rule.name == "code" for source in sources for rule in rules_for(source, cfg.rules, cfg.sources)):
@@ -215,18 +215,18 @@ def refuse_unknown_sources(cfg: RewardConfig, sources: Counter[str], name: str) 
 
 
 def answered_text(rows: Sequence[TrialRow], name: str) -> str | None:
-    """Write a warning if prompts already contain an answer."""
+    """Return a warning if prompts already contain an answer, else None."""
     answered = [row for row in rows if row.is_answered]
     if not answered:
         return None
     return (
-        f"{len(answered)} of {len(rows)} prompts of {name} that were read end with the assistant's answer ({answered[0].place}), "
-        "which the policy is shown: leave it out, as `rlhf-mcore prepare-data` does"
+        f"{len(answered)} of {len(rows)} tested prompts of {name} end with the assistant's answer ({answered[0].place}), "
+        "so the policy sees it; remove it, as `rlhf-mcore prepare-data` does"
     )
 
 
 def shorten(value: Any) -> str:
-    """Return a value as a message shows it."""
+    """Return a value as text for a message, at most 81 characters long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:76]}...{text[-1]}"
 
@@ -239,10 +239,10 @@ def _score(
 
 
 def right_responses(cfg: RewardConfig, prompt: Prompt, notations: Sequence[str]) -> list[str]:
-    """Write responses that give the ground truth as their answer; or take the solutions of the row."""
+    """Return responses that give the ground truth as their answer, and the solutions of the row."""
     solutions = [str(prompt.extra_info[key]) for key in SOLUTIONS if prompt.extra_info.get(key)]
     if not scores_alone(cfg) and any(rule.name == "code" for rule in _comparing(cfg, prompt)):
-        return solutions  # tests are no answer
+        return solutions  # tests are not an answer
     if prompt.ground_truth is None or not str(prompt.ground_truth).strip():
         return solutions
     truth = prompt.ground_truth if isinstance(prompt.ground_truth, str) else json.dumps(prompt.ground_truth)
@@ -250,7 +250,7 @@ def right_responses(cfg: RewardConfig, prompt: Prompt, notations: Sequence[str])
 
 
 def _other_answer(row: TrialRow, rows: Sequence[TrialRow]) -> str | None:
-    """Take the answer of a row of the same data source with another ground truth, in the notation that is right for that row."""
+    """Return the best text of another row from the same data source with a different ground truth, or None."""
     start = next(index for index, each in enumerate(rows) if each is row)
     for other in [*rows[start + 1 :], *rows[:start]]:
         same = canonical(str(other.prompt.ground_truth)) == canonical(str(row.prompt.ground_truth))
@@ -260,12 +260,12 @@ def _other_answer(row: TrialRow, rows: Sequence[TrialRow]) -> str | None:
 
 
 def has_function(cfg: RewardConfig) -> bool:
-    """Return whether the user's own code gives scores."""
+    """Return whether the user's own functions give scores."""
     return cfg.function is not None or bool(cfg.functions)
 
 
 def is_opaque(cfg: RewardConfig) -> bool:
-    """Return whether nothing is known of a good score: there are no rules."""
+    """Return whether a correct score cannot be known in advance, because there are no rules."""
     others = cfg.judge.url is not None or bool(cfg.functions)
     return scores_alone(cfg) or (others and cfg.sources is None and not cfg.rules)
 
@@ -275,13 +275,13 @@ def _comparing(cfg: RewardConfig, prompt: Prompt) -> list[RuleConfig]:
 
 
 def _is_testable(cfg: RewardConfig, prompt: Prompt) -> bool:
-    """Return whether a right response can be made up: not for an expression, and not if nothing is compared."""
+    """Return whether a correct response can be constructed. This fails for ``regex``, and if no rule compares."""
     compared = _comparing(cfg, prompt)
     return is_opaque(cfg) or (bool(compared) and all(rule.name != "regex" for rule in compared))
 
 
 def _mark(cfg: RewardConfig, prompt: Prompt, score: Score) -> tuple[float, float]:
-    """Return a key by which the best of several responses is chosen."""
+    """Return a sort key for choosing the best response."""
     if is_opaque(cfg):
         return score.value, 0.0
     return sum(score.parts[rule.name] for rule in _comparing(cfg, prompt)), score.value

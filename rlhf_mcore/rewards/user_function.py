@@ -1,7 +1,7 @@
-"""A reward function of the user's, as something that takes items: one response, or a batch at once.
+"""Adapt the user's reward function to pool items: one response, or a batch at once.
 
 A function with a parameter ``completions`` is called for a batch, ``f(completions, prompts, **columns) -> list of scores``, as
-TRL calls it: https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function
+in TRL: https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from rlhf_mcore.rewards.worker import Call
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-MAX_FLOAT32 = 3.4e38  # scores travel as float32: what overflows there is as useless as inf
+MAX_FLOAT32 = 3.4e38  # scores are sent as float32; a larger value would become inf
 
 
 def load_reward(spec: str, key: str) -> Call:
-    """Make the function ``spec`` take items: an entry for each of ``PARAMETERS``, and "seed"; or ``{"batch": items}``.
+    """Load the function ``spec`` and adapt it to items: a dict with ``PARAMETERS`` and "seed", or ``{"batch": items}``.
 
     Raises:
-        ConfigError: the file or the function cannot be had, or does not take the four arguments.
+        ConfigError: the file or the function cannot be loaded, or the function does not take the four arguments.
     """
     try:
         function = load_function(spec, key)
@@ -40,15 +40,15 @@ def load_reward(spec: str, key: str) -> Call:
     code = getattr(function, "__code__", None)
     where = f", line {code.co_firstlineno}" if code is not None else ""
     if inspect.iscoroutinefunction(function):
-        problem = f"it is a coroutine function{where}, which returns no score: make it an ordinary one"
+        problem = f"it is a coroutine function{where}, which is not supported: make it an ordinary function"
         raise ConfigError(f"{key} is {spec!r}, but {problem}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have none
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return _ItemCall(function, spec, by_keyword=False)
     if "completions" in signature.parameters:
         return BatchCall(function, spec)
-    # By name if it has one of the names at least, and takes the others too.
+    # By keyword, if at least one parameter has one of the names and all four names are accepted.
     if any(name in signature.parameters for name in PARAMETERS):
         with suppress(TypeError):
             signature.bind(**dict.fromkeys(PARAMETERS))
@@ -76,12 +76,12 @@ class _ItemCall:
             )
         except MemoryError:
             raise
-        except BaseException as error:  # KeyboardInterrupt too: it is raised by the function, Ctrl-C does not come here
+        except BaseException as error:  # also a KeyboardInterrupt of the function; Ctrl-C does not reach this process
             return {"error": describe_raise(error, self._spec)}
 
 
 class BatchCall:
-    """Calls a function for ``{"batch": items}``, and returns ``{"results": [...]}``, one for each of them."""
+    """Calls a function for ``{"batch": items}``, and returns ``{"results": [...]}`` with one result per item."""
 
     batched = True
 
@@ -99,9 +99,7 @@ class BatchCall:
         columns = collect_columns(items)
         if missing := [name for name in self._required if name not in columns]:
             names = ", ".join(columns)
-            return {
-                "error": f"needs {missing[0]!r}, and is given {names}: put such a column of the data into extra_info"
-            }
+            return {"error": f"requires {missing[0]!r}, but gets only {names}: add this column to extra_info"}
         try:
             arguments = {name: column for name, column in columns.items() if self._takes_all or name in self._names}
             return _results(self._function(**arguments), len(items))
@@ -112,9 +110,9 @@ class BatchCall:
 
 
 def collect_columns(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Collect what a function is given by keyword: lists with an entry for each response, and where the training is.
+    """Return the keyword arguments of a batch function: lists with an entry per response, and the trainer's state.
 
-    A prompt that is a conversation is a list of messages, and so is the response to it.
+    If the prompt is a conversation, the prompt is a list of messages, and so is the response.
     """
     extra = list(dict.fromkeys(name for item in items for name in item["extra_info"]))
     return {
@@ -132,7 +130,7 @@ def collect_columns(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _results(result: Any, num_items: int) -> dict[str, Any]:
-    """Read the scores of a batch. An entry None is no score of this function's, and adds nothing."""
+    """Read the scores of a batch. The entry None means no score from this function, and adds nothing."""
     scores = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(scores, list | tuple) or len(scores) != num_items:
         return {
@@ -143,7 +141,7 @@ def _results(result: Any, num_items: int) -> dict[str, Any]:
 
 
 def _read_result(result: Any, place: str = "") -> dict[str, Any]:
-    """Return ``{"score", "parts"}``, or ``{"error"}`` for what is no finite number and no dict with one."""
+    """Return ``{"score", "parts"}``, or ``{"error"}`` if the result is neither a finite number nor a dict with one."""
     is_dict = isinstance(result, Mapping)
     entries = dict(result) if is_dict else {"score": result}
     parts = {name: value for name, value in entries.items() if name != "score" and isinstance(value, numbers.Real)}
@@ -158,7 +156,7 @@ def _read_result(result: Any, place: str = "") -> dict[str, Any]:
 
 
 def describe_raise(error: BaseException, spec: str) -> str:
-    """Describe the exception that a function has raised instead of returning."""
+    """Describe the exception that a function has raised."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r}){place_of(error, spec)}"
     text = traceback.format_exception_only(error)[-1].strip()
@@ -166,21 +164,21 @@ def describe_raise(error: BaseException, spec: str) -> str:
 
 
 def seed_generators(seed: int) -> None:
-    """Give a function that draws random numbers the same ones for a response, in whatever process and order it is scored."""
+    """Seed the random generators, so that a response gets the same random numbers in every process and order."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
 
 
 def number_problem(value: Any, what: str) -> str | None:
-    """Explain why a value is no score, or return None."""
+    """Return why a value is not a valid score, or None if it is valid."""
     is_number = isinstance(value, numbers.Real)
     if not is_number:
         return f"{what} must be a number"
-    # Compared, not converted: float() of a huge int raises. NaN fails every comparison.
+    # Compared without conversion, because float() of a huge integer raises. NaN fails every comparison.
     return None if -MAX_FLOAT32 <= value <= MAX_FLOAT32 else f"{what} must be finite"
 
 
 def shorten(result: Any) -> str:
-    """Shorten a value for a message."""
+    """Return a value and its type as a short text for a message."""
     return f"{reprlib.repr(result)} ({type(result).__name__})"

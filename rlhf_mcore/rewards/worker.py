@@ -1,6 +1,6 @@
-"""A worker process: it calls what must not run in the trainer, one item at a time, and sends back an answer to each.
+"""A worker process. It runs code that must not run in the trainer, one item at a time, and answers each item.
 
-Started by ``rlhf_mcore.own_processes.WorkerProcess``. Apart from what it is told to load, it imports a few small modules only.
+``rlhf_mcore.own_processes.WorkerProcess`` starts it. Apart from the requested function, it imports a few small modules only.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import DISCONNECTED, encode, end_group_with, limit_memory, receive_messages
 
-# Takes an item, returns the answer to it: {"score", "parts"}, or {"error": what is wrong}.
+# Takes an item and returns its answer: {"score", "parts"}, or {"error": cause}.
 Call = Callable[[Any], "dict[str, Any]"]
 
-# By the names that pools use: a function that takes options and returns a ``Call``. Raises ConfigError.
+# By pool kind: a function that takes options and returns a ``Call``. It may raise ConfigError.
 LOADERS = {
     "reward": "rlhf_mcore.rewards.user_function:load_reward",
     "math": "rlhf_mcore.rewards.mathematics:load_math",
@@ -28,19 +28,19 @@ LOADERS = {
 
 
 def main(descriptor: int) -> None:
-    """Serve the pool at the other end of a socket until it is closed.
+    """Serve the pool at the other end of a socket until the socket is closed.
 
-    The first message has what to load (``{"load", "options", "memory_bytes"}``); it is answered by ``{"ready": true}`` or
-    ``{"problem": text}``. Every later one is an item, which is answered; null, by ``{"batched"}``: whether a batch is an item.
-    ``{"lost": cause}`` instead of an answer means that the worker ends.
+    The first message names the function to load (``{"load", "options", "memory_bytes"}``). The reply is ``{"ready": true}`` or
+    ``{"problem": text}``. Every later message is an item, and gets an answer. The answer to null is ``{"batched"}``, which says
+    whether an item is a batch. The answer ``{"lost": cause}`` means that the worker ends.
     """
     end_group_with(descriptor)
     connection = socket.socket(fileno=descriptor)
-    connection.set_inheritable(False)  # programs that a function starts do not get it
+    connection.set_inheritable(False)  # programs that a function starts must not inherit it
     messages = receive_messages(connection)
     order = next(messages)
     limit_memory(order["memory_bytes"])
-    sys.path.append(os.getcwd())  # where the trainer finds modules of the user's, too; last, so that it hides nothing
+    sys.path.append(os.getcwd())  # the trainer finds the user's modules there; last, so that they hide nothing
     try:
         module, _, name = LOADERS[order["load"]].partition(":")
         call = getattr(import_module(module), name)(**order["options"])
@@ -66,9 +66,9 @@ def _answer(call: Call, item: Any, process: int) -> dict[str, Any]:
         answer = {"batched": getattr(call, "batched", False)} if item is None else call(item)
     except MemoryError:
         answer = {"lost": "ran out of memory"}
-    if os.getpid() != process:  # the function has forked, and this is the child, which answers nothing
+    if os.getpid() != process:  # the function has forked, and this is the child process, which must not answer
         os._exit(0)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # the function may have closed or replaced it
+        with suppress(Exception):  # the function may have closed or replaced the stream
             stream.flush()
     return answer

@@ -119,7 +119,7 @@ def ask(url: str, body: bytes, **headers: str) -> tuple[int, Any]:
     [
         (b"", 400, "is not JSON"),
         (b"[1]", 400, "has no list 'items'"),
-        (b'{"items": [{"solution_str": "x", "ground_truth": NaN}]}', 400, "NaN is no JSON number"),
+        (b'{"items": [{"solution_str": "x", "ground_truth": NaN}]}', 400, "NaN is not a JSON number"),
         (b'{"items": [{}]}', 400, "items\\[0\\] has no text 'solution_str'"),
         (b'{"items": [{"solution_str": "x", "extra_info": 3}]}', 400, "'extra_info' has to be an object"),
         (b'{"items": [' + b",".join([b'{"solution_str": ""}'] * 4097) + b"]}", 400, "4097 items; 4096 are the most"),

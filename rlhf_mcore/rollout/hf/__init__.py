@@ -1,4 +1,4 @@
-"""The reference engine: transformers' model, one token after the other. Begin with ``engine``."""
+"""The reference engine: a transformers model that decodes token by token. Start reading at ``engine``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain decoding loop over a transformers model: the reference engine, and one for models that vLLM does not know."""
+"""A plain decoding loop over a transformers model: the reference engine, and the engine for models that vLLM does not support."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class HFEngine(LiveEngine):
-    """A full copy of the model on every rank (``layout.tp`` is not looked at), so as many engines as ranks.
+    """A full copy of the model on every rank, so one engine per rank. ``layout.tp`` is ignored.
 
-    Works without torch.distributed too: then it is engine 0 of 1.
+    It also works without torch.distributed, as engine 0 of 1.
     """
 
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
-        """Build the model without weights; it decodes ``cfg.sequences`` rows at a time.
+        """Build the model without weights. It decodes ``cfg.sequences`` rows at a time.
 
         Raises:
-            ConfigError: a directory cannot be used, or the attention kernel is not installed or not the model's.
+            ConfigError: a directory cannot be used, or the attention kernel is not installed or not supported by the model.
         """
         is_alone = not dist.is_initialized()
         rank = EngineRank() if is_alone else EngineRank(dist.get_rank(), dist.get_world_size())
@@ -45,7 +45,7 @@ class HFEngine(LiveEngine):
         live, parts = self._model.state_dict(keep_vars=True), checkpoint_tensors(self._model)
         self._targets = {part.name: part.view(live[part.holder].data) for part in parts}
         self._expected = ExpectedTensors.of_model(self._model, parts)
-        self._waiting: list[tuple[Request, int]] = []  # and the most tokens of its response
+        self._waiting: list[tuple[Request, int]] = []  # each with the maximum number of response tokens
         self._batch: _Batch | None = None
         self._model_images = (model.images, model.model_dir) if model.images is not None else None
 
@@ -55,12 +55,13 @@ class HFEngine(LiveEngine):
 
     @torch.no_grad()
     def _step(self) -> list[Completion]:
-        """Decode a batch to the end of its longest response before the next one begins.
+        """Decode a batch until its longest response ends, then start the next batch.
 
-        The seeds are vLLM's, the draws are not: the two engines agree in distribution only.
+        The seeds equal vLLM's seeds, but the random numbers differ. The two engines agree in distribution only.
         """
         if self._batch is None or all(self._batch.finished):
-            first = _distribution(self._waiting[0][0].sampling)  # what is decoded together is drawn in the same way
+            # All requests of a batch use the same sampling parameters.
+            first = _distribution(self._waiting[0][0].sampling)
             same = [pair for pair in self._waiting if _distribution(pair[0].sampling) == first][: self._batch_size]
             taken = {request.request_id for request, _ in same}
             self._waiting = [pair for pair in self._waiting if pair[0].request_id not in taken]
@@ -83,7 +84,7 @@ class HFEngine(LiveEngine):
     def _images_of(self, batch: _Batch) -> BatchImages:
         from rlhf_mcore.rollout.hf.images import BatchImages
 
-        assert self._model_images is not None, "requests with images are of a model that sees them"
+        assert self._model_images is not None, "requests with images require a vision model"
         return BatchImages(self._model, batch, self._model_images)
 
     def _end(self, request_ids: Sequence[int]) -> None:
@@ -111,17 +112,17 @@ class HFEngine(LiveEngine):
         }
 
     def commit_load(self, version: int) -> None:
-        """Declare the weights whole: a load has ended."""
+        """Mark the weights as complete after a load."""
         super().commit_load(version)
         if self._batch is not None and self._at_publish == "resubmit":
             self._batch.cache = None
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Replace all weights by full tensors under Hugging Face names; tied tensors may be given once.
+        """Replace all weights by full tensors under Hugging Face names. Tied tensors may be given once.
 
         Raises:
-            ValueError: an unknown, repeated, wrongly shaped or missing tensor. The engine is then unusable.
+            ValueError: a tensor is unknown, repeated, missing, or has a wrong shape. The engine is then unusable.
         """
         self.begin_load()
         for name, tensor in self._expected.checked(weights):
@@ -130,7 +131,7 @@ class HFEngine(LiveEngine):
 
     @contextmanager
     def begin(self, version: int) -> Iterator[torch.nn.Module]:
-        """Yield the live model, to be written from outside. The engine is unusable until the block has ended well."""
+        """Yield the live model for writing. The engine is unusable until the block has ended without an error."""
         self.begin_load()
         yield self.model
         self.commit_load(version)
@@ -147,18 +148,18 @@ class HFEngine(LiveEngine):
 
 
 class _Batch:
-    """Requests that are decoded together, left-padded. ``finished`` has the reason of each row that is; it stays in the batch."""
+    """Requests that are decoded together, left-padded. ``finished`` contains the finish reasons; finished rows stay."""
 
     def __init__(self, rows: Sequence[tuple[Request, int]], pad: int, device: torch.device) -> None:
         self.requests, self.limits = zip(*rows, strict=True)
         self.drawn: list[list[tuple[int, float]]] = [[] for _ in rows]
-        self.supports: list[list[NDArray[np.int32]]] = [[] for _ in rows]  # of each drawn token, where it is recorded
+        self.supports: list[list[NDArray[np.int32]]] = [[] for _ in rows]  # for each sampled token, if it is recorded
         self.finished = [""] * len(rows)
-        self.images: BatchImages | None = None  # those of the requests
-        self.cache: Any = None  # of keys and values, of all tokens but the last; None: nothing is computed yet
+        self.images: BatchImages | None = None  # images of the requests
+        self.cache: Any = None  # keys and values of all tokens but the last; None: nothing is computed yet
         self._generators = [torch.Generator(device).manual_seed(request.seed) for request in self.requests]
         longest = max(len(request.prompt_ids) for request in self.requests)
-        self.token_ids = torch.full((len(rows), longest), pad, device=device)  # [b, T] int64, as the mask
+        self.token_ids = torch.full((len(rows), longest), pad, device=device)  # [b, T] int64, like the mask
         self.mask = torch.zeros_like(self.token_ids)
         for row, request in enumerate(self.requests):
             length = len(request.prompt_ids)
@@ -166,7 +167,7 @@ class _Batch:
             self.mask[row, longest - length :] = 1
 
     def step(self, model: torch.nn.Module, stops: Sequence[int]) -> list[int]:
-        """Draw a token for each row that is not finished; the rows that have finished with it."""
+        """Sample a token for each unfinished row. Return the rows that finish with it."""
         new = self.token_ids if self.cache is None else self.token_ids[:, -1:]
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
         more = {} if self.images is None or self.cache is not None else self.images.pixels(new.shape[1])
@@ -187,7 +188,7 @@ class _Batch:
         ended = []
         for row, (token, logprob) in enumerate(zip(chosen.tolist(), logprobs.tolist(), strict=True)):
             if self.finished[row]:
-                continue  # its further tokens are dropped
+                continue  # tokens of a finished row are dropped
             self.drawn[row].append((token, logprob))
             if sampling.records_support:
                 self.supports[row].append(distribution[row].isfinite().nonzero()[:, 0].int().cpu().numpy())
@@ -199,7 +200,7 @@ class _Batch:
         return ended
 
     def drop(self, request_ids: Collection[int]) -> None:
-        """Drop rows that nobody waits for."""
+        """Mark the rows of cancelled requests as finished."""
         for row, request in enumerate(self.requests):
             if request.request_id in request_ids and not self.finished[row]:
                 self.finished[row] = "cancelled"
@@ -234,9 +235,9 @@ def _build_model(model: EngineModel) -> torch.nn.Module:
 
 
 def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Compute the logprobs [b, V] float32 that tokens are drawn by, from logits [b, V]; -inf outside of the support.
+    """Return the logprobs [b, V] float32 for sampling, from logits [b, V]; -inf outside the support.
 
-    ``sampling`` has temperature (0: those at 1), top_k (-1: off) and top_p (1.0: off).
+    ``sampling`` provides temperature (0: logprobs at temperature 1), top_k (-1: off) and top_p (1.0: off).
     """
     logits = logits.float()
     if sampling.temperature == 0:
@@ -245,19 +246,19 @@ def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(distribution: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
-    """Draw one token per row: ids [b] int64, and their logprobs [b] float32.
+    """Sample one token per row. Return ids [b] int64 and their logprobs [b] float32.
 
     Args:
-        distribution: [b, V], of ``log_distribution``.
-        sampling: its temperature; the likeliest token is taken at 0.
-        generators: one per row; each is advanced by one draw of V numbers.
+        distribution: [b, V], from ``log_distribution``.
+        sampling: provides the temperature; at 0 the most likely token is taken.
+        generators: one per row. Each advances by V numbers.
     """
     chosen = distribution.argmax(-1) if sampling.temperature == 0 else _gumbel_max(distribution, generators)
     return chosen, distribution.gather(-1, chosen[:, None])[:, 0]
 
 
 def _gumbel_max(logprobs: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """argmax(logprobs - log(noise)), noise from Exp(1), is a draw from softmax (Maddison et al., arXiv 1411.0030)."""
+    """Sample from softmax by argmax(logprobs - log(noise)) with noise from Exp(1) (Maddison et al., arXiv 1411.0030)."""
     noise = torch.empty_like(logprobs)
     for row, generator in enumerate(generators):
         noise[row].exponential_(generator=generator)
@@ -272,6 +273,7 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     if top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(-1)
-        outside = probabilities.cumsum(-1) - probabilities >= top_p  # mass before a token; the first is always kept
+        # Mass before a token; the first token is always kept.
+        outside = probabilities.cumsum(-1) - probabilities >= top_p
         logits = logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
     return logits

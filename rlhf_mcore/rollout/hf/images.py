@@ -1,4 +1,4 @@
-"""Images of a batch that transformers decodes: pixels for its first pass, and positions, some in three dimensions, for all of them."""
+"""Images of a batch for transformers: pixels for the first pass, and positions, for some models in 3D, for all passes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class BatchImages:
-    """The images of a batch of requests, left-padded."""
+    """The images of a batch of left-padded requests."""
 
     def __init__(self, model: Any, batch: _Batch, images: tuple[str, str]) -> None:
-        """Read the images. ``images``: the folder of their store, and the directory of the model.
+        """Read the images. ``images`` contains the directories of their store and of the model.
 
         Raises:
-            OSError: the store has no such image.
-            ValueError: a prompt has not the tokens of its images.
+            OSError: the store does not contain an image.
+            ValueError: a prompt lacks the tokens of its images.
         """
         folder, model_dir = images
         store, tokens, device = ImageStore(Path(folder)), ImageTokens.of(model_dir), batch.token_ids.device
-        kinds = torch.zeros_like(batch.token_ids)  # 1 where a token is of an image
+        kinds = torch.zeros_like(batch.token_ids)  # 1 for image tokens
         all_images = []
         for row, request in enumerate(batch.requests):
             own = [store.features(digest) for digest in request.images]
@@ -44,18 +44,18 @@ class BatchImages:
             return
         grids = torch.tensor([image.grid_thw for image in all_images], device=device)
         self._pixels = {"pixel_values": pixels, "image_grid_thw": grids}
-        # [3, b, T], and what a later position is less than the number of tokens before it, [b, 1].
+        # [3, b, T], and the offset [b, 1] between the position of a later token and the number of tokens before it.
         self._prompts, self._shift = model.model.get_rope_index(
             batch.token_ids, mm_token_type_ids=kinds, image_grid_thw=grids, attention_mask=batch.mask
         )
 
     def pixels(self, num_tokens: int) -> dict[str, Tensor]:
-        """Return the arguments of a pass over the prompts and what was drawn behind them, ``num_tokens`` of each row."""
+        """Return the image arguments of a pass over the prompts and their sampled tokens, ``num_tokens`` per row."""
         kinds = F.pad(self._kinds, (0, num_tokens - self._kinds.size(1)))
         return {**self._pixels, "mm_token_type_ids" if self._rotates else "token_type_ids": kinds}
 
     def positions(self, places: Tensor) -> Tensor:
-        """Return the positions [3, b, T], or [b, T], of tokens by their places [b, T] among those of their rows."""
+        """Return the positions [3, b, T], or [b, T], of tokens from their indices [b, T] within their rows."""
         if not self._rotates:
             return places
         later = (places[:, self._prompts.size(2) :] + self._shift).expand(3, -1, -1)

@@ -1,4 +1,4 @@
-"""vLLM in the process of a rank. The only folder that imports vllm, and lazily. Begin with ``engine``."""
+"""vLLM in the process of a rank. Only this package imports vllm, and it does so lazily. Start reading at ``engine``."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ KIND = _VLLM(
     sleeps=True,
     reserves_cache=True,
     holds_8_bits=True,
-    temperatures=(0.01, 2.0),  # it draws at the former for anything below, and refuses what is above the latter
+    # VLLM samples at the lower limit for any smaller value, and rejects values above the upper limit.
+    temperatures=(0.01, 2.0),
     own_keys=(
         "rollout.max_num_batched_tokens",
         "rollout.speculative",

@@ -1,4 +1,4 @@
-"""An engine of vLLM that adds adapters to the weights: its layers have slots, which a bridge writes as it writes weights."""
+"""A vLLM engine that adds adapters to the weights. Its layers have slots, which a bridge writes like weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def options(shapes: Shapes, count: int) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM for ``count`` adapters. ``shapes`` of A and B are by the names of PEFT."""
+    """Return the arguments of vllm.LLM for ``count`` adapters. ``shapes`` contains the shapes of A and B by their PEFT names."""
     return {
         "enable_lora": True,
         "max_lora_rank": max(shape[0] for name, shape in shapes.items() if "lora_A" in name),
-        # On a CPU, vLLM 0.32 adds the last slot to rows without an adapter, so that slot stays zero.
+        # On a CPU, vLLM 0.32 adds the last slot to rows without an adapter, so the last slot stays zero.
         "max_loras": count + 1,
         "lora_target_modules": sorted({hf_module(name).rpartition(".")[2] for name in shapes}),
     }
@@ -29,9 +29,9 @@ def options(shapes: Shapes, count: int) -> dict[str, Any]:
 
 @contextmanager
 def experts_without_adapters() -> Iterator[None]:
-    """Within this block vLLM makes layers of experts as an engine without adapters has them, with any of its kernels.
+    """Within this block vLLM builds expert layers as for an engine without adapters, with any of its kernels.
 
-    vLLM 0.32 has one kernel that adds adapters of experts, for GPUs, and takes it as soon as an engine has any adapters.
+    vLLM 0.32 has one kernel that adds adapters of experts, for GPUs. It selects this kernel for every engine with adapters.
     """
     from vllm.model_executor.layers.fused_moe import layer
 
@@ -45,15 +45,15 @@ def experts_without_adapters() -> Iterator[None]:
 
 
 def open_slots(runner: Any, shapes: Shapes, count: int) -> list[Any]:
-    """Make adapters known to vLLM, all zeros, and return what requests name them by. They are never loaded from files."""
+    """Register zero adapters with vLLM, without loading files. Return the objects by which requests name them."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.request import LoRARequest
 
     manager = runner.lora_manager._adapter_manager
     requests = []
     for slot in range(SLOT, SLOT + count):
-        number = slot + 1  # by which vLLM knows it
-        # What ``add_adapter`` does, but for stacking the matrices of experts: of an adapter without matrices it finds none.
+        number = slot + 1  # vLLM's id of the adapter
+        # Same as ``add_adapter``, without stacking the expert matrices, which an adapter without matrices does not have.
         manager._registered_adapters[number] = LoRAModel(number, options(shapes, count)["max_lora_rank"], {})
         manager.activate_adapter(number)
         manager.pin_adapter(number)
@@ -65,5 +65,5 @@ def open_slots(runner: Any, shapes: Shapes, count: int) -> list[Any]:
 
 
 def forget_batch(runner: Any) -> None:
-    """Have the next batch laid out anew. vLLM keeps the layout for a batch that is like the last one, and a sleep discards it."""
+    """Discard the layout of the last batch. vLLM reuses it for an equal batch, but a sleep frees its memory."""
     runner.lora_manager._adapter_manager._last_mapping = None

@@ -1,7 +1,7 @@
 """Check ``rollout.vllm``, which sets arguments of vLLM's engine by name, and report the backends that vLLM chose.
 
-The arguments are read from the source of the installed vLLM, without importing it: a wrong name or type is found before any process
-starts. Arguments that follow from another key are rejected, and that key is named.
+The arguments are read from the source of the installed vLLM without importing it, so that a wrong name or type is found
+before any process starts. Arguments that follow from another key are rejected, and the message names that key.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ _BY_REASON = {
     "the engine generates text": "runner convert pooler_config diffusion_config",
     "RLHF_MCORE_DEBUG=1 shows vLLM's log": "disable_log_stats logging_config log_level log_config_file",
 }
-# Argument of vLLM: why it cannot be set.
+# Argument of vLLM -> the reason why it cannot be set.
 OWNED = {name: f"{key} sets it" for key, names in _BY_KEY.items() for name in names.split()}
 OWNED |= {name: reason for reason, names in _BY_REASON.items() for name in names.split()}
 
 
 def vllm_arguments() -> Mapping[str, ast.expr] | None:
-    """Read the fields of the installed vLLM's EngineArgs with their annotations. Returns None if vLLM is not installed."""
+    """Return the fields of the installed vLLM's EngineArgs with their annotations, or None if vLLM is not installed."""
     source = _source()
     if source is None:
         return None
@@ -84,9 +84,9 @@ def vllm_arguments() -> Mapping[str, ast.expr] | None:
 
 
 def argument_problems(cfg: RolloutConfig) -> Iterator[str]:
-    """List arguments of vLLM that are unknown, of another type, or set by other keys."""
+    """Yield problems with vLLM arguments that are unknown, have a wrong type, or are set by other keys."""
     fields = vllm_arguments() if cfg.vllm else None
-    if fields is None:  # a plan is made where vLLM is not
+    if fields is None:  # a plan may be made on a machine without vLLM
         return
     source = _source()
     assert source is not None
@@ -117,7 +117,7 @@ def _tree(file: Path) -> ast.Module:
 
 
 def _definition(file: Path, name: str) -> Definition | None:
-    """Find the alias or class of a name in a file of vLLM, or in the file that it is imported from."""
+    """Find the alias or class with a name in a vLLM file, or in the file that it is imported from."""
     for node in ast.walk(_tree(file)):
         match node:
             case ast.ClassDef(name=found) if found == name:
@@ -136,9 +136,10 @@ _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 
 
 def config_of(name: str, tensors: Iterable[str]) -> dict[str, Any]:
-    """Return ``quantization_config`` of a config.json: of DeepSeek-V3's format for fp8, of compressed-tensors for int8.
+    """Return the ``quantization_config`` of a config.json: DeepSeek-V3's format for fp8, or compressed-tensors for int8.
 
-    ``tensors``: the model's. Activations are quantised as layers get them, by token, and in fp8 by 128 of its numbers.
+    ``tensors`` contains the tensor names of the model. Activations are quantised when a layer receives them: per token, and
+    for fp8 in blocks of 128 values.
     """
     kind = QUANTISATIONS[name]
     others = [
@@ -167,7 +168,7 @@ def config_of(name: str, tensors: Iterable[str]) -> dict[str, Any]:
 
 
 def quantised_options(name: str, tensors: Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM. On a CPU an engine has none: it gets the values of 8 bits in the model's dtype."""
+    """Return the arguments of vllm.LLM for GPUs. CPU engines need none, because they get dequantised weights."""
     config = config_of(name, tensors)
 
     def override(hf_config: Any) -> Any:
@@ -177,7 +178,7 @@ def quantised_options(name: str, tensors: Iterable[str]) -> dict[str, Any]:
     return {"hf_overrides": override}
 
 
-# Of vLLM's communicator on CUDA, in the order in which it tries them before NCCL.
+# Attributes of vLLM's CUDA communicator, in the order in which it tries them before NCCL.
 _ALL_REDUCES = {
     "fi_ar_comm": "FlashInfer",
     "qr_comm": "quick",
@@ -187,7 +188,7 @@ _ALL_REDUCES = {
 
 
 def live_backends(model: nn.Module, vllm_config: Any) -> dict[str, str]:
-    """Name the backends of an engine by part, as found in its layers and in its communicators."""
+    """Return the backends of an engine by part, as found in its layers and communicators."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     methods = [module.quant_method for module in model.modules() if hasattr(module, "quant_method")]
     found = {
@@ -217,7 +218,7 @@ def _communication(parallel: Any) -> dict[str, str]:
         by = (group := get_tp_group()).device_communicator
         tried = {name: getattr(by, attribute, None) for attribute, name in _ALL_REDUCES.items()}
         names = [name for name, each in tried.items() if each is not None and not each.disabled]
-        if not isinstance(getattr(by, "dist_module", torch.distributed), ModuleType):  # vLLM's own, on a CPU
+        if not isinstance(getattr(by, "dist_module", torch.distributed), ModuleType):  # vLLM's own module, on a CPU
             names = ["shared memory"]
         kernels["engine all-reduce"] = " or ".join([*names, torch.distributed.get_backend(group.device_group)])
     if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:

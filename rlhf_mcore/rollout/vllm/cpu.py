@@ -1,7 +1,7 @@
-"""Add to vLLM on a CPU what it has on GPUs alone, and repair its start beside llvmlite.
+"""Add features to vLLM on a CPU that it has only on GPUs, and repair its start next to llvmlite.
 
-These are norms by kernels, rotations of latent attention's heads, draws of prompts that are computed in parts, and the temperature
-of drafted tokens.
+The features are norm kernels, rotary embeddings for all heads of latent attention, sampling after partially computed prompts,
+and the temperature of drafted tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def use_norm_kernels(model: nn.Module) -> None:
-    """Let norms of an fp32 model be one operation each, where vLLM runs eight on a CPU."""
+    """Replace each norm of an fp32 model by a single kernel. vLLM runs eight operations on a CPU."""
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     layers: list[Any] = [layer for layer in model.modules() if type(layer) is RMSNorm]
@@ -29,7 +29,7 @@ def use_norm_kernels(model: nn.Module) -> None:
 
 
 def _norm(module: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Normalise like vLLM's ``RMSNorm.forward``: with a residual both are overwritten. The kernels read rows that are back to back."""
+    """Normalise like vLLM's ``RMSNorm.forward``. With a residual, both are overwritten. The kernels require contiguous rows."""
     import torch
 
     x = x.contiguous()
@@ -43,15 +43,15 @@ def _norm(module: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tu
 
 
 def rotate_every_head(model: nn.Module) -> None:
-    """Let rotary embeddings rotate all heads of a query that has them in a dimension of their own, as latent attention's has.
+    """Rotate all heads of queries with a separate head dimension, as in latent attention.
 
-    vLLM 0.32's kernel on a CPU divides the last dimension by the size of a head to count heads. Of a query [tokens, heads, size] it
-    takes one, and the rows that it rotates are not those of the tokens. Its operations in torch are right.
+    vLLM 0.32's CPU kernel divides the last dimension by the head size to count heads. For a query [tokens, heads, size] it
+    finds one head, and rotates rows that do not match the tokens. vLLM's torch implementation is correct.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     for layer in model.modules():
-        # vLLM keeps rotations for the next engine of a process.
+        # vLLM caches rotary embeddings for the next engine of a process, so this one may already be patched.
         if isinstance(layer, RotaryEmbedding) and getattr(layer._forward_method, "func", None) is not _rotate:
             layer._forward_method = partial(_rotate, layer, layer._forward_method)
 
@@ -61,11 +61,11 @@ def _rotate(module: Any, usual: Any, positions: Tensor, query: Tensor, key: Tens
 
 
 def spare_generators_of_cut_prompts(runner: Any) -> None:
-    """Keep a prompt that is computed in parts from drawing before it is complete.
+    """Prevent a partially computed prompt from advancing its random generator.
 
-    vLLM samples a token for every request of a pass and discards those of prompts that the token budget has cut. It then winds
-    the request's generator back by an offset, which generators on a CPU do not have (vLLM 0.32: "CPU Generator does not use
-    offset"). Here such a request has no generator while the discarded token is drawn, so its own is where it was.
+    vLLM samples a token for every request of a pass, and discards the tokens of prompts that the token budget has cut. It
+    then resets the request's generator by an offset, which CPU generators do not have (vLLM 0.32: "CPU Generator does not use
+    offset"). Here such a request has no generator while the discarded token is sampled, so its generator does not advance.
     """
     sample = runner.sample_tokens
 
@@ -81,11 +81,11 @@ def spare_generators_of_cut_prompts(runner: Any) -> None:
 
 
 def verify_drafts_at_their_temperature() -> None:
-    """Mend two functions with which vLLM verifies drafted tokens. Called again it changes nothing.
+    """Repair two functions that vLLM uses to verify drafted tokens. Idempotent.
 
-    ``expand_batch_to_tokens`` of vLLM 0.32 on a CPU returns uninitialised memory for a temperature: its stand-in for the kernel
-    (``vllm/utils/cpu_triton_utils.py``, ``_expand_kernel_impl``) writes to an int64 copy of the tensor that it is given, and drops
-    it. ``apply_top_k_top_p`` fails in a pass in which nothing was drafted, as it takes the maximum of no top_k at all.
+    ``expand_batch_to_tokens`` of vLLM 0.32 on a CPU returns uninitialised memory for a temperature. Its replacement for the
+    kernel (``vllm/utils/cpu_triton_utils.py``, ``_expand_kernel_impl``) writes to an int64 copy of its output tensor, and
+    drops the copy. ``apply_top_k_top_p`` fails in a pass without drafts, because it takes the maximum of an empty top_k.
     """
     from vllm.v1.sample import rejection_sampler
 
@@ -94,7 +94,7 @@ def verify_drafts_at_their_temperature() -> None:
 
 
 def _repeat(x: Tensor, ends: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
-    """Repeat ``x[i]`` for each token of request i, which end before ``ends[i]``; ``replace_from`` becomes ``replace_to``."""
+    """Repeat ``x[i]`` for each token of request i, up to ``ends[i]`` exclusive. Replace ``replace_from`` by ``replace_to``."""
     import torch
 
     replaced = x.masked_fill(x == replace_from, replace_to)
@@ -109,10 +109,11 @@ def _truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
 
 @contextmanager
 def hide_llvmlite() -> Iterator[None]:
-    """Hide llvmlite while an engine is built: vLLM looks for its kernels in everything that modules hold.
+    """Hide llvmlite while an engine is built, because vLLM searches the attributes of all modules for its kernels.
 
-    vLLM 0.32 fails there: the object for the library of LLVM has a function for every attribute that is asked of it, ``__dict__``
-    too. It is there once numba has compiled something, as where an earlier engine of the process has drafted by n-grams.
+    vLLM 0.32 fails at llvmlite's library object, which returns a function for every attribute, including ``__dict__``. The
+    object exists after numba has compiled something, for example when an earlier engine of the process has drafted by
+    n-grams.
     """
     from vllm.triton_utils import dispatcher
 
@@ -144,17 +145,17 @@ def complete_grid(runner: Any, layout: RolloutLayoutConfig) -> None:
 
 
 def _make_inputs_of_stage(runner: Any) -> None:
-    """Allocate what a stage receives: vLLM 0.32 does it in a first pass, which it leaves out where nothing is compiled."""
+    """Allocate the inputs of a pipeline stage. vLLM 0.32 does this in a warm-up pass, which it skips if nothing is compiled."""
     runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
         batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
     )
 
 
 def _compute_own_experts() -> None:
-    """Let kernels compute the experts that a rank has. Called again it changes nothing.
+    """Make the expert kernels compute this rank's experts only. Idempotent.
 
-    vLLM 0.32's kernel on a CPU is given the map from a layer's experts to those of the rank, and takes numbers of the former for
-    those of the latter. Here experts of other ranks get no weight; the sum over ranks has them.
+    vLLM 0.32's CPU kernel receives the map from the experts of a layer to the experts of the rank, but uses the numbers of
+    the layer as numbers of the rank. Here experts of other ranks get weight zero; the sum over ranks includes them.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -171,9 +172,9 @@ def _apply_own(kernel: Any, *, topk_weights: Tensor, topk_ids: Tensor, expert_ma
 
 
 def _exchange_rows() -> None:
-    """Let groups that attend to requests of their own exchange tokens with experts. Called again it changes nothing.
+    """Let data-parallel groups exchange tokens with experts. Idempotent.
 
-    vLLM 0.32 asks its communicator of a CPU for two operations with parts of unequal sizes, which that does not have.
+    vLLM 0.32 calls two operations with parts of unequal sizes, which its CPU communicator does not implement.
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
@@ -184,7 +185,7 @@ def _exchange_rows() -> None:
 def _all_gather_rows(
     communicator: Any, parts: Tensor | list[Tensor], dim: int = 0, sizes: Sequence[int] | None = None
 ) -> Any:
-    """Join the rows [n_r, ...] of all ranks r, of which ``sizes`` are the numbers, in the order of ranks."""
+    """Concatenate the rows [n_r, ...] of all ranks r in rank order. ``sizes`` contains the numbers of rows n_r."""
     if isinstance(parts, list):
         return [_all_gather_rows(communicator, part, dim, sizes) for part in parts]
     import torch
@@ -192,7 +193,7 @@ def _all_gather_rows(
 
     assert dim == 0
     sizes = sizes or [len(parts)] * communicator.world_size
-    padded = parts.new_zeros(max(sizes), *parts.shape[1:])  # gloo gathers equal parts
+    padded = parts.new_zeros(max(sizes), *parts.shape[1:])  # gloo gathers parts of equal size only
     padded[: len(parts)] = parts
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded, group=communicator.device_group)

@@ -1,4 +1,4 @@
-"""Speculative decoding (Leviathan et al. 2022, arXiv 2211.17192): how a vLLM engine drafts, and which of its drafts are taken."""
+"""Speculative decoding (Leviathan et al. 2022, arXiv 2211.17192): how a vLLM engine drafts, and which drafts it accepts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def learned_names(cfg: RolloutConfig, model: EngineModel) -> frozenset[str]:
-    """Name the tensors of MTP layers that an engine is to be sent; none where it drafts with those of the model's directory.
+    """Return the names of the MTP tensors that the trainer sends to an engine.
 
-    Weights of 8 bits have their scales beside them.
+    The set is empty if the engine loads them from the model directory. For 8-bit weights, the names include their scales.
     """
     if cfg.speculative.method != "mtp" or model.shapes is None:
         return frozenset()
@@ -38,38 +38,39 @@ def learned_names(cfg: RolloutConfig, model: EngineModel) -> frozenset[str]:
 
 
 class Drafts:
-    """Let an engine draft: the arguments of vllm.LLM, the MTP layers where these learn, and a record of what was taken.
+    """Lets an engine draft: the arguments of vllm.LLM, the MTP layers if they are trained, and a record of accepted drafts.
 
-    MTP layers that learn start as dummies and are sent with the model. Others are loaded from the model's directory when the engine
-    starts, and stay as they are. The embedding and the output layer of both are the model's own modules.
+    Trained MTP layers start as dummies and are sent with the model. Other MTP layers are loaded from the model directory when
+    the engine starts, and do not change. The embedding and the output layer of both kinds are the model's own modules.
 
     Raises:
-        ConfigError: a sleep would discard MTP layers that no sync brings back.
+        ConfigError: a sleep would discard MTP layers that no sync restores.
     """
 
     def __init__(self, cfg: RolloutConfig, model: EngineModel, *, on_cuda: bool) -> None:
-        self.model: DraftedModel | None = None  # once it is attached, if MTP layers learn
+        self.model: DraftedModel | None = None  # set by attach(), if MTP layers are trained
         self._method, self._on_cuda, self._learned = cfg.speculative.method, on_cuda, learned_names(cfg, model)
         self._in_stages = cfg.layout.pp > 1
         sleeps = on_cuda and cfg.placement == "colocated" and cfg.sleep_level == 2
         if self._method == "mtp" and sleeps and not self._learned:
             raise ConfigError(
-                "rollout.speculative.method=mtp: a sleep of rollout.sleep_level=2 discards the MTP layers, which no sync brings back "
+                "rollout.speculative.method=mtp: a sleep of rollout.sleep_level=2 discards the MTP layers, which no sync restores "
                 "with actor.mtp.mode=keep; set rollout.sleep_level=1, or actor.mtp.mode=train"
             )
         self.options = {"speculative_config": _options(cfg.speculative, self._learned)}
 
     def attach(self, worker: Any, core: Any) -> None:
-        """Take up with vLLM's worker and the core of its engine, which have started."""
+        """Connect to vLLM's worker and engine core after their start."""
         if self._method == "ngram":
             import numba
 
-            numba.get_num_threads()  # starts the threads of numba, else the first draft would, and set torch's number
+            # Starts numba's threads; otherwise the first draft would, and would change torch's number of threads.
+            numba.get_num_threads()
         if self._in_stages:
             from rlhf_mcore.rollout.vllm.stages import share_drafts
 
             share_drafts(worker.model_runner, core)
-        if self._learned and (draft := worker.get_draft_model()) is not None:  # on the last stage
+        if self._learned and (draft := worker.get_draft_model()) is not None:  # on the last stage only
             self.model = DraftedModel(worker.get_model(), draft, self._learned)
         if not self._on_cuda:
             verify_drafts_at_their_temperature()
@@ -84,7 +85,7 @@ def _options(cfg: SpeculativeConfig, learned: Collection[str]) -> dict[str, Any]
 
 
 class DraftedModel(nn.Module):
-    """A model and the MTP layers that draft for it, loaded as one. ``names``: the checkpoint's tensors of the latter."""
+    """A model and its MTP layers, loaded as one module. ``names`` contains the checkpoint's tensor names of the MTP layers."""
 
     def __init__(self, model: Any, draft: Any, names: Collection[str]) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class DraftedModel(nn.Module):
         self._names = names
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load tensors as vLLM's models do, and return the names of the parameters that were written."""
+        """Load tensors as vLLM's models do, and return the names of the written parameters."""
         drafted = set[str]()
 
         def of_model() -> Iterator[tuple[str, Tensor]]:
@@ -107,7 +108,7 @@ class DraftedModel(nn.Module):
 
 
 class DraftRecord:
-    """Count the drafts that were taken in each pass, by the number of response tokens that a request had before the pass."""
+    """Records the accepted drafts of each pass, by the number of response tokens that the request had before the pass."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler, self._count = scheduler, scheduler.make_spec_decoding_stats
@@ -117,13 +118,13 @@ class DraftRecord:
     def _note(
         self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, num_invalid_spec_tokens: Any, request_id: str
     ) -> Any:
-        """Stand for the scheduler's method, which it calls for each request of a pass that had drafts."""
+        """Replace the scheduler's method. The scheduler calls it for each request with drafts in a pass."""
         place = self._scheduler.requests[request_id].num_output_tokens
         self._passes.setdefault(request_id, []).append((place, num_draft_tokens, num_accepted_tokens))
         return self._count(stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
 
     def take(self, handle: str, num_tokens: int) -> NDArray[np.int16]:
-        """Return the field ``DRAFTS`` of a response of so many tokens, which has finished."""
+        """Return the field ``DRAFTS`` of a finished response with ``num_tokens`` tokens."""
         field = np.zeros((num_tokens, 2), np.int16)
         for place, drafted, taken in self._passes.pop(handle, []):
             field[place] = drafted, taken

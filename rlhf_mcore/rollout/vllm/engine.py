@@ -37,34 +37,35 @@ if TYPE_CHECKING:
     from rlhf_mcore.rollout.vllm.routes import RouteSource
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Tokens of one forward pass by default: the fewest that vLLM chooses on any platform, and its choice on large GPUs.
+# Default tokens per forward pass: the smallest number that vLLM chooses on any platform, and its choice on large GPUs.
 _LEAST_BUDGET, _USUAL_BUDGET = 4096, 16384
 
 
 class VLLMEngine(LiveEngine, AddsAdapters):
-    """One of ``world_size / cfg.layout.num_ranks`` vLLM engines that live in the ranks of the trainer.
+    """One of ``world_size / cfg.layout.num_ranks`` vLLM engines that run inside the trainer's ranks.
 
-    vLLM's ``external_launcher`` joins the process group that the trainer has initialised; consecutive ranks form an
-    engine. All ranks construct it together. The ranks of one engine are called with the same arguments in the same
-    order; different engines may be given different prompts and finish at different times. One engine per process.
+    vLLM's ``external_launcher`` joins the process group that the trainer has initialised. Consecutive ranks form an engine.
+    All ranks construct it together. The ranks of one engine are called with the same arguments in the same order. Different
+    engines may get different prompts and finish at different times. A process contains one engine.
 
-    It starts with dummy weights, and refuses to generate with them.
+    The engine starts with dummy weights, and refuses to generate with them.
     """
 
     _routes: RouteSource | None = None
     _drafts: Drafts | None = None
-    _adapters: Sequence[Any] = ()  # that the engine adds: their names in requests
-    _named: Mapping[str, Any] = {}  # the one that requests are drawn with
-    _counted: Any = nullcontext  # around the start
+    _adapters: Sequence[Any] = ()  # vLLM's names of the adapters in requests
+    _named: Mapping[str, Any] = {}  # the adapter for new requests
+    _counted: Any = nullcontext  # a context manager around the start
 
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
         """Start the engine (seconds to a minute).
 
-        Of ``cfg``, ``kv_cache_gib`` counts on the CPU, ``gpu_memory_utilization`` and ``sleep`` on CUDA. On the CPU the engine always
-        runs eagerly: compiling costs more than it brings.
+        ``kv_cache_gib`` applies on the CPU, ``gpu_memory_utilization`` and ``sleep_level`` on CUDA. On the CPU the engine
+        always runs eagerly, because compiling costs more time than it saves.
 
         Raises:
-            ConfigError: the layout does not divide the world size, a directory cannot be used, a cache does not hold one response
+            ConfigError: the layout does not divide the world size, a directory cannot be used, the cache is smaller than one
+            response
                 of ``model.max_model_len``, or vLLM rejects ``cfg.vllm``.
             RuntimeError: torch.distributed is not initialised.
         """
@@ -78,10 +79,10 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         self._expected = expected.of_directory(model.model_dir) if shapes is None else expected.of_shapes(shapes)
         self._on_cuda = current_platform().name == "cuda"
         self._can_sleep = self._on_cuda and cfg.sleep_level > 0
-        self._asleep: set[str] = set()  # of MEMORY
+        self._asleep: set[str] = set()  # subset of MEMORY
         self._num_ranks, self._records = size, truncates(cfg.sampling)
         self._adapter_shapes, self._num_adapters = model.adapters, model.num_adapters
-        self._by_number: dict[int, int] = {}  # request ids in flight by vLLM's numbers
+        self._by_number: dict[int, int] = {}  # vLLM's request number -> request id, for requests in flight
         self._images: EngineImages | None = None
         if model.images is not None:
             from rlhf_mcore.platform.cpu_libraries import declare_image_operators
@@ -124,7 +125,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         """Return the arguments of vllm.LLM."""
         options: dict[str, Any] = {
             "model": model.model_dir,
-            "skip_tokenizer_init": True,  # tokens in, tokens out: text is made once, at the end
+            "skip_tokenizer_init": True,  # tokens in, tokens out; text is decoded once, at the end
             "trust_remote_code": False,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": cfg.layout.tp,
@@ -140,7 +141,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             "enforce_eager": cfg.enforce_eager or not self._on_cuda,
             "generation_config": "vllm",  # sampling comes from our configuration, never from the model's files
             "logprobs_mode": "processed_logprobs",
-            "mamba_ssm_cache_dtype": "float32",  # states of gated delta nets, which the trainer has in fp32 too
+            "mamba_ssm_cache_dtype": "float32",  # gated delta net states, which are fp32 in the trainer too
             "disable_log_stats": True,
             "seed": model.seed,
         }
@@ -160,9 +161,9 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             options |= adapters.options(model.adapters, model.num_adapters)
         if cfg.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = cfg.max_num_batched_tokens
-            # Each decodes a token in a pass.
+            # Each sequence decodes one token per pass.
             options["max_num_seqs"] = min(cfg.sequences, cfg.max_num_batched_tokens)
-        elif cfg.sequences > _LEAST_BUDGET:  # vLLM refuses more sequences than tokens
+        elif cfg.sequences > _LEAST_BUDGET:  # vLLM rejects more sequences than tokens
             options["max_num_batched_tokens"] = max(cfg.sequences, _USUAL_BUDGET)
         if self._on_cuda:
             options["gpu_memory_utilization"] = cfg.gpu_memory_utilization
@@ -171,7 +172,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             options["enable_return_routed_experts"] = model.records_routes
         else:
             options["kv_cache_memory_bytes"] = int(cfg.kv_cache_gib * 2**30)
-            # Of the default 128 no short prompt would fill a block that its samples can share.
+            # With the default of 128, a short prompt would not fill a block for its samples to share.
             options["block_size"] = 32
         return options | (cfg.vllm or {})
 
@@ -201,7 +202,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             for request, limit, more in zip(requests, limits, extra, strict=True)
         ]
         tokens = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
-        # A prefix that older weights computed may still be in the cache: it is not shared
+        # The cache may contain prefixes from older weights. The salt prevents sharing them.
         if self._at_publish == "continue":
             for prompt in tokens:
                 prompt["cache_salt"] = f"weights {self.policy_version}"
@@ -225,15 +226,15 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         return [self._completion(output) for output in self._llm.llm_engine.step() if output.finished]
 
     def _completion(self, output: Any) -> Completion:
-        """Read a vllm.RequestOutput. Its ``outputs[0].logprobs[t]`` maps token ids to records.
+        """Convert a vllm.RequestOutput. Its ``outputs[0].logprobs[t]`` maps token ids to records.
 
         Raises:
-            RuntimeError: it answers none of the requests.
+            RuntimeError: the output belongs to no request in flight.
         """
         in_flight = self._in_flight.get(self._by_number.pop(int(output.request_id), -1))
         if in_flight is None or list(output.prompt_token_ids) != list(in_flight.request.prompt_ids):
             other = in_flight and f"another prompt than that of {in_flight.request.name}"
-            raise RuntimeError(f"the engine answered {other or 'a request that was not made'}")
+            raise RuntimeError(f"the engine answered {other or 'an unknown request'}")
         [drawn], support = output.outputs, None
         if in_flight.request.sampling.records_support:
             from rlhf_mcore.rollout.vllm.masks import support_of
@@ -287,7 +288,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         return live_backends(self._worker().get_model(), self._worker().vllm_config)
 
     def _count_preemptions(self) -> None:
-        """Count responses whose cache vLLM takes for others. Not those that ``rollout.at_publish=resubmit`` computes again."""
+        """Count preempted responses. Responses that ``rollout.at_publish=resubmit`` computes again do not count."""
         usual = self._scheduler._preempt_request
 
         def preempt(request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
@@ -314,17 +315,17 @@ class VLLMEngine(LiveEngine, AddsAdapters):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that are this engine together."""
+        """Number of ranks of this engine."""
         return self._num_ranks
 
     @contextmanager
     def begin(self, version: int) -> Iterator[nn.Module]:
-        """Yield the live model, to be written from outside. The engine is unusable from here until the block has ended well.
+        """Yield the live model for writing. The engine is unusable until the block has ended without an error.
 
         Requests may be in flight unless ``rollout.at_publish`` is drain.
 
         Raises:
-            RuntimeError: the engine sleeps, or has requests in flight that new weights must not meet.
+            RuntimeError: the engine sleeps, or requests are in flight that must not continue with new weights.
         """
         from vllm.config import set_current_vllm_config
 
@@ -341,7 +342,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
 
     @property
     def model(self) -> nn.Module:
-        """The live model on this rank, with what drafts for it where that learns."""
+        """The live model on this rank, together with its MTP layers if they are trained."""
         return (self._drafts and self._drafts.model) or self._worker().get_model()
 
     def _base_layers(self) -> AbstractContextManager[None]:
@@ -356,7 +357,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         return worker
 
     def _settle(self) -> None:
-        """Bring in the pass that vLLM may have begun ahead (asynchronous scheduling), before its weights change."""
+        """Finish the passes that vLLM may have started ahead (asynchronous scheduling), before the weights change."""
         if not self._in_flight:
             return
         from vllm.v1.core.sched.interface import PauseState
@@ -369,7 +370,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _reset_prefix_cache(self) -> None:
-        """Forget what the old weights computed. With ``continue``, that of running requests stays, and is shared with no other."""
+        """Discard the cache of the old weights. With ``continue``, running requests keep their cache, but do not share it."""
         if self._in_flight and self._at_publish == "continue":
             return
         if not self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight)):
@@ -382,17 +383,17 @@ class VLLMEngine(LiveEngine, AddsAdapters):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Replace all weights by full tensors under Hugging Face names, through vLLM's own layerwise reload.
 
-        That path writes all of vLLM's layouts: fused, sharded or prepacked. The engine is unusable from here until
-        a load has ended well; one that failed is repaired by the next whole one. Tied tensors may be given once. Adapters are
-        all zeros afterwards.
+        The reload writes all of vLLM's layouts: fused, sharded or prepacked. The engine is unusable until a load has ended
+        without an error. After a failed load, the next complete load restores it. Tied tensors may be given once. Afterwards
+        all adapters are zero.
 
         Raises:
-            ValueError: an unknown, repeated, wrongly shaped or missing tensor.
+            ValueError: a tensor is unknown, repeated, missing, or has a wrong shape.
             RuntimeError: the engine sleeps, or vLLM left a parameter unwritten.
         """
         if "weights" in self._asleep:
             raise RuntimeError("the rollout engine sleeps: call wake() before load_weights()")
-        from rlhf_mcore.rollout.vllm import reload  # planned bridges write the live weights instead
+        from rlhf_mcore.rollout.vllm import reload  # planned bridges write the live weights and do not need this module
 
         self._settle()
         self.begin_load()
@@ -400,7 +401,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             checked, drafted = self._expected.checked(weights), self._drafts and self._drafts.model
             [unwritten] = self._llm.collective_rpc(reload.reload, args=(checked, drafted))
         if self._adapter_shapes:
-            self._open_slots()  # vLLM's reload has closed them
+            self._open_slots()  # vLLM's reload has closed the slots
         if unwritten:
             raise RuntimeError(f"vLLM left parameters unwritten: {', '.join(unwritten)}")
         self._reset_prefix_cache()
@@ -422,7 +423,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         self._named = {} if number is None else {"lora_request": self._adapters[number]}
 
     def sleep(self, level: int = 2) -> None:
-        """Give the memory of weights and cache back to the device. A no-op on the CPU and with rollout.sleep_level=0."""
+        """Free the device memory of weights and cache. Do nothing on the CPU and with rollout.sleep_level=0."""
         if not self._can_sleep or self._asleep:
             return
         if self._in_flight:
@@ -433,7 +434,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         self._asleep = set(MEMORY)
 
     def wake(self, tags: Sequence[str] = MEMORY) -> None:
-        """Allocate the memory again. After a sleep of level 2 the weights are not in it: a sync must follow."""
+        """Allocate the memory again. After a sleep at level 2 it contains no weights, so a sync must follow."""
         if due := self._asleep.intersection(tags):
             self._llm.wake_up(tags=sorted(due, key=MEMORY.index))
             self._asleep -= due
@@ -443,7 +444,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
                 adapters.forget_batch(self._worker().model_runner)
 
     def close(self) -> None:
-        """Free the engine. The trainer's process group stays; another engine may be started afterwards, also in another one."""
+        """Free the engine. The trainer's process group stays. Another engine may start later, also in another process group."""
         from vllm.distributed import parallel_state
 
         self.abandon("it was closed")
@@ -451,16 +452,16 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         core.model_executor.shutdown()
         core.scheduler.shutdown()
         parallel_state.destroy_model_parallel()
-        if (world := parallel_state._WORLD) is not None:  # vLLM's own way would destroy the trainer's group as well
+        if (world := parallel_state._WORLD) is not None:  # vLLM's own shutdown would also destroy the trainer's group
             world.destroy()
             parallel_state._WORLD = None
         del self._llm, core
-        gc.unfreeze()  # vLLM froze what was alive when it started
+        gc.unfreeze()  # vLLM froze the objects that existed at its start
         gc.collect()
 
 
 def _renew_sinks(model: Any) -> None:
-    """Give kernels of attention the sinks that were written: some keep a copy in another dtype."""
+    """Pass the new sinks to attention kernels, because some keep a copy in another dtype."""
     for module in model.modules():
         if "sinks" in module._parameters:
             if hasattr(module.attn.impl, "_sinks_source"):
@@ -470,17 +471,18 @@ def _renew_sinks(model: Any) -> None:
 
 
 def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any:
-    """Start a vllm.LLM that leaves the trainer's process group alone.
+    """Start a vllm.LLM that does not touch the trainer's process group.
 
-    vLLM's engine core destroys the default process group when it is collected or the interpreter ends; here that group
-    is the trainer's, so the finalizer is taken off and ``VLLMEngine.close`` frees the rest.
+    vLLM's engine core destroys the default process group when it is garbage-collected or the interpreter ends. Here that
+    group belongs to the trainer. This function therefore detaches the finalizer, and ``VLLMEngine.close`` frees the rest.
 
     Raises:
-        ConfigError: the device has less memory free than the engine's share, the cache of keys and values is smaller than one response
-            of the greatest length, no kernel takes the experts, or vLLM rejects arguments of ``rollout.vllm``.
+        ConfigError: the device has less free memory than the engine's share, the KV cache is smaller than one response of
+        maximum
+            length, no kernel supports the experts, or vLLM rejects arguments in ``rollout.vllm``.
     """
-    # A module of vLLM keeps an exception of its own import, and so every frame that has led there, models included: a thread
-    # has no others.
+    # A vLLM module keeps an exception from its import, with all frames on the stack and the models in them. A separate thread
+    # has no such frames.
     with ThreadPoolExecutor(1) as thread:
         llm_class = thread.submit(lambda: import_module("vllm").LLM).result()
     from vllm.distributed.parallel_state import destroy_model_parallel
@@ -508,12 +510,12 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
 
         if (problem := problem_of(str(error), options, cfg, on_cuda=on_cuda)) is None:
             raise
-        destroy_model_parallel()  # or its groups would be in the way of the next engine
+        destroy_model_parallel()  # otherwise its groups would block the next engine
         raise ConfigError(problem) from error
     llm.llm_engine.engine_core._finalizer.detach()
     return llm
 
 
 def _self(worker: Any) -> Any:
-    """Return vLLM's worker, which lives in this process."""
+    """Return vLLM's worker, which runs in this process."""
     return worker

@@ -1,4 +1,4 @@
-"""Prepare the process for vLLM, and keep vLLM's changes out of it."""
+"""Prepare the process for vLLM, and limit vLLM's side effects."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from unittest import mock
 
 from rlhf_mcore.rollout.engine import DEBUG_VARIABLE, preserved_rng
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another one on each machine
-# Loggers whose warnings say that an engine is slower than it could be.
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between machines
+# Loggers whose warnings mean that an engine is slower than possible.
 _KEPT = tuple(
     f"vllm.{name}"
     for name in (
@@ -35,15 +35,16 @@ _MAX_KEPT = 50
 
 
 def prepare_environment() -> None:
-    """Set the variables that vLLM reads when it is imported. Idempotent; call it before anything imports vllm.
+    """Set the variables that vLLM reads when it is imported. Idempotent. Call it before anything imports vllm.
 
-    The engine must live in this process, under the trainer's process group, so vLLM's own worker processes are switched
-    off whatever was set. The rest are defaults that a variable of the user's overrides:
+    The engine must run in this process, in the trainer's process group, so vLLM's own worker processes are always disabled.
+    The other variables are defaults, which the user's environment overrides:
 
-    - ``VLLM_NO_USAGE_STATS``: nothing is sent anywhere.
-    - ``VLLM_LOGGING_LEVEL``: errors only, unless RLHF_MCORE_DEBUG is set. Most warnings of vLLM are about start-up choices
-      that we make on purpose. ``engine_start`` keeps the others.
-    - ``VLLM_CPU_OMP_THREADS_BIND=nobind``: vLLM must not pin the trainer's threads to cores; ranks share the machine.
+    - ``VLLM_NO_USAGE_STATS``: send no usage statistics.
+    - ``VLLM_LOGGING_LEVEL``: errors only, unless RLHF_MCORE_DEBUG is set. Most vLLM warnings are about start-up choices that
+    are
+      intended here. ``engine_start`` keeps the other warnings.
+    - ``VLLM_CPU_OMP_THREADS_BIND=nobind``: vLLM must not pin the trainer's threads to cores, because ranks share the machine.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -53,39 +54,43 @@ def prepare_environment() -> None:
 
 
 def ask_for_batch_invariance(nccl: tuple[int, ...]) -> None:
-    """Have vLLM's kernels compute the same bits of a request in every batch. Before it is imported, in a process without a trainer.
+    """Make vLLM's kernels compute the same bits for a request in every batch.
 
-    vLLM then sets variables of NCCL for its own communicators. NCCL before 2.29.7 (``nccl``: its version) would take them for those
-    shared with the trainer as well, and hang: there nothing is asked for.
+    Call this before importing vLLM, in a process without a trainer. vLLM then sets NCCL variables for its own communicators.
+    NCCL before 2.29.7 (``nccl`` is its version) would also apply them to communicators shared with the trainer, and hang.
+    Older versions therefore do not get this setting.
     """
     if nccl >= (2, 29, 7):
         os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
 
 
 def unpinned_nccl() -> AbstractContextManager[Any]:
-    """Take vLLM's variables of NCCL away while communicators are made with processes that it has set none for."""
+    """Remove vLLM's NCCL variables while communicators are created with processes that do not set them."""
     nccl = sys.modules.get("vllm.utils.nccl")
     return nullcontext() if nccl is None else nccl.unpinned_nccl_env()
 
 
 @contextmanager
 def engine_start(rank: int, world_size: int, *, eager: bool) -> Iterator[list[str]]:
-    """Prepare the import of vLLM and the construction of an engine, and clean up behind them.
+    """Prepare the import of vLLM and the construction of an engine, and undo vLLM's side effects afterwards.
 
-    Yields the list that gets vLLM's warnings about kernels and communication.
+    Yield the list that receives vLLM's warnings about kernels and communication.
 
-    Inside: the launcher's variables that ``external_launcher`` reads are there even without torchrun; vLLM is quiet;
-    with ``eager`` no function of vLLM is compiled (on a CPU its sampler would run a C++ compiler for 8 s in the first
-    step). Afterwards vLLM's changes are undone: to the random number generators (it seeds all of them), the number of
-    torch's threads (numba, for n-grams, sets it to the number of cores), ``torch.set_num_threads`` (it puts a function
-    there that does nothing), to LOCAL_WORLD_SIZE and to LD_PRELOAD. vLLM's binding of all the process's memory to one NUMA
-    node is left out: ranks are not pinned to cores either.
+    Inside the block, the launcher variables that ``external_launcher`` reads are set even without torchrun, and vLLM logs
+    errors only. With ``eager``, vLLM compiles no function (on a CPU its sampler would otherwise run a C++ compiler for 8 s in
+    the first step).
+
+    Afterwards these are restored: the random number generators (vLLM seeds all of them), the number of torch threads (numba,
+    for n-grams, sets it to the number of cores), ``torch.set_num_threads`` (vLLM replaces it by a function that does
+    nothing), LOCAL_WORLD_SIZE and LD_PRELOAD. vLLM does not bind the memory of the process to one NUMA node, because ranks
+    are not pinned either.
     """
     prepare_environment()
     launcher = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     local = {name: value for name, value in launcher.items() if name not in os.environ}
     if eager:
-        local["TORCHDYNAMO_DISABLE"] = "1"  # read where torch.compile decorates, that is while modules are imported
+        # Torch.compile reads it when it decorates, which is while modules are imported.
+        local["TORCHDYNAMO_DISABLE"] = "1"
     import torch
 
     spared = ("LOCAL_WORLD_SIZE", "LD_PRELOAD")
@@ -96,10 +101,10 @@ def engine_start(rank: int, world_size: int, *, eager: bool) -> Iterator[list[st
 
 @contextmanager
 def _plain_segments(torch: Any) -> Iterator[None]:
-    """Within this block torch allocates CUDA memory that other processes can open.
+    """Within this block, torch allocates CUDA memory that other processes can open.
 
-    Ranks of an engine open each other's buffers of graphs, which are recorded when it starts. Those in expandable segments they
-    cannot, and end (vLLM's issue 42609).
+    The ranks of an engine open each other's CUDA graph buffers, which are recorded when it starts. They cannot open buffers
+    in expandable segments, and crash (vLLM issue 42609).
     """
     from vllm.device_allocator import alloc_conf
 
@@ -107,7 +112,7 @@ def _plain_segments(torch: Any) -> Iterator[None]:
     if not alloc_conf.conf_flag_enabled(settings, name):
         yield
         return
-    torch.cuda.empty_cache()  # what is free in the trainer's segments would be given out again
+    torch.cuda.empty_cache()  # otherwise torch would reuse free memory in the trainer's segments
     alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(settings, name, False))
     try:
         yield
@@ -116,16 +121,17 @@ def _plain_segments(torch: Any) -> Iterator[None]:
 
 
 def engine_cache(environment: Mapping[str, str], engine: int | str) -> str:
-    """Return the folder of vLLM's caches for one engine. Engines of one machine would write the same files at the same time."""
+    """Return the directory of vLLM's caches for one engine. Engines on one machine must not write the same files concurrently."""
     root = environment.get("VLLM_CACHE_ROOT") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
     return str(Path(root, f"engine-{engine}").expanduser())
 
 
 @contextmanager
 def caches_by_engine_rank(num_ranks: int) -> Iterator[None]:
-    """Let vLLM name its caches by the rank within an engine of ``num_ranks`` ranks, while it builds and compiles the engine.
+    """Make vLLM name its caches by the rank within an engine of ``num_ranks`` ranks, while it builds and compiles the engine.
 
-    vLLM (0.32) names them by the rank of the world. 512 ranks would store 512 copies, and a rank of another number would find none.
+    vLLM 0.32 names them by the global rank. 512 ranks would store 512 copies, and a rank with another number would not find
+    them.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -144,16 +150,16 @@ def caches_by_engine_rank(num_ranks: int) -> Iterator[None]:
 
 @contextmanager
 def private_shared_memory() -> Iterator[None]:
-    """Give an engine's shared memory names of this job's own while it is built, and leave none behind.
+    """Give an engine's shared memory names that are unique to this job while it is built, and leave no files in /dev/shm.
 
-    vLLM's CPU build exchanges tensor-parallel parts through named shared memory. Under ``external_launcher`` (0.32) the names are
-    the same for every job of a machine: two jobs would write into each other's, and a killed one would keep the next from
-    starting. The names are removed as soon as all ranks have opened them; the memory lives as long as its mappings.
+    vLLM's CPU build exchanges tensor-parallel parts through named shared memory. Under ``external_launcher`` (0.32) the names
+    are the same for every job on a machine. Two jobs would write into each other's memory, and a killed job would prevent the
+    next start. The names are removed when all ranks have opened them. The memory exists until it is unmapped.
 
-    vLLM's queue between the ranks of an engine is not made: a kill would leave its 25 MiB and its sockets behind. Its
-    messages go through the process group; under ``external_launcher`` a step has none.
+    vLLM's queue between the ranks of an engine is not created, because a kill would leave its 25 MiB and its sockets. Its
+    messages use the process group instead. Under ``external_launcher`` a step sends no such messages.
 
-    Names differ between machines: groups of ranks on several of them then exchange parts through the process group.
+    Names differ between machines. Groups of ranks on several machines therefore exchange parts through the process group.
     """
     import torch
     import torch.distributed as dist
@@ -185,10 +191,10 @@ def private_shared_memory() -> Iterator[None]:
 
 @contextmanager
 def unchanged_classes() -> Iterator[None]:
-    """Around the construction of an engine that compiles nothing: classes of transformers stay what they are.
+    """Keep transformers' classes unchanged during the construction of an engine that compiles nothing.
 
-    vLLM runs some models by transformers' own modules (0.32: OLMo-2). To compile them it changes their class for the whole process,
-    which afterwards cannot make such a model without vLLM.
+    vLLM runs some models through transformers' own modules (0.32: OLMo-2). To compile them, it changes their class for the
+    whole process. Afterwards the process cannot build such a model without vLLM.
     """
     from vllm.model_executor.models.transformers.base import Base
 
@@ -224,7 +230,7 @@ def _environment(values: dict[str, str], keep: tuple[str, ...]) -> Iterator[None
 
 @contextmanager
 def _quiet() -> Iterator[list[str]]:
-    """Log errors only. Yields the list that gets vLLM's warnings about kernels and communication."""
+    """Log errors only. Yield the list that receives vLLM's warnings about kernels and communication."""
     kept: list[str] = []
     if DEBUG_VARIABLE in os.environ:
         yield kept
@@ -235,7 +241,7 @@ def _quiet() -> Iterator[list[str]]:
         return is_enabled(logger, level) or (level == logging.WARNING and logger.name.startswith(_KEPT))
 
     def keep(logger: logging.Logger, entry: logging.LogRecord) -> None:
-        level = vars(entry)["levelno"]  # as an attribute tools/certify would take it for a name of vLLM
+        level = vars(entry)["levelno"]  # tools/certify would take an attribute access for a vLLM name
         if level > logging.WARNING:
             call_handlers(logger, entry)
         elif level == logging.WARNING and logger.name.startswith(_KEPT) and len(kept) < _MAX_KEPT:
@@ -251,17 +257,17 @@ def _quiet() -> Iterator[list[str]]:
 
 
 def remove_quantisation(hf_config: Any) -> Any:
-    """Remove the quantisation of the model's files from a config: they are dequantised before an engine gets any of it."""
+    """Remove the quantisation of the model's files from a config, because an engine gets dequantised weights."""
     if hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config
     return hf_config
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this rank of the trainer's process group, and its size.
+    """Return this rank in the trainer's process group, and the size of the group.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: torch.distributed is not initialised.
     """
     import torch.distributed as dist
 
@@ -273,7 +279,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def preload() -> None:
-    """Import vLLM as an engine on a CPU will, in a process that ranks are to be forks of."""
+    """Import vLLM as a CPU engine will, in a process from which ranks are forked."""
     with engine_start(0, 1, eager=True):
         from vllm import LLM, SamplingParams  # noqa: F401
         from vllm.v1.worker import cpu_worker  # noqa: F401

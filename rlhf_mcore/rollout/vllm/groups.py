@@ -1,8 +1,8 @@
-"""Engines of several groups of ranks (data parallelism inside one engine): each attends to requests of its own, all share the experts.
+"""Data parallelism inside one engine: groups of ranks that run their own requests and share the experts.
 
-Every rank is given every request, as of any engine of several ranks, and deals them out alike. A pass has a part in every group: one
-without requests computes a token of nothing, as its experts are needed. After it groups gather three numbers each, and their
-completions only if one has finished some.
+Every rank gets every request, as in any engine with several ranks, and assigns requests to groups in the same way. Every
+group takes part in each pass. A group without requests runs a dummy token, because its experts are needed. After each pass,
+groups gather three numbers each, and their completions only if a group has finished some.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class GroupedVLLMEngine(VLLMEngine):
-    """An engine with ``rollout.layout.dp`` above 1. How far a response is, only its own group knows."""
+    """An engine with ``rollout.layout.dp`` above 1. Only a request's own group knows the progress of its response."""
 
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
-        """Start the engine, see :class:`VLLMEngine`."""
+        """Start the engine; see :class:`VLLMEngine`."""
         self._size, self._group_of = cfg.layout.dp, dict[int, int]()
-        self._tokens_drawn = 0  # in all groups
+        self._tokens_drawn = 0  # of all groups
         self._num_passes = 0
         self._rank_of_engine = rank_and_world_size()[0] % cfg.layout.num_ranks
         super().__init__(cfg, model)
@@ -42,10 +42,10 @@ class GroupedVLLMEngine(VLLMEngine):
         self._count_passes(empty_too=not self._worker().vllm_config.use_v2_model_runner)
 
     def _count_passes(self, *, empty_too: bool) -> None:
-        """Count the passes of vLLM's steps: groups must make them together.
+        """Count the passes of vLLM's steps, because groups must run them together.
 
-        A step makes none if it only takes the result of a pass that was begun ahead (asynchronous scheduling), or schedules no
-        token. ``empty_too``: vLLM's first model runner (0.32) then makes a dummy pass by itself.
+        A step runs no pass if it only collects the result of a pass that was started ahead (asynchronous scheduling), or
+        schedules no token. ``empty_too``: vLLM's first model runner (0.32) then runs a dummy pass by itself.
         """
         executor = self._core.model_executor
         usual = executor.execute_model
@@ -62,7 +62,7 @@ class GroupedVLLMEngine(VLLMEngine):
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Let vLLM find the number of this rank's group: it divides RANK, which counts the ranks of all engines."""
+        """Let vLLM compute the number of this rank's group. vLLM derives it from RANK, which counts the ranks of all engines."""
         from vllm.engine.arg_utils import EngineArgs
 
         usual = EngineArgs.create_engine_config
@@ -86,7 +86,7 @@ class GroupedVLLMEngine(VLLMEngine):
         return handles
 
     def _deal(self, requests: Sequence[Request]) -> list[int]:
-        """Choose a group for each request: that with the fewest in flight. Those with the same prompt stay together, up to a share."""
+        """Assign each request to the group with the fewest requests. Equal prompts stay together, up to an equal share."""
         load = [0] * self._size
         for request_id in self._in_flight:
             load[self._group_of[request_id]] += 1
@@ -119,7 +119,7 @@ class GroupedVLLMEngine(VLLMEngine):
         return [_completion(fields) for report in reports for fields in report]
 
     def _settle(self) -> None:
-        """See :class:`VLLMEngine`: until no group has a pass that was begun ahead. All make the same passes meanwhile."""
+        """See :class:`VLLMEngine`. Continue until no group has a pass started ahead. All groups run the same passes meanwhile."""
         if not self._in_flight:
             return
         from vllm.v1.core.sched.interface import PauseState
@@ -135,14 +135,14 @@ class GroupedVLLMEngine(VLLMEngine):
         return [number for number in self._in_flight if self._group_of[number] == self._own]
 
     def _num_drawn(self) -> dict[int, int]:
-        """Count the tokens of this group's requests. Those of others have their versions from their own group."""
+        """Count the tokens of this group's requests. Other requests get their versions from their own group."""
         states = self._scheduler.requests
         handles = {number: self._in_flight[number].handle for number in self._own_in_flight()}
         return {number: states[handle].num_output_tokens for number, handle in handles.items() if handle in states}
 
     @property
     def tokens_drawn(self) -> int:
-        """See :class:`Engine`; those of cancelled requests are counted too."""
+        """See :class:`Engine`. Includes the tokens of cancelled requests."""
         return self._tokens_drawn
 
     def _end(self, request_ids: Sequence[int]) -> None:
@@ -150,12 +150,12 @@ class GroupedVLLMEngine(VLLMEngine):
             super()._end(own)
 
     def drawn(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
-        """See :class:`Engine`: those of this rank's group."""
+        """See :class:`Engine`. Only requests of this rank's group."""
         return super().drawn(set(self._own_in_flight()).intersection(request_ids))
 
 
 def _gather_counts(counts: Sequence[int], group: Any) -> list[list[int]]:
-    """Gather a few numbers of every rank of a group."""
+    """Gather a few numbers from every rank of a group."""
     import torch
     import torch.distributed as dist
 
@@ -165,7 +165,7 @@ def _gather_counts(counts: Sequence[int], group: Any) -> list[list[int]]:
 
 
 def _plain(completion: Completion) -> list[Any]:
-    """Write a completion as JSON values. Of further fields it has drafts alone: others are refused, as are tokens drawn from."""
+    """Convert a completion to JSON values. Of the recorded fields, only drafts are supported with data parallelism."""
     drafts = completion.fields.get(DRAFTS)
     return [
         completion.request_id,

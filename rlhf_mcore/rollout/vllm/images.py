@@ -1,7 +1,7 @@
-"""Give vLLM images that are processed already, with prompts that have their tokens already.
+"""Send preprocessed images to vLLM, with prompts that already contain all image tokens.
 
-vLLM's own way would be a prompt with one token for an image, which it replaces by as many as it counts: a prompt that has them is
-expanded once more, without an error. So requests go past its processor, as its renderer would have written them.
+vLLM normally expects a prompt with one token per image, and replaces it by the full number. It would expand a complete prompt
+once more, without an error. Requests therefore bypass its processor, in the format that its renderer would produce.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 def options(model: EngineModel) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM for a model that sees images."""
+    """Return the arguments of vllm.LLM for a vision model."""
     return {
-        "skip_tokenizer_init": False,  # its processor needs one
+        "skip_tokenizer_init": False,  # vLLM's image processor needs a tokenizer
         "tokenizer": model.tokenizer_dir,
         "limit_mm_per_prompt": {"image": model.max_images, "video": 0},
-        "mm_processor_cache_gb": 0,  # what it holds it does not send to the engine again
-        "mm_device_do_normalize": False,  # pixels come as the model reads them
+        "mm_processor_cache_gb": 0,  # with a cache, vLLM would not send cached images to the engine again
+        "mm_device_do_normalize": False,  # pixels are already normalised
     }
 
 
 @contextmanager
 def inspected_here() -> Iterator[None]:
-    """Let vLLM read what a model can do in this process, where torchvision's operators are declared, and not in one of its own."""
+    """Let vLLM inspect a model class in this process, where torchvision's operators are declared, instead of in a subprocess."""
     from vllm.model_executor.models import registry
 
     with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):
@@ -55,15 +55,15 @@ class EngineImages:
         version: int,
         named: Mapping[str, Any],
     ) -> list[str]:
-        """Give requests to a vllm.LLM as its ``enqueue`` does, and return their handles.
+        """Send requests to a vllm.LLM as its ``enqueue`` does, and return their handles.
 
         Args:
-            requests: each with what vLLM is given of it without its images, and how it is sampled.
-            version: of the weights. What other weights have made of an image is in vLLM's cache, and must not be taken for it.
+            requests: each request with its vLLM prompt without images, and its sampling parameters.
+            version: version of the weights. It is part of the cache key, because vLLM caches image features of older weights.
 
         Raises:
-            OSError: the store has no such image.
-            ValueError: a prompt has not the tokens of its images.
+            OSError: the store does not contain an image.
+            ValueError: a prompt lacks the tokens of its images.
         """
         handles = []
         for request, prompt, own in requests:

@@ -1,4 +1,4 @@
-"""Name what vLLM cannot draw with, before it is imported."""
+"""Find configurations that vLLM cannot run, before it is imported."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from rlhf_mcore.geometry import ModelGeometry
 
 
-# Packages that vLLM's modules of these families need and vLLM itself does not.
+# Packages that vLLM's modules for these families need, but vLLM does not require.
 IMPORTS = dict.fromkeys(
     ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_vl", "qwen3_vl_moe"), "torchvision"
 )
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of an engine's buffers
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported sizes of an engine's buffers
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's CPU attention
 
 
 def model_problems(
     cfg: RolloutConfig, model: ModelConfig, geometry: ModelGeometry, *, records_routes: bool
 ) -> Iterator[str]:
-    """Name packages that are missing for vLLM's code of the model, and parts that its CPU build does not compute."""
+    """Yield problems of the model with vLLM: missing packages, and parts that its CPU build does not support."""
     if (package := IMPORTS.get(geometry.family)) is not None and find_spec(package) is None:
         yield (
             f"rollout.engine=vllm: vLLM's code of model.path={model.path} imports {package}, which is not installed; "
@@ -37,8 +37,8 @@ def model_problems(
         )
     if (vision := FAMILIES.get(geometry.family, UNSUPPORTED).vision) is not None and vision.attends_within:
         yield (
-            f"rollout.engine=vllm: tokens of an image attend to each other in model.path={model.path}, which engines of vLLM are "
-            "not given yet; set rollout.engine=hf"
+            f"rollout.engine=vllm: image tokens of model.path={model.path} attend to each other, which vLLM engines do not "
+            "support yet; set rollout.engine=hf"
         )
     yield from _grid_problems(cfg, geometry, records_routes)
     if not has_gpu():
@@ -48,11 +48,11 @@ def model_problems(
 
 
 def _grid_problems(cfg: RolloutConfig, geometry: ModelGeometry, records_routes: bool) -> Iterator[str]:
-    """Name what was not tried with engines that are cut in other ways than by tensor parallelism."""
+    """Yield combinations that are not tested with pipeline or data parallelism of an engine."""
     others = {
         "rollout.sampling.top_p below 1 or top_k": truncates(cfg.sampling),
         "actor.router_replay=rollout": records_routes,
-        "models that see images": geometry.vision is not None,
+        "vision models": geometry.vision is not None,
     }
     of_records = [other for other, is_asked in others.items() if is_asked]
     for key in ("pp", "dp"):
@@ -62,7 +62,7 @@ def _grid_problems(cfg: RolloutConfig, geometry: ModelGeometry, records_routes: 
 
 
 def adapter_problems(cfg: RolloutConfig, geometry: ModelGeometry) -> Iterator[str]:
-    """Name what keeps vLLM from adding adapters. ``geometry`` is that of the adapters."""
+    """Yield reasons why vLLM cannot add adapters. ``geometry`` includes the adapters."""
     assert geometry.adapter is not None
     from rlhf_mcore.families.adapters import EMBEDDING, OUTPUT, is_target
 
@@ -71,37 +71,37 @@ def adapter_problems(cfg: RolloutConfig, geometry: ModelGeometry) -> Iterator[st
     if geometry.experts is not None:
         yield from _mixture_problems(geometry)
     if isinstance(geometry.attention, LatentSizes):
-        yield "vLLM adds no adapters to latent attention: it absorbs projections"
+        yield "vLLM does not support adapters in latent attention, because it absorbs projections"
     if geometry.delta is not None:
-        yield "vLLM's layers of gated delta nets are fused in another way than their adapters"
+        yield "vLLM fuses the layers of gated delta nets differently from their adapters"
     if geometry.adapter.use_dora:
-        yield "vLLM adds no magnitudes of DoRA"
+        yield "vLLM does not support the magnitudes of DoRA"
     if geometry.adapter.rank not in ADAPTER_RANKS:
         which = "twice actor.lora.rank" if geometry.adapter.fixed else "actor.lora.rank"
-        yield f"vLLM has room for ranks of {', '.join(map(str, ADAPTER_RANKS))}, not of {which}={geometry.adapter.rank}"
+        yield f"vLLM supports the ranks {', '.join(map(str, ADAPTER_RANKS))}, not {which}={geometry.adapter.rank}"
     if cfg.quantization is not None:
         yield f"adapters are added before weights are quantised (rollout.quantization={cfg.quantization})"
     if (layout := cfg.layout).num_ranks > layout.tp or layout.ep > 1:
-        yield "it is not tried with rollout.layout.pp, dp or ep above 1"
+        yield "adapters are not tested with rollout.layout.pp, dp or ep above 1"
     if cfg.speculative.method != "off":
-        yield f"it is not tried with rollout.speculative.method={cfg.speculative.method}"
+        yield f"adapters are not tested with rollout.speculative.method={cfg.speculative.method}"
 
 
 def _quantised_problems(cfg: RolloutConfig, model: ModelConfig, geometry: ModelGeometry) -> Iterator[str]:
-    """Name what keeps vLLM from multiplying with 8 bits on a GPU."""
+    """Yield problems with 8-bit weights of vLLM on a GPU."""
     from rlhf_mcore.families.quantised import cut_problems
 
     name, layout = f"rollout.quantization={cfg.quantization}", cfg.layout
     if model.dtype == "fp32":
-        yield f"{name}: vLLM's layers of 8 bits have no fp32, found model.dtype=fp32; set it to bf16"
+        yield f"{name}: vLLM's 8-bit layers do not support model.dtype=fp32; set it to bf16"
     problems = cut_problems(geometry, layout.tp, layout.dp, layout.ep) if cfg.quantization == "fp8" else ()
     keys, sharers = f"rollout.layout.tp={layout.tp}" + f" and dp={layout.dp}" * (layout.dp > 1), layout.tp * layout.dp
     is_cured = sharers > 1 and not any(cut_problems(geometry, layout.tp, layout.dp, sharers))
     choice = "choose another rollout.layout.tp" + f", whole experts (rollout.layout.ep={sharers})" * is_cured
     for problem in problems:
         yield (
-            f"{name}: engines of {keys} cut blocks of 128x128 of model.path={model.path} ({problem}), which "
-            f"vLLM's layers do not take; {choice}, or rollout.quantization=int8"
+            f"{name}: {keys} splits 128x128 blocks of model.path={model.path} ({problem}), which "
+            f"vLLM's layers do not support; {choice}, or rollout.quantization=int8"
         )
 
 
@@ -110,9 +110,9 @@ def _mixture_problems(geometry: ModelGeometry) -> Iterator[str]:
 
     others = [module for module in adapted_modules(geometry) if ".self_attn." not in module]
     if others:
-        yield f"in models with experts vLLM adds adapters to attention alone, not to {others[0]}"
+        yield f"in models with experts, vLLM supports adapters in attention only, not in {others[0]}"
     if FAMILIES[geometry.family].has_stacked_experts:
-        yield "in models with all experts of a layer in one tensor vLLM's attention has another name than its adapters"
+        yield "in models with all experts of a layer in one tensor, vLLM's attention and its adapters have different names"
 
 
 def _cpu_problems(model: ModelConfig, geometry: ModelGeometry) -> Iterator[str]:
@@ -135,30 +135,30 @@ def _cpu_problems(model: ModelConfig, geometry: ModelGeometry) -> Iterator[str]:
         )
     if not latent and geometry.num_attention_layers and geometry.head_dim not in CPU_HEAD_SIZES:
         yield (
-            f"rollout.engine=vllm: on a CPU vLLM has attention for heads of {', '.join(map(str, CPU_HEAD_SIZES))} numbers, those of "
-            f"model.path={model.path} have {geometry.head_dim} (head_dim); set rollout.engine=hf"
+            f"rollout.engine=vllm: on a CPU vLLM supports the head sizes {', '.join(map(str, CPU_HEAD_SIZES))}, but "
+            f"model.path={model.path} has head_dim={geometry.head_dim}; set rollout.engine=hf"
         )
 
 
 def problem_of(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> str | None:
-    """Return the message in place of vLLM's about a start, where configuration is the cause."""
+    """Return our message for a vLLM start error that the configuration has caused, or None for other errors."""
     if "larger than the available KV cache memory" in message or "for the cache blocks" in message:
         key = "gpu_memory_utilization" if on_cuda else "kv_cache_gib"
         return (
-            f"rollout.{key}={getattr(cfg, key)}: the cache of an engine does not hold one prompt and response of "
+            f"rollout.{key}={getattr(cfg, key)}: the cache of an engine is too small for one prompt and response of "
             f"rollout.max_model_len={options['max_model_len']} tokens; raise it, or lower data.max_prompt_tokens or "
             "rollout.sampling.max_new_tokens"
         )
     if memory := re.search(r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\)", message):
         free, total = memory.groups()
         return (
-            f"rollout.gpu_memory_utilization={cfg.gpu_memory_utilization}: an engine takes that share of its device's {total} GiB, of "
-            f"which {free} are free when it starts; lower it, end what else uses the device (nvidia-smi), or have the models leave "
-            "it (actor.offload, reference.offload)"
+            f"rollout.gpu_memory_utilization={cfg.gpu_memory_utilization}: an engine needs that share of its device ({total} GiB), "
+            f"but only {free} GiB are free at its start; lower it, stop other processes on the device (nvidia-smi), or offload the "
+            "models (actor.offload, reference.offload)"
         )
     if "AuxOutput Connector requires Model Runner V2" in message:
         return (
-            f"actor.router_replay=rollout: vLLM returns routes with a model runner that it does not have for {options['model']}; "
+            f"actor.router_replay=rollout: vLLM records routes only with a model runner that does not support {options['model']}; "
             "set it to old_logprobs or off"
         )
     if "requires Model Runner V2" in message:
@@ -167,8 +167,8 @@ def problem_of(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, 
         return masks.not_recorded(cfg.sampling, options["model"])
     if "MoE backend supports the deployment" in message:
         return (
-            f"rollout.layout.tp={cfg.layout.tp}: vLLM has no kernel for experts of {options['model']} that are cut so (those for a "
-            "CPU take multiples of 32, of the hidden size and, in gpt-oss, of an expert's size over tp); choose another tp, or set "
+            f"rollout.layout.tp={cfg.layout.tp}: vLLM has no kernel for these shards of experts of {options['model']} (CPU kernels "
+            "require multiples of 32 for the hidden size and, in gpt-oss, for the expert size over tp); choose another tp, or set "
             "rollout.engine=hf"
         )
     if cfg.vllm:

@@ -1,4 +1,4 @@
-"""The tokens that vLLM draws each token from, after top-k and top-p: vLLM calls them its sampling mask."""
+"""The tokens that vLLM samples each token from, after top-k and top-p. vLLM calls them its sampling mask."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema.rollout import SamplingConfig
     from rlhf_mcore.types import Ragged, Request
 
-_RECORDS = "records_support"  # among the extra arguments of a request's sampling parameters
+_RECORDS = "records_support"  # key in the extra arguments of sampling parameters
 
 
 def extra_args(request: Request) -> dict[str, Any] | None:
-    """Return the extra arguments of a request's sampling parameters."""
+    """Return the extra arguments for the sampling parameters of a request."""
     return {_RECORDS: True} if request.sampling.records_support else None
 
 
 def support_of(drawn: Any) -> Ragged[NDArray[np.int32]] | None:
-    """Return the supports of a vllm.CompletionOutput, or None where vLLM has recorded nothing."""
+    """Return the supports of a vllm.CompletionOutput, or None if vLLM has recorded none."""
     if drawn.sampling_mask is None:
         return None
     return ragged_ids(drawn.sampling_mask.token_ids[: len(drawn.token_ids)])
 
 
 def not_recorded(sampling: SamplingConfig, model: str) -> str:
-    """Say that vLLM's model runner cannot record them."""
+    """Return the error message for a vLLM model runner that cannot record supports."""
     return (
-        f"rollout.sampling.top_p={sampling.top_p:g}, top_k={sampling.top_k}: updates need the tokens that each was drawn from, which "
-        f"vLLM does not record with the model runner that it has for {model}; set top_p=1 and top_k=-1, or rollout.engine=hf"
+        f"rollout.sampling.top_p={sampling.top_p:g}, top_k={sampling.top_k}: updates need the candidate set of each sampled token, "
+        f"but vLLM's model runner for {model} does not record it; set top_p=1 and top_k=-1, or rollout.engine=hf"
     )
 
 
 def record_masks(engine: Any, runner: Any, *, on_cuda: bool) -> None:
-    """Let the completions of an engine (vllm.v1.LLMEngine) have them. On CUDA it was started with ``return_sampling_mask``."""
+    """Make an engine (vllm.v1.LLMEngine) return supports. On CUDA it must be started with ``return_sampling_mask``."""
     if on_cuda:
-        # It is looked at again only to refuse requests without top_k, which evaluations may be.
+        # From now on vLLM only uses it to reject requests without top_k, which evaluations may contain.
         engine.model_config.return_sampling_mask = False
     else:
         _return_masks_on_cpu(runner, engine.engine_core.engine_core.scheduler)
 
 
 def record_where_wanted(engine: Any, runner: Any, in_flight: Mapping[int, InFlight]) -> None:
-    """Record nothing where nobody asks for it: on CUDA vLLM records for all requests or none, at a cost in time and memory."""
+    """Record supports only if a request in flight needs them. On CUDA, vLLM records all requests, which costs time and memory."""
     records = {each.handle: each.request.sampling.records_support for each in in_flight.values()}
     runner.sampler.return_sampling_mask = any(records.values())
     for handle, state in engine.output_processor.request_states.items():
@@ -58,13 +58,14 @@ def record_where_wanted(engine: Any, runner: Any, in_flight: Mapping[int, InFlig
 
 
 def _return_masks_on_cpu(runner: Any, scheduler: Any) -> None:
-    """Let completions have the tokens that each of theirs was drawn from, as with vLLM's ``return_sampling_mask``.
+    """Return the supports of sampled tokens with completions, as vLLM's ``return_sampling_mask`` does.
 
-    vLLM 0.32 finds them in its second model runner alone, which is not for CPUs; the way from a runner to the completions is for both.
-    Logprobs are gathered from the distributions of the draws, also where drafts were verified.
+    vLLM 0.32 finds supports only in its second model runner, which does not run on CPUs. The path from a runner to the
+    completions works for both runners. vLLM gathers logprobs from the sampling distributions, including for verified drafts,
+    so they are read there.
     """
     gather, sample, sample_tokens = runner.sampler.gather_logprobs, runner._sample, runner.sample_tokens
-    distributions: list[Tensor] = []  # [rows, V], of the pass
+    distributions: list[Tensor] = []  # [rows, V], for the current pass
     masks: list[Any] = []
 
     def gather_logprobs(logprobs: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -91,10 +92,10 @@ def _return_masks_on_cpu(runner: Any, scheduler: Any) -> None:
 
 
 def _masks(runner: Any, sampled: Tensor, distributions: Tensor) -> Any:
-    """Make vLLM's record of the supports of ``sampled`` [requests, drafts + 1], of requests that want them; others have none."""
+    """Build vLLM's record of the supports of ``sampled`` [requests, drafts + 1]; empty for requests that do not need them."""
     from vllm.v1.outputs import SamplingMaskLists
 
-    drawn = (sampled >= 0) & (sampled < distributions.size(1))  # a draft that was rejected, and all after it, are -1
+    drawn = (sampled >= 0) & (sampled < distributions.size(1))  # -1 marks a rejected draft and all positions after it
     requests = (runner.requests[name] for name in runner.input_batch.req_ids)
     records = drawn.new_tensor([bool((r.sampling_params.extra_args or {}).get(_RECORDS)) for r in requests])
     inside = distributions.isfinite() & records.repeat_interleave(sampled.size(1))[:, None]

@@ -1,4 +1,4 @@
-"""vLLM's reload of all weights of a model, and what it would lose without a word."""
+"""vLLM's reload of all weights of a model, and repairs for weights that it would lose without an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def reload(worker: Any, weights: Iterable[tuple[str, Tensor]], drafted: Any = None) -> list[str]:
     """Reload the weights inside vLLM's worker, and return the parameters that were not written (vLLM only logs them).
 
-    ``drafted``: its model with what drafts for it, where that is reloaded too.
+    ``drafted`` is the model together with its MTP layers, if these are reloaded too.
     """
     model = drafted or worker.get_model()
     load_weights = model.load_weights
@@ -28,28 +28,29 @@ def reload(worker: Any, weights: Iterable[tuple[str, Tensor]], drafted: Any = No
         return names
 
     model.load_weights = recording
-    worker.model_runner.get_model = lambda: model  # whose weights vLLM reloads
+    worker.model_runner.get_model = lambda: model  # vLLM reloads the weights of this model
     for module in model.modules():
         if (
             getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None
             and current_platform().name == "cpu"
         ):
-            module.quant_method.moe_kernel = None  # vLLM 0.32 packs experts only while it builds their kernel
+            module.quant_method.moe_kernel = None  # vLLM 0.32 packs experts only when it builds their kernel
     try:
         worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
     except BaseException:
         _abandon_reload(worker, model)
         raise
     finally:
-        del model.load_weights, worker.model_runner.get_model  # the methods of the classes show again
+        # Removes the overrides, so that the classes' methods apply again.
+        del model.load_weights, worker.model_runner.get_model
     _reprocess_tied(model)
     return sorted({name for name, _ in model.named_parameters()} - loaded - _derived_parameters(model))
 
 
 def _derived_parameters(model: Any) -> set[str]:
-    """Name the parameters that attention makes of others after loading. No checkpoint has them.
+    """Return the names of the parameters that attention derives from others after loading. No checkpoint contains them.
 
-    Latent attention absorbs a projection into W_UV and W_UK_T, except with kernels for AMX. Processing it again makes them anew.
+    Latent attention absorbs a projection into W_UV and W_UK_T, except with AMX kernels. Processing it again recreates them.
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -63,10 +64,10 @@ def _derived_parameters(model: Any) -> set[str]:
 
 
 def _prepare_reload(model: Any) -> None:
-    """Have a reload reach what vLLM's would lose without a word, or stumble over.
+    """Prepare layers that vLLM's reload would skip without an error, or fail at.
 
-    Layers that it does not process afterwards are written where they are: some models write their parameters without loaders (the
-    sinks of gpt-oss). A projection absorbed by latent attention gets its freed memory back.
+    Layers without post-processing are written in place, because some models write their parameters without loaders (the sinks
+    of gpt-oss). A projection that latent attention has absorbed gets its freed memory back.
     """
     import torch
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -83,12 +84,13 @@ def _prepare_reload(model: Any) -> None:
             layerwise._place_kernel_tensors(module, info)
             info.reset()
             for tensor in module.parameters(recurse=False):
-                if hasattr(tensor, "weight_loader"):  # it would drop what comes: biases of norms keep it
+                # The reload's loader would drop the tensor; biases of norms keep such a loader.
+                if hasattr(tensor, "weight_loader"):
                     tensor.weight_loader = layerwise._get_original_loader(tensor)
 
 
 def _by_expert(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Split a tensor of all experts, as vLLM's loaders of gpt-oss take them while it reloads: the whole tensor would be lost."""
+    """Split a tensor with all experts into single experts. vLLM's gpt-oss loaders would lose the whole tensor during a reload."""
     for name, tensor in pairs:
         block, is_stacked, part = name.rpartition(".mlp.experts.")
         if is_stacked and "." not in part:
@@ -98,7 +100,7 @@ def _by_expert(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
 
 
 def _lost_layers(model: Any) -> set[str]:
-    """Name the layers that vLLM reloads without a tensor for them, whatever its model reports about their parameters."""
+    """Return the names of layers that vLLM reloads without any tensor, regardless of what its model reports as loaded."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     infos = {name: get_layerwise_info(module) for name, module in model.named_modules()}
@@ -106,10 +108,10 @@ def _lost_layers(model: Any) -> set[str]:
 
 
 def _reprocess_tied(model: Any) -> None:
-    """Process the layers again that share a parameter with another one.
+    """Process layers that share a parameter with another layer again.
 
-    vLLM processes the layer that a tensor was loaded for. A tied lm_head is not among those: on the CPU it would continue
-    to multiply with the copy of the embeddings that it has prepacked before.
+    vLLM processes the layer whose tensor was loaded. A tied lm_head is not one of these. On the CPU it would continue to
+    multiply with the prepacked copy of the old embeddings.
     """
     owners: dict[int, list[Any]] = {}
     for module in model.modules():
@@ -123,7 +125,7 @@ def _reprocess_tied(model: Any) -> None:
 
 
 def _abandon_reload(worker: Any, model: Any) -> None:
-    """Close a reload that raised. Left open, the pieces it has buffered would count towards the next one."""
+    """Close a reload that raised. Otherwise the buffered pieces would count for the next reload."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

@@ -1,4 +1,4 @@
-"""The experts that vLLM routes every token to, layer by layer."""
+"""The experts to which vLLM routes every token, layer by layer."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.types import Request
 
-Routes = NDArray[
-    np.int16
-]  # [tokens, layers with experts, experts per token]: numbers of experts plus one; 0: not known
+Routes = NDArray[np.int16]  # [tokens, layers with experts, experts per token]: expert number + 1; 0: unknown
 
 
 def record_routes(engine: Any, runner: Any, *, on_cuda: bool) -> RouteSource:
-    """Let an engine (vllm.v1.LLMEngine) record routes. On CUDA it was started with ``enable_return_routed_experts``.
+    """Make an engine (vllm.v1.LLMEngine) record routes. On CUDA it must be started with ``enable_return_routed_experts``.
 
     Raises:
-        ConfigError: vLLM's kernel of the experts chooses them by itself, and does not tell which.
+        ConfigError: vLLM's expert kernel routes tokens internally, and does not return the routes.
     """
     if on_cuda:
         return ReturnedRoutes(routed_layers(runner.model))
@@ -32,7 +30,7 @@ def record_routes(engine: Any, runner: Any, *, on_cuda: bool) -> RouteSource:
 
 
 def field_of_inputs(routes: Routes) -> Routes:
-    """Make the field of n + 1 tokens of the routes of their n inputs: those of an input are of the token that it predicts."""
+    """Build the field for n + 1 tokens from the routes of n inputs. An input's routes belong to the token that it predicts."""
     return np.concatenate([np.zeros_like(routes[:1]), routes])
 
 
@@ -46,44 +44,44 @@ def routed_layers(model: nn.Module) -> list[int]:
 
 
 class ReturnedRoutes:
-    """Routes that vLLM's second model runner returns with a completion, for all requests alike."""
+    """Routes that vLLM's second model runner returns with a completion, for all requests."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = list(layers)
 
     def expect(self, handles: Sequence[str], requests: Sequence[Request]) -> None:
-        """Do nothing: vLLM returns the routes of every request."""
+        """Do nothing, because vLLM returns the routes of every request."""
 
     def take(self, handle: str, drawn: Any, num_tokens: int) -> Routes:
-        """Read [inputs, layers, k] uint8 or uint16 of all layers. Those without experts are zeros, and are left out.
+        """Read [inputs, layers, k] uint8 or uint16 for all layers. Layers without experts contain zeros, and are dropped.
 
         Raises:
-            RuntimeError: there are none, or not of all inputs.
+            RuntimeError: routes are missing for some or all inputs.
         """
         returned = drawn.routed_experts
         if returned is None or len(returned) < num_tokens - 1:
             count = 0 if returned is None else len(returned)
-            raise RuntimeError(f"vLLM returned the experts of {count} tokens for {num_tokens} of a request")
+            raise RuntimeError(f"vLLM returned the experts of {count} tokens for a request with {num_tokens} tokens")
         return field_of_inputs(returned[: num_tokens - 1, self._layers].astype(np.int16) + np.int16(1))
 
     def drop(self, handles: Iterable[str]) -> None:
-        """Do nothing: vLLM forgets aborted requests."""
+        """Do nothing, because vLLM itself drops aborted requests."""
 
 
 class RecordedRoutes:
-    """Routes that are recorded in this process, as vLLM's first model runner, that of CPUs, returns none.
+    """Routes recorded in this process, because vLLM's first model runner, which runs on CPUs, returns none.
 
-    Tokens whose keys and values are in the cache are not routed again: their routes are kept by their place in the cache. A token that
-    is computed again, as after a preemption, keeps the routes with which the next one was drawn.
+    Tokens whose keys and values are cached are not routed again. Their routes are stored by their position in the cache. A
+    token that is computed again, for example after a preemption, keeps the routes with which the next token was sampled.
     """
 
     def __init__(self, runner: Any, prefix_caching: bool) -> None:
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
         self._runner, self._execute = runner, runner.execute_model
-        self._rows: dict[str, Routes | None] = {}  # of inputs by request; None: it has not begun
+        self._rows: dict[str, Routes | None] = {}  # routes of the inputs by request; None: the request has not started
         self._pass: dict[int, list[Tensor]] = {}
-        self._cached: Routes | None = None  # by place in the cache
+        self._cached: Routes | None = None  # by position in the cache
         self._shares = prefix_caching
         self._group, self._block_size = _whole_cache(runner.kv_cache_config.kv_cache_groups)
         try:
@@ -93,29 +91,29 @@ class RecordedRoutes:
         runner.execute_model = self._run
 
     def capture(self, layer: int, experts: Tensor) -> None:
-        """Note the experts [n, k] of a pass's tokens. vLLM calls it, a layer after the other."""
+        """Record the experts [n, k] of the tokens of a pass. vLLM calls it once per layer."""
         import torch
 
         self._pass.setdefault(layer, []).append(experts.to(torch.int16) + 1)
 
     def expect(self, handles: Sequence[str], requests: Sequence[Request]) -> None:
-        """Record the routes of requests that ask for them. ``handles``: vLLM's names of them. Called before their first pass."""
+        """Record the routes of requests that need them. ``handles`` are vLLM's request names. Call it before their first pass."""
         asked = zip(handles, requests, strict=True)
         self._rows.update((handle, None) for handle, request in asked if request.sampling.records_routes)
 
     def take(self, handle: str, drawn: Any, num_tokens: int) -> Routes:
-        """Return the field ``ROUTES`` of a request with ``num_tokens`` tokens, which has finished."""
+        """Return the field ``ROUTES`` of a finished request with ``num_tokens`` tokens."""
         rows = self._rows.pop(handle)
         assert rows is not None
         return field_of_inputs(rows[: num_tokens - 1])
 
     def drop(self, handles: Iterable[str]) -> None:
-        """Forget aborted requests."""
+        """Drop the records of aborted requests."""
         for handle in handles:
             self._rows.pop(handle, None)
 
     def _run(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stand for the runner's ``execute_model``."""
+        """Replace the runner's ``execute_model``."""
         self._pass.clear()
         output = self._execute(scheduled, *args, **kwargs)
         if scheduled.total_num_scheduled_tokens:
@@ -124,7 +122,7 @@ class RecordedRoutes:
         return output
 
     def _note(self, scheduled: Any) -> None:
-        """Keep the routes of a pass, whose tokens are those of its requests back to back."""
+        """Store the routes of a pass. Its tokens are the tokens of its requests, concatenated."""
         import torch
 
         routes: Routes = torch.stack([torch.cat(self._pass[layer]) for layer in sorted(self._pass)], dim=1).numpy()
@@ -139,7 +137,7 @@ class RecordedRoutes:
             if count := scheduled.num_scheduled_tokens.get(name, 0):
                 self._keep(name, starts[name], routes[place : place + count])
             place += count
-        # Only now: a prompt may begin with blocks that another request computes in the same pass.
+        # This must come last, because a prompt may start with blocks that another request computes in the same pass.
         for name in [new.req_id for new in begun] + [name for name in going.req_ids if name in going.resumed_req_ids]:
             self._fill_cached(name, starts[name])
 
@@ -153,26 +151,26 @@ class RecordedRoutes:
         if (rows := self._rows[name]) is None:
             limit = request.num_prompt_tokens + request.sampling_params.max_tokens
             rows = self._rows[name] = np.zeros((limit, *routes.shape[1:]), np.int16)
-        # From the last token on nothing is drawn yet: what comes after it was drafted, and may be computed again as another token.
+        # Tokens after the last one are not sampled yet. Their inputs are drafts, and may be computed again as other tokens.
         is_open = (places >= request.num_tokens - 1) | (rows[places % len(rows), 0, 0] == 0)
         is_open &= places < len(rows)
         rows[places[is_open]] = routes[is_open]
 
     def _fill_cached(self, name: str, count: int) -> None:
-        """Set the routes of the first ``count`` tokens of a request, which it has found in the cache."""
+        """Set the routes of the first ``count`` tokens of a request, which were found in the cache."""
         if count and (rows := self._rows.get(name)) is not None:
             assert self._cached is not None
             places = np.flatnonzero(rows[:count, 0, 0] == 0)
             rows[places] = self._cached[self._in_cache(self._runner.requests[name], places)]
 
     def _in_cache(self, request: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where the cache has tokens of a request. A block that has left it is the first one, which is never written."""
+        """Return the cache positions of a request's tokens. An evicted block maps to the first block, which is never written."""
         blocks = np.array(request.block_ids[self._group], np.int64)
         return blocks[places // self._block_size] * self._block_size + places % self._block_size
 
 
 def _whole_cache(groups: Sequence[Any]) -> tuple[int, int]:
-    """Return the group of layers whose cache has all tokens of a request, and the tokens of a block; the first if there is none."""
+    """Return the layer group whose cache contains all tokens of a request (the first if there is none), and its block size."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     number = next((k for k, group in enumerate(groups) if isinstance(group.kv_cache_spec, FullAttentionSpec)), 0)

@@ -1,6 +1,6 @@
-"""Engines in stages (``rollout.layout.pp``): what vLLM 0.32 leaves out where others have started the ranks of an engine.
+"""Pipeline-parallel engines (``rollout.layout.pp``): features that vLLM 0.32 lacks if it did not start the ranks itself.
 
-Each of these ranks schedules and draws for itself, so all have to know the same: how many blocks the cache has, and what was drafted.
+Each rank schedules and samples by itself. All ranks must therefore agree on the number of cache blocks and on the drafts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def patch_pipeline_engine(cfg: RolloutConfig) -> Iterator[None]:
-    """Stay around the start of an engine in stages."""
+    """Patch vLLM around the start of a pipeline-parallel engine."""
     from vllm.v1.engine import core
 
     with ExitStack() as patches:
@@ -27,13 +27,13 @@ def patch_pipeline_engine(cfg: RolloutConfig) -> Iterator[None]:
         if cfg.speculative.method != "off":
             from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-            # The last stage makes a drafter of its own. On others vLLM looks for one, and fails.
+            # The last stage builds its own drafter. On other stages vLLM looks for a drafter, and fails without this one.
             patches.enter_context(mock.patch.object(GPUModelRunner, "drafter", _listener(), create=True))
         yield
 
 
 def _with_fewest_blocks(usual: Any) -> Any:
-    """Let all stages have as many blocks as that which has fewest: a stage has more of them the fewer layers it has."""
+    """Use the smallest number of cache blocks of all stages. A stage with fewer layers would otherwise have more blocks."""
 
     def configs_of(vllm_config: Any, specs: Any, memory: Any) -> Any:
         configs = usual(vllm_config, specs, memory)
@@ -47,11 +47,11 @@ def _with_fewest_blocks(usual: Any) -> Any:
 
 
 def _listener() -> Any:
-    """Make what stands for a drafter on stages that are told what the last one has drafted."""
+    """Build a placeholder for the drafter on stages that receive their drafts from the last stage."""
     from vllm.v1.spec_decode.eagle import EagleProposer
 
     class Listener(EagleProposer):
-        kv_cache_gid = 0  # of the layers that tell how long requests are
+        kv_cache_gid = 0  # the layer group that defines the lengths of requests
 
         def __init__(self) -> None: ...
 
@@ -67,11 +67,12 @@ def _listener() -> Any:
 
 
 def share_drafts(runner: Any, core: Any) -> None:
-    """Have the last stage draft for all, once vLLM has started.
+    """Let the last stage draft for all stages, after vLLM has started.
 
-    vLLM shares the model's embedding with a draft only where there is one stage; a draft in the last of several has its own. This
-    becomes the model's there too, which has none otherwise, and is loaded as all that it has. vLLM would also begin a pass before
-    the one that drafted for it has ended; stages wait for each other here, so nothing is lost by one pass at a time.
+    vLLM shares the model's embedding with a draft model only if there is one stage. With several stages, the draft model on
+    the last stage has its own embedding. Here it becomes the model's embedding on that stage, which otherwise has none, and
+    is loaded like other weights. vLLM would also start a pass before the pass that drafts for it has ended. Stages wait for
+    each other anyway, so running one pass at a time loses nothing.
     """
     import torch
     from vllm.distributed.parallel_state import get_pp_group

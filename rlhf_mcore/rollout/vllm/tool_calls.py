@@ -1,4 +1,4 @@
-"""Calls of tools in what the policy has written, found by vLLM's own parsers."""
+"""Find tool calls in the policy's text with vLLM's own parsers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TABLE = "_TOOL_PARSERS_TO_REGISTER"
 
 
 def check_tool_parser(name: str) -> None:
-    """Look a parser up in vLLM's table, which is read and not imported: an import takes long, and has effects on the process.
+    """Look up a parser in vLLM's table. The table is read as text, because importing vLLM is slow and has side effects.
 
     Raises:
         ConfigError: vLLM is not installed, or has no such parser.
@@ -32,11 +32,12 @@ def check_tool_parser(name: str) -> None:
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
-            f"{KEY}={name} is a parser of vLLM's, which is not installed here; install it, or set null and let the environment read "
-            "calls from the text of a turn"
+            f"{KEY}={name} is a parser of vLLM, which is not installed here; install it, or set {KEY}=null and let the environment "
+            "read calls from the text"
         )
     names: list[str] = []
-    with suppress(OSError, SyntaxError, ValueError):  # another vLLM keeps its table elsewhere: the engine looks again
+    # Another vLLM version keeps its table elsewhere; the engine checks again.
+    with suppress(OSError, SyntaxError, ValueError):
         source = Path(spec.submodule_search_locations[0], "tool_parsers", "__init__.py").read_text(encoding="utf-8")
         for node in ast.parse(source).body:
             if isinstance(node, ast.Assign) and any(ast.unparse(target) == _TABLE for target in node.targets):
@@ -46,15 +47,15 @@ def check_tool_parser(name: str) -> None:
 
 
 def _unknown(name: str, names: Sequence[str]) -> ConfigError:
-    return ConfigError(f"{KEY}={name} is no parser of the installed vLLM; choose from {', '.join(names)}")
+    return ConfigError(f"{KEY}={name} is not a parser of the installed vLLM; choose from {', '.join(names)}")
 
 
 class ToolCallParser:
-    """The text of a turn -> a message as in OpenAI's API.
+    """Converts the text of a turn to a message in the format of OpenAI's API.
 
     Args:
-        name: as of vLLM's ``--tool-call-parser``.
-        tools: the schemas that the prompt was rendered with.
+        name: a name of vLLM's ``--tool-call-parser``.
+        tools: the schemas in the rendered prompt.
 
     Raises:
         ConfigError: vLLM has no such parser, or it does not fit the tokenizer.
@@ -71,13 +72,14 @@ class ToolCallParser:
             for logger in (
                 "vllm.tool_parsers",
                 "vllm.parser",
-            ):  # a traceback for each call that the policy has misspelt
+            ):  # they log a traceback for each malformed call
                 logging.getLogger(logger).setLevel(logging.CRITICAL)
         self._class = ToolParserManager.get_tool_parser(name)
         self._request = ChatCompletionRequest(messages=[], model="", tools=list(tools) or None)
         vocabulary = tokenizer.get_vocab()
         self._tokenizer = copy.copy(tokenizer)
-        self._tokenizer.get_vocab = lambda: vocabulary  # made anew at each call, of all tokens
+        # Computed once; otherwise each call would build it again from all tokens.
+        self._tokenizer.get_vocab = lambda: vocabulary
         try:
             self._parse("")
         except Exception as error:
@@ -87,19 +89,19 @@ class ToolCallParser:
             ) from error
 
     def __call__(self, text: str) -> dict[str, Any]:
-        """Parse a response into ``{"role": "assistant", "content", "tool_calls"}``; ``text`` has special tokens, but not the one
-        that ends the turn.
+        """Parse a response into ``{"role": "assistant", "content", "tool_calls"}``.
 
-        ``tool_calls`` are ``{"id", "type": "function", "function": {"name", "arguments"}}`` with arguments as a JSON text. What no
-        parser can read is content.
+        ``text`` contains special tokens, except the final token of the turn. ``tool_calls`` are ``{"id", "type": "function",
+        "function": {"name", "arguments"}}`` with arguments as a JSON text. Text that the parser cannot read becomes the
+        content.
         """
         try:
             return self._parse(text)
-        except Exception:  # the policy can write what a parser does not expect, as JSON nested 1,000 deep
+        except Exception:  # parsers fail on unexpected text of the policy, such as JSON nested 1,000 levels deep
             return {"role": "assistant", "content": text, "tool_calls": []}
 
     def _parse(self, text: str) -> dict[str, Any]:
-        parser = self._class(self._tokenizer, self._request.tools)  # it keeps what it has seen
+        parser = self._class(self._tokenizer, self._request.tools)  # a new one for each text, because it has state
         parsed = parser.extract_tool_calls(text, self._request)
         calls = [
             {"id": f"call_{place}", "type": "function", "function": {"name": each.name, "arguments": each.arguments}}

@@ -270,7 +270,7 @@ def test_vllms_own_parsers_find_calls_of_tools(two_engines: Seen) -> None:
     function = {"name": "add", "arguments": '{"a": 1, "b": "x"}'}
     assert found["message"]["tool_calls"][0] == {"id": "call_0", "type": "function", "function": function}
     for key in ("nothing", "nothing, before vLLM is imported"):
-        assert f"is no parser of the installed vLLM; choose from {', '.join(found['names'])}" in found[key]
+        assert f"is not a parser of the installed vLLM; choose from {', '.join(found['names'])}" in found[key]
     assert (
         "llama3_json does not fit the tokenizer of the model" in found["llama3_json"]
         and "<|python_tag|>" in found["llama3_json"]

@@ -52,7 +52,7 @@ def test_the_prompt_at_which_a_template_hangs_is_named(
     monkeypatch.setattr(tokenizer, "chat_template", hangs)
     file = write_jsonl(tmp_path / "a.jsonl", *({"prompt": letter} for letter in "1281"))
     with pytest.raises(
-        ConfigError, match=r"(?s)line 3, column 'prompt': the chat template refuses.*(processor time|ValueError)"
+        ConfigError, match=r"(?s)line 3, column 'prompt': the chat template rejects.*(processor time|ValueError)"
     ):
         load_prompts([file], tokenizer, DataConfig(apply_chat_template="true"))
 

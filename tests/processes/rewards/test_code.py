@@ -78,13 +78,13 @@ def test_forms_of_tests(truth: Any, tests: list[CodeTest]) -> None:
 @pytest.mark.parametrize(
     ("truth", "problem"),
     [
-        ("42", "it is int, which holds no tests"),
+        ("42", "it is int, which cannot contain tests"),
         ("forty-two", "'forty-two' asserts nothing"),
         ([], "there are no tests"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "Expecting value"),
         ([{"input": "1", "output": "2", "testtype": "functional"}], "does not name its function"),
-        (None, "it is NoneType, which holds no tests"),
+        (None, "it is NoneType, which cannot contain tests"),
     ],
 )
 def test_what_is_no_tests(truth: Any, problem: str) -> None:
@@ -256,7 +256,7 @@ def test_less_isolation_than_the_minimum_is_refused_before_anything_starts(monke
     with pytest.raises(ConfigError) as refused:
         build_reward(cfg)
     assert str(refused.value).startswith(
-        "reward.sandbox.minimum=filters: this machine gives programs of the model rlimits only "
+        "reward.sandbox.minimum=filters: this machine isolates model programs only by rlimits "
         "(namespaces: Operation not permitted; filters: Landlock: not in this kernel): use a kernel with Landlock"
     )
     assert "reward.sandbox.minimum=rlimits; with rlimits alone" in str(refused.value)

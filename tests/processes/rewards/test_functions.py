@@ -142,7 +142,7 @@ def test_conversations_come_to_a_batch_as_messages(file: str) -> None:
         (
             "",
             "needs",
-            r"needs 'difficulty', and is given level, answer, .*: put such a column of the data into extra_info",
+            r"requires 'difficulty', but gets only level, answer, .*: add this column to extra_info",
         ),
     ],
 )

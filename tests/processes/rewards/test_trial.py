@@ -137,7 +137,7 @@ def test_the_start_of_a_run_refuses_a_rule_that_reads_nothing(data: Any, tmp_pat
     assert check_reward(cfg.reward, cfg.data) is None  # a bare answer is all that it takes
     (tmp_path / "broken.py").write_text("def grade(*a):\n    return missing\n")
     cfg.reward = RewardConfig(function=f"{tmp_path}/broken.py:grade", workers=1)
-    with pytest.raises(ConfigError, match=r"raised NameError: name 'missing' is not defined.*all 8 rows"):
+    with pytest.raises(ConfigError, match=r"raised NameError: name 'missing' is not defined.*All 8 tested rows"):
         check_reward(cfg.reward, cfg.data)
     cfg.reward.on_error = "zero"
     assert "gives none of 8 ground truths" in (check_reward(cfg.reward, cfg.data) or "")
@@ -170,7 +170,7 @@ def test_prompts_that_hold_the_answer_are_warned_of(tmp_path: Path) -> None:
     chats = [question, [*question, {"role": "assistant", "content": "7"}]]
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps({"prompt": chat, "answer": "7"}) + "\n" for chat in chats))
-    warning = f"1 of 2 prompts of data.train that were read end with the assistant's answer ({file}, line 2)"
+    warning = f"1 of 2 tested prompts of data.train end with the assistant's answer ({file}, line 2)"
     cfg = Config(data=DataConfig(train=[str(file)]), reward=rules("final_number"))
     assert (check_reward(cfg.reward, cfg.data) or "").startswith(warning)
     assert f"warning: {warning}" in as_text(tried(cfg.reward, cfg.data))
@@ -219,7 +219,7 @@ def test_a_function_that_hangs_on_every_row_ends_the_command(
     before = set(descendants(os.getpid()))
     with refused(ConfigError, field=spec, value="1 s", remedy="raise reward.timeout_s"):
         check_reward(cfg.reward, cfg.data, say=said.append)
-    assert "waiting for one response, for reward.timeout_s=1 s at most" in said[-1]
+    assert "waiting for one response, for at most reward.timeout_s=1 s" in said[-1]
     require_no_processes_but(before)
 
 
@@ -232,7 +232,7 @@ def test_a_function_that_needs_longer_than_the_trial_is_warned_of(
     own = RewardConfig(function=f"{tmp_path}/slow.py:grade", workers=4, timeout_s=30.0)
     said = list[str]()
     assert "could not be tried on data.train" in (check_reward(own, data(NUMBERS), say=said.append) or "")
-    assert "waiting for one response, for reward.timeout_s=30 s at most" in said[-1]
+    assert "waiting for one response, for at most reward.timeout_s=30 s" in said[-1]
 
 
 @pytest.mark.timeout(60)
@@ -267,9 +267,9 @@ def test_the_trial_tells_of_itself_and_ends(
     said, before = list[str](), set(descendants(os.getpid()))
     warning = check_reward(cfg.reward, cfg.data, say=said.append)
     assert [line.partition(" of data.train")[0] for line in said[:1]] == [
-        f"trying reward.function={tmp_path}/slow.py:grade on 8 rows"
+        f"testing reward.function={tmp_path}/slow.py:grade on 8 rows"
     ] * is_slow
-    assert ("was not done with 8 rows of data.train within 5 s" in (warning or "")) is is_slow
+    assert ("did not finish 8 rows of data.train within 5 s" in (warning or "")) is is_slow
     require_no_processes_but(before)
 
 

@@ -293,7 +293,7 @@ def test_arguments_travel_unchanged(reward: Callable[..., PooledReward]) -> None
 
 
 def test_what_is_no_json_is_named(reward: Callable[..., PooledReward]) -> None:
-    with pytest.raises(ConfigError, match=r"prompt 'train-0', sample 3, are not: \{1\} is a set"):
+    with pytest.raises(ConfigError, match=r"prompt 'train-0', sample 3, cannot be written as JSON: \{1\} is a set"):
         reward("return 1").score([trajectory("x", tags={1})])
 
 

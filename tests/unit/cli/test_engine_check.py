@@ -41,7 +41,7 @@ def heads(workspace: Any, size: int, **changes: Any) -> None:
 @pytest.mark.parametrize("size", [16, 48, 100])
 def test_heads_that_vllm_has_no_kernel_for_are_named(workspace: Any, size: int) -> None:
     heads(workspace, size)
-    assert f"those of model.path=model have {size} (head_dim); set rollout.engine=hf" in str(problem())
+    assert f"model.path=model has head_dim={size}; set rollout.engine=hf" in str(problem())
     assert problem("rollout.engine=hf") is None
 
 

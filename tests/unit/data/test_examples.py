@@ -114,7 +114,7 @@ def test_pairs_of_equal_responses_are_left_out_and_counted(tmp_path: Path, token
     notes: list[str] = []
     (example,) = read(tokenizer, write_jsonl(tmp_path / "a.jsonl", other, same), PAIRS, note=notes.append)
     assert [text(tokenizer, ids) for ids in example.response_ids] == ["2<eos>", "3<eos>"]
-    assert "1 of 2 pairs have equal responses and are left out" in notes[0] and "a.jsonl, line 2" in notes[0]
+    assert "1 of 2 pairs have equal responses and are dropped" in notes[0] and "a.jsonl, line 2" in notes[0]
     with pytest.raises(ConfigError, match=r"data\.train: .*equal in all 2 pairs"):
         read(tokenizer, write_jsonl(tmp_path / "b.jsonl", same, same), PAIRS)
 

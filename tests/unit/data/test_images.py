@@ -189,7 +189,7 @@ def test_a_damaged_file_of_patches_is_named(tmp_path: Path, model_dir: Path) -> 
     file = tmp_path / "images" / "patches" / f"{digest}.npy"
     file.write_bytes(file.read_bytes()[:100])
     message = message_of(lambda: ImageStore(file.parent).features(digest))
-    assert message.startswith(f"{file}: damaged") and "remove its folder" in message
+    assert message.startswith(f"{file} is damaged") and "remove its folder" in message
 
 
 def test_the_ranks_of_a_machine_share_the_work(tmp_path: Path, model_dir: Path) -> None:
@@ -224,13 +224,13 @@ Image.new("L", (4000, 4000)).save(BOMB, "PNG")
     [
         (b"no image at all", "it cannot be read"),
         (png()[:200], "it cannot be read (image file is truncated)"),
-        (b"", "an image is bytes, a path or a data URL"),
+        (b"", "an image must be bytes, a path or a data URL"),
         (7, "found int 7"),
-        ({"bytes": None, "path": None}, "an image is bytes, a path or a data URL"),
+        ({"bytes": None, "path": None}, "an image must be bytes, a path or a data URL"),
         ("absent.png", "absent.png: no such file"),
-        ("https://example.org/a.png", "is not fetched; download the images"),
+        ("https://example.org/a.png", "URLs are not downloaded; download the images"),
         ("data:image/png;base64,%%%", "its data URL is not base64"),
-        ("data:application/pdf;base64,iVBO", "data:application/pdf;base64,iVBO is no data URL of an image"),
+        ("data:application/pdf;base64,iVBO", "data:application/pdf;base64,iVBO is not an image data URL"),
         ("iVBO" * 100, "write data:image/png;base64, before it"),
         ("iVBO" * 10_000, "write data:image/png;base64, before it"),
         (BOMB.getvalue(), "4000 by 4000 pixels, more than data.max_image_pixels=1000000"),
@@ -257,8 +257,8 @@ def test_more_images_than_allowed_are_refused_before_any_is_read(tmp_path: Path,
     [
         (ask("a<image>"), [b"1", b"2"], "1 x <image> in the prompt, and images: 2"),
         (ask("<image><image>"), [b"1"], "2 x <image> in the prompt, and images: 1"),
-        (ask([{"type": "video"}]), None, "parts of the types"),
-        (ask("a<image>"), 5, "holds int 5, not images"),
+        (ask([{"type": "video"}]), None, "parts with the types"),
+        (ask("a<image>"), 5, "contains int 5, not images"),
         (ask("a<image>"), None, "images: 0; name their column in data.image_key, or give the row its images"),
     ],
 )
@@ -269,7 +269,7 @@ def test_places_and_images_must_agree(content: Any, column: Any, expected: str) 
 def test_a_model_that_sees_nothing_is_not_given_images(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "<image>a", "images": ["b.png"]}) + "\n")
     files = [str(tmp_path / "a.jsonl")]
-    assert "the model sees none; choose one that does, or set data.image_key=null" in message_of(
+    assert "the model takes none; use a vision model, or set data.image_key=null" in message_of(
         lambda: load_prompts(files, tokenizer, DataConfig())
     )
     (prompt,) = load_prompts(files, tokenizer, DataConfig(image_key=None))
@@ -294,7 +294,7 @@ def test_a_prompt_without_a_place_for_its_image_is_told_to_have_one(
     tmp_path: Path, model_dir: Path, picture_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     message = message_of(lambda: load(tmp_path, model_dir, picture_tokenizer, [{"prompt": "a", "images": [png()]}]))
-    assert "written 0 tokens of images for 1 images; write <image> once where each image belongs" in message
+    assert "contain 0 image tokens for 1 images; write <image> once for each image" in message
 
 
 def test_objects_of_a_column_may_have_the_keys_of_parts(tmp_path: Path, model_dir: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_prompt_that_holds_the_token_itself_is_refused(
     tmp_path: Path, model_dir: Path, picture_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     rows = [{"prompt": ask("<image><|image_pad|>"), "images": [{"bytes": png()}]}]
-    with pytest.raises(ConfigError, match="written 2 tokens of images for 1 images"):
+    with pytest.raises(ConfigError, match="contain 2 image tokens for 1 images"):
         load(tmp_path, model_dir, picture_tokenizer, rows)
 
 
@@ -418,6 +418,6 @@ def test_examples_of_a_model_that_sees_nothing_are_refused_their_images(
     row = {"prompt": "<image>a", "images": ["b.png"], "response": "c"}
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     given = [str(tmp_path / "a.jsonl")], tokenizer, CONVERSATIONS
-    assert "the model sees none" in message_of(lambda: load_examples(*given, max_tokens=99, drop_longer=False))
+    assert "the model takes none" in message_of(lambda: load_examples(*given, max_tokens=99, drop_longer=False))
     (example,) = load_examples(*given, max_tokens=99, drop_longer=False, data=DataConfig(image_key=None))
     assert example.images == ()

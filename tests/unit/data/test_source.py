@@ -137,7 +137,7 @@ def test_overlong_prompts_are_counted_and_the_remedy_is_named(
         ({"prompt": [{"role": "user", "content": "ab\ud800"}]}, r"a lone surrogate \(U\+D800\) at character 2"),
         ({"prompt": "x", "answer": "\udfff"}, r"line 2, ground_truth: a lone surrogate"),
         ({"prompt": "x", "reward_model": "2"}, "'reward_model' must be an object, found str '2'"),
-        ({"prompt": CHAT * 2}, r"refuses these messages \(roles user, user\): roles must alternate"),
+        ({"prompt": CHAT * 2}, r"rejects these messages \(roles user, user\): roles must alternate"),
         ([1], "line 2: expected a JSON object, found list"),
         ({"prompt": "x", "extra_info": {"prompt_id": "a#0"}}, r"line 2: prompt_id 'a#0' was already used by .*line 1"),
     ],

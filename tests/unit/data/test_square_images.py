@@ -105,8 +105,8 @@ def test_tokens_and_pixels_are_those_of_the_models_processor(tmp_path: Path, mod
 @pytest.mark.parametrize(
     ("changes", "pixels", "told"),
     [
-        ({"do_pan_and_scan": True}, None, "has do_pan_and_scan, which is not supported; set it to false"),
-        ({"size": {"height": 28, "width": 28}}, None, "size is not the vision_config.image_size=24"),
+        ({"do_pan_and_scan": True}, None, "do_pan_and_scan=true is not supported; set it to false"),
+        ({"size": {"height": 28, "width": 28}}, None, "size must equal vision_config.image_size=24"),
         ({}, [784, 1568], "scales all images to one size; set it to null"),
     ],
 )

@@ -356,7 +356,7 @@ def test_an_image_that_cannot_be_used_is_refused_by_name(
         ("file:///etc/hostname", "'file:///etc/hostname': nothing is fetched and no file is read"),
         ("wide.png", "'wide.png': nothing is fetched and no file is read"),
         ("data:text/plain;base64,AA==", "nothing is fetched"),
-        ("data:image/png,AA", "no data URL of an image"),
+        ("data:image/png,AA", "not an image data URL"),
         ("data:image/png;base64,!", "is not base64"),
         (data_url(b"no picture"), "the messages, image 1: it cannot be read"),
         (data_url(WIDE[:60]), "the messages, image 1: it cannot be read"),

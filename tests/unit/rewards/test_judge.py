@@ -107,7 +107,7 @@ def test_an_answer_without_a_score_is_no_zero(content: Any, cause: str) -> None:
 def test_what_is_no_chat_completion_is_asked_for_again(value: Any) -> None:
     with scripted(lambda request: answer(value)) as server:
         (score,) = judged([trajectory("x")], server.url)
-        assert score.failure == "error" and "is no chat completion" in score.cause and len(server.seen) == 2
+        assert score.failure == "error" and "is not a chat completion" in score.cause and len(server.seen) == 2
 
 
 def test_a_slow_expression_is_none(tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ def test_a_slow_expression_is_none(tmp_path: Path) -> None:
         ({"rubric": "Grade it."}, r"reward\.judge\.rubric='Grade it.' has no \{response\} in it.* add \{response\}"),
         ({"rubric": "/no/such/file"}, r"reward\.judge\.rubric='/no/such/file' .*correct the path"),
         ({"rubric": "{response}" + "x" * 2**16}, "more than 65,536 characters"),
-        ({"parse": "(["}, r"reward\.judge\.parse='\(\[' is no expression of RE2"),
+        ({"parse": "(["}, r"reward\.judge\.parse='\(\[' is not a valid RE2 expression"),
         ({"parse": r"\d+"}, r"reward\.judge\.parse='\\\\d\+' has no group"),
-        ({"parse": r"(?=x)(y)"}, "is no expression of RE2"),
+        ({"parse": r"(?=x)(y)"}, "is not a valid RE2 expression"),
         ({"token_env": "NOT_SET"}, r"reward\.judge\.token_env is 'NOT_SET'"),
         ({"url": "host/v1"}, r"reward\.judge\.url='host/v1' is no address"),
     ],

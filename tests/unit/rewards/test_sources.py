@@ -56,7 +56,7 @@ def test_a_source_without_rules_is_named_with_its_rows_and_the_key() -> None:
     with pytest.raises(ConfigError) as error:
         check_sources(prompts, {}, "data.train")
     message = str(error.value)
-    assert "data.train has prompts of data sources that reward.sources has no rules for" in message
+    assert "data.train has prompts from data sources without rules in reward.sources" in message
     assert "'mystery' (2 rows), 'riddle' (1 rows)" in message
     assert "{'mystery': [{name: math}]}" in message
     check_sources(prompts, None, "data.train")

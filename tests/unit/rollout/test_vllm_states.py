@@ -155,7 +155,7 @@ def test_fault_25_outputs_of_vllm_are_matched_by_its_own_numbers() -> None:
         which.generate(requests)
     assert llm.told[-1] == ("abort", "42-random", "43-random")  # nothing of a call that failed is left
     llm.outputs = [output(43, [5, 6, 7], 10)]
-    with pytest.raises(RuntimeError, match="the engine answered a request that was not made"):
+    with pytest.raises(RuntimeError, match="the engine answered an unknown request"):
         which.generate(requests)
 
 
@@ -223,6 +223,6 @@ def test_a_device_without_room_for_an_engine_is_told_in_our_words(external: int)
         request_memory(memory, cache, external)
     problem = problem_of(str(raised.value), {}, RolloutConfig(gpu_memory_utilization=0.6), on_cuda=True)
     assert problem is not None and problem.startswith(
-        "rollout.gpu_memory_utilization=0.6: an engine takes that share of its device's 80.0 GiB, of which 20.0 are free when it "
-        "starts; lower it"
+        "rollout.gpu_memory_utilization=0.6: an engine needs that share of its device (80.0 GiB), but only 20.0 GiB are free at its "
+        "start; lower it"
     )

@@ -292,7 +292,7 @@ def test_damaged_rollouts_are_refused() -> None:
     step_with(ahead, engines, 1)
     content, prompts = encode_trajectories(ahead.finished()), ahead.prompts_by_number()
     for wrong in (b"", content[:-8], content.replace(b'"records"', b'"recordz"')):
-        with pytest.raises(ValueError, match="it holds no trajectories"):
+        with pytest.raises(ValueError, match="it contains no trajectories"):
             decode_trajectories(wrong, prompts)
-    with pytest.raises(ValueError, match="it holds no trajectories"):
+    with pytest.raises(ValueError, match="it contains no trajectories"):
         decode_trajectories(content, {})
