@@ -1,1 +1,1 @@
-"""Work out what a configuration needs without a GPU, without weights and without torch: memory, traffic and time."""
+"""Compute what a configuration needs without a GPU, without weights and without torch: memory, traffic and time."""

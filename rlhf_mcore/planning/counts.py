@@ -1,4 +1,4 @@
-"""Count the parameters of a model, of all or of one rank, and the operations of its passes, from its geometry alone."""
+"""Count a model's parameters, in total or on one rank, and the operations of its passes, from its geometry alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Elements of a model on a rank: outside of the layers, in the layers without their experts, and in experts."""
+    """Numbers of a model's elements on a rank: outside the layers, in the layers without their experts, and in experts."""
 
     ends: float = 0.0
     layers: float = 0.0
@@ -34,7 +34,7 @@ class Elements:
 
 
 def elements(geometry: ModelGeometry, layers: Iterable[int], ends: float, tp: int, ep: int, etp: int) -> Elements:
-    """Sum up the elements of ``layers`` on a rank, with these ``ends``. Experts are divided by ``ep``, and each one by ``etp``."""
+    """Sum the elements of ``layers`` on a rank, plus ``ends``. ``ep`` divides the number of experts, and ``etp`` each expert."""
     first = first_alike(geometry)
     counts = Counter(first[layer] for layer in layers)
     parts = [(count, *_layer_elements(geometry, layer, tp, ep, etp)) for layer, count in counts.items()]
@@ -47,14 +47,17 @@ def elements(geometry: ModelGeometry, layers: Iterable[int], ends: float, tp: in
 
 
 def end_elements(geometry: ModelGeometry, tp: int, *, tied_head: bool = False) -> tuple[float, float]:
-    """Sum up the elements in front of the layers and behind them, on a rank; of a tied output layer only with ``tied_head``."""
+    """Sum the elements before and after the layers on a rank. A tied output layer counts only with ``tied_head``."""
     before, behind = end_rules(geometry, tied_head=tied_head)
     return sum(_dense(before, geometry, tp)), sum(_dense(behind, geometry, tp))
 
 
 @lru_cache(maxsize=64)
 def first_alike(geometry: ModelGeometry) -> tuple[int, ...]:
-    """Return for every layer, also of MTP, the first one with the same parameters. Adapters may be in some layers only."""
+    """Return, for every layer (MTP layers included), the first layer with the same parameters.
+
+    Adapters may exist in some layers only.
+    """
     firsts: dict[object, int] = {}
     kinds = (
         (geometry.layer_kind(layer), layer in geometry.mtp_numbers)
@@ -79,32 +82,33 @@ def _dense(rules: Iterable[Rule], geometry: ModelGeometry, tp: int) -> Iterator[
 
 @lru_cache(maxsize=4096)
 def stage_elements(geometry: ModelGeometry, layout: ParallelLayout, pp: int) -> Elements:
-    """Sum up the elements of a pipeline rank of the trainer, in all its model chunks."""
+    """Sum the elements of a pipeline rank of the trainer, in all its model chunks."""
     layers = [layer for chunk in range(layout.vpp or 1) for layer in layout.layers_of(geometry.num_layers, pp, chunk)]
-    before, behind = end_elements(geometry, layout.tp, tied_head=layout.pp > 1)  # two stages hold a tied embedding
+    # The first and the last stage each hold a tied embedding.
+    before, behind = end_elements(geometry, layout.tp, tied_head=layout.pp > 1)
     ends = before if pp == 0 else 0.0
     if pp == layout.pp - 1:
         ends += behind
         layers += geometry.mtp_numbers
-        if geometry.mtp_layers and layout.num_stages > 1:  # which read a copy of the embedding
+        if geometry.mtp_layers and layout.num_stages > 1:  # MTP layers read a copy of the embedding
             ends += before
     return elements(geometry, layers, ends, layout.tp, layout.ep, layout.expert_tp)
 
 
 def tower_elements(geometry: ModelGeometry, names: frozenset[str]) -> int:
-    """Sum up the elements of the tensors of a tower with these names."""
+    """Sum the elements of a tower's tensors with these names."""
     rules = end_rules(geometry)[0] if names else []
     return sum(rule.numel(geometry) for rule in rules if rule.mcore.startswith(TOWER) and rule.mcore in names)
 
 
 def num_parameters(geometry: ModelGeometry) -> int:
-    """Count elements of the Hugging Face model, or of its adapters."""
+    """Count the elements of the Hugging Face model, or of its adapters."""
     return int(stage_elements(geometry, ParallelLayout(1), 0).total)
 
 
 @lru_cache(maxsize=64)
 def active_parameters(geometry: ModelGeometry) -> int:
-    """Count elements that a token is multiplied with: all but the embedding and the experts that it does not go to."""
+    """Count the elements that multiply a token: all except the embedding and the experts to which it is not routed."""
     _, behind = end_elements(geometry, 1, tied_head=True)
     return int(_active(elements(geometry, range(geometry.num_layers), behind, 1, 1, 1), geometry))
 
@@ -116,7 +120,7 @@ def _active(whole: Elements, geometry: ModelGeometry) -> float:
 
 
 def model_flops(geometry: ModelGeometry) -> ModelFlops:
-    """Count operations of a forward pass, see :mod:`rlhf_mcore.observability.throughput`."""
+    """Count the operations of a forward pass, see :mod:`rlhf_mcore.observability.throughput`."""
     logits = geometry.vocab_size * geometry.hidden_size if geometry.head == "lm" else 0
     layer = 2.0 * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
     states = 0 if (delta := geometry.delta) is None else len(delta.layers) * delta.values * delta.key_dim
@@ -132,7 +136,7 @@ def model_flops(geometry: ModelGeometry) -> ModelFlops:
 
 @lru_cache(maxsize=64)
 def mtp_flops(geometry: ModelGeometry) -> ModelFlops:
-    """Count operations of MTP layers in an update: further layers, each with a projection and the output layer."""
+    """Count the operations of MTP layers in an update: additional layers, each with a projection and the output layer."""
     count, weights = geometry.mtp_layers, _active(elements(geometry, geometry.mtp_numbers, 0.0, 1, 1, 1), geometry)
     attention = 2 * count * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
     return ModelFlops(2.0 * weights, float(attention), 2.0 * count * geometry.vocab_size * geometry.hidden_size)

@@ -1,4 +1,4 @@
-"""Memory of engines: weights, cache and states of sequences on a rank."""
+"""Memory of engines on a rank: weights, cache and states of sequences."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rlhf_mcore.planning.counts import Elements, elements, end_elements
 from rlhf_mcore.planning.inputs import EngineGrid, PlanInputs, engine_grid, num_engines
 from rlhf_mcore.planning.memory import BYTES, FP32
 
-_FP8_WEIGHTS = 1.005  # bytes of an element, with the scales of rows, which are more than those of blocks
+_FP8_WEIGHTS = 1.005  # bytes per element, with scales per row, which need more memory than scales per block
 
 
 def engine_elements(geometry: ModelGeometry, grid: EngineGrid) -> Elements:
-    """Estimate the elements of an engine rank's weights, of the stage that has most: an end and the most layers of a stage."""
+    """Estimate the weight elements of the largest engine rank: one end of the model and the most layers of a stage."""
     before, behind = end_elements(geometry, grid.tp, tied_head=grid.pp > 1)
     ends = before + behind if grid.pp == 1 else max(before, behind + before * grid.drafts)
     trunk = elements(geometry, range(geometry.num_layers), ends, grid.tp, grid.tp * grid.dp, 1)
@@ -23,20 +23,20 @@ def engine_elements(geometry: ModelGeometry, grid: EngineGrid) -> Elements:
 
 
 def engine_bytes(geometry: ModelGeometry, grid: EngineGrid, dtype: str, quantization: str | None) -> int:
-    """Estimate bytes of an engine rank's weights, or of those that it is sent: matrices of layers may have 8 bits and scales."""
+    """Estimate the weight bytes of an engine rank. With ``quantization``, layer matrices have 8 bits plus scales."""
     held, width = engine_elements(geometry, grid), BYTES[dtype]
     return int(width * held.ends + (width if quantization is None else _FP8_WEIGHTS) * held.in_layers)
 
 
 def _most_layers(grid: EngineGrid, num_layers: int) -> int:
-    """Count the layers of the stage that has most of them."""
+    """Count the layers of the largest stage."""
     return -(-num_layers // grid.pp)
 
 
 def kv_bytes_per_token(geometry: ModelGeometry, grid: EngineGrid, width: int) -> int:
-    """Count bytes of a token's keys and values on a rank of the stage that has most.
+    """Count the bytes of a token's keys and values on a rank of the largest stage.
 
-    With latent attention they are of the latent alone, which is on every rank.
+    Latent attention stores the latent only, on every rank.
     """
     layers, attention = _most_layers(grid, geometry.num_attention_layers) + geometry.mtp_layers, geometry.attention
     if isinstance(attention, LatentSizes):
@@ -45,7 +45,7 @@ def kv_bytes_per_token(geometry: ModelGeometry, grid: EngineGrid, width: int) ->
 
 
 def state_bytes_per_sequence(geometry: ModelGeometry, grid: EngineGrid, width: int) -> int:
-    """Count bytes that delta nets keep of a sequence of any length on an engine rank: fp32 states, last tokens of convolutions."""
+    """Count the bytes of a sequence's delta-net state on an engine rank, for any length: fp32 states, last convolution inputs."""
     if (delta := geometry.delta) is None:
         return 0
     convolved = (delta.kernel - 1) * (2 * delta.keys + delta.values)
@@ -54,28 +54,28 @@ def state_bytes_per_sequence(geometry: ModelGeometry, grid: EngineGrid, width: i
 
 
 def engine_weights(inputs: PlanInputs) -> int:
-    """Estimate bytes of the weights of a rank of the run's engines."""
+    """Estimate the weight bytes of a rank of the run's engines."""
     return held_bytes(inputs, sent_geometry(inputs.cfg, inputs.roles[0].geometry), engine_grid(inputs.cfg))
 
 
 def held_bytes(inputs: PlanInputs, geometry: ModelGeometry, grid: EngineGrid) -> int:
-    """Estimate bytes of the weights of a model on a rank of engines that are cut so."""
+    """Estimate the weight bytes of a model on an engine rank with this ``grid``."""
     rollout = inputs.cfg.rollout
     narrow = rollout.quantization if engine_kind(rollout.engine).holds_8_bits else None
     return engine_bytes(geometry, grid, inputs.dtype, narrow)
 
 
 def kv_bytes(inputs: PlanInputs) -> int:
-    """Count the bytes of a token's keys and values on one rank of an engine."""
+    """Count the bytes of a token's keys and values on one engine rank."""
     rollout = inputs.cfg.rollout
     width = engine_kind(rollout.engine).cache_width(rollout, BYTES[inputs.dtype])
     return kv_bytes_per_token(sent_geometry(inputs.cfg, inputs.roles[0].geometry), engine_grid(inputs.cfg), width)
 
 
 def kv_tokens(inputs: PlanInputs) -> int:
-    """Count the tokens that fit an engine's cache: into its share of the device, beside weights and one prefill.
+    """Count the tokens that fit an engine's cache: its share of the device, minus weights and one prefill.
 
-    One that reserves no cache has no share: its cache is that of the longest responses that it decodes at a time.
+    An engine that reserves no cache has no share. Its cache then holds the longest responses that it decodes concurrently.
     """
     rollout = inputs.cfg.rollout
     if not engine_kind(rollout.engine).reserves_cache:
@@ -88,18 +88,18 @@ def kv_tokens(inputs: PlanInputs) -> int:
 
 
 def state_tokens(inputs: PlanInputs) -> int:
-    """Count the tokens of that cache that take as much as the states of a sequence's gated delta nets."""
+    """Count the cache tokens that need as much memory as the gated delta-net states of a sequence."""
     width = BYTES[inputs.dtype]
     return -(-state_bytes_per_sequence(inputs.roles[0].geometry, engine_grid(inputs.cfg), width) // kv_bytes(inputs))
 
 
 def longest(inputs: PlanInputs) -> int:
-    """Return the most tokens of a sequence."""
+    """Return the maximum number of tokens of a sequence."""
     return inputs.cfg.data.max_prompt_tokens + inputs.cfg.rollout.sampling.max_new_tokens
 
 
 def _prefill_bytes(inputs: PlanInputs) -> int:
-    """Estimate the step of 8192 tokens that vLLM profiles: hidden states, the widest MLP, fp32 logits of every running sequence."""
+    """Estimate vLLM's profiling step of 8192 tokens: hidden states, the widest MLP, fp32 logits of every running sequence."""
     geometry, layout = inputs.roles[0].geometry, inputs.cfg.rollout.layout
     routed = 0 if (e := geometry.experts) is None else e.ffn_size * e.per_token + e.shared_ffn_size
     widest = max(geometry.ffn_size, routed)

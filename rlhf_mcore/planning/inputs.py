@@ -1,4 +1,4 @@
-"""Hold what a plan is made from: the device, the models with their layouts, and the work of a step."""
+"""The inputs of a plan: the device, the models with their layouts, and the work of a step."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class GpuType:
-    """One device of a node. Rates are peaks from the makers' data sheets, links in one direction."""
+    """One device of a node. Rates are peaks from data sheets; link rates count one direction."""
 
     name: str
-    memory_bytes: int  # what torch reports as the device's total
+    memory_bytes: int  # total that torch reports for the device
     bf16_flops: float  # dense
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float  # to all other devices of the node together
@@ -56,9 +56,9 @@ class GpuType:
     per_node: int = 8
 
 
-HOPPER = ("H100", "H200")  # of compute capability 9.0, which ``actor.fp8`` asks for
+HOPPER = ("H100", "H200")  # devices with compute capability 9.0, which ``actor.fp8`` requires
 GPUS = {
-    # NVIDIA's data sheets of DGX H100, H200, A100 and B200: 400 Gb/s of network a GPU and PCIe 5; 200 Gb/s and PCIe 4 with A100.
+    # NVIDIA's data sheets of DGX H100, H200, A100 and B200. Each GPU has 400 Gb/s of network and PCIe 5; A100 200 Gb/s and PCIe 4.
     "H100": GpuType("H100", int(79.1 * GIB), 989e12, 3.35e12, 450e9, 50e9),
     "H200": GpuType("H200", int(139.8 * GIB), 989e12, 4.8e12, 450e9, 50e9),
     "A100": GpuType("A100", int(79.15 * GIB), 312e12, 2.04e12, 300e9, 25e9, 32e9),
@@ -69,15 +69,17 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """Assume what cannot be computed. The defaults err on the side of caution for memory."""
+    """Assumptions about quantities that cannot be computed. The defaults are conservative for memory."""
 
-    # Outside torch: 1 GiB for CUDA's context and kernels, and 0.4 GiB for each of ten NCCL communicators. A rank of the trainer has
-    # six to eleven, depending on its layouts, and a colocated engine adds its own. Estimated: ``plan --run`` takes a measured value.
+    # Memory outside torch: 1 GiB for the CUDA context and kernels, and 0.4 GiB for each of ten NCCL communicators. A trainer rank has
+    # six to eleven, depending on its layouts, and a colocated engine adds its own. This is an estimate. ``plan --run`` uses a
+    # measured value.
     reserve_bytes: int = 5 * GIB
-    usable_memory: float = 0.94  # 5 % are left to the allocator's holes, 1 % to what the formulas do not count
+    # Leaves 5 % for allocator fragmentation and 1 % for memory that the formulas do not count.
+    usable_memory: float = 0.94
     train_efficiency: float = 0.4  # share of the peak reached in forward and backward passes of dense models
-    moe_efficiency: float = 0.25  # and of mixtures of experts
-    decode_efficiency: float = 0.6  # share of the memory's bandwidth reached while generating
+    moe_efficiency: float = 0.25  # the same for MoE models
+    decode_efficiency: float = 0.6  # share of the memory bandwidth reached while generating
     link_efficiency: float = 0.7  # share of a link's bandwidth reached in a sync
     mean_length: float = 0.5  # mean length of prompts and responses, as a share of the longest
     expert_imbalance: float = 1.25  # tokens of the busiest expert rank over their mean, for memory
@@ -87,9 +89,10 @@ class Assumptions:
 class PlannedRole:
     """One model of a run.
 
-    ``offload``: the parts that are on the device only while they are used; ``by_layer``: layers of them come one by one.
-    ``frozen`` are Megatron's tensors that do not learn, those of a tower. ``fp8``: layers multiply in 8 bits. ``epochs`` and
-    ``updates`` are those of a step. A reference of a model with adapters is that model, and no role.
+    ``offload`` lists the parts that are on the device only while they are used. With ``by_layer``, their layers are loaded
+    one by one. ``frozen`` contains Megatron's names of tower tensors that are not trained. ``fp8``: layers multiply in 8
+    bits. ``epochs`` and ``updates`` are numbers per step. With adapters, the reference is the same model and no separate
+    role.
     """
 
     name: str
@@ -103,14 +106,14 @@ class PlannedRole:
     updates: int = 1
     by_layer: bool = False
     optimizer: str = "adamw"
-    adapters: ModelGeometry | None = None  # what learns in the place of the weights
+    adapters: ModelGeometry | None = None  # trained instead of the weights
     frozen: frozenset[str] = frozenset()
     fp8: bool = False
-    megatron: Mapping[str, Any] = field(default_factory=dict)  # fields of Megatron that the user sets
+    megatron: Mapping[str, Any] = field(default_factory=dict)  # Megatron fields that the user sets
 
 
 def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
-    """List the models that a resolved configuration builds, the actor first. ``dtype``: for those without their own."""
+    """List the models that a resolved configuration builds, the actor first. ``dtype`` applies to models without their own."""
     trainer, generates = cfg.trainer, run_kind(cfg).generates
     geometry = read_geometry(cfg.model.path, run_kind(cfg).head)
     if cfg.actor.mtp.mode in MTP_TRAINED:
@@ -121,7 +124,7 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
         parts = offloaded_parts(cfg.actor.offload)
         actor = replace(actor, offload=parts, epochs=trainer.ppo_epochs, updates=updates)
     roles = [actor]
-    # With adapters the reference is the actor without them; a precomputed one is gone before the actor is built.
+    # With adapters, the reference is the actor without them. A precomputed reference is freed before the actor is built.
     if needs_reference(cfg) and actor.adapters is None and not cfg.reference.precompute:
         compared = read_geometry(cfg.reference.path or cfg.model.path, "lm")
         roles.append(_frozen("reference", compared, actor.layout, dtype, cfg.reference, cfg.actor))
@@ -159,7 +162,7 @@ def _teachers(cfg: Config, actor: PlannedRole, world_size: int, dtype: str) -> l
 def _trained(
     name: str, group: ActorConfig | CriticConfig, geometry: ModelGeometry, world_size: int, dtype: str, tower: str
 ) -> PlannedRole:
-    """Describe a trained model; ``tower``: the part of its tower that learns."""
+    """Describe a trained model. ``tower`` names the part of its vision tower that is trained."""
     sizes, vision, still = adapter_sizes(group.lora), FAMILIES[geometry.family].vision, frozenset[str]()
     if vision is not None:
         frozen = set(vision.frozen(geometry, tower))
@@ -187,7 +190,7 @@ def _frozen(
     group: ReferenceConfig | RewardModelConfig | TeacherConfig,
     computed_as: ActorConfig | RewardModelConfig | TeacherConfig | None,
 ) -> PlannedRole:
-    """Describe a model that does not learn. ``computed_as``: the group with its ``megatron`` fields."""
+    """Describe a frozen model. ``computed_as`` is the group with its ``megatron`` fields."""
     role = PlannedRole(
         name, geometry, layout, False, dtype, offload=("weights",) if is_offloaded(group.offload) else ()
     )
@@ -211,21 +214,21 @@ def engines_apart(cfg: Config) -> bool:
 
 
 def num_engines(cfg: Config, world_size: int) -> int:
-    """Count the engines for ``world_size`` ranks of the trainer."""
+    """Count the engines for ``world_size`` trainer ranks."""
     return cfg.rollout.num_engines if engines_apart(cfg) else world_size // engine_grid(cfg).size
 
 
 def num_devices(cfg: Config, world_size: int) -> int:
-    """Count the trainer's devices, and those of disaggregated engines."""
+    """Count the devices of the trainer and of disaggregated engines."""
     return world_size + (cfg.rollout.num_engines * engine_grid(cfg).size if engines_apart(cfg) else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGrid:
-    """Cut an engine into ranks: tensor parallel, stages, data parallel.
+    """The ranks of an engine: tensor parallel, pipeline stages, data parallel.
 
-    Data-parallel ranks have the same attention, and share the experts. With ``ep`` each has whole ones, else a part of all.
-    ``drafts``: whether the last stage drafts by MTP layers, and so has an embedding.
+    Data-parallel ranks replicate the attention and share the experts. With ``ep`` each rank has whole experts, otherwise a
+    part of each. ``drafts``: the last stage drafts with MTP layers, and therefore has an embedding.
     """
 
     tp: int = 1
@@ -236,22 +239,22 @@ class EngineGrid:
 
     @property
     def size(self) -> int:
-        """Ranks of an engine."""
+        """Number of ranks of an engine."""
         return self.tp * self.pp * self.dp
 
 
 def engine_grid(cfg: Config) -> EngineGrid:
-    """Return how engines are cut. One that is not sharded is whole on every rank."""
+    """Return the grid of the engines. An engine without sharding is whole on every rank."""
     layout, kind = cfg.rollout.layout, engine_kind(cfg.rollout.engine)
     drafts = kind.reads("rollout.speculative") and cfg.rollout.speculative.method == "mtp"
     return EngineGrid(layout.tp, layout.pp, layout.dp, layout.ep, drafts) if kind.is_sharded else EngineGrid()
 
 
 def parallel_layout(layout: LayoutConfig, ranks: list[int] | None, world_size: int, field: str) -> ParallelLayout:
-    """Build a layout over all ranks, or over [first, end) of them.
+    """Build a layout over all ranks, or over the ranks [first, end).
 
     Raises:
-        ConfigError: it does not divide its ranks.
+        ConfigError: the layout does not divide its ranks.
     """
     try:
         return ParallelLayout.of(layout, ranks, world_size)
@@ -261,30 +264,30 @@ def parallel_layout(layout: LayoutConfig, ranks: list[int] | None, world_size: i
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One step. Tokens are expected ones, at the assumed mean length; ``microbatch_tokens`` is the limit."""
+    """The work of one step. Token numbers are expected values at the assumed mean length; ``microbatch_tokens`` is the limit."""
 
     sequences: int
     prompt_tokens: float
-    response_tokens: float  # of a sequence
+    response_tokens: float  # per sequence
     microbatch_tokens: int
-    responses_per_prompt: int = 1  # whose prompt is computed once; 1: prefixes are not shared
+    responses_per_prompt: int = 1  # responses that share one computed prompt; 1: prefixes are not shared
 
     def spared(self, role: PlannedRole) -> float:
-        """Return how many prompts of a step a model does not compute again."""
+        """Return the number of prompts per step that a model need not compute again."""
         is_short = self.prompt_tokens < SHORTEST_PREFIX
         if is_short or why_unshared(role.geometry, role.layout.cp, has_gpu=True) is not None:
             return 0.0
         return self.sequences * (1 - 1 / self.responses_per_prompt)
 
     def computed(self, role: PlannedRole) -> float:
-        """Return the tokens of a step that a model computes, over all ranks."""
+        """Return the number of tokens per step that a model computes, over all ranks."""
         return self.tokens - self.spared(role) * self.prompt_tokens
 
     def copied_keys(self, role: PlannedRole) -> float:
-        """Return the keys that attention copies for each token that a model computes, if it shares prefixes.
+        """Return the number of keys that attention copies per computed token, if the model shares prefixes.
 
-        One kernel reads the paths of all segments one behind the other: a prompt once more for each of its responses. With context
-        parallelism a rank has two pieces of every segment, and reads the keys of all ranks.
+        One kernel reads the paths of all segments one after another, so it reads a prompt once more for each of its
+        responses. With context parallelism, a rank has two pieces of every segment, and reads the keys of all ranks.
         """
         if not self.spared(role):
             return 0.0
@@ -294,12 +297,12 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Return the tokens of a step, over all ranks."""
+        """Return the number of tokens per step, over all ranks."""
         return self.sequences * (self.prompt_tokens + self.response_tokens)
 
 
 def workload(cfg: Config, assumed: Assumptions) -> Workload:
-    """Describe what a step generates and learns from; for a supervised run what it is given."""
+    """Return the rows that a step generates and trains on, or the given rows of a supervised run."""
     trainer, sampling = cfg.trainer, cfg.rollout.sampling
     if not run_kind(cfg).generates:
         rows, longest = trainer.prompts_per_step * run_kind(cfg).rows_per_example, longest_example(cfg)
@@ -315,14 +318,17 @@ def workload(cfg: Config, assumed: Assumptions) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The share of one data-parallel rank in one update (for a frozen model in one pass)."""
+    """The share of one data-parallel rank in one update; for a frozen model, in one pass."""
 
     num_microbatches: int
-    bubble: float  # share of the pipeline's time in which a stage waits
+    bubble: float  # share of the pipeline's time in which a stage is idle
 
 
 def rank_share(work: Workload, role: PlannedRole) -> RankShare:
-    """Count microbatches of an update, and the bubble (p - 1) / (v m + p - 1) (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
+    """Count the microbatches of an update, and compute its pipeline bubble.
+
+    The bubble is (p - 1) / (v m + p - 1) (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    """
     layout, share = role.layout, role.epochs / role.updates / role.layout.dp
     count = max(1, -(-int(work.computed(role) * share) // work.microbatch_tokens))
     if layout.vpp:
@@ -332,7 +338,7 @@ def rank_share(work: Workload, role: PlannedRole) -> RankShare:
 
 
 def forward_roles(cfg: Config, roles: Sequence[PlannedRole]) -> Sequence[PlannedRole]:
-    """List the models that run over the rows of a step without a backward pass."""
+    """List the models that process the rows of a step without a backward pass."""
     if run_kind(cfg).generates:
         return roles
     compares = needs_reference(cfg) and not cfg.reference.precompute
@@ -341,7 +347,7 @@ def forward_roles(cfg: Config, roles: Sequence[PlannedRole]) -> Sequence[Planned
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """All that memory depends on. ``world_size``: ranks of the trainer; engines of their own have further ones."""
+    """All inputs of the memory estimate. ``world_size`` counts trainer ranks; disaggregated engines have further ranks."""
 
     cfg: Config
     roles: Sequence[PlannedRole]
@@ -353,7 +359,7 @@ class PlanInputs:
 
     @property
     def sequences(self) -> int:
-        """Responses that a group of an engine decodes at once."""
+        """Number of responses that a data-parallel group of an engine decodes concurrently."""
         return with_sequences(self.cfg.rollout, self.gpu.memory_bytes, self.gpu.name).sequences
 
     @property
@@ -362,7 +368,7 @@ class PlanInputs:
 
 
 def plan_inputs(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions) -> PlanInputs:
-    """Collect what memory and time of a resolved configuration depend on.
+    """Collect the inputs of the memory and time estimates for a resolved configuration.
 
     Raises:
         ConfigError: a model's config.json cannot be read, or a layout does not divide its ranks.
@@ -380,7 +386,7 @@ def device_and_assumptions(name: str, changes: Sequence[str]) -> tuple[GpuType, 
     """Apply the user's changes to a device and to the assumptions.
 
     Raises:
-        ConfigError: there is no such number, or it cannot have that value.
+        ConfigError: a name is unknown, or a value is out of range.
     """
     gpu, assumed = GPUS[name], Assumptions()
     for change in changes:
@@ -392,7 +398,7 @@ def device_and_assumptions(name: str, changes: Sequence[str]) -> tuple[GpuType, 
         if not math.isfinite(number):
             raise ConfigError(f"--set {change!r} is not of the form NAME=NUMBER, as in --set reserve_bytes=2e9")
         if key not in RATES + ASSUMED:
-            raise ConfigError(f"--set {key}: no such number; there are: {', '.join(RATES + ASSUMED)}")
+            raise ConfigError(f"--set {key}: unknown name; there are: {', '.join(RATES + ASSUMED)}")
         value = type(getattr(gpu if key in RATES else assumed, key))(number)
         is_share = key in ASSUMED and key not in ("reserve_bytes", "expert_imbalance")
         if value < 0 or (value == 0 and key != "reserve_bytes") or (is_share and value > 1):

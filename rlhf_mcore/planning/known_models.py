@@ -1,4 +1,4 @@
-"""Models that are not on this machine: described by the config.json of a well-known model with their name."""
+"""Replace models that are not on this machine by the config.json of a well-known model with the same name."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ _ENDS = re.compile(r"[-_.](reward|rm|critic|value|sft|instruct|chat)([-_.]?model
 
 @contextmanager
 def with_known_configs(cfg: Config) -> Iterator[list[str]]:
-    """Point every missing model path, within this block, to a directory with the config.json of a known model.
+    """Within this block, point every missing model path to a directory with the config.json of a known model.
 
-    A reward model that is known by no name is as large as ``model.path``. Yields a line for every path that was replaced.
+    An unknown reward model gets the size of ``model.path``. Yield a message for every replaced path.
     """
     notes: list[str] = []
     with TemporaryDirectory(prefix="rlhf-mcore-plan-") as directory:
         for key in ("model", "critic", "reference", "teacher"):
             owner = getattr(cfg, key)
             if _is_missing(owner.path) and (known := _by_name(str(owner.path))) is not None:
-                notes.append(f"{key}.path={owner.path} is not here; planned with configs/models/{known.name}")
+                notes.append(
+                    f"{key}.path={owner.path} is not on this machine; planned with configs/models/{known.name}"
+                )
                 owner.path = str(known)
         reward = cfg.reward.model
         if _is_missing(reward.path):
             source = _by_name(str(reward.path)) or Path(cfg.model.path)
             if (source / "config.json").is_file():
                 notes.append(
-                    f"reward.model.path={reward.path} is not here; planned as {source.name} with a head of one number"
+                    f"reward.model.path={reward.path} is not on this machine; planned as {source.name} with a scalar head"
                 )
                 reward.path = _with_scalar_head(source, Path(directory))
         yield notes
@@ -45,8 +47,8 @@ def _is_missing(path: str | None) -> bool:
 
 
 def _by_name(path: str) -> Path | None:
-    """Find the well-known model with the last part of a path as its name, also behind endings such as -reward."""
-    if not KNOWN.is_dir():  # an installed package has no configs beside it
+    """Find the well-known model whose name is the last part of a path, ignoring endings such as -reward."""
+    if not KNOWN.is_dir():  # an installed package contains no configs directory
         return None
     known = {folder.name.lower(): folder for folder in KNOWN.iterdir()}
     name = Path(path).name.lower()

@@ -1,13 +1,14 @@
-"""Bytes of one model on one rank: its weights, gradients and optimizer state, and the activations of its passes.
+"""Bytes of one model on one rank: weights, gradients and optimizer state, and the activations of its passes.
 
-State: Megatron's flat buffers hold every trained element in the width of weights and of gradients; data-parallel ranks share masters
-and moments. Padding of buffers is not counted.
+State: Megatron's flat buffers contain every trained element in the width of weights and of gradients. Data-parallel ranks share
+masters and moments. Buffer padding is not counted.
 
-Activations: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), sections 4 and
-5, for layers without dropout, with RMSNorm, gated MLPs and grouped queries. Their equation 1 has 34 h + 5 a s bytes a token of a
-layer. Here dropout masks are gone, the 5 a s of the score matrix is never kept (flash attention recomputes it; what stays is one fp32
-number a head), queries, keys and values are n_q d + 2 n_kv d wide, and a gated MLP with a fused activation keeps both halves and
-their product. Tensor parallelism divides what is inside of attention and MLP, sequence parallelism (their section 4.2.2) the rest.
+Activations: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198),
+sections 4 and 5, for layers without dropout, with RMSNorm, gated MLPs and grouped queries. Their equation 1 has 34 h + 5 a s
+bytes per token and layer. Here there are no dropout masks. The 5 a s of the score matrix is never kept, because flash
+attention recomputes it and keeps one fp32 number per head. Queries, keys and values are n_q d + 2 n_kv d wide. A gated MLP
+with a fused activation keeps both halves and their product. Tensor parallelism divides the tensors inside attention and MLP,
+and sequence parallelism (their section 4.2.2) divides the rest.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from rlhf_mcore.planning.inputs import PlannedRole
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32 = 4
-_FP8 = 1 + FP32 / 128  # of an element, with a scale for each 128
-# As parallel/logprobs.py has them, which imports torch: tokens of given logits, bytes of logits that an output layer makes.
+_FP8 = 1 + FP32 / 128  # bytes per element, with a scale per 128 elements
+# Copied from parallel/logprobs.py, which imports torch: tokens per chunk of given logits, bytes of logits per output-layer chunk.
 CHUNK_TOKENS = 2048
 CHUNK_BYTES = 512 * 2**20
-# Tensors of a gated delta net with an element for each number of a key, a value, a token of a chunk, and a state.
+# Numbers of delta-net tensors with one element per key, per value, per token of a chunk, and per state element.
 _DELTA_KEYS, _DELTA_VALUES, _DELTA_CHUNKS, _DELTA_STATES = 11, 8, 6, 3
 
 
 # ------------------------------------------------------------------------------------------------------------------ state
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Hold the bytes that a model takes on one rank all the time. ``masters`` and ``moments`` are those of the rank's shard."""
+    """The bytes that a model always uses on one rank. ``masters`` and ``moments`` count the rank's shard."""
 
     weights: int
     gradients: int = 0
@@ -49,7 +50,7 @@ class StateBytes:
 
 
 def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
-    """Count the bytes on a rank; nothing on one that holds no part of the model."""
+    """Count the bytes of a model on a rank; zero if the rank holds no part of it."""
     if rank not in role.layout.ranks:
         return StateBytes(0)
     if role.adapters is not None:
@@ -72,23 +73,23 @@ def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
 
 
 def _num_moments(role: PlannedRole, owned: float, in_layers: float) -> float:
-    """Count the numbers that an optimizer keeps beside masters. Muon keeps one for each element of a matrix in a layer."""
+    """Count the numbers that an optimizer keeps in addition to masters. Muon keeps one per element of a layer matrix."""
     return {"adamw": 2 * owned, "muon": 2 * owned - in_layers, "sgd": owned}[role.optimizer]
 
 
 def _gradient_width(role: PlannedRole) -> int:
-    """Return the bytes of an element of the gradients' buffer."""
+    """Return the bytes per element of the gradient buffer."""
     return FP32 if role.megatron.get("grad_reduce_in_fp32", True) else BYTES[role.dtype]
 
 
 def stepped_gradients(role: PlannedRole, rank: int) -> int:
-    """Count the bytes that gradients take while the optimizer steps, beside their buffer: those of 16 bits are copied in fp32."""
+    """Count the extra gradient bytes during the optimizer step. 16-bit gradients are copied to fp32."""
     state = state_bytes(role, rank)
     return state.masters if state.masters and _gradient_width(role) < FP32 else 0
 
 
 def copies_in_8_bits(role: PlannedRole, rank: int, *, training: bool) -> int:
-    """Count what products in 8 bits keep of a rank's matrices for a pass: each once, and transposed if there are gradients."""
+    """Count the bytes of 8-bit copies of a rank's matrices for a pass: one copy, and a transposed copy if there are gradients."""
     if not role.fp8 or rank not in role.layout.ranks:
         return 0
     held = stage_elements(role.geometry, role.layout, role.layout.coordinates(rank)["pp"])
@@ -96,7 +97,7 @@ def copies_in_8_bits(role: PlannedRole, rank: int, *, training: bool) -> int:
 
 
 def weights_of_pass(role: PlannedRole, rank: int) -> int:
-    """Count the most bytes of weights at a time while a model runs. If layers come one by one: two of them, and the rest."""
+    """Count the peak weight bytes while a model runs. If layers are loaded one by one: two layers, and the rest of the model."""
     if not role.by_layer or rank not in role.layout.ranks:
         return state_bytes(role, rank).weights
     held = stage_elements(role.geometry, role.layout, role.layout.coordinates(rank)["pp"])
@@ -104,9 +105,9 @@ def weights_of_pass(role: PlannedRole, rank: int) -> int:
 
 
 def checkpoint_bytes(role: PlannedRole) -> int:
-    """Sum the bytes of a checkpoint of a trained role: weights, moments, and masters of 16-bit weights.
+    """Sum the bytes of a trained role's checkpoint: weights, moments, and masters of 16-bit weights.
 
-    Of a role with adapters only these are saved.
+    For a role with adapters, only the adapters are saved.
     """
     geometry = role.adapters or role.geometry
     whole = stage_elements(geometry, ParallelLayout(1), 0)
@@ -119,7 +120,7 @@ def checkpoint_bytes(role: PlannedRole) -> int:
 # ------------------------------------------------------------------------------------------------------------ activations
 @dataclass(frozen=True, slots=True)
 class ActivationBytes:
-    """Store the bytes that microbatches in flight keep on a pipeline rank, and those that only logits need."""
+    """The bytes that microbatches in flight keep on a pipeline rank, and the bytes that only logits need."""
 
     layers: int
     logits: int
@@ -133,8 +134,8 @@ class ActivationBytes:
 class Pass:
     """A pass of a model over microbatches of ``tokens`` tokens, which are a rank's part of its sequences.
 
-    ``imbalance``: tokens of the busiest expert rank over their mean. ``copied_keys``: keys that attention copies for each token.
-    ``groups_experts``: one product computes all experts of a rank.
+    ``imbalance``: tokens of the busiest expert rank over their mean. ``copied_keys``: keys that attention copies per token.
+    ``groups_experts``: one grouped product computes all experts of a rank.
     """
 
     role: PlannedRole
@@ -145,17 +146,17 @@ class Pass:
 
     @property
     def width(self) -> int:
-        """Bytes of an activation's element."""
+        """Bytes per activation element."""
         return BYTES[self.role.dtype]
 
     @property
     def share(self) -> int:
-        """Ranks that share what tensor parallelism does not divide."""
+        """Number of ranks that share the tensors which tensor parallelism does not divide."""
         return self.role.layout.tp if self.role.layout.sequence_parallel else 1
 
     @property
     def copies(self) -> float:
-        """Copies of each token for the experts of a rank. If experts are split over more ranks than tokens, it sees those of all."""
+        """Copies per token for a rank's experts. If expert TP exceeds the token split, they include tokens of other ranks."""
         assert self.role.geometry.experts is not None
         return self.role.geometry.experts.per_token * self.role.layout.expert_tp / self.share * self.imbalance
 
@@ -163,8 +164,8 @@ class Pass:
 def training_activations(run: Pass, pp: int, num_microbatches: int) -> ActivationBytes:
     """Estimate the peak of a forward and backward pass over microbatches on a pipeline rank.
 
-    The peak is the sum of all that microbatches keep and the largest of three, one after the other: the working memory of one layer,
-    the logits, and the gradient of the embedding.
+    The peak is the sum of everything that microbatches keep, plus the largest of three successive items: the working memory
+    of one layer, the logits, and the gradient of the embedding.
     """
     role, layout, geometry = run.role, run.role.layout, run.role.geometry
     kept = computing = 0.0
@@ -178,18 +179,18 @@ def training_activations(run: Pass, pp: int, num_microbatches: int) -> Activatio
         kept += _chunk_bytes(run, layers)
         computing = max([computing, *_of_each(run, layers, _computing_bytes)])
     in_flight, embedding = _in_flight(role, pp, num_microbatches), 0.0
-    if pp == 0:  # its gradient is whole, in the width of weights, and what the microbatch kept is free by then
+    if pp == 0:  # the whole gradient in the width of weights; the kept activations are already free
         left = in_flight if role.recompute.whole_layers else max(in_flight - 1, 0)
         rows = geometry.padded_vocab(layout.tp) // layout.tp
         embedding = run.width * geometry.hidden_size * (rows + run.tokens) - run.tokens * kept * (in_flight - left)
-    # What comes from the stage before, and the gradient from the one behind.
+    # The input from the previous stage, and the gradient from the next stage.
     passed_on = 2 * run.width * geometry.hidden_size / run.share if layout.pp > 1 else 0.0
     head = head_bytes(run, pp, training=True)
     return _peak(run.tokens * (kept * in_flight + passed_on), max(computing, embedding), head)
 
 
 def forward_activations(run: Pass, pp: int) -> ActivationBytes:
-    """Estimate the peak of a forward pass without gradients: one layer at a time, and the logits."""
+    """Estimate the peak of a forward pass without gradients: one layer at a time, or the logits."""
     layout = run.role.layout
     chunks = (layout.layers_of(run.role.geometry.num_layers, pp, chunk) for chunk in range(layout.vpp or 1))
     layers = [layer for chunk in chunks for layer in chunk]
@@ -197,12 +198,12 @@ def forward_activations(run: Pass, pp: int) -> ActivationBytes:
 
 
 def _peak(kept: float, layers: float, head: int) -> ActivationBytes:
-    """Take the larger of logits and layer: logits are made after the last forward pass, and freed before a layer's backward pass."""
+    """Return the peak with the larger of logits and layer. Logits exist after the last forward pass, before any backward pass."""
     return ActivationBytes(int(kept), head) if head > layers else ActivationBytes(int(kept + layers), 0)
 
 
 def _of_each(run: Pass, layers: Iterable[int], compute: Callable[[Pass, int], float]) -> list[float]:
-    """Return a number for each layer. Layers of one kind have the same: it is computed once."""
+    """Return a number for each layer. Layers of the same kind have the same number, which is computed once."""
     first, known = first_alike(run.role.geometry), dict[int, float]()
     kinds = [first[layer] for layer in layers]
     for kind in kinds:
@@ -212,9 +213,10 @@ def _of_each(run: Pass, layers: Iterable[int], compute: Callable[[Pass, int], fl
 
 
 def _in_flight(role: PlannedRole, pp: int, num_microbatches: int) -> float:
-    """Count the microbatches whose activations of all its chunks a stage keeps at most (their section 4.2.3; 1F1B).
+    """Return the maximum number of microbatches whose activations a stage keeps, in all its chunks (their section 4.2.3; 1F1B).
 
-    Interleaved, the first stage keeps 1 + (p - 1) / (p v) times those of p microbatches, later ones two chunks less each.
+    With interleaving, the first stage keeps 1 + (p - 1) / (p v) times those of p microbatches, and each later stage two
+    chunks less.
     """
     stages, chunks = role.layout.pp, role.layout.vpp or 1
     if chunks == 1:
@@ -224,12 +226,12 @@ def _in_flight(role: PlannedRole, pp: int, num_microbatches: int) -> float:
 
 
 def _chunk_bytes(run: Pass, layers: list[int]) -> float:
-    """Count the bytes a token that one microbatch leaves behind in the layers of a chunk, its input and output among them."""
+    """Count the bytes per token that one microbatch keeps in the layers of a chunk, including the chunk's input and output."""
     recompute, fields = run.role.recompute, run.role.megatron
     whole = _of_each(run, layers, _layer_bytes)
     inputs = run.width * run.role.geometry.hidden_size / run.share
     if fields.get("cpu_offloading") and fields.get("cpu_offloading_activations", True):
-        # Layers whose activations are on the host, while those of the next one are copied.
+        # Activations of earlier layers are on the host, while those of the next layer are being copied.
         return inputs + sum(whole[max(fields.get("cpu_offloading_num_layers", 0) - 1, 0) :])
     if not recompute.whole_layers:
         return inputs + sum(whole) - sum(_of_each(run, layers, _dropped_bytes))
@@ -242,22 +244,22 @@ def _chunk_bytes(run: Pass, layers: list[int]) -> float:
 
 
 def _layer_parts(run: Pass, layer: int) -> dict[str, float]:
-    """Count the bytes a token of what a layer keeps, by the names under which Megatron recomputes it, or none.
+    """Count the bytes per token that a layer keeps, by the names under which Megatron recomputes them; "" for no name.
 
-    Of inputs of products in 8 bits only these and scales are kept, but for what others keep as it is: attention its output, and in
-    a mixture the router and the copying of tokens the norm's output.
+    8-bit products keep only their 8-bit inputs and scales. Other operations keep 16-bit tensors: attention keeps its output,
+    and in an MoE layer the router and the token dispatch keep the norm's output.
     """
     role, geometry, layout, width = run.role, run.role.geometry, run.role.layout, run.width
     hidden, input_width = geometry.hidden_size / run.share, _FP8 if role.fp8 else width
     is_moe = geometry.is_moe_layer(layer)
     attended = _FP8 * geometry.num_heads * geometry.value_dim / layout.tp if role.fp8 else 0.0
     parts = {
-        # Inputs of norms; cosines and sines of queries and of keys.
+        # Inputs of norms; cosines and sines for queries and for keys.
         "": width * (2 * hidden + _attention(run, layer) / layout.tp + 4 * geometry.attention.rope_dim) + attended,
         "layernorm": (input_width + (width if is_moe else input_width)) * hidden,
         "core_attn": FP32 * geometry.num_heads / layout.tp,
     }
-    # Tensors as wide as an MLP: both halves, the activation unless it is fused, and the product.
+    # Tensors of the MLP's width: both halves, the activation unless it is fused, and the product.
     wide = width * (2 if role.megatron.get("bias_activation_fusion", True) else 3)
     if geometry.experts is None or not is_moe:
         return parts | {"mlp": (wide + input_width) * geometry.ffn_size / layout.tp}
@@ -267,19 +269,19 @@ def _layer_parts(run: Pass, layer: int) -> dict[str, float]:
     copied = copies * (input_width * geometry.hidden_size + wide * experts.ffn_size / layout.expert_tp)
     parts["moe"] = copied + jitter + number * (copies + 2 * experts.count / run.share)
     parts["moe_act"] = input_width * copies * experts.ffn_size / layout.expert_tp
-    if experts.shared_ffn_size:  # a gated MLP, its output and, times its gate, once more
+    if experts.shared_ffn_size:  # a gated MLP, its output, and its output times its gate
         mlp = (wide + input_width) * experts.shared_ffn_size / layout.tp
         parts["shared_experts"] = mlp + 2 * width * hidden + (_FP8 * hidden if role.fp8 else 0.0)
     return parts
 
 
 def _layer_bytes(run: Pass, layer: int) -> float:
-    """Count the bytes a token of one whole layer."""
+    """Count the bytes per token of one whole layer."""
     return sum(_layer_parts(run, layer).values())
 
 
 def _dropped_bytes(run: Pass, layer: int) -> float:
-    """Count the bytes a token of a layer that selective recomputation does not keep."""
+    """Count the bytes per token that selective recomputation does not keep."""
     if run.role.recompute.granularity != "selective":
         return 0.0
     modules = set(run.role.recompute.modules)
@@ -289,9 +291,9 @@ def _dropped_bytes(run: Pass, layer: int) -> float:
 
 
 def _attention(run: Pass, layer: int) -> float:
-    """Count elements a token: the fused projection, queries and keys after the rotation, the output, and copies of keys and values.
+    """Count the elements per token: fused projection, rotated queries and keys, output, and copied keys and values.
 
-    With latent attention what is projected up, queries and keys put together from their parts, values, the output.
+    With latent attention: up-projections, queries and keys assembled from their parts, values, and the output.
     """
     geometry = run.role.geometry
     if geometry.delta is not None and layer in geometry.delta.layers:
@@ -305,7 +307,7 @@ def _attention(run: Pass, layer: int) -> float:
 
 
 def delta_elements(delta: DeltaSizes) -> int:
-    """Count what goes into the heads of a gated delta net and comes out, of a token; the rest is computed again."""
+    """Count the elements per token that enter and leave the heads of a gated delta net. Everything else is recomputed."""
     return 2 * delta.keys + 2 * delta.value_heads + 3 * delta.values
 
 
@@ -316,18 +318,18 @@ def _forward_bytes(run: Pass, layer: int) -> float:
 
 
 def _computing_bytes(run: Pass, layer: int) -> float:
-    """Estimate the most that a layer needs beside what is kept: what it computes again, and what exists for a moment only."""
+    """Estimate the peak bytes of a layer in addition to kept activations: recomputed activations and temporary tensors."""
     recompute, again = run.role.recompute, _dropped_bytes(run, layer)
     if recompute.whole_layers:  # the activations of a recomputed unit exist while its backward pass runs
         again = (recompute.num_layers if recompute.granularity == "full" else 1) * _layer_bytes(run, layer)
     own = _backward_bytes(run)
-    if run.role.geometry.is_moe_layer(layer):  # beside stacked weights the gradients of all experts
+    if run.role.geometry.is_moe_layer(layer):  # in addition to stacked weights, the gradients of all experts
         own = _dispatch_bytes(run) + 2 * _stacked_bytes(run)
     return run.tokens * again + max(own, _delta_bytes(run, layer))
 
 
 def _stacked_bytes(run: Pass) -> float:
-    """Estimate the copy of a layer's first matrices of all experts of a rank, which a grouped product reads (``mcore/grouped.py``)."""
+    """Estimate the copy of a layer's first matrices of a rank's experts, which a grouped product reads (``mcore/grouped.py``)."""
     role, experts = run.role, run.role.geometry.experts
     assert experts is not None
     count = experts.count // role.layout.ep
@@ -337,28 +339,31 @@ def _stacked_bytes(run: Pass) -> float:
 
 
 def _backward_bytes(run: Pass) -> float:
-    """Take the larger of the two sets of gradients that are there at a time in the backward pass of a dense MLP.
+    """Return the larger of two sets of gradients in the backward pass of a dense MLP. Only one set exists at a time.
 
-    One has the gradients of the output and the halves; the product is free by then. The other has those of the halves, of their
-    weight and of their input, with what sequence parallelism gathers and scatters for them.
+    The first set contains the gradients of the output and the halves; the product is already free. The second set contains
+    the gradients of the halves, their weight and their input, plus the tensors that sequence parallelism gathers and scatters
+    for them.
     """
     hidden, ffn = run.role.geometry.hidden_size, run.role.geometry.ffn_size / run.role.layout.tp
     gathered = hidden + 2 * hidden / run.share if run.share > 1 else 0.0
     activation = run.tokens * (hidden + 2 * ffn)
-    is_added = run.role.megatron.get("gradient_accumulation_fusion")  # to the buffer at once, and never there by itself
+    # Added to the buffer directly, without a separate tensor.
+    is_added = run.role.megatron.get("gradient_accumulation_fusion")
     weight = (0 if is_added else 2 * hidden * ffn) + run.tokens * (hidden + gathered - ffn)
     return run.width * max(activation, weight)
 
 
 def _dispatch_bytes(run: Pass) -> float:
-    """Count what a mixture holds when it has computed.
+    """Count the bytes that an MoE layer holds after its computation.
 
-    These are its tokens' copies before and after they were sent, the experts' outputs, and the outputs in the order of the copies.
-    Experts that are split over ranks add these up in fp32.
+    These are the token copies before and after the dispatch, the outputs of the experts, and these outputs in the order of
+    the copies. Experts that are split over ranks sum them in fp32.
     """
     role, etp = run.role, run.role.layout.expert_tp
     sent, several = run.copies / etp, role.geometry.num_experts > role.layout.ep
-    if role.megatron.get("moe_token_dispatcher_type") == "allgather":  # every expert rank gets the tokens of all
+    # Every expert rank receives the tokens of all ranks.
+    if role.megatron.get("moe_token_dispatcher_type") == "allgather":
         sent = max(sent, role.layout.ep)
     there = run.width * (2 * sent + (2 if several else 1) * run.copies)
     summed = FP32 * (run.copies + sent) if etp > 1 else 0.0
@@ -366,10 +371,10 @@ def _dispatch_bytes(run: Pass) -> float:
 
 
 def _delta_bytes(run: Pass, layer: int) -> float:
-    """Count what mcore/delta_net.py holds of a layer in its backward pass, in fp32.
+    """Count the bytes that mcore/delta_net.py holds for a layer in its backward pass, in fp32.
 
-    Queries and keys are there once for each head of values. Under context parallelism an exchange adds its message, the received one,
-    and a copy in the order of the tokens. Counted by tracing it.
+    Queries and keys exist once per value head. With context parallelism, an exchange adds its message, the received message,
+    and a copy in token order. The numbers come from a trace.
     """
     layout = run.role.layout
     if (delta := run.role.geometry.delta) is None or layer not in delta.layers:
@@ -378,17 +383,17 @@ def _delta_bytes(run: Pass, layer: int) -> float:
     per_head = (
         _DELTA_KEYS * keys + _DELTA_VALUES * values + _DELTA_CHUNKS * chunk + _DELTA_STATES * keys * values / chunk
     )
-    cp = layout.cp  # all tokens of some of the heads, which may not be equally many on all ranks
+    cp = layout.cp  # all tokens of some heads; ranks may have different numbers of heads
     heads = -(-delta.value_heads // layout.tp // cp) * cp
     exchanged = 3 * run.width * delta_elements(delta) / layout.tp if cp > 1 else 0.0
     return run.tokens * (FP32 * heads * per_head + exchanged)
 
 
 def head_bytes(run: Pass, pp: int, *, training: bool) -> int:
-    """Count the last stage's logits as parallel/logprobs.py makes them, in fp32: scaled, exponentials, two more for entropies.
+    """Count the bytes of the last stage's logits as in parallel/logprobs.py: scaled, exponentials, two for entropies, all fp32.
 
-    Of a microbatch that is no more than a chunk they stay, and become their gradient: in the model's own type beside that of the
-    weight. Beyond that a chunk has them at a time. Hidden states are there in fp32 and in the model's own type.
+    If a microbatch fits one chunk, its logits stay and become their gradient, in the model's dtype, next to the gradient of the
+    weight. Otherwise one chunk of logits exists at a time. Hidden states exist in fp32 and in the model's dtype.
     """
     role, tokens, width = run.role, run.tokens, run.width
     if pp != role.layout.pp - 1:
@@ -408,7 +413,7 @@ def head_bytes(run: Pass, pp: int, *, training: bool) -> int:
 
 
 def tower_bytes(role: PlannedRole, pp: int) -> int:
-    """Estimate what a tower needs while it reads images: of one block, and of all blocks' inputs if it learns; 0 without one."""
+    """Estimate the bytes of a tower that reads images: one block, and all block inputs if it is trained; 0 without a tower."""
     if (sizes := role.geometry.vision) is None or pp > 0:
         return 0
     vision, width = FAMILIES[role.geometry.family].vision, BYTES[role.dtype]

@@ -1,4 +1,4 @@
-"""Memory of every rank in every phase of a step, and what does not fit."""
+"""Memory of every rank in every phase of a step, and problems with its limits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _Maker = Callable[[PlanInputs, int], "PhaseMemory"]
 
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """Parts of the device memory of the worst rank of a phase, in bytes. ``kv_tokens`` counts in ``generate`` only."""
+    """Parts of the device memory of the fullest rank in a phase, in bytes. ``problem`` describes a cache that is too small."""
 
     phase: str
     rank: int
@@ -61,13 +61,13 @@ class PhaseMemory:
 
 
 def phases(inputs: PlanInputs) -> list[PhaseMemory]:
-    """List each phase with the rank that needs most in it."""
+    """List each phase with the rank that needs the most memory in it."""
     ranks, makers = _ranks(inputs), [*_engine_phases(inputs), *_model_phases(inputs)]
     return [max((make(inputs, rank) for rank in ranks), key=lambda phase: phase.total) for make in makers]
 
 
 def models_fit(inputs: PlanInputs) -> bool:
-    """Return whether every phase of the models fits, without the phases of the engines. Stops at the first that does not fit."""
+    """Return whether every phase of the models fits, without engine phases. Stop at the first phase that does not fit."""
     ranks = _ranks(inputs)
     return all(make(inputs, rank).fits for make in reversed(_model_phases(inputs)) for rank in ranks)
 
@@ -88,7 +88,7 @@ def _model_phases(inputs: PlanInputs) -> list[_Maker]:
 
 
 def _ranks(inputs: PlanInputs) -> Collection[int]:
-    """Return the first rank of every combination of pipeline stages: all others hold as much as one of these, or less."""
+    """Return the first rank for every combination of pipeline stages. Every other rank holds at most as much as one of them."""
     borders = {0}
     for role in inputs.roles:
         per_stage = role.layout.world_size // role.layout.pp
@@ -101,12 +101,12 @@ def _ranks(inputs: PlanInputs) -> Collection[int]:
 
 
 def _stage(role: PlannedRole, rank: int) -> int:
-    """Return the pipeline stage of a rank; -1 for one that holds no part of the model."""
+    """Return the pipeline stage of a rank, or -1 if it holds no part of the model."""
     return role.layout.coordinates(rank)["pp"] if rank in role.layout.ranks else -1
 
 
 def resident(inputs: PlanInputs, rank: int, used: str = "", kinds: Collection[str] = (WEIGHTS,)) -> dict[str, int]:
-    """Sum what the models hold on a rank in every phase, and the ``kinds`` that the ``used`` one needs in this one."""
+    """Sum the memory that the models always hold on a rank, plus the ``kinds`` that the ``used`` model needs in this phase."""
     parts: dict[str, int] = {}
     for role in inputs.roles:
         state = state_bytes(role, rank)
@@ -119,21 +119,22 @@ def resident(inputs: PlanInputs, rank: int, used: str = "", kinds: Collection[st
 
 
 def _shares_device(inputs: PlanInputs) -> bool:
-    """Return whether there is an engine that can sleep on the trainer's devices."""
+    """Return whether an engine that can sleep shares the trainer's devices."""
     cfg = inputs.cfg
     return run_kind(cfg).generates and not engines_apart(cfg) and engine_kind(cfg.rollout.engine).sleeps
 
 
 def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
-    """Estimate what an engine holds in a phase: nothing while it sleeps. For a sync it wakes its weights, and its cache afterwards.
-    A reward model scores beside an engine that is awake, which may have to draw more.
+    """Return the memory that an engine holds in a phase.
 
-    One that reserves no cache has one only while it generates.
+    A sleeping engine holds nothing. A sync wakes its weights first and its cache afterwards. While a reward model scores, the
+    engine is awake, because it may have to generate more. An engine that reserves no cache has a cache only while it
+    generates.
     """
     rollout, apart = inputs.cfg.rollout, engines_apart(inputs.cfg)
     sleeps = rollout.sleep_level > 0 and _shares_device(inputs)
     if not engine_kind(rollout.engine).has_live_weights:
-        return {}  # it is on devices of others
+        return {}  # it runs on other devices
     if not run_kind(inputs.cfg).generates or ((sleeps or apart) and phase not in (GENERATE, SYNC, SCORE)):
         return {}
     weights = engine_weights(inputs)
@@ -152,14 +153,14 @@ def _generate(inputs: PlanInputs, rank: int) -> PhaseMemory:
     needed, problem, tokens = longest(inputs) + state_tokens(inputs), "", kv_tokens(inputs)
     if tokens < needed:
         problem = (
-            f"rollout.gpu_memory_utilization={inputs.cfg.rollout.gpu_memory_utilization:g} leaves room for {tokens} tokens of "
-            f"keys and values, one sequence has {needed}"
+            f"rollout.gpu_memory_utilization={inputs.cfg.rollout.gpu_memory_utilization:g} leaves space for {tokens} tokens of "
+            f"keys and values, but one sequence has {needed}"
         )
     return PhaseMemory(GENERATE, rank, parts, inputs.available, problem)
 
 
 def _engine_rank_memory(inputs: PlanInputs, rank: int, used: str = "") -> tuple[int, dict[str, int]]:
-    """Find a rank with an engine, and the other parts on it: none if engines are disaggregated."""
+    """Return an engine rank and the memory of other parts on it. Disaggregated engines share their device with no model."""
     if engines_apart(inputs.cfg):
         return inputs.world_size, {"reserve": inputs.assumed.reserve_bytes}
     return rank, resident(inputs, rank, used)
@@ -197,7 +198,7 @@ def _update(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
 
 
 def _run(role: PlannedRole, inputs: PlanInputs, tokens: int) -> Pass:
-    """Describe a pass over microbatches of ``tokens`` tokens, of all context-parallel ranks together."""
+    """Describe a pass over microbatches of ``tokens`` tokens, summed over context-parallel ranks."""
     return Pass(role, -(-tokens // role.layout.cp), inputs.assumed.expert_imbalance, inputs.work.copied_keys(role))
 
 
@@ -220,9 +221,10 @@ def _pass(
 
 
 def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
-    """Sum the pinned host memory of a rank: what is offloaded, and copies by asynchronous saves of state and a share of the weights.
+    """Sum the pinned host memory of a rank.
 
-    And the weights of an engine that keeps them when it sleeps, and the copies of what engines of their own were sent last.
+    It contains offloaded parts, copies for asynchronous saves (optimizer state and a share of the weights), the weights of an
+    engine that keeps them when it sleeps, and copies of the weights last sent to disaggregated engines.
     """
     keeps = _shares_device(inputs) and inputs.cfg.rollout.sleep_level == 1
     total = engine_weights(inputs) if keeps else 0

@@ -1,4 +1,4 @@
-"""A whole plan: memory, traffic and time of a configuration in a world of given size, on a given device."""
+"""A whole plan: memory, traffic and time of a configuration with a world size on a device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from rlhf_mcore.planning.phases import (
 from rlhf_mcore.planning.timing import SyncEstimate, phase_seconds, sync_of
 from rlhf_mcore.readers.adapter_files import adapted_modules
 
-# Fields of Megatron that change the memory of a model in a way that is not counted: a plan names those that are set.
+# Megatron fields that change a model's memory in uncounted ways. A plan warns about them.
 UNCOUNTED = frozenset(
     (
         "activation_func_fp8_input_store",
@@ -83,7 +83,7 @@ UNCOUNTED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """One model: its size, its layout, what it holds on its first rank and in a checkpoint."""
+    """One model: its size, its layout, and its bytes on its first rank and in a checkpoint."""
 
     name: str
     parameters: int
@@ -93,13 +93,13 @@ class RolePlan:
     state: StateBytes
     checkpoint_bytes: int
     cut: RankShare
-    offload: tuple[str, ...] = ()  # what is on the device only while it is used
-    computed_share: float = 1.0  # of a step's tokens: beginnings that sequences share are computed once
+    offload: tuple[str, ...] = ()  # parts that are on the device only while they are used
+    computed_share: float = 1.0  # share of a step's tokens; shared prefixes are computed once
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Report as ``rlhf-mcore plan``. ``sync`` is None if there is none."""
+    """The result of ``rlhf-mcore plan``. ``sync`` is None for runs without engines."""
 
     world_size: int
     gpu: GpuType
@@ -111,13 +111,13 @@ class RunPlan:
     sync: SyncEstimate | None
     work: Workload
     seconds: dict[str, float]
-    engine_devices: int = 0  # beside the trainer's, which are ``world_size``
-    state_tokens: int = 0  # of cache, as much as which a sequence's gated delta nets take
-    samples_ahead: bool = False  # trainer.max_staleness: responses are drawn while the trainer learns
-    route_bytes: int = 0  # of a token's routes, if they are replayed, on the host and from an engine to the models
-    later_sync_bytes: int | None = None  # that each engine needs at every sync but the first; None: all are alike
-    engine_nodes: int = 1  # that an engine of its own spans
-    warnings: tuple[str, ...] = ()  # phases that may take longer than the run waits, and memory that is not counted
+    engine_devices: int = 0  # in addition to the trainer's ``world_size`` devices
+    state_tokens: int = 0  # cache tokens with the same size as a sequence's gated delta-net states
+    samples_ahead: bool = False  # trainer.max_staleness > 0: responses are sampled while the trainer learns
+    route_bytes: int = 0  # per token, if routes are replayed; on the host, and from an engine to the models
+    later_sync_bytes: int | None = None  # per engine, at every sync except the first; None: all syncs are equal
+    engine_nodes: int = 1  # nodes of a disaggregated engine
+    warnings: tuple[str, ...] = ()  # phases that may exceed the run's timeouts, and uncounted memory
 
     @property
     def step_s(self) -> float:
@@ -169,7 +169,7 @@ def samples_ahead(cfg: Config) -> bool:
 
 
 def step_seconds(seconds: dict[str, float], samples_ahead: bool) -> float:
-    """Sum up the phases of a step, of which two may run at the same time."""
+    """Return the duration of a step, in which generation and training may overlap."""
     if not samples_ahead:
         return sum(seconds.values())
     learning = sum(seconds for name, seconds in seconds.items() if name not in (GENERATE, SYNC))
@@ -177,15 +177,15 @@ def step_seconds(seconds: dict[str, float], samples_ahead: bool) -> float:
 
 
 def _engine_nodes(cfg: Config, gpu: GpuType) -> int:
-    """Count the nodes of an engine, which has equally many ranks on each: see ``rollout.remote.cluster``."""
+    """Count the nodes of an engine, which has the same number of ranks on each node; see ``rollout.remote.cluster``."""
     ranks = cfg.rollout.layout.num_ranks
     return next(nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and ranks // nodes <= gpu.per_node)
 
 
 def _late_phases(inputs: PlanInputs, seconds: Mapping[str, float]) -> Iterator[str]:
-    """Name phases for which a limit of the run is too low. Generation has none: sampled tokens are progress.
+    """Yield warnings for phases that may exceed a timeout of the run.
 
-    All ranks begin the next phase after this one, and ranks without a part of its model wait for it in a collective.
+    Generation has no timeout, because sampled tokens count as progress. All ranks start the next phase after this one. Ranks without a part of its model wait for it in a collective.
     """
     trainer = inputs.cfg.trainer
     partial = {role.name for role in inputs.roles if role.layout.world_size < inputs.world_size}
@@ -199,7 +199,7 @@ def _late_phases(inputs: PlanInputs, seconds: Mapping[str, float]) -> Iterator[s
 
 
 def _uncounted_fields(roles: Sequence[PlannedRole]) -> Iterator[str]:
-    """Name the fields of Megatron that change the memory of a model, and whose effect is not counted."""
+    """Yield warnings for Megatron fields whose effect on the memory is not counted."""
     for role in roles:
         names = [f"megatron.{name}" for name, value in role.megatron.items() if value and name in UNCOUNTED]
         if names:
@@ -207,9 +207,9 @@ def _uncounted_fields(roles: Sequence[PlannedRole]) -> Iterator[str]:
 
 
 def _later_bytes(cfg: Config, actor: PlannedRole) -> int | None:
-    """Count the bytes that each engine needs at the second sync and later, of a run with adapters; None without any.
+    """Count the bytes that each engine needs at the second and later syncs of a run with adapters; None without adapters.
 
-    They are A and B, or the whole weights that have some, with these merged in.
+    These are A and B, or the adapted weights after merging.
     """
     if actor.adapters is None:
         return None
@@ -220,16 +220,17 @@ def _later_bytes(cfg: Config, actor: PlannedRole) -> int | None:
 
 
 def _route_bytes(cfg: Config, geometry: ModelGeometry) -> int:
-    """Return the bytes of a token's routes, of 16 bits each."""
+    """Return the bytes of a token's routes, 16 bits each."""
     if cfg.actor.router_replay == "off" or geometry.experts is None:
         return 0
     return 2 * len(geometry.moe_layers) * geometry.experts.per_token
 
 
 def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> Config:
-    """Decide ``offload`` of every model that leaves it to the plan: as little as makes everything fit, else everything.
+    """Choose ``offload`` for every model with ``offload=auto``: the least that makes everything fit, else everything.
 
-    If two ways fit, less of the trained models leaves. They stay if no sleeping engine shares the device.
+    If two choices fit, prefer the one that offloads less of the trained models. These stay on the device if no sleeping
+    engine shares it.
     """
     assumed = assumed or Assumptions()
     *ways, last = _ways_to_offload(cfg)
@@ -242,12 +243,12 @@ def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumption
 
 
 def with_least_memory(cfg: Config) -> Config:
-    """Offload everything that leaves it to the plan. What does not fit then fits in no way."""
+    """Offload every model with ``offload=auto``. A configuration that still does not fit cannot fit."""
     return _offloaded(cfg, *_ways_to_offload(cfg)[-1])
 
 
 def _ways_to_offload(cfg: Config) -> list[tuple[str, str]]:
-    """List the values that ``offload`` of trained and of frozen models may get. The last ones need least memory in every phase."""
+    """List the candidate ``offload`` values of trained and frozen models. The last ones need the least memory in every phase."""
     rollout, models = cfg.rollout, (cfg.reference, cfg.reward.model, cfg.teacher)
     sleeps = rollout.sleep_level > 0 and engine_kind(rollout.engine).sleeps
     shared = run_kind(cfg).generates and not engines_apart(cfg) and sleeps
@@ -257,7 +258,7 @@ def _ways_to_offload(cfg: Config) -> list[tuple[str, str]]:
 
 
 def _offloaded(cfg: Config, trained: str, frozen: str) -> Config:
-    """Set ``offload`` of the models that leave it to the plan."""
+    """Set ``offload`` of the models with ``offload=auto``."""
     choices = {"actor": trained, "critic": trained, "reference": frozen, "teacher": frozen, "reward.model": frozen}
     keys = {f"{name}.offload": choice for name, choice in choices.items()}
     return with_values(cfg, {key: choice for key, choice in keys.items() if value_of(cfg, key) == "auto"})
@@ -281,7 +282,7 @@ def _role_plan(role: PlannedRole, inputs: PlanInputs) -> RolePlan:
 
 
 def as_json(plan: RunPlan) -> dict[str, Any]:
-    """Write the whole plan as JSON values; sizes in bytes, times in seconds."""
+    """Convert the plan to JSON values; sizes in bytes, times in seconds."""
     data = asdict(plan)
     for entry, phase in zip(data["phases"], plan.phases, strict=True):
         entry |= {"total": phase.total, "fits": phase.fits}

@@ -1,4 +1,4 @@
-"""A plan as text."""
+"""Format a plan as text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ COLUMNS = 80
 
 
 def as_text(plan: RunPlan) -> str:
-    """Write the plan for a terminal."""
+    """Format the plan for a terminal."""
     return "\n".join([*_head(plan), "", *_roles(plan), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan)])
 
 
 def refusal(plan: RunPlan) -> str:
-    """Describe what does not fit, phase by phase, with the biggest parts."""
+    """List the phases that do not fit, with their biggest parts."""
     lines = []
     for phase in plan.phases:
         if phase.total > phase.available:
@@ -30,7 +30,7 @@ def refusal(plan: RunPlan) -> str:
 
 
 def out_of_memory(plan: RunPlan, phase: str, outside: int | None, error: Exception) -> str:
-    """Compare a device that ran out of memory with its plan. ``outside``: bytes in use outside torch, if known."""
+    """Compare a device that ran out of memory with its plan. ``outside``: bytes used outside torch, if known."""
     lines = [f"the device is out of memory in phase {phase or 'start'}: {str(error).strip()}"]
     if outside is not None:
         reserve = gib(plan.phases[0].parts["reserve"])
@@ -137,6 +137,6 @@ def _time(plan: RunPlan) -> list[str]:
 
 
 def _wrap(text: str, indent: int = 12) -> list[str]:
-    """Wrap lines to a terminal of 80 columns, the further ones indented."""
+    """Wrap a line for a terminal with 80 columns, and indent continuation lines."""
     words = TextWrapper(COLUMNS, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
     return words.wrap(text)

@@ -1,4 +1,4 @@
-"""Rough times of the phases of a step, for comparing layouts. Peaks of the device times assumed efficiencies; nothing is measured."""
+"""Rough times of the phases of a step, for comparing layouts: device peaks times assumed efficiencies, without measurements."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from rlhf_mcore.planning.memory import (
 )
 from rlhf_mcore.planning.phases import GENERATE, SYNC
 
-FORWARD, TRAIN, TRAIN_RECOMPUTED = 1, 3, 4  # forward passes that a pass is worth
-_UPDATE_BYTES = 28  # an element of the optimizer: gradient, master and two moments read, three written
+FORWARD, TRAIN, TRAIN_RECOMPUTED = 1, 3, 4  # cost of a pass in forward passes
+_UPDATE_BYTES = 28  # bytes per optimizer element: gradient, master and two moments read, three written
 
 
 def phase_seconds(inputs: PlanInputs) -> dict[str, float]:
@@ -59,7 +59,7 @@ def phase_seconds(inputs: PlanInputs) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class SyncEstimate:
-    """Store the most bytes that a rank of an engine receives in a sync, whether they cross nodes, and the seconds."""
+    """The maximum number of bytes that an engine rank receives in a sync, whether they cross nodes, and the duration."""
 
     received: int
     crosses_nodes: bool
@@ -67,9 +67,9 @@ class SyncEstimate:
 
 
 def sync_of(inputs: PlanInputs) -> SyncEstimate:
-    """Estimate a sync: all of an engine rank's weights come over the slowest link of its replica.
+    """Estimate a sync: all weights of an engine rank pass the slowest link of its replica.
 
-    The trainer's ranks send those of disaggregated engines in equal parts, to each machine once.
+    For disaggregated engines, the trainer's ranks send equal parts, to each machine once.
     """
     cfg, actor, gpu = inputs.cfg, inputs.roles[0], inputs.gpu
     layout, grid = actor.layout, engine_grid(cfg)
@@ -87,42 +87,44 @@ def sync_of(inputs: PlanInputs) -> SyncEstimate:
 
 
 def _generate(inputs: PlanInputs) -> float:
-    """Estimate prompts once, then steps of decoding with as many sequences as there are or fit."""
+    """Estimate generation: one prefill per prompt, then decoding steps with as many sequences as exist or fit."""
     work, sampling = inputs.work, inputs.cfg.rollout.sampling
     drawn = sampling.n + draws_greedy(inputs.cfg)
     sequences = work.sequences * drawn / sampling.n / num_engines(inputs.cfg, inputs.world_size)
     running = max(1.0, min(sequences, most_running(inputs)))
     steps = max(sequences * work.response_tokens / running, float(sampling.max_new_tokens))
     prompts_s = prefill_token_s(inputs) * work.prompt_tokens * sequences / drawn
-    # Responses of different lengths finish at different times: at the end of a step few are decoded.
+    # Responses have different lengths, so few sequences are decoded at the end of a step.
     mean_running = max(1.0, sequences * work.response_tokens / steps)
     return prompts_s + steps * decode_step_s(inputs, mean_running)
 
 
 def most_running(inputs: PlanInputs) -> float:
-    """Count the sequences that an engine decodes at a time: its cache limits them."""
+    """Count the sequences that an engine decodes concurrently. Its cache limits them."""
     length = inputs.work.prompt_tokens + inputs.work.response_tokens + state_tokens(inputs)
     return max(1.0, min(inputs.sequences * inputs.cfg.rollout.layout.dp, kv_tokens(inputs) / length))
 
 
 def prefill_token_s(inputs: PlanInputs) -> float:
-    """Estimate the seconds of an engine for a token of a prompt."""
-    grid = engine_grid(inputs.cfg)  # its stages wait for each other: vLLM has one batch under way in ranks of others
+    """Estimate an engine's seconds per prompt token."""
+    # Stages wait for each other: vLLM runs one batch at a time if it did not start the ranks.
+    grid = engine_grid(inputs.cfg)
     flops = grid.tp * grid.dp * inputs.gpu.bf16_flops * inputs.assumed.train_efficiency
     return 2 * active_parameters(inputs.roles[0].geometry) / flops
 
 
 def decode_step_s(inputs: PlanInputs, running: float) -> float:
-    """Estimate one token for each of ``running`` sequences: bound by reading weights and cache, or by arithmetic."""
+    """Estimate one decoding step of ``running`` sequences, limited by reading weights and cache, or by arithmetic."""
     actor, work, gpu, rollout = inputs.roles[0], inputs.work, inputs.gpu, inputs.cfg.rollout
-    grid = replace(engine_grid(inputs.cfg), pp=1)  # what its stages read one after the other
+    grid = replace(engine_grid(inputs.cfg), pp=1)  # its stages read one after another
     running, active = running / grid.dp, active_parameters(actor.geometry)
-    trunk = actor.geometry.trunk  # as without drafts, whose acceptance is not known
+    trunk = actor.geometry.trunk  # without drafts, because their acceptance is unknown
     held = engine_elements(trunk, grid).total
     read = min(1.0, active * running / grid.tp / held) * held_bytes(inputs, trunk, grid)
     cached = engine_kind(rollout.engine).cache_width(rollout, BYTES[inputs.dtype])
     read += running * (work.prompt_tokens + work.response_tokens / 2) * kv_bytes_per_token(trunk, grid, cached)
-    read += running * 2 * state_bytes_per_sequence(actor.geometry, grid, BYTES[inputs.dtype])  # and written again
+    # States are read and written.
+    read += running * 2 * state_bytes_per_sequence(actor.geometry, grid, BYTES[inputs.dtype])
     memory_s = read / (gpu.memory_bytes_per_s * inputs.assumed.decode_efficiency)
     compute_s = running * grid.dp * prefill_token_s(inputs)
     exchange_s = _reduce_s(
@@ -136,7 +138,7 @@ def _pass(inputs: PlanInputs, role: PlannedRole, passes: int) -> float:
     work, layout, gpu = inputs.work, role.layout, inputs.gpu
     efficiency = inputs.assumed.moe_efficiency if role.geometry.experts is not None else inputs.assumed.train_efficiency
     flops = passes * _forward_flops(role, work)
-    if passes > FORWARD:  # MTP layers have a loss and nothing else, and are never recomputed as a whole
+    if passes > FORWARD:  # MTP layers have a loss only, and are never recomputed as a whole
         mtp, length = mtp_flops(role.geometry), work.prompt_tokens + work.response_tokens
         flops += TRAIN * (mtp.token + mtp.logits + mtp.pair * length / 2) * work.tokens
     compute_s = flops / (layout.world_size * gpu.bf16_flops * efficiency)
@@ -145,7 +147,7 @@ def _pass(inputs: PlanInputs, role: PlannedRole, passes: int) -> float:
 
 
 def _copies_s(inputs: PlanInputs, role: PlannedRole) -> float:
-    """Estimate copies of layers that come from the host one by one, for every microbatch, while others compute."""
+    """Estimate the time to copy layers from the host one by one, for every microbatch, in parallel with computation."""
     if not role.by_layer:
         return 0.0
     trainer, weights = inputs.cfg.trainer, state_bytes(role, role.layout.first_rank).weights
@@ -155,7 +157,7 @@ def _copies_s(inputs: PlanInputs, role: PlannedRole) -> float:
 
 
 def _forward_flops(role: PlannedRole, work: Workload) -> float:
-    """Forward pass of a step's rows, each a prompt and a response; with logits of all computed tokens."""
+    """Count the operations of a forward pass over a step's rows (prompt and response), with logits for all computed tokens."""
     flops, prompt, whole = model_flops(role.geometry), work.prompt_tokens, work.prompt_tokens + work.response_tokens
     pairs = work.sequences * flops.attention(np.float64(whole)) - work.spared(role) * flops.attention(
         np.float64(prompt)
@@ -164,12 +166,12 @@ def _forward_flops(role: PlannedRole, work: Workload) -> float:
 
 
 def _exchanges(inputs: PlanInputs, role: PlannedRole, tokens: float) -> Iterator[float]:
-    """Estimate the exchanges of activations of a stage's ranks, in a forward pass of one rank's tokens."""
+    """Estimate the activation exchanges of a stage's ranks, in a forward pass over one rank's tokens."""
     geometry, layout = role.geometry, role.layout
     layers = geometry.num_layers / layout.pp
     nbytes = tokens * geometry.hidden_size * BYTES[role.dtype]
     yield _reduce_s(inputs, layout.tp, nbytes, 2 * layers)
-    if layout.cp > 1:  # keys and values of the other ranks' tokens, as if nothing were computed meanwhile
+    if layout.cp > 1:  # keys and values of the other ranks' tokens, without overlap
         rate = _link(inputs, layout.tp * layout.cp)
         element_s = tokens * (layout.cp - 1) * BYTES[role.dtype] / (layout.tp * layout.pp * rate)
         keys = geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim)
@@ -196,7 +198,7 @@ def _link(inputs: PlanInputs, group: int) -> float:
 
 
 def optimizer_s(inputs: PlanInputs, role: PlannedRole) -> float:
-    """Estimate a step's optimizer updates: gradients scattered in fp32, the shard stepped, weights gathered."""
+    """Estimate the optimizer updates of a step: reduce-scatter gradients in fp32, update the shard, all-gather weights."""
     layout = role.layout
     state = state_bytes(role, layout.first_rank)
     group = layout.tp * layout.cp * layout.dp

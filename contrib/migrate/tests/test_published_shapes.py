@@ -210,7 +210,7 @@ def test_a_script(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     cfg = load_config("out.yaml")
     model, expected = EXPECTED[name]
     assert {key: value_of(cfg, key) for key in expected} == expected
-    is_known = "is not here; planned with configs/models/" in printed
+    is_known = "is not on this machine; planned with configs/models/" in printed
     assert is_known or ("plan: not made" in printed and "model.path=DIRECTORY" in printed)
     here = [f"model.path={MODELS / model}", *([f"critic.path={MODELS / model}"] if cfg.critic.path else [])]
     validate(

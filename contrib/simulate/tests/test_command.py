@@ -124,7 +124,7 @@ def test_measured_times_of_a_run_are_used_with_its_lengths(
         ((*LENGTHS, "--seed", "-1"), "--seed -1 is out of range"),
         ((*LENGTHS, "--staleness", "1,x"), "--staleness 1,x is no list"),
         ((*LENGTHS, "--staleness", "0"), "--staleness 0 is no list"),
-        ((*LENGTHS, "--set", "speed=1"), "--set speed: no such number"),
+        ((*LENGTHS, "--set", "speed=1"), "--set speed: unknown name"),
         ((*LENGTHS, "--run", "absent"), "--run absent: no such directory"),
         (("--run", "absent"), "--run absent: no such directory"),
         ((*LENGTHS, "--run", "absent", "--set", "mean_length=1"), "leave one of them out"),

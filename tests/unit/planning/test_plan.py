@@ -276,7 +276,7 @@ def test_a_cache_that_cannot_hold_one_sequence_is_refused() -> None:
     plan = planned("Qwen2.5-7B", 8, "rollout.gpu_memory_utilization=0.185")
     generate = plan.phases[0]
     assert generate.total <= generate.available and not generate.fits
-    assert "rollout.gpu_memory_utilization=0.185 leaves room for" in refusal(plan)
+    assert "rollout.gpu_memory_utilization=0.185 leaves space for" in refusal(plan)
 
 
 def test_microbatches_and_bubble() -> None:
