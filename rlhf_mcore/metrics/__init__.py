@@ -1,1 +1,1 @@
-"""The metrics of a run: what each means, and when it is out of its healthy range."""
+"""The metrics of a run: their meanings and their healthy ranges."""

@@ -1,6 +1,6 @@
-"""When a metric is out of its healthy range, and what to do then: for the report's verdicts, alarms and docs/metrics.md.
+"""Rules for unhealthy metrics, with remedies: for the report's verdicts, alarms and docs/metrics.md.
 
-The bounds are rules of thumb of the field for policy-gradient training of language models.
+The bounds are rules of thumb for policy-gradient training of language models.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-RECENT_SHARE, RECENT_MOST = 0.1, 20  # of the reported values: what "recent" is the mean of
+RECENT_SHARE, RECENT_MOST = 0.1, 20  # share and maximum number of values in the "recent" mean
 GOOD, WATCH, BAD, UNKNOWN = "good", "watch", "bad", "unknown"
 
 
@@ -22,12 +22,12 @@ class Series:
 
     @property
     def recent(self) -> float:
-        """Mean of the last tenth, at most 20 and at least one."""
+        """Mean of the last tenth of the values, at least one and at most 20."""
         return fmean(self.values[-self._window :])
 
     @property
     def early(self) -> float:
-        """Mean of the first tenth."""
+        """Mean of the first tenth, with the same limits."""
         return fmean(self.values[: self._window])
 
     @property
@@ -37,7 +37,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """The number that a rule judges: ``of_run`` of a whole run, ``now`` at its last step, once there are ``least`` values."""
+    """The number that a rule judges: ``of_run`` for a whole run, ``now`` for its last step, which requires ``least`` values."""
 
     text: str
     of_run: Callable[[Series], float]
@@ -57,9 +57,9 @@ def _over_median(value: float, series: Series) -> float:
 MEASURES = {
     "value": Measure("the largest value", lambda series: max(series.values), lambda series: series.values[-1]),
     "mean": Measure("the recent mean", lambda series: series.recent, lambda series: series.recent),
-    "growth": Measure("the recent mean over that of the beginning", _growth, _growth, least=20),
+    "growth": Measure("the recent mean divided by the early mean", _growth, _growth, least=20),
     "spike": Measure(
-        "the largest value over the median",
+        "the largest value divided by the median",
         lambda series: _over_median(max(series.values), series),
         lambda series: _over_median(series.values[-1], series),
         least=20,
@@ -69,15 +69,15 @@ MEASURES = {
 
 @dataclass(frozen=True, slots=True)
 class MetricRule:
-    """The run should be watched from ``watch`` on, and is in trouble from ``bad`` on, of what ``measure`` makes of ``metric``.
+    """Judges the ``measure`` of ``metric``: a run needs attention from ``watch`` on, and is bad from ``bad`` on.
 
-    Where ``watch`` is above ``bad``, small numbers are the trouble. ``counts``: the metric is a number of responses, and judged as a
-    share of those of the step. ``alarm_steps``: so many steps in a row in trouble are an alarm; 0: there is none by default.
+    If ``watch`` is above ``bad``, small numbers are bad. ``counts``: the metric is a number of responses, judged as a share
+    of the step's responses. ``alarm_steps``: number of consecutive bad steps that raise an alarm; 0: no alarm by default.
     """
 
     name: str
     metric: str
-    measure: str  # of MEASURES
+    measure: str  # a key of MEASURES
     watch: float
     bad: float
     shown: Callable[[float], str]
@@ -108,7 +108,7 @@ RULES = (
         0.05,
         0.3,
         _plain,
-        "how far one step's updates move the policy",
+        "change of the policy by one step's updates",
         "lower actor.optimizer.lr, or make fewer updates per rollout (trainer.ppo_epochs, trainer.minibatch_size)",
         alarm_steps=3,
     ),
@@ -119,33 +119,33 @@ RULES = (
         1.0,
         10.0,
         _plain,
-        "how far the policy is from where it began, per token",
-        "raise algorithm.kl.coef, or lower the learning rate; read responses: the reward may be exploited",
+        "distance of the policy from its starting point, per token",
+        "raise algorithm.kl.coef, or lower the learning rate; read responses, because the policy may exploit the reward",
         alarm_steps=3,
     ),
     MetricRule(
-        "entropy that is left",
+        "remaining entropy",
         "actor/entropy",
         "growth",
         0.3,
         0.05,
         _percent,
-        "recent entropy over that of the beginning; without entropy nothing new is tried",
+        "recent entropy divided by the early entropy; without entropy the policy does not explore",
         "lower the learning rate, raise the upper clip bound (algorithm.clip_high), or set algorithm.entropy_coef",
         alarm_steps=3,
     ),
     MetricRule(
-        "length of responses",
+        "response length",
         "rollout/response_length_mean",
         "growth",
         2.5,
         5.0,
         _times,
-        "recent length over that of the beginning",
-        "read the longest responses; punish what comes close to the limit (algorithm.overlong) if they ramble",
+        "recent length divided by the early length",
+        "read the longest responses; if they ramble, penalise lengths near the limit (algorithm.overlong)",
     ),
     MetricRule(
-        "cut off by the limit",
+        "truncated responses",
         "rollout/truncated_fraction",
         "mean",
         0.2,
@@ -155,14 +155,14 @@ RULES = (
         "raise rollout.sampling.max_new_tokens, or discourage length in the reward",
     ),
     MetricRule(
-        "rewards of zero",
+        "zero rewards",
         "reward/share_zero",
         "mean",
         0.98,
         1.0,
         _percent,
-        "responses with a reward of exactly 0; where all have it, nothing is learned",
-        "try the reward on the data (rlhf-mcore reward-test), read responses, or begin with easier prompts",
+        "responses with a reward of exactly 0; if all are 0, the policy does not learn",
+        "test the reward on the data (rlhf-mcore reward-test), read responses, or start with easier prompts",
         alarm_steps=10,
     ),
     MetricRule(
@@ -172,7 +172,7 @@ RULES = (
         0.6,
         0.9,
         _percent,
-        "groups whose responses all have the same reward; nothing is learned from them",
+        "groups whose responses all have the same reward; the policy learns nothing from them",
         "use harder or easier prompts, more samples per prompt, or algorithm.dynamic_sampling.enabled=true",
     ),
     MetricRule(
@@ -183,8 +183,8 @@ RULES = (
         0.1,
         _plain,
         "mean difference of a token's logprob between the engine that sampled it and the trainer",
-        "compare dtypes and kernels of both (rlhf-mcore doctor); where engines sample ahead, the policy's own steps are in it: lower "
-        "trainer.max_staleness or the learning rate; correct by algorithm.rollout_correction",
+        "compare dtypes and kernels of both (rlhf-mcore doctor); with asynchronous engines the policy's own steps add to it: lower "
+        "trainer.max_staleness or the learning rate; use algorithm.rollout_correction",
         alarm_steps=3,
     ),
     MetricRule(
@@ -195,7 +195,7 @@ RULES = (
         0.05,
         _percent,
         "responses whose reward raised an error",
-        "look at the failures among the rollouts, and at the run's log",
+        "check the failures in the rollouts, and the run's log",
         counts=True,
         alarm_steps=2,
     ),
@@ -206,8 +206,8 @@ RULES = (
         0.001,
         0.05,
         _percent,
-        "responses whose reward was not there in time",
-        "raise reward.timeout_s (environment.timeout_s, environment.agent.timeout_s), or make it faster",
+        "responses whose reward timed out",
+        "raise reward.timeout_s (environment.timeout_s, environment.agent.timeout_s), or make the reward faster",
         counts=True,
         alarm_steps=2,
     ),
@@ -219,17 +219,17 @@ RULES = (
         0.8,
         _percent,
         "responses in which the rules found no answer",
-        "look at responses with reward 0: the format that the prompt asks for may not be the one that the rule reads",
+        "check responses with reward 0; the prompt may ask for a format that the rule does not read",
         counts=True,
     ),
     MetricRule(
-        "clipped upwards",
+        "clipped at the upper bound",
         "actor/clip_fraction_high",
         "mean",
         0.2,
         0.4,
         _percent,
-        "tokens whose ratio left the clip range at the top",
+        "tokens whose ratio exceeds the clip range",
         "lower the learning rate, or make fewer updates per rollout",
     ),
     MetricRule(
@@ -239,8 +239,8 @@ RULES = (
         20.0,
         200.0,
         _times,
-        "largest gradient norm over the median",
-        "look at the rollouts of that step; actor.optimizer.clip_grad bounds the harm",
+        "largest gradient norm divided by the median",
+        "check the rollouts of that step; actor.optimizer.clip_grad limits the effect",
         alarm_steps=1,
     ),
     MetricRule(
@@ -250,8 +250,8 @@ RULES = (
         0.001,
         0.5,
         _percent,
-        "updates of one step that were left out because loss or gradient were not finite",
-        "lower the learning rate; with float16 use bfloat16",
+        "updates of a step that were skipped because the loss or the gradient is not finite",
+        "lower the learning rate; use bfloat16 instead of float16",
         alarm_steps=3,
     ),
     MetricRule(
@@ -261,7 +261,7 @@ RULES = (
         2.0,
         4.0,
         _plain,
-        "policy versions between sampling and learning",
-        "lower trainer.max_staleness, or give the engines more devices",
+        "policy versions between sampling and training",
+        "lower trainer.max_staleness, or add engine devices",
     ),
 )

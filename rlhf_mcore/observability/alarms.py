@@ -1,4 +1,4 @@
-"""Alarms: metrics that leave their bounds, judged after every step on the first rank; then notes, posts and commands."""
+"""Alarms for metrics that leave their bounds: checked after every step on the first rank, sent as notes, posts or commands."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rlhf_mcore.own_processes import kill_group, start
 from rlhf_mcore.redaction import without_secrets
 
 MEAN, MIN, MAX, DEVIATION, SAMPLES = "reward/mean", "reward/min", "reward/max", "reward/std", "progress/samples"
-# Of the span of a step's scores: a smaller change of a mean is none, however steady the steps before were
+# Share of the span of a step's scores. A smaller change of the mean is no jump, however steady the previous steps were.
 LEAST_SHARE = 0.05
-EARLY, RECENT = 20, 200  # values of a metric that are remembered: its first and its last ones
-QUIET_STEPS = 10  # without trouble in a row, after which the same alarm may be given again
+EARLY, RECENT = 20, 200  # numbers of first and last values of a metric that are kept
+QUIET_STEPS = 10  # consecutive healthy steps before the same alarm may be raised again
 MESSAGES = ("webhook", "command")  # actions of ``AlarmMessages``
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """``value`` is what the rule has judged. ``text`` tells it all, on one line."""
+    """``value`` is the judged value. ``text`` is the complete message on one line."""
 
     step: int
     name: str
@@ -40,7 +40,7 @@ class Alarm:
 
 @dataclass(slots=True)
 class _Watch:
-    """A rule with what it remembers of its metric. ``trouble`` tells what is wrong with a value of its measure, or nothing."""
+    """A rule and the history of its metric. ``trouble`` returns the problem with a measured value, or None."""
 
     name: str
     metric: str
@@ -55,7 +55,7 @@ class _Watch:
     quiet: int = QUIET_STEPS
 
     def alarm(self, step: int, value: float) -> Alarm | None:
-        """Take one more value, and return the alarm that it begins."""
+        """Add a value, and return the alarm that starts with it, or None."""
         if len(self.early) < EARLY:
             self.early.append(value)
         else:
@@ -78,7 +78,7 @@ class _Watch:
 
 
 class Alarms:
-    """All rules of a run: those of ``cfg``, and the default ones of metrics that these are not about."""
+    """All rules of a run: the rules of ``cfg``, and the default rules for other metrics."""
 
     def __init__(self, cfg: AlarmsConfig) -> None:
         actions = tuple(cfg.actions)
@@ -93,7 +93,7 @@ class Alarms:
         self._samples = 0.0
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterator[Alarm]:
-        """Yield the alarms that a step begins. To be used up, also for steps before a restart."""
+        """Yield the alarms that start in a step. Exhaust the iterator, also for steps before a restart."""
         samples = metrics.get(SAMPLES, self._samples) - self._samples
         self._samples += samples
         for watch in self._watches:
@@ -102,21 +102,21 @@ class Alarms:
                 continue
             if (alarm := watch.alarm(step, value / samples if watch.counts else value)) is not None:
                 yield alarm
-        # The gradient of an update that was skipped is not finite, which the rule for those tells.
+        # The gradient of a skipped update is not finite; the rule for skipped updates reports it.
         bad = [name for name, value in metrics.items() if name.endswith("/skipped_updates") and value]
         skipped = {name.replace("skipped_updates", "grad_norm") for name in bad}
         names = sorted(name for name, value in metrics.items() if not math.isfinite(value) and name not in skipped)
         if self._finite is not None and (alarm := self._finite.alarm(step, float(bool(names)))) is not None:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             text = (
-                f"step {step}: alarm: not a finite number: {', '.join(names[:3])}{more}: look at the rollouts of this step; lower the "
+                f"step {step}: alarm: not a finite number: {', '.join(names[:3])}{more}: check the rollouts of this step; lower the "
                 "learning rate"
             )
             yield replace(alarm, metric=names[0], value=metrics[names[0]], text=text)
 
 
 def _own(rule: AlarmRuleConfig, actions: tuple[str, ...]) -> _Watch:
-    """Read a rule of ``alarms.rules``."""
+    """Build the watch for a rule of ``alarms.rules``."""
     above, below = rule.above, rule.below
     bounds = [f"{side} {bound:g}" for side, bound in (("above", above), ("below", below)) if bound is not None]
     of = "" if rule.measure == "value" else f" ({MEASURES[rule.measure].text})"
@@ -124,29 +124,27 @@ def _own(rule: AlarmRuleConfig, actions: tuple[str, ...]) -> _Watch:
     def trouble(value: float) -> str | None:
         if (above is None or value <= above) and (below is None or value >= below):
             return None
-        return f"{rule.metric}{of} is {value:.4g}: the bound of alarms.rules is: {' or '.join(bounds)}"
+        return f"{rule.metric}{of} is {value:.4g}, {' or '.join(bounds)} (alarms.rules)"
 
     own_actions = tuple(rule.actions) if rule.actions is not None else actions
     return _Watch(rule.metric, rule.metric, rule.measure, trouble, rule.steps, own_actions)
 
 
 def _default(rule: MetricRule, actions: tuple[str, ...]) -> _Watch:
-    """Make an alarm of one of the report's rules."""
+    """Build the watch for one of the report's rules."""
 
     def trouble(value: float) -> str | None:
         if rule.judge(value) != BAD:
             return None
-        return (
-            f"{rule.name} ({rule.metric}) at {rule.shown(value)}, in trouble from {rule.shown(rule.bad)}: {rule.remedy}"
-        )
+        return f"{rule.name} ({rule.metric}) at {rule.shown(value)}, bad from {rule.shown(rule.bad)}: {rule.remedy}"
 
     return _Watch(rule.name, rule.metric, rule.measure, trouble, rule.alarm_steps, actions, rule.counts)
 
 
 class AlarmBell:
-    """Do what a run wants done about alarms: ``cfg`` tells where messages go. On the first rank.
+    """Performs the actions for alarms, on the first rank. ``cfg`` defines where messages go.
 
-    ``note`` shows a line; ``save`` and ``stop`` ask for a checkpoint after the step, and for the end of the run.
+    ``note`` prints a message. ``save`` requests a checkpoint after the step, and ``stop`` the end of the run.
     """
 
     def __init__(
@@ -158,7 +156,7 @@ class AlarmBell:
         stop: Callable[[], None],
     ) -> None:
         self.alarms = Alarms(cfg)
-        self.stopped_by = ""  # the text of the alarm that has ended the run
+        self.stopped_by = ""  # text of the alarm that has ended the run
         self._run, self._note, self._save, self._stop = run, note, save, stop
         self._messages: AlarmMessages | None = None
         actions = {*cfg.actions, *(action for rule in cfg.rules for action in rule.actions or ())}
@@ -166,12 +164,12 @@ class AlarmBell:
             self._messages = AlarmMessages(cfg, note)
 
     def recall(self, metrics: Mapping[str, float]) -> None:
-        """Take a step that was made before a restart: what it has shown is known."""
+        """Process a step from before a restart, without raising its alarms again."""
         for _ in self.alarms.check(0, metrics):
             pass
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Give the alarms that the step begins."""
+        """Raise the alarms that start in the step."""
         for alarm in self.alarms.check(step, metrics):
             self._note(alarm.text)
             if "save" in alarm.actions:
@@ -184,27 +182,29 @@ class AlarmBell:
                     self._messages.send(action, json_line({"run": self._run, **asdict(alarm)}))
 
     def close(self) -> None:
-        """Wait a moment for messages that are under way."""
+        """Wait briefly for messages that are being sent."""
         if self._messages is not None:
             self._messages.close()
 
 
 @dataclass(slots=True)
 class RewardAlarm:
-    """Tells when the mean score of a data source jumps: by a broken grader, other data, or a way around the reward.
+    """Reports jumps in the mean score of a data source, caused by a broken grader, other data or an exploited reward.
 
-    Compares the mean of a step with those of ``steps`` steps before. It is silent until half of them are there.
+    It compares the mean of a step with the means of the previous ``steps`` steps. It stays silent until half of them are
+    available.
 
-    ``deviations`` of theirs are what a mean may be away from their mean, and of its own: a mean of few scores varies. 0: off.
+    A jump exceeds ``deviations`` standard deviations of the previous means, and of the step's own mean, because a mean of few
+    scores varies. 0 disables the alarm.
     """
 
     deviations: float = 5.0
     steps: int = 20
     _means: dict[str, deque[float]] = field(default_factory=dict)  # by metric
-    _samples: float = 0.0  # scores of all steps before
+    _samples: float = 0.0  # scores of all previous steps
 
     def lines(self, metrics: Mapping[str, float]) -> Iterator[str]:
-        """Yield what to tell of a step, which then counts among those before. To be used up."""
+        """Yield messages about a step, and add it to the history. Exhaust the iterator."""
         names = sorted(name for name in metrics if name.startswith(f"{MEAN}/")) or [MEAN] * (MEAN in metrics)
         number = (metrics.get(SAMPLES, 0.0) - self._samples) / max(len(names), 1)
         self._samples = metrics.get(SAMPLES, self._samples)
@@ -215,21 +215,21 @@ class RewardAlarm:
                 before, spread = statistics.fmean(known), statistics.pstdev(known)
                 span = metrics.get(MAX, 0.0) - metrics.get(MIN, 0.0)
                 if abs(metrics[name] - before) > max(self.deviations * max(spread, own), LEAST_SHARE * span):
-                    away = f"{abs(metrics[name] - before) / spread:.3g} deviations" if spread else "more than ever"
+                    away = f"{abs(metrics[name] - before) / spread:.3g} deviations" if spread else "a jump"
                     of = f" of data source {name.removeprefix(f'{MEAN}/')!r}" if name != MEAN else ""
                     yield (
-                        f"the mean score{of} is {metrics[name]:.4g}, {away} from {before:.4g}, that of the {len(known)} steps before: "
-                        "look at the responses under rollouts/"
+                        f"the mean score{of} is {metrics[name]:.4g}, {away} from the mean {before:.4g} of the previous "
+                        f"{len(known)} steps: check the responses under rollouts/"
                     )
             known.append(metrics[name])
 
 
-TIMEOUT_S = 30.0  # of a post or a command
-CLOSE_S = 10.0  # for messages that are under way when the run ends
+TIMEOUT_S = 30.0  # for a post or a command
+CLOSE_S = 10.0  # for unsent messages when the run ends
 
 
 class AlarmMessages:
-    """Sends alarms to where ``cfg`` tells. ``note`` shows a line: the first failure of each way."""
+    """Sends alarms to the targets of ``cfg``. ``note`` prints a message about the first failure of each action."""
 
     def __init__(self, cfg: AlarmsConfig, note: Callable[[str], None]) -> None:
         self._cfg, self._note = cfg, note
@@ -238,13 +238,13 @@ class AlarmMessages:
         self._commands: list[subprocess.Popen[bytes]] = []
 
     def send(self, action: str, content: bytes) -> None:
-        """Begin to send. ``action``: webhook or command."""
+        """Start to send. ``action``: webhook or command."""
         thread = Thread(target=self._try, args=(action, content), name=f"alarm {action}", daemon=True)
         self._sending = [other for other in self._sending if other.is_alive()] + [thread]
         thread.start()
 
     def close(self) -> None:
-        """Wait a moment for messages that are under way. A command that takes longer is ended with all that it has started."""
+        """Wait briefly for messages that are being sent. A command that takes longer is killed with all its child processes."""
         end = time.monotonic() + CLOSE_S
         for thread in self._sending:
             thread.join(max(end - time.monotonic(), 0.0))
@@ -256,12 +256,12 @@ class AlarmMessages:
         try:
             (self._post if action == "webhook" else self._call)(content)
         except Exception as error:
-            if action not in self._failed:  # once is enough
+            if action not in self._failed:  # report the first failure only
                 self._failed.add(action)
                 secret = self._cfg.webhook or "\0"
                 why = without_secrets(str(error)).replace(secret, "<redacted>").splitlines() or [""]
                 self._note(
-                    f"warning: alarms.{action} did not work ({type(error).__name__}: {why[0][:300]}); the run continues"
+                    f"warning: alarms.{action} failed ({type(error).__name__}: {why[0][:300]}); the run continues"
                 )
 
     def _post(self, content: bytes) -> None:
@@ -271,7 +271,7 @@ class AlarmMessages:
             pass
 
     def _call(self, content: bytes) -> None:
-        nothing, program = subprocess.DEVNULL, self._cfg.command[0]  # its arguments may be secrets
+        nothing, program = subprocess.DEVNULL, self._cfg.command[0]  # the arguments may contain secrets
         process = start(self._cfg.command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing)
         self._commands = [other for other in self._commands if other.poll() is None] + [process]
         with process:

@@ -1,4 +1,4 @@
-"""Show a run to a person: a live display on a terminal, one line per step in a log."""
+"""Shows the progress of a run: a live display on a terminal, one line per step in a log."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MAX_WARNINGS = 20  # of other ranks
 
 
 class Console:
-    """A run's progress, for rank 0: ``with Console("auto", total_steps, title) as console: ...``.
+    """The progress of a run, for rank 0: ``with Console("auto", total_steps, title) as console: ...``.
 
-    ``mode``: "rich" is a live display, "plain" one line per step, "auto" rich on a terminal and plain elsewhere, "json" an object per
-    line, "off" prints nothing. ``first_step``: steps that were made before, by a run that is continued. ``every``: steps between step
-    lines. ``output`` is where it goes, standard output except in tests.
+    ``mode``: "rich" is a live display, "plain" one line per step, "auto" rich on a terminal and plain elsewhere, "json" one
+    object per line, "off" prints nothing. ``first_step``: number of steps before a resume. ``every``: interval in steps
+    between step lines. ``output``: a console other than standard output, for tests.
 
     Raises:
-        ConfigError: an unknown mode.
+        ConfigError: the mode is unknown.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Console:
         if mode == "rich":
             self.display = LiveDisplay(self._output, self.title, total_steps, first_step, clock)
         self._warnings: set[str] = set()
-        self._explained = False  # the labels of step lines
+        self._explained = False  # whether the labels of step lines were explained
 
     def __enter__(self) -> Console:
         self._step_ended = self._clock()
@@ -78,28 +78,28 @@ class Console:
             self.display.stop("stopped")
 
     def phase(self, name: str) -> None:
-        """Show what is being done now: generate, score, update, ... The live display only."""
+        """Show the current phase: generate, score, update, ... Live display only."""
         if self.display is not None:
             self.display.phase(name)
 
     def progress(self, text: str) -> None:
-        """Show how far the phase is. The live display only."""
+        """Show the progress within the phase. Live display only."""
         if self.display is not None:
             self.display.progress(text)
 
     def sample(self, step: int, prompt: str, response: str, score: float | None) -> None:
-        """Show a response that the model has written. The live display only."""
+        """Show a response of the model. Live display only."""
         if self.display is not None:
             self.display.sample(step, prompt, response, score)
 
     def warning(self, rank: int, text: str) -> None:
-        """Show a warning of another rank, once. The live display only: logs of ranks have it too."""
+        """Show a warning of another rank, once. Live display only, because the logs of the ranks contain it too."""
         if self.mode == "rich" and text not in self._warnings and len(self._warnings) < MAX_WARNINGS:
             self._warnings.add(text)
             self._print(f"rank {rank}: {printable(text)}")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Report step ``step`` (from 1) as finished, with its metrics under the names of metrics.jsonl."""
+        """Report step ``step`` (from 1) as finished, with its metrics under their names in metrics.jsonl."""
         now = self._clock()
         seconds = metrics.get("timing/step_s", now - self._step_ended)
         self._step_ended = now
@@ -117,19 +117,19 @@ class Console:
             self._print_json({"step": step, **metrics})
 
     def acknowledge(self, text: str) -> None:
-        """Show at once that something was asked for. Safe inside a signal handler, which may have cut another print short."""
+        """Confirm a request immediately. Safe inside a signal handler, which may have interrupted another print."""
         if self.display is not None and self.display.is_live:
             self.display.request(text)
         elif self.mode != "off":
             line = json_line({"note": text}) if self.mode == "json" else f"{for_terminal(text)}\n".encode()
-            with suppress(OSError):  # of a full disk, of a notebook's output, which is no file
+            with suppress(OSError):  # a full disk, or a notebook's output, which is not a file
                 os.write(self._output.file.fileno(), line)
 
     def note(self, text: str) -> None:
-        """Print a line that stays: an event rather than a number."""
+        """Print a permanent message about an event."""
         if self.mode == "json":
             self._print_json({"note": text})
-        elif self.mode == "rich":  # between words: a path stays whole
+        elif self.mode == "rich":  # wrap between words only, so that a path stays whole
             words = TextWrapper(self._output.width, subsequent_indent="  ", replace_whitespace=False)
             words.break_long_words = words.break_on_hyphens = False
             self._print("\n".join(map(words.fill, text.splitlines())))
@@ -139,7 +139,7 @@ class Console:
     def summary(
         self, title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...], footer: Sequence[str]
     ) -> None:
-        """Print the table that a run ends with, and below it lines of text as they are. Ends the live display."""
+        """Print the final table of a run, followed by lines of unwrapped text. Stop the live display."""
         if self.display is not None:
             self.display.stop("done")
         if self.mode == "off":
@@ -163,5 +163,5 @@ class Console:
         self._output.file.flush()
 
     def _print(self, text: str) -> None:
-        """Print a line as it is: no markup, no wrapping (a path must stay whole)."""
+        """Print a line without markup or wrapping, because a path must stay whole."""
         self._output.print(for_terminal(text), markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""List the metrics that a person watches, their names and how many digits are worth reading."""
+"""The metrics in step lines and in the live display: labels, formats and column widths."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A metric as people read it.
+    """A metric as displayed.
 
-    ``width`` is that of its usual values, so that lines stand in columns. Where there is no room for all, figures with
-    the lowest ``worth`` go first. ``meaning`` explains a label that does not explain itself.
+    ``width`` is the width of its usual values, to align columns. If space is short, figures with the lowest ``worth`` are
+    dropped first. ``meaning`` explains a label that is not self-explanatory.
     """
 
     label: str
@@ -25,7 +25,7 @@ class Figure:
 
     @property
     def column_width(self) -> int:
-        """Characters that a column needs, its label broken into words."""
+        """Number of characters that a column needs, with the label broken into words."""
         return max(self.width, *map(len, self.label.split()))
 
 
@@ -69,7 +69,7 @@ FIGURES = (
 
 
 def figure_text(figure: Figure, metrics: Mapping[str, Any]) -> str:
-    """Write the metric's value as text, empty when the step did not report it."""
+    """Format the metric's value; empty if the step does not report it."""
     value = metrics.get(figure.metric)
     if value is None:
         return ""
@@ -78,7 +78,7 @@ def figure_text(figure: Figure, metrics: Mapping[str, Any]) -> str:
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, Any]) -> str:
-    """Write one step on one line, for logs: ``step  12/40  reward 0.610  length   7.2  ...``. Lines stand in columns."""
+    """Format one step as an aligned log line: ``step  12/40  reward 0.610  length   7.2  ...``."""
     words = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     for figure in FIGURES:
         text = figure_text(figure, metrics)
@@ -88,7 +88,7 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, Any]) -> str:
 
 
 def explain_labels(metrics: Mapping[str, Any]) -> str:
-    """Explain the labels of a step line that need it: ``len: mean tokens of a response; ...``. Empty where none does."""
+    """Explain the labels of a step line that need it: ``len: mean tokens of a response; ...``. Empty if none does."""
     return "; ".join(
         f"{figure.label}: {figure.meaning}" for figure in FIGURES if figure.meaning and figure_text(figure, metrics)
     )

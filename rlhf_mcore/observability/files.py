@@ -1,4 +1,4 @@
-"""Files that are whole or not there, JSON that every reader accepts, and digests: they tell contents apart and protect nothing."""
+"""Atomic file writes, JSON that every reader accepts, and digests that identify contents (not cryptographic protection)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import Fields, open_file, parse_json
 from rlhf_mcore.own_files import open_own
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # of a disk, of a quota
-MAX_LINE_BYTES = 16 * 2**20  # of a record that is read back
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # of a disk or a quota
+MAX_LINE_BYTES = 16 * 2**20  # per record that is read back
 _BLOCK_BYTES = 1 << 16
 LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 DIGEST_BYTES = 8
@@ -29,15 +29,16 @@ SKETCH_BLOCKS = 256
 SKETCH_BLOCK_BYTES = 4096
 
 
-ROOM_BYTES = 1 << 16  # a disk with less is full: a log, a rollout file or a pipe's buffer no longer fits
+# A disk with fewer free bytes counts as full, because a log, a rollout file or a pipe buffer no longer fits.
+ROOM_BYTES = 1 << 16
 
 
 class FullDiskError(OSError):
-    """A file does not fit: its path, what it needs and what is free."""
+    """A file does not fit on its disk. The message contains its path, its size and the free bytes."""
 
 
 def free_bytes(directory: Path) -> int | None:
-    """Return how many bytes may still be written below a directory; None where nobody tells. Quotas are not known here."""
+    """Return the free bytes of a directory's file system, or None if it does not report them. Quotas are not considered."""
     try:
         usage = os.statvfs(directory)
     except OSError:
@@ -47,7 +48,7 @@ def free_bytes(directory: Path) -> int | None:
 
 @contextmanager
 def full_disk_named(path: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Let the error of a full disk tell which file was to be written, of how many bytes, and how many are free.
+    """Add the path and size of a file, and the free bytes, to the error of a full disk.
 
     Raises:
         FullDiskError: instead of the system's error.
@@ -64,9 +65,9 @@ def full_disk_named(path: Path, num_bytes: int | None = None) -> Iterator[None]:
 
 
 def full_disks(places: Iterable[str | Path]) -> str:
-    """Name the places whose disks are full, one of each disk, as the end of a message; "" where all have room.
+    """Return the full disks among those of ``places``, as the end of a message; "" if no disk is full.
 
-    What a library raises on a full disk rarely says so, and what it was writing is often gone.
+    Library errors on a full disk often do not mention it, and the written file is often gone.
     """
     full: dict[int, str] = {}
     for place in places:
@@ -78,16 +79,16 @@ def full_disks(places: Iterable[str | Path]) -> str:
 
 
 def write_atomically(path: Path, content: bytes, mode: int | None = None) -> None:
-    """Replace ``path`` by ``content``. A reader, or a crash at any instant, meets the old file or the new one.
+    """Replace ``path`` by ``content`` atomically. A reader, or a crash at any time, sees either the old or the new file.
 
-    ``mode``: who may read it, None: what the umask leaves.
+    ``mode`` sets the permissions; None: as the umask allows.
 
     Raises:
-        FullDiskError: it does not fit.
-        ConfigError: there is a device, a pipe or a socket of that name.
+        FullDiskError: the file does not fit.
+        ConfigError: a device, a pipe or a socket has this name.
     """
     if os.path.lexists(path) and stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR):
-        raise ConfigError(f"{path} is no regular file, and one is written here; move it away")
+        raise ConfigError(f"{path} is not a regular file, but the run must write one here; move it away")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -104,24 +105,24 @@ def write_atomically(path: Path, content: bytes, mode: int | None = None) -> Non
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """Write one line of strict JSON in UTF-8, newline included.
+    """Encode one line of strict JSON in UTF-8, including the newline.
 
-    NaN and infinities become null, since JSON has no name for them and readers of other languages refuse Python's. Lone
-    surrogates become U+FFFD. Tensors and numpy scalars become numbers, what JSON does not know becomes its ``str``.
+    NaN and infinities become null, because JSON has no such values and readers in other languages reject Python's. Lone
+    surrogates become U+FFFD. Tensors and numpy scalars become numbers. Other values become their ``str``.
     """
     return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
 
 
 def pretty_json(content: Mapping[str, Any]) -> bytes:
-    """Write what ``json_line`` writes for people: indented."""
+    """Encode the same content as ``json_line``, indented for people."""
     return json.dumps(json.loads(json_line(content)), indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
 
 
 def cut_unfinished_line(file: int, name: Path) -> None:
-    """Cut an open file of JSON lines after its last newline: what is behind it, a crash has cut short.
+    """Truncate an open file of JSON lines after its last newline. A crash has cut off the text after it.
 
     Raises:
-        ConfigError: there are more bytes behind it than a line has.
+        ConfigError: the text after the last newline is longer than a line may be.
     """
     size = end = os.fstat(file).st_size
     while end > 0:
@@ -136,17 +137,18 @@ def cut_unfinished_line(file: int, name: Path) -> None:
 
 
 def keep_steps(lines: bytes, last_step: int) -> bytes:
-    """Keep the lines of a metrics.jsonl up to and including those of ``last_step``. What is no record is dropped."""
+    """Keep the lines of a metrics.jsonl up to and including ``last_step``. Drop lines that are not valid records."""
     return b"".join(line for line in lines.splitlines(keepends=True) if _is_until(line, last_step))
 
 
 def read_lines(path: Path, remedy: str, *, is_growing: bool = False) -> Iterator[Fields]:
-    """Yield the objects of a file of JSON lines, one line in memory at a time. ``remedy`` closes the messages.
+    """Yield the objects of a file of JSON lines, with one line in memory at a time. ``remedy`` ends the error messages.
 
-    ``is_growing``: the last line may be one that is being written, or that a crash has cut short; it is left out then.
+    ``is_growing``: the last line may be incomplete, because it is being written or a crash has cut it off. It is then skipped.
 
     Raises:
-        ConfigError: it is not a regular file, or a line, which is named, is too long or no object of plain values.
+        ConfigError: the path is not a regular file, or a line is too long or not an object of plain values. The message names
+        the line.
     """
     with io.BufferedReader(open_file(path, remedy=remedy)) as file:  # type: ignore[type-var]
         number = 0
@@ -188,12 +190,12 @@ def _plain(value: Any) -> Any:
 
 
 def digest_of_json(content: Any) -> str:
-    """Hash a JSON-able value."""
+    """Return the digest of a JSON-serialisable value."""
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def digest_of_file(file: Path) -> str:
-    """Hash all bytes of a file."""
+    """Return the digest of all bytes of a file."""
     state = blake2b(digest_size=DIGEST_BYTES)
     with file.expanduser().open("rb") as content:
         while block := content.read(READ_BYTES):
@@ -202,7 +204,7 @@ def digest_of_file(file: Path) -> str:
 
 
 def sketch_of_file(file: Path) -> str:
-    """Hash the size of a file of weights and blocks spread over it: training changes every tensor, so a megabyte is enough."""
+    """Return a digest of a weight file's size and evenly spaced blocks. Training changes all tensors, so a megabyte is enough."""
     size = file.stat().st_size
     state = blake2b(str(size).encode(), digest_size=DIGEST_BYTES)
     with file.open("rb") as content:

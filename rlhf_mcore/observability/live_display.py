@@ -1,4 +1,4 @@
-"""The live display of a run on a terminal: progress, where the time goes, curves, a sample and the last steps."""
+"""The live display of a run on a terminal: progress, time per phase, curves, a sample and the last steps."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MAX_WIDTH = 110
 NARROW = 70
 PANEL_EDGES = 4
 PHASE_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "white")
-LEGEND_SHARE = 0.01  # a phase with less of the time is not named
-SAMPLE_HEIGHT = 28  # lines of a terminal that has room for a sample
+LEGEND_SHARE = 0.01  # phases with a smaller share of the time are not named
+SAMPLE_HEIGHT = 28  # minimum terminal lines to show a sample
 NOT_FINITE = ("nan", "inf", "-inf")
 REFRESHES_PER_SECOND = 4
 BARS = "▁▂▃▄▅▆▇█"
@@ -38,7 +38,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A metric whose course a person watches."""
+    """A metric shown as a curve."""
 
     label: str
     metric: str
@@ -58,9 +58,9 @@ CURVES = (
 
 
 class LiveDisplay:
-    """Draws what it is told of a run, from a thread of its own between ``start`` and ``stop``.
+    """Draws the state of a run, in its own thread between ``start`` and ``stop``.
 
-    ``first_step``: steps that were made before, by a run that is continued.
+    ``first_step`` is the number of steps before a resume.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LiveDisplay:
         self._started = self._phase_started = clock()
         self._phase = Spinner("dots", text="starting", style="cyan")
         self._phase_name, self._progress_text, self._request = "starting", "", ""
-        # Replaced, never changed in place: the display is drawn from a thread of its own.
+        # Replaced, never changed in place, because another thread draws the display.
         self._recent: tuple[tuple[int, Mapping[str, Any]], ...] = ()
         self._curves: dict[str, tuple[float, ...]] = {}  # by metric
         self._sample: tuple[int, str, str, float | None] | None = None
@@ -85,11 +85,11 @@ class LiveDisplay:
 
     @property
     def is_live(self) -> bool:
-        """Tell whether it is drawn now."""
+        """Return whether the display is being drawn."""
         return self._live is not None
 
     def start(self) -> None:
-        """Begin to draw."""
+        """Start drawing."""
         self._started = self._phase_started = self._clock()
         self._live = Live(
             get_renderable=lambda: _CursorAtStart(self.render()),
@@ -107,32 +107,33 @@ class LiveDisplay:
             live.stop()
 
     def phase(self, name: str) -> None:
-        """Begin a phase: generate, score, update, ..."""
+        """Start a phase: generate, score, update, ..."""
         self._phase_name, self._phase_started, self._progress_text = name.replace("_", " "), self._clock(), ""
 
     def progress(self, text: str) -> None:
-        """Show how far the phase is."""
+        """Show the progress within the phase."""
         self._progress_text = text
 
     def request(self, text: str) -> None:
-        """Show that something was asked for. Safe inside a signal handler."""
+        """Show that a request was received. Safe inside a signal handler."""
         self._request = text
 
     def sample(self, step: int, prompt: str, response: str, score: float | None) -> None:
-        """Show a response that the model has written."""
+        """Show a response of the model."""
         self._sample = step, prompt, response, score
 
     def step(self, step: int, metrics: Mapping[str, Any], seconds: float) -> None:
-        """Show a step that took so many seconds."""
+        """Show a step that took ``seconds``."""
         if step > 0:  # step 0 is the evaluation before training
             self._step_seconds = (*self._step_seconds, seconds)[-2 * RECENT_STEPS :]
         self._recent = (*self._recent, (step, dict(metrics)))[-RECENT_STEPS:]
         for curve in CURVES:
-            if (value := metrics.get(curve.metric)) is not None:  # replaced in one step: the display reads it
+            # Replaced as a whole, because the display reads it concurrently.
+            if (value := metrics.get(curve.metric)) is not None:
                 self._curves = {**self._curves, curve.metric: (*self._curves.get(curve.metric, ()), float(value))}
 
     def render(self) -> RenderableType:
-        """Draw the live display as it stands now."""
+        """Render the current state of the display."""
         width = min(self._output.width, MAX_WIDTH)
         doing: RenderableType = Text(self._phase_name, style="cyan")
         if self._live is not None:
@@ -159,7 +160,7 @@ class LiveDisplay:
         done = self._recent[-1][0] if self._recent else self._first_step
         figures = [f"step {done}/{self._total_steps}", f"elapsed {_hours(self._clock() - self._started)}"]
         if self._step_seconds:
-            # The median of the last steps, so that neither the first step nor an evaluation moves it much.
+            # The median of the last steps, so that the first step or an evaluation hardly changes it.
             pace = statistics.median(self._step_seconds)
             figures += [f"left {_hours(pace * (self._total_steps - done))}", f"{pace:.1f} s/step"]
         if self._output.width < NARROW:
@@ -187,19 +188,20 @@ class LiveDisplay:
 class _CursorAtStart:
     """A frame with the cursor in the first column of its last line.
 
-    Behind a full line what the terminal echoes (^C) would wrap into a further one, and the next frame begin a line too low.
+    After a full line, text that the terminal echoes (^C) would wrap into another line, and the next frame would start one
+    line too low.
     """
 
     frame: RenderableType
 
     def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> RenderResult:
-        *segments, _ = console.render(self.frame, options)  # the last one is a line's end
+        *segments, _ = console.render(self.frame, options)  # the last segment ends the line
         yield from segments
         yield Control(ControlType.CARRIAGE_RETURN)
 
 
 def _where_time_goes(reported: Sequence[Mapping[str, Any]], room: int) -> list[RenderableType]:
-    """Draw a bar of the phases with their shares of the last steps, and what the last one reports of speed and memory."""
+    """Render a bar with the share of each phase in the last steps, and the last step's speed and memory."""
     shares = phase_shares(reported)
     styles = dict(zip((phase for phase, _ in shares), cycle(PHASE_STYLES), strict=False))
     parts: list[RenderableType] = []
@@ -222,7 +224,7 @@ def _where_time_goes(reported: Sequence[Mapping[str, Any]], room: int) -> list[R
 
 
 def _sample_lines(sample: tuple[int, str, str, float | None], room: int) -> list[Text]:
-    """Show the end of a prompt and the beginning of its response, without what a terminal would take for a command."""
+    """Render the end of a prompt and the start of its response, without terminal control characters."""
     step, prompt, response, score = sample
     title = f"sample of step {step}" + (f", reward {score:.3g}" if score is not None else "")
     lines = [Text(title, style="bold")]
@@ -235,7 +237,7 @@ def _sample_lines(sample: tuple[int, str, str, float | None], room: int) -> list
 
 
 def _recent_table(recent: Sequence[tuple[int, Mapping[str, Any]]], width: int) -> Table:
-    """Draw the last steps, one row each, with the figures they report and there is room for."""
+    """Render the last steps, one row each, with the reported figures that fit."""
     step_width = max(len("step"), len(str(recent[-1][0])))
     figures = figures_that_fit([metrics for _, metrics in recent], width - step_width)
     table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False, header_style="dim")
@@ -253,7 +255,7 @@ def _hours(seconds: float) -> str:
 
 
 def phase_shares(reported: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Compute the share of each phase in the time of steps, the largest first."""
+    """Return the share of each phase in the time of the steps, the largest first."""
     seconds: dict[str, float] = {}
     for metrics in reported:
         for name, value in metrics.items():
@@ -266,7 +268,7 @@ def phase_shares(reported: Sequence[Mapping[str, Any]]) -> list[tuple[str, float
 
 
 def rates(metrics: Mapping[str, Any]) -> list[str]:
-    """Speed and memory of a step, as far as it reports them."""
+    """Return the reported speed and memory of a step as texts."""
     parts = []
     if (speed := metrics.get("timing/tokens_per_s")) is not None:
         parts.append(f"{speed:,.0f} tokens/s")
@@ -283,7 +285,7 @@ def rates(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def figures_that_fit(reported: Sequence[Mapping[str, Any]], width: int) -> list[Figure]:
-    """Choose of the figures that any of ``reported`` has, in order, as many as columns of two spaces apart fit into ``width``."""
+    """Return the figures that ``reported`` contains, in order. Drop figures until all columns fit into ``width``."""
     figures = [figure for figure in FIGURES if any(figure_text(figure, metrics) for metrics in reported)]
     while sum(figure.column_width + 2 for figure in figures) > width:
         figures.remove(min(figures, key=lambda figure: figure.worth))
@@ -291,9 +293,9 @@ def figures_that_fit(reported: Sequence[Mapping[str, Any]], width: int) -> list[
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Values as a row of at most ``width`` bars between their least and greatest; neighbours are averaged to fit.
+    """Return values as a row of at most ``width`` bars, scaled between their minimum and maximum. Neighbours are averaged to fit.
 
-    A constant is drawn at mid height, what is not finite as a blank.
+    A constant is drawn at mid height, and a value that is not finite as a blank.
     """
     num_bars = min(len(values), width)
     edges = [len(values) * bar // num_bars for bar in range(num_bars + 1)] if num_bars else [0]

@@ -1,4 +1,4 @@
-"""Serve a run to Prometheus: its metrics of the last step, and its engines at this moment. On the first rank."""
+"""Serves a run to Prometheus: the metrics of the last step, and the current state of its engines. On the first rank."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ PREFIX = "rlhf_mcore_"
 
 
 class PrometheusExporter(Collector):
-    """Answers ``GET /metrics`` in a thread, and is a tracker. It has what was logged last."""
+    """Answers ``GET /metrics`` in a thread. It is a tracker, and serves the last logged metrics."""
 
     def __init__(self, address: str, project: str, experiment: str) -> None:
-        """Listen on ``address``: host:port, or a port of the loopback.
+        """Listen on ``address``: host:port, or a port on the loopback interface.
 
         Raises:
-            ConfigError: the address cannot be listened on.
+            ConfigError: the address cannot be used.
         """
         self._labels = {"project": project, "experiment": experiment}
         self._metrics: dict[str, float] = {}
-        self.engines: Callable[[], Sequence[EngineStatus]] = list  # asked at every scrape
+        self.engines: Callable[[], Sequence[EngineStatus]] = list  # called at every scrape
         host, _, port = address.rpartition(":")
         registry = CollectorRegistry()
         registry.register(self)
@@ -42,7 +42,7 @@ class PrometheusExporter(Collector):
             ) from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a step. Metrics that it lacks keep the values of an earlier one."""
+        """Store the metrics of a step. Metrics that it lacks keep their earlier values."""
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         self._metrics = {**self._metrics, "step": float(step), **numbers}
 
@@ -52,7 +52,7 @@ class PrometheusExporter(Collector):
         self._thread.join()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what a scrape reads."""
+        """Yield the metrics for a scrape."""
         names, values = list(self._labels), list(self._labels.values())
         for name, value in self._metrics.items():
             known = find_metric(name)
@@ -63,13 +63,13 @@ class PrometheusExporter(Collector):
         if not engines:
             return
         labels = [*names, "engine"]
-        up = GaugeMetricFamily(f"{PREFIX}engine_up", "1: the engine draws", labels=labels)
+        up = GaugeMetricFamily(f"{PREFIX}engine_up", "1: the engine generates", labels=labels)
         version = GaugeMetricFamily(
-            f"{PREFIX}engine_version", "step of the weights of an engine; -1: none", labels=labels
+            f"{PREFIX}engine_version", "policy version of an engine's weights; -1: none", labels=labels
         )
-        requests = GaugeMetricFamily(f"{PREFIX}engine_requests", "responses that an engine has in hand", labels=labels)
-        tokens = CounterMetricFamily(f"{PREFIX}engine_tokens", "tokens that an engine has drawn", labels=labels)
-        failures = GaugeMetricFamily(f"{PREFIX}engine_failures", "failures of an engine in a row", labels=labels)
+        requests = GaugeMetricFamily(f"{PREFIX}engine_requests", "responses in flight in an engine", labels=labels)
+        tokens = CounterMetricFamily(f"{PREFIX}engine_tokens", "tokens that an engine has sampled", labels=labels)
+        failures = GaugeMetricFamily(f"{PREFIX}engine_failures", "consecutive failures of an engine", labels=labels)
         for engine in engines:
             of = [*values, engine.name]
             up.add_metric(of, float(engine.state == "serving"))
@@ -81,5 +81,5 @@ class PrometheusExporter(Collector):
 
 
 def metric_name(name: str) -> str:
-    """Return Prometheus' name of a metric: ``reward/mean`` is ``rlhf_mcore_reward_mean``."""
+    """Return the Prometheus name of a metric: ``reward/mean`` becomes ``rlhf_mcore_reward_mean``."""
     return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)

@@ -1,7 +1,8 @@
-"""What a rank tells the process that started it, in the file that torchrun gives to a rank for its error.
+"""Reports from a rank to the process that started it, in the file that torchrun provides for a rank's error.
 
-Under a command of ours the file is one JSON object in memory (``cli.rank_files``): phases, signs of life, the first step and the end.
-Under the user's own torchrun only an error is written, as by ``torch.distributed.elastic.multiprocessing.errors.record``.
+Under our own commands, the file is one JSON object in memory (``cli.rank_files``) with phases, signs of life, the first step
+and the end. Under the user's own torchrun, only an error is written, as
+``torch.distributed.elastic.multiprocessing.errors.record`` does.
 """
 
 from __future__ import annotations
@@ -19,69 +20,69 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.files import write_atomically
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
-IN_MEMORY = "/proc/"  # the beginning of a path that a command of ours has given
-# Whose mistake ended a rank; the last: another rank's end.
+IN_MEMORY = "/proc/"  # prefix of the path under our own commands
+# The cause of a rank's end: the user's mistake, a failure, or the end of another rank.
 USER, FAILURE, CONSEQUENCE = "user", "failure", "consequence"
 
-_MAX_TEXT = 10_000  # characters, of up to 12 bytes each as JSON
+_MAX_TEXT = 10_000  # characters, with up to 12 bytes each as JSON
 _ALIVE_S = 1.0
 _lock = threading.RLock()
 
 
 def is_read() -> bool:
-    """Tell whether a command of ours started this rank. It reports errors, and watches the rank's progress."""
+    """Return whether one of our commands started this rank. The command then reports errors and watches the rank's progress."""
     return os.environ.get(VARIABLE, "").startswith(IN_MEMORY)
 
 
 def note_start() -> None:
-    """Note that the process is there. From now on a thread notes every second that it is alive."""
+    """Report the start of the process. From now on, a thread reports every second that it is alive."""
     number = os.environ.get("RANK", "0")
-    rank = int(number) if number.isdecimal() else 0  # the user is told what is wrong with it
+    rank = int(number) if number.isdecimal() else 0  # the user gets a proper message later
     _update(lambda _: {"rank": rank, "pid": os.getpid(), "phase": "starting", "phases": 0, "progress": 0, "limit_s": 0})
     if is_read():
         threading.Thread(target=_note_life, name="alive", daemon=True).start()
 
 
 def watch(limit_s: int) -> None:
-    """Ask to end the run when no rank begins a phase or beats for ``limit_s`` seconds; 0: this one does not count."""
+    """Request that the run ends if no rank starts a phase or beats for ``limit_s`` seconds; 0 excludes this rank."""
     _update(lambda told: {"limit_s": limit_s, "progress": told["progress"] + 1})
 
 
 def note_phase(name: str) -> None:
-    """Note that a phase begins."""
+    """Report the start of a phase."""
     _update(lambda told: {"phase": name, "phases": told["phases"] + 1, "progress": told["progress"] + 1})
 
 
 def beat() -> None:
-    """Note progress within a phase."""
+    """Report progress within a phase."""
     _update(lambda told: {"progress": told["progress"] + 1})
 
 
 def note_training() -> None:
-    """Note that the first step begins: from now on there is something to save."""
+    """Report the start of the first step. From now on there is something to save."""
     _update(lambda _: {"training": True})
 
 
 def note_done() -> None:
-    """Note that the last step was made and saved."""
+    """Report that the last step is finished and saved."""
     _update(lambda _: {"done": True})
 
 
 def note_error(kind: str, text: str) -> None:
-    """Note the error that ends the rank. ``kind``: USER, FAILURE or CONSEQUENCE."""
+    """Report the error that ends the rank. ``kind``: USER, FAILURE or CONSEQUENCE."""
     _update(lambda _: {"kind": kind, "message": text[:_MAX_TEXT], "time": time.time()})
     if (path := os.environ.get(VARIABLE)) and not is_read():
-        # Whole or not at all: torchrun cannot read half of it.
+        # Written atomically, because torchrun cannot read half a file.
         with suppress(OSError, ConfigError):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(Path(path), json.dumps({"message": text, "timestamp": int(time.time())}).encode())
 
 
 def _update(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change entries of the object, which never becomes shorter."""
+    """Update entries of the object. Its size never shrinks."""
     if not is_read():
         return
-    # The process that started this one may be gone. A file without a start is left as it is.
+    # The process that started this rank may be gone. A file without a start entry is not changed.
     with _lock, suppress(OSError, ValueError, KeyError), open(os.environ[VARIABLE], "r+b", buffering=0) as file:
         content = file.read()
         told = json.loads(content)

@@ -1,4 +1,4 @@
-"""The directory that holds everything a run leaves behind."""
+"""The directory that contains all files of a run."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ LOCK = "run.lock"
 ROLLOUTS = "rollouts"
 LOGS = "logs"
 PROFILE = "profile"
-TRACKED_AS = "tracker_run_id"  # what trackers know the run by: in a file, for a run that is resumed
+TRACKED_AS = "tracker_run_id"  # the run's id in trackers, stored in a file for a resume
 MAX_METRICS_BYTES = 4 * 2**30  # about a million steps
 _REMEDY = "move the file away: the run's record then begins anew"
-OTHER_TRACKERS = "trackers"  # a folder for each that another package brings
-_RECORDS = (ROLLOUTS, *TRACKERS, OTHER_TRACKERS)  # folders that go with the metrics
+OTHER_TRACKERS = "trackers"  # one subdirectory per tracker of another package
+_RECORDS = (ROLLOUTS, *TRACKERS, OTHER_TRACKERS)  # directories that are moved together with the metrics
 OWN_DIRECTORIES = (*_RECORDS, LOGS, PROFILE, "archive", "quarantine", "pins")
 
 
 class DirectoryLock:
-    """Holds the directory of ``file``, which names the holder, until it is closed or the process ends, however that ends.
+    """Locks the directory of ``file`` until it is closed or the process ends, in any way. The file names the holder.
 
-    It is the kernel's lock (flock). A forked child lets go of it: one that outlives a killed job would keep the next job out.
+    It uses the kernel's flock. A forked child releases it, because a child that outlives a killed job would otherwise block
+    the next job.
 
     Raises:
-        ConfigError: another process holds it; ``remedy`` is what the user may do instead of waiting.
+        ConfigError: another process holds the lock; ``remedy`` is the alternative to waiting.
         ConfigError: the file is a link.
         OSError: the file cannot be opened.
     """
@@ -54,7 +55,7 @@ class DirectoryLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if not isinstance(error, BlockingIOError):  # a file system without locks
+            if not isinstance(error, BlockingIOError):  # for example a file system without locks
                 self.close()
                 raise
             holder = os.pread(self._file, 200, 0).decode("utf-8", "replace").strip() or "an unknown process"
@@ -62,13 +63,13 @@ class DirectoryLock:
             raise ConfigError(
                 f"{file.parent} is in use by another run ({holder}); wait for it to end, or {remedy}"
             ) from error
-        with contextlib.suppress(OSError):  # for people: a full disk does not keep a run from what would free it
+        with contextlib.suppress(OSError):  # informational only; a full disk must not stop a run that may free space
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         _drop_in_forked_children(self)
 
     def close(self) -> None:
-        """Let go. A second call does nothing."""
+        """Release the lock. A second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -86,7 +87,7 @@ def _drop_in_forked_children(lock: DirectoryLock) -> None:
 
 
 class RunDirectory:
-    """``<output_dir>/<project>/<experiment>``, held by one run at a time.
+    """``<output_dir>/<project>/<experiment>``, locked by one run at a time.
 
     Only one rank of a job may create it.
     """
@@ -97,11 +98,12 @@ class RunDirectory:
 
     @classmethod
     def create(cls, output_dir: str, project: str, experiment: str) -> RunDirectory:
-        """Make the directory, or use the existing one, and lock it.
+        """Create the directory, or use the existing one, and lock it.
 
         Raises:
-            ConfigError: a name leads out of ``output_dir``, the directory is not writable, another run holds it, or something in it
-                that is the run's own is a link.
+            ConfigError: a name leads outside ``output_dir``, the directory is not writable, another run holds it, or one of
+            the run's
+                own entries is a link.
         """
         root = Path(output_dir).resolve()
         path = (root / project / experiment).resolve()
@@ -128,18 +130,19 @@ class RunDirectory:
         return self.path / METRICS
 
     def rollouts_path(self, step: int) -> Path:
-        """``rollouts/step-000001.jsonl``; its folder is made."""
+        """``rollouts/step-000001.jsonl``. Its directory is created."""
         folder = self.path / ROLLOUTS
         return own_directory(folder) / f"step-{step:06d}.jsonl"
 
     def write_config(self, yaml_text: str, mode: int | None = None) -> None:
-        """Write ``config.yaml``, whole or not at all. ``mode``: who may read it."""
+        """Write ``config.yaml`` atomically. ``mode`` sets its permissions."""
         write_atomically(self.path / "config.yaml", yaml_text.encode("utf-8"), mode)
 
     def set_aside_metrics(self) -> Path | None:
-        """Move what an earlier run has recorded out of the way: to ``metrics.<n>.jsonl``, ``rollouts.<n>``, ``tensorboard.<n>`` ...
+        """Move the records of an earlier run away: to ``metrics.<n>.jsonl``, ``rollouts.<n>``, ``tensorboard.<n>`` ...
 
-        Returns where the metrics went; None where there were none. A start that ended before its first record leaves nothing.
+        Return the new path of the metrics, or None if there were none. A start that ended before its first record leaves no
+        files.
         """
         (self.path / TRACKED_AS).unlink(missing_ok=True)
         if self.metrics_path.exists() and not self.metrics_path.stat().st_size:
@@ -155,27 +158,27 @@ class RunDirectory:
         return self.metrics_path.rename(metrics) if self.metrics_path.exists() else None
 
     def cut_metrics(self, last_step: int) -> None:
-        """Drop the records of steps after ``last_step``, which a resumed run will make again, and what is no record.
+        """Drop the records of steps after ``last_step``, which a resumed run repeats, and lines that are not valid records.
 
         Raises:
-            ConfigError: it is not a regular file of a run's metrics.
+            ConfigError: the file is not a regular file with a run's metrics.
         """
         if os.path.lexists(self.metrics_path):
             lines = read_bytes(self.metrics_path, limit=MAX_METRICS_BYTES, remedy=_REMEDY)
             write_atomically(self.metrics_path, keep_steps(lines, last_step))
 
     def records(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the records of ``metrics.jsonl``, each with its step; nothing where there is none.
+        """Yield the records of ``metrics.jsonl``, each with its step; nothing if the file does not exist.
 
         Raises:
-            ConfigError: a line is no record.
+            ConfigError: a line is not a valid record.
         """
         if os.path.lexists(self.metrics_path):
             for line in read_lines(self.metrics_path, _REMEDY):
                 yield {**line.content, "step": line.integer("step")}
 
     def tracker_run_id(self) -> str:
-        """Return the id by which trackers know this run: the same after a restart, another one for a run that begins anew."""
+        """Return the id of this run in trackers. It stays the same after a restart, and changes for a new run."""
         path = self.path / TRACKED_AS
         if os.path.lexists(path):
             text = read_bytes(path, limit=SMALL.num_bytes, remedy="remove it: trackers then begin another run").decode(
@@ -188,28 +191,28 @@ class RunDirectory:
         return run_id
 
     def close(self) -> None:
-        """Let go of the lock. A second call does nothing."""
+        """Release the lock. A second call does nothing."""
         self._lock.close()
 
 
 def write_rollouts(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write one JSON line per record, in the given order. The file appears whole or not at all."""
+    """Write one JSON line per record, in the given order, atomically."""
     write_atomically(path, b"".join(map(json_line, records)))
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeFiles:
-    """Write episodes beside files of rollouts, which have no times and so are the same whenever a run is made again.
+    """Writes episodes next to rollout files. Rollout files contain no times, so that a repeated run writes the same files.
 
-    ``episodes-<step>.jsonl`` has all of them, with turns, calls and times. ``traces-<step>/<number>.json`` are the traces of the first
-    ``num_traces``, built by ``trace_of`` (:func:`episode_files`).
+    ``episodes-<step>.jsonl`` contains all episodes of a step, with turns, calls and times. ``traces-<step>/<number>.json``
+    contain the traces of the first ``num_traces`` episodes, built by ``trace_of`` (:func:`episode_files`).
     """
 
     num_traces: int = 0
     trace_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     def __call__(self, rollouts: Path, records: list[dict[str, Any]]) -> None:
-        """Write the episodes of a step, and take them out of its ``records``. ``rollouts``: the file that these go to."""
+        """Write the episodes of a step, and remove them from its ``records``. ``rollouts`` is the file for the records."""
         played = [dict(record) for record in records if record["episode"] is not None]
         for record in records:
             del record["episode"]
@@ -226,10 +229,10 @@ class EpisodeFiles:
 
 
 def episode_files(num_traces: int) -> EpisodeFiles:
-    """Return what writes the episodes of a run, with traces of ``num_traces`` of a step.
+    """Return the writer for the episodes of a run, with ``num_traces`` traces per step.
 
     Raises:
-        ConfigError: traces are wanted, and the plug-in is not installed.
+        ConfigError: traces are requested, but the plug-in is not installed.
     """
     if not num_traces:
         return EpisodeFiles()
@@ -238,9 +241,9 @@ def episode_files(num_traces: int) -> EpisodeFiles:
 
 
 def rollout_record(trajectory: Trajectory, score: Score, step: int) -> dict[str, Any]:
-    """Record a trajectory. A turn in an environment has its author, its text, and a reward of its own.
+    """Return the record of a trajectory. A turn in an environment contains its author, its text and its own reward.
 
-    ``images`` are digests of those of the prompt; a prompt without any has no such field.
+    ``images`` contains digests of the prompt's images. A prompt without images has no such field.
     """
     turns: dict[str, Any] = {}
     if trajectory.sequences:

@@ -1,13 +1,13 @@
-"""Work of a step by phase, and what it comes to per second: tokens, floating-point operations, and the share of the devices' peak.
+"""Work of a step by phase, and rates per second: tokens, floating-point operations, and the share of the devices' peak.
 
-A forward pass of a row of n tokens counts, for each of them, 2 operations for every weight that it is multiplied with, and in every
-layer 4 · heads · head size for each token that it attends to: n (n + 1) / 2 pairs (Narayanan et al. 2021, arXiv 2104.04473, appendix,
-with causal attention counted as computed, not as a full square), in a layer with a window those within it. In a gated delta net each
-token reads the state of a head with its key, adds a product of key and value to it, and reads it with its query (Yang et al. 2024,
-arXiv 2412.06464, eq. 10): 6 · heads of values · key size · value size, whatever n is. Of a mixture only the experts count that a
-token goes to, and the output layer only at tokens that have logits. An update is three forward passes, with those of MTP layers that
-learn; what recomputation adds is not counted, so the share is the model FLOPs utilisation (MFU) of PaLM (Chowdhery et al. 2022, arXiv
-2204.02311, appendix B).
+For a row of n tokens, a forward pass counts 2 operations per token and weight. In every layer it counts 4 · heads · head size
+for each pair of a token and a token that it attends to. Causal attention has n (n + 1) / 2 pairs, counted as computed and not
+as a full square (Narayanan et al. 2021, arXiv 2104.04473, appendix). A layer with a window has the pairs within the window.
+In a gated delta net, each token reads the state of a head with its key, adds the product of key and value, and reads the
+state with its query (Yang et al. 2024, arXiv 2412.06464, eq. 10). This is 6 · value heads · key size · value size per token,
+for any n. In an MoE model, only the experts of a token count. The output layer counts only for tokens with logits. An update
+counts as three forward passes, including trained MTP layers. Recomputation is not counted, so the share is the model FLOPs
+utilisation (MFU) of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Array = Any  # of numpy or of torch
-FORWARD, UPDATE = 1, 3  # forward passes that a pass is worth
-# Dense bf16 of the makers' data sheets, by a part of torch's name of the device. The first that fits counts.
+Array = Any  # numpy or torch
+FORWARD, UPDATE = 1, 3  # cost of a pass in forward passes
+# Dense bf16 rates from data sheets, by a part of torch's device name. The first match counts.
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "H100 PCIe": 756.0,
@@ -37,15 +37,15 @@ PEAK_TFLOPS |= {"A800": 312.0, "L40S": 362.0, "MI300X": 1307.0}
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the peak of a device by its name; None of one that is not known, such as a CPU."""
+    """Return the peak of a device by its name, or None for an unknown device, such as a CPU."""
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """Operations of a forward pass: of a token in the layers, of a pair of tokens in attention, of a token with logits.
+    """Operations of a forward pass: per token in the layers, per pair of tokens in attention, and per token with logits.
 
-    ``window_pair``: of a pair in those layers in which a token attends to the last ``window`` tokens, itself among them, alone.
+    ``window_pair`` counts a pair in layers whose tokens attend to the last ``window`` tokens only, including themselves.
     """
 
     token: float
@@ -59,11 +59,11 @@ class ModelFlops:
         return self.token * rows.tokens + pairs + self.logits * rows.sampled * with_logits
 
     def attention(self, lengths: Array) -> Array:
-        """Count the operations of all pairs in rows of so many tokens, by row."""
+        """Return the attention operations of rows with ``lengths`` tokens, per row."""
         pairs = self.pair * lengths * (lengths + 1) / 2
         if not self.window:
             return pairs
-        beginning = lengths.clip(max=self.window)  # tokens whose window is not full yet
+        beginning = lengths.clip(max=self.window)  # tokens whose window is not yet full
         return pairs + self.window_pair * (beginning * (beginning + 1) / 2 + (lengths - beginning) * self.window)
 
 
@@ -72,9 +72,9 @@ NO_FLOPS = ModelFlops(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Rows that a model runs over: their tokens, and those that were sampled.
+    """The rows of a model run: their tokens, and their sampled tokens.
 
-    ``lengths``: of the rows. ``spared``: of the beginnings of rows that are not computed again.
+    ``lengths`` are the row lengths. ``spared`` are the lengths of row prefixes that are not computed again.
     """
 
     tokens: float
@@ -84,27 +84,27 @@ class RowCounts:
 
 
 def seconds_beside(timing: Mapping[str, float]) -> float:
-    """Add up what is in ``timing/step_s`` and no part of making the step: its evaluation, and the save of the step before."""
+    """Sum the times in ``timing/step_s`` that do not belong to the step: its evaluation, and the save of the previous step."""
     return timing.get("timing/evaluate_s", 0.0) + timing.get("timing/save_s", 0.0)
 
 
 @dataclass(slots=True)
 class Throughput:
-    """Adds up the work of phases until it is popped. ``peak_tflops`` of one device; None: there is no MFU."""
+    """Accumulates the work of phases until ``pop``. ``peak_tflops`` is the peak of one device; None: MFU is not reported."""
 
     num_devices: int
     peak_tflops: float | None = None
     _work: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, phase: str, tokens: float, flops: float) -> None:
-        """Add what all ranks together did in a phase."""
+        """Add the work of all ranks in a phase."""
         before = self._work.get(phase, (0.0, 0.0))
         self._work[phase] = (before[0] + tokens, before[1] + flops)
 
     def pop(self, timing: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of the phases in ``timing``, seconds as ``timing/<phase>_s``, and of the step; counts start at zero again.
+        """Return metrics of the step and of the phases in ``timing`` (seconds as ``timing/<phase>_s``), and reset the counts.
 
-        ``throughput/<phase>_tokens_per_s`` and ``_tflops`` are of all devices together, ``_mfu`` is the share of their peak.
+        ``throughput/<phase>_tokens_per_s`` and ``_tflops`` count all devices together. ``_mfu`` is the share of their peak.
         """
         work, self._work = self._work, {}
         rates: dict[str, float] = {}
@@ -127,10 +127,10 @@ class Throughput:
 
 
 class Timers:
-    """Adds up wall seconds by name until they are popped: ``with timers("generate"): ...``.
+    """Accumulates wall seconds by name until ``pop``: ``with timers("generate"): ...``.
 
-    ``synchronize`` is called at both ends of a span; on a GPU pass torch.cuda.synchronize, otherwise a span ends when
-    its work has been queued, and the next span pays for it.
+    ``synchronize`` is called at both ends of a span. On a GPU pass torch.cuda.synchronize. Otherwise a span ends when its
+    work is queued, and the next span includes the remaining time.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the time of the block to ``name``, also when the block raises. Spans of different names may nest."""
+        """Add the time of the block to ``name``, also if the block raises. Spans with different names may nest."""
         self._synchronize()
         start = self._clock()
         try:
@@ -152,7 +152,7 @@ class Timers:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def pop(self) -> dict[str, float]:
-        """Return the seconds since the last pop as metrics, ``{"timing/<name>_s": seconds}``; counts start again at zero."""
+        """Return the seconds since the last pop as metrics, ``{"timing/<name>_s": seconds}``, and reset them."""
         metrics = {f"timing/{name}_s": seconds for name, seconds in self._seconds.items()}
         self._seconds = {}
         return metrics

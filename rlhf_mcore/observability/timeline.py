@@ -1,4 +1,4 @@
-"""One timeline of many ranks' traces, in the Trace Event Format that Perfetto (ui.perfetto.dev) and chrome://tracing read."""
+"""Merge the traces of many ranks into one timeline, in the Trace Event Format (Perfetto at ui.perfetto.dev, chrome://tracing)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_PIDS_PER_RANK = 64  # of a trace: the process itself, and each of its devices
+_PIDS_PER_RANK = 64  # per trace: the process and each of its devices
 
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """The trace that one rank has written, and how its clock compares with the first rank's."""
+    """The trace of one rank, and the offset of its clock from the first rank's clock."""
 
     path: Path
-    name: str  # as it is shown: "rank 3 (critic)"
-    ahead_ns: int = 0  # of the first rank's clock
+    name: str  # displayed name, such as "rank 3 (critic)"
+    ahead_ns: int = 0  # positive: this clock is ahead of the first rank's clock
 
 
 def merge_traces(traces: Sequence[RankTrace], target: Path) -> None:
-    """Write all ranks' events, one below the other on the first one's clock, as gzipped JSON. Traces are read one at a time.
+    """Write the events of all ranks on the first rank's clock, as gzipped JSON. One trace is in memory at a time.
 
     Times are microseconds since the first event of the first trace.
     """
@@ -45,18 +45,18 @@ def merge_traces(traces: Sequence[RankTrace], target: Path) -> None:
 def _of_rank(
     events: Sequence[dict[str, Any]], trace: RankTrace, number: int, shift_us: float
 ) -> Iterator[dict[str, Any]]:
-    """Events with process ids and flow ids of their own, under the rank's name."""
+    """Yield the events of a rank with unique process ids and flow ids, under the rank's name."""
     pids: dict[Any, int] = {}
     for event in events:
         source = event.get("pid")
         if not isinstance(source, int):
-            continue  # marks of the profiler itself
+            continue  # the profiler's own marks
         pid = number * _PIDS_PER_RANK + pids.setdefault(source, len(pids))
         event_of_rank = {**event, "pid": pid}
         if "ts" in event:
             event_of_rank["ts"] = round(event["ts"] + shift_us, 3)
         if "id" in event:
-            event_of_rank["id"] = f"{number}:{event['id']}"  # of an arrow between two events
+            event_of_rank["id"] = f"{number}:{event['id']}"  # id of an arrow between two events
         if event.get("ph") == "M" and event["name"] == "process_name":
             shown = event["args"]["name"]
             event_of_rank["args"] = {"name": trace.name if shown.startswith("python") else f"{trace.name}: {shown}"}

@@ -1,4 +1,4 @@
-"""Write metrics: a line of JSON, and trackers, which can neither stop a run nor delay it. All are ``protocols.Tracker``."""
+"""Writers for metrics: JSON lines, and trackers, which can neither stop nor delay a run. All implement ``protocols.Tracker``."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """Hold what a tracker knows of its run.
+    """The data of a run for a tracker.
 
-    ``directory`` is the tracker's own, inside the run's. ``id``: the same after a restart. ``last_step``: of a resumed run, the step
-    that it continues after; None: of a new one. ``config``: key with dots -> value, without secrets.
+    ``directory`` is the tracker's own directory inside the run's. ``id`` stays the same after a restart. ``last_step`` is the
+    step after which a resumed run continues; None for a new run. ``config`` maps dotted keys to values, without secrets.
     """
 
     directory: Path
@@ -46,7 +46,7 @@ class TrackedRun:
 
 
 def build_trackers(cfg: Config, run: RunDirectory, last_step: int | None, warn: Callable[[str], None]) -> MultiTracker:
-    """``metrics.jsonl``, and the trackers that are wanted, each in a thread of its own. ``warn`` tells that one of them has failed."""
+    """Build the writer of ``metrics.jsonl`` and the requested trackers, each in its own thread. ``warn`` reports failures."""
     trackers: list[Tracker] = [JsonlTracker(run.metrics_path)]
     config = {
         key: value if isinstance(value, bool | int | float) else str(value)
@@ -62,10 +62,10 @@ def build_trackers(cfg: Config, run: RunDirectory, last_step: int | None, warn: 
 
 
 class JsonlTracker:
-    """Appends one JSON object per call, "step" first, each in a single write, so that a reader never sees half a line.
+    """Appends one JSON object per call, with "step" first. Each line is a single write, so that a reader never sees half a line.
 
-    NaN and infinities are written as null (``files.json_line``). A last line that a crash cut short is removed when the
-    file is opened again.
+    NaN and infinities are written as null (``files.json_line``). When the file is opened again, an incomplete last line from
+    a crash is removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,10 +79,10 @@ class JsonlTracker:
         Raises:
             FullDiskError: the line does not fit on the disk.
         """
-        assert "step" not in metrics, "the step is an argument of its own"
+        assert "step" not in metrics, "pass the step as a separate argument"
         line = json_line({"step": step, **metrics})
         with full_disk_named(self._path, len(line)):
-            if os.write(self._file, line) != len(line):  # the rest is removed when the file is opened again
+            if os.write(self._file, line) != len(line):  # the incomplete line is removed when the file is opened again
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class JsonlTracker:
 
 
 class MultiTracker:
-    """Gives everything to each of several trackers."""
+    """Passes all calls to each of several trackers."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = list(trackers)
@@ -103,19 +103,19 @@ class MultiTracker:
             tracker.log(step, metrics)
 
     def close(self) -> None:
-        """Close all, also when one of them fails to."""
+        """Close all trackers, even if one fails."""
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)
 
 
-MAX_WAITING = 10_000  # steps that a slow tracker may be behind
-HANGS_S = 120.0  # a tracker that takes longer for one step hangs
-CLOSE_S = 30.0  # that trackers get to bring the last steps away at the end
+MAX_WAITING = 10_000  # maximum number of steps in the queue of a slow tracker
+HANGS_S = 120.0  # a tracker that takes longer for one step has failed
+CLOSE_S = 30.0  # time for trackers to send the last steps
 
 
 class BackgroundTracker:
-    """Gives a tracker its metrics in a thread. An exception or a hang of it becomes one warning, and the run continues without it."""
+    """Runs a tracker in a thread. If it raises or hangs, the run prints one warning and continues without it."""
 
     def __init__(
         self,
@@ -128,10 +128,10 @@ class BackgroundTracker:
         self._name, self._run, self._warn, self._hangs_s, self._close_s = name, run, warn, hangs_s, close_s
         self._waiting: Queue[tuple[int, dict[str, float]] | None] = Queue(MAX_WAITING)
         self._given_up = Event()
-        self._given = self._done = 0  # steps
-        self._since = time.monotonic()  # the thread has been busy with one thing
+        self._given = self._done = 0  # numbers of steps
+        self._since = time.monotonic()  # start of the thread's current work
         self._begin: Callable[[TrackedRun], Tracker] | None = None
-        try:  # here, for two threads that import the same packages may find halves of them
+        try:  # in this thread, because concurrent imports in two threads may see incomplete packages
             self._begin = find_trackers()[name].load()
         except Exception as error:
             self._give_up(error)
@@ -139,7 +139,7 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Returns at once. What is no finite number is left out."""
+        """Return immediately. Values that are not finite numbers are dropped."""
         if self._given_up.is_set():
             return
         now = time.monotonic()
@@ -155,7 +155,7 @@ class BackgroundTracker:
             self._give_up(f"it is {MAX_WAITING:,} steps behind")
 
     def close(self) -> None:
-        """Wait for the last steps to be brought away, but not for long. A second call does nothing."""
+        """Wait a limited time for the last steps to be sent. A second call does nothing."""
         with suppress(Full):
             self._waiting.put_nowait(None)
         end = time.monotonic() + self._close_s
@@ -173,11 +173,11 @@ class BackgroundTracker:
                 tracker.log(*item)
                 self._done, self._since = self._done + 1, time.monotonic()
             tracker.close()
-        except BaseException as error:  # a library's sys.exit is one
+        except BaseException as error:  # including SystemExit from a library
             self._give_up(error)
 
     def _give_up(self, problem: BaseException | str) -> None:
-        """Once: the first problem is told, and nothing is given to the tracker any more."""
+        """Report the first problem, once, and pass nothing more to the tracker."""
         if not self._given_up.is_set():
             self._given_up.set()
             first = (str(problem).strip().splitlines() or [""])[0]

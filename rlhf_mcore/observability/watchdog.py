@@ -1,4 +1,4 @@
-"""Ends a process that makes no progress, saying where it hangs."""
+"""Ends a process that makes no progress, and shows where it hangs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rlhf_mcore.observability import rank_file
 
 
 class Watchdog:
-    """Ends a run in which neither :meth:`progress` nor :meth:`beat` is called in time.
+    """Ends a run if neither :meth:`progress` nor :meth:`beat` is called in time.
 
-    Under a command of ours that command does it, with the files of all ranks. Under the user's own torchrun this process prints the
-    stacks of all its threads and ends itself with exit code 1. That clock runs in a thread that needs no Python lock
-    (``faulthandler``), so a held GIL or an endless loop in a library is noticed too. A process has one watchdog at a time.
+    Under our own commands, the command ends the run, using the files of all ranks. Under the user's own torchrun, this
+    process prints the stacks of all its threads and exits with code 1. That timer runs in a thread that needs no Python lock
+    (``faulthandler``), so it also detects a held GIL or an endless loop in a library. A process has one watchdog at a time.
 
     Args:
-        seconds: without progress; 0 switches it off.
-        file: where stacks go.
+        seconds: maximum time without progress; 0 disables the watchdog.
+        file: target for stacks.
     """
 
     def __init__(self, seconds: int, file: TextIO | None = None):
@@ -33,7 +33,7 @@ class Watchdog:
         return self
 
     def progress(self, phase: str) -> None:
-        """Note that a phase begins, and count anew. Outside of a ``with`` block nothing is counted."""
+        """Report the start of a phase, and restart the timer. Outside a ``with`` block, do nothing."""
         if not self._seconds or not self._armed:
             return
         if self._is_watched:
@@ -45,7 +45,7 @@ class Watchdog:
         self._counts = True
 
     def beat(self) -> None:
-        """Note progress within a phase, and count anew."""
+        """Report progress within a phase, and restart the timer."""
         if not self._counts:
             return
         if self._is_watched:
@@ -54,7 +54,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)
 
     def pause(self) -> None:
-        """Count nothing until the next :meth:`progress`: this process waits for others."""
+        """Stop the timer until the next :meth:`progress`, because this process waits for others."""
         self._counts = False
         if self._is_watched:
             rank_file.watch(0)

@@ -185,7 +185,8 @@ def _engine_nodes(cfg: Config, gpu: GpuType) -> int:
 def _late_phases(inputs: PlanInputs, seconds: Mapping[str, float]) -> Iterator[str]:
     """Yield warnings for phases that may exceed a timeout of the run.
 
-    Generation has no timeout, because sampled tokens count as progress. All ranks start the next phase after this one. Ranks without a part of its model wait for it in a collective.
+    Generation has no timeout, because sampled tokens count as progress. All ranks start the next phase after this one. Ranks
+    without a part of its model wait for it in a collective.
     """
     trainer = inputs.cfg.trainer
     partial = {role.name for role in inputs.roles if role.layout.world_size < inputs.world_size}

@@ -1,1 +1,1 @@
-"""Trackers, a module each, which imports the package of its service; ``config.choices.find_trackers`` names them."""
+"""Trackers. Each module imports the package of its service; ``config.choices.find_trackers`` lists them."""

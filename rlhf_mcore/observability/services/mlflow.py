@@ -15,10 +15,10 @@ from rlhf_mcore.observability.trackers import TrackedRun
 
 
 class MlflowTracker:
-    """MLflow: the server of MLFLOW_TRACKING_URI, else ``mlflow/mlflow.db`` in the run's directory. A run is found by a tag."""
+    """MLflow: the server in MLFLOW_TRACKING_URI, else ``mlflow/mlflow.db`` in the run's directory. A tag identifies the run."""
 
     def __init__(self, run: TrackedRun) -> None:
-        logging.getLogger("alembic").setLevel(logging.ERROR)  # it reports each table of a new file
+        logging.getLogger("alembic").setLevel(logging.ERROR)  # it logs each table of a new database
         if not (address := os.environ.get("MLFLOW_TRACKING_URI")):
             run.directory.mkdir(exist_ok=True)
             address = f"sqlite:///{run.directory.resolve()}/mlflow.db"

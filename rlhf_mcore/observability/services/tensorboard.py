@@ -16,7 +16,7 @@ from rlhf_mcore.observability.trackers import TrackedRun
 
 
 class TensorboardTracker:
-    """TensorBoard events. What the directory holds of steps after the last one of a resumed run is dropped: it will be made again."""
+    """TensorBoard events. For a resumed run, events of steps after its last step are dropped, because it repeats these steps."""
 
     def __init__(self, run: TrackedRun) -> None:
         if run.last_step is not None:
@@ -36,7 +36,7 @@ class TensorboardTracker:
 
 
 def _cut_events(path: Path, last_step: int) -> None:
-    """Drop the events of steps after ``last_step`` from a file, and one that was cut short; a file that then has no numbers goes."""
+    """Drop the events of steps after ``last_step``, and an incomplete event. Delete a file without remaining numbers."""
     kept, numbers = io.BytesIO(), 0
     writer = RecordWriter(kept)
     for data in RawEventFileLoader(str(path)).Load():

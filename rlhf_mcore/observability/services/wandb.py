@@ -10,7 +10,7 @@ from rlhf_mcore.observability.trackers import TrackedRun
 
 
 class WandbTracker:
-    """Weights & Biases. A resumed run continues the same one; steps that it makes again are there twice, on the axis "step"."""
+    """Weights & Biases. A resumed run continues the same W&B run. Repeated steps appear twice on the axis "step"."""
 
     def __init__(self, run: TrackedRun) -> None:
         run.directory.mkdir(exist_ok=True)
@@ -22,7 +22,7 @@ class WandbTracker:
             dir=str(run.directory),
             config=dict(run.config),
             mode="offline" if run.offline else None,
-            # Of its own accord it would send the command line, which may hold a password, source code and git's remotes.
+            # By default wandb sends the command line, which may contain a password, source code, and git remotes.
             settings=wandb.Settings(
                 silent=True, console="off", x_disable_meta=True, save_code=False, disable_code=True, disable_git=True
             ),

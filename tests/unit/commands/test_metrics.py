@@ -80,8 +80,8 @@ def test_the_command_explains_a_metric_and_finds_a_misspelt_one(capsys: pytest.C
     assert capsys.readouterr().out == (
         "kl/mean: KL of the policy before the step to the reference (algorithm.kl.estimator)\n"
         "  unit     nats per token\n"
-        "  healthy  the recent mean below 1; in trouble from 10; an alarm after 3 in a row\n"
-        "  else     raise algorithm.kl.coef, or lower the learning rate; read responses: the reward may be exploited\n"
+        "  healthy  the recent mean below 1; bad from 10; alarm after 3 steps in a row\n"
+        "  else     raise algorithm.kl.coef, or lower the learning rate; read responses, because the policy may exploit the reward\n"
     )
     assert main(["actor/entropi"]) == 2
     assert "there is no metric actor/entropi; did you mean actor/entropy?" in capsys.readouterr().err

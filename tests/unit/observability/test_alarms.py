@@ -40,8 +40,8 @@ def alarmed(values: list[dict[str, float]], cfg: AlarmsConfig | None = None) -> 
         # The mean of the last tenth, at first the last value: the third step in a row above 10.
         ([{"kl/mean": value} for value in (0.1, 11, 0.2, 11, 12, 13, 14)], [(6, "KL to the reference")]),
         # A tenth of 20 to 29 steps are two: both are below 5 % of 2.0 at step 22, and for the third time at step 24.
-        ([{"actor/entropy": 2.0}] * 20 + [{"actor/entropy": 0.05}] * 12, [(24, "entropy that is left")]),
-        ([{"reward/share_zero": 1.0}] * 12, [(10, "rewards of zero")]),
+        ([{"actor/entropy": 2.0}] * 20 + [{"actor/entropy": 0.05}] * 12, [(24, "remaining entropy")]),
+        ([{"reward/share_zero": 1.0}] * 12, [(10, "zero rewards")]),
         ([{"reward/share_zero": 0.99}] * 30, []),
         ([{"actor/grad_norm": 1.0}] * 25 + [{"actor/grad_norm": 300.0}], [(26, "gradient spikes")]),
         ([{"rollout/logprob_diff_mean": 0.2}] * 4, [(3, "engine against trainer")]),
@@ -92,16 +92,16 @@ def test_an_alarm_is_one_line_with_the_remedy_and_asks_for_what_its_rule_names()
     for step in range(3, 15):
         rung.check(step, {"reward/mean": 0.5, "rollout/logprob_diff_mean": 0.3})
     assert notes == [
-        "step 4: alarm: engine against trainer (rollout/logprob_diff_mean) at 0.3, in trouble from 0.1: compare dtypes and kernels of "
-        "both (rlhf-mcore doctor); where engines sample ahead, the policy's own steps are in it: lower trainer.max_staleness or the "
-        "learning rate; correct by algorithm.rollout_correction"
+        "step 4: alarm: engine against trainer (rollout/logprob_diff_mean) at 0.3, bad from 0.1: compare dtypes and kernels of "
+        "both (rlhf-mcore doctor); with asynchronous engines the policy's own steps add to it: lower trainer.max_staleness or the "
+        "learning rate; use algorithm.rollout_correction"
     ]
     rung.check(15, {"reward/mean": 0.0})
-    assert notes[1:] == ["step 15: alarm: reward/mean is 0: the bound of alarms.rules is: below 0.1"]
+    assert notes[1:] == ["step 15: alarm: reward/mean is 0, below 0.1 (alarms.rules)"]
     assert requests.take_save() and not requests.stop_requested and rung.stopped_by == ""
     rung.check(16, {"kl/mean": 1.5})
     assert requests.stop_requested and rung.stopped_by == notes[-1]
-    assert notes[-1] == "step 16: alarm: kl/mean is 1.5: the bound of alarms.rules is: above 1"
+    assert notes[-1] == "step 16: alarm: kl/mean is 1.5, above 1 (alarms.rules)"
     rung.close()
 
 

@@ -30,7 +30,7 @@ def test_sources_have_histories_of_their_own() -> None:
     for _ in range(4):
         assert not list(alarm.lines({"reward/mean/a": 0.0, "reward/mean/b": 1.0, "reward/mean": 0.5}))
     (line,) = alarm.lines({"reward/mean/a": 0.0, "reward/mean/b": 0.25, "reward/mean": 0.1, "reward/max": 1.0})
-    assert "of data source 'b' is 0.25, more than ever from 1, that of the 4 steps before" in line
+    assert "of data source 'b' is 0.25, a jump from the mean 1 of the previous 4 steps" in line
 
 
 def test_a_mean_of_few_scores_varies() -> None:

@@ -30,7 +30,7 @@ def test_routes_of_inputs_become_those_of_the_tokens_that_they_predict(dtype: An
 
 @pytest.mark.parametrize("returned", [None, np.zeros((2, 4, 2), np.uint8)])
 def test_too_few_are_refused(returned: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"the experts of (0|2) tokens for 4"):
+    with pytest.raises(RuntimeError, match=r"the experts of (0|2) tokens for a request with 4"):
         ReturnedRoutes([1]).take("request", SimpleNamespace(routed_experts=returned), 4)
 
 

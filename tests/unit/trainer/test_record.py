@@ -225,4 +225,4 @@ def test_a_jump_of_the_reward_is_told_also_after_a_resume() -> None:
     record.recall([{"step": step, "reward/mean": 0.5} for step in range(1, 5)])
     record.step(5, {"reward/mean": 0.9})
     (note,) = [line[1] for line in log.lines if line[0] == "note"]
-    assert note.startswith("step 5: the mean score is 0.9, more than ever from 0.5, that of the 4 steps before")
+    assert note.startswith("step 5: the mean score is 0.9, a jump from the mean 0.5 of the previous 4 steps")
