@@ -1,1 +1,1 @@
-"""Runs untrusted programs, such as a model's, in processes of their own without access to anything."""
+"""Runs untrusted programs, such as model output, in confined processes without access to the machine."""

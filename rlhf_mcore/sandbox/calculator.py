@@ -1,4 +1,4 @@
-"""A calculator for text that a model has written: parsed, never evaluated, and bounded before anything is computed."""
+"""A calculator for model output. The text is parsed, never evaluated, and bounded before any computation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fractions import Fraction
 
 MAX_CHARS = 500
 MAX_DEPTH = 50
-MAX_BITS = 4096  # of the numerator and the denominator of any intermediate result: about 1200 digits
+MAX_BITS = 4096  # for the numerator and the denominator of any intermediate result: about 1200 digits
 _SHOWN_DIGITS = 15
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
@@ -39,11 +39,11 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 def calculator(expression: str) -> str:
     """Compute an arithmetic expression, and return the result as text.
 
-    It may have ``+ - * / // % **`` (also ``^ × ÷``), brackets, decimals, and the functions abs, max, min, round, sqrt, exp, log, sin,
-    cos, tan.
+    It may contain ``+ - * / // % **`` (also ``^ × ÷``), brackets, decimals, and the functions abs, max, min, round, sqrt,
+    exp, log, sin, cos, tan.
 
-    Sums, products and integer powers of decimals are exact: 0.1 + 0.2 is 0.3. Other results have 15 digits. What cannot be computed
-    gives a text that begins with "error: ", which can be shown to the model; nothing is raised.
+    Sums, products and integer powers of decimals are exact: 0.1 + 0.2 is 0.3. Other results have 15 digits. An invalid
+    expression gives a text that starts with "error: ", which can be shown to the model. This function never raises.
     """
     try:
         if len(expression) > MAX_CHARS:

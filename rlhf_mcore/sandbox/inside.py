@@ -1,8 +1,8 @@
-"""Build the sandbox's walls in its own interpreter, then fork a confined process for every program that is given.
+"""Builds the sandbox's walls in its own interpreter, then forks a confined process for every program.
 
-Started by ``rlhf_mcore.sandbox.run``, which it obeys over a socket. It is the first process of its pid namespace, or else adopts what
-loses its parent, so nothing that a program starts survives the program. When its starter ends, it kills everything and ends too.
-Imports the standard library only.
+``rlhf_mcore.sandbox.run`` starts it and controls it over a socket. It is the first process of its pid namespace, or else it
+adopts orphaned processes, so that no process outlives its program. When its starter ends, it kills all processes and ends
+too. It imports the standard library only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOBODY = 65534
 MAX_MESSAGE_BYTES = 2**16
 STOP = b"stop"
 _OLD = "/.old"
-_LOOK_MS = 100  # between looks at what a program has written
+_LOOK_MS = 100  # interval between checks of the files that a program has written
 _SYSTEM = (
     "/usr",
     "/lib",
@@ -42,32 +42,32 @@ _SYSTEM = (
     "/etc/alternatives",
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_FAILED = programs.CHANNEL + 1  # the descriptor through which a program that could not be confined tells why
-# Of the main thread: recursion through C needs more than the usual 8 MiB; 128 MiB are kept free for it.
+_FAILED = programs.CHANNEL + 1  # descriptor for the error of a program that could not be confined
+# Stack of the main thread. Recursion through C needs more than the usual 8 MiB; 128 MiB of address space are kept free for it.
 _STACK_BYTES = 64 * 2**20
 
 
 @dataclass(slots=True)
 class Walls:
-    """Hold the walls around a program."""
+    """The walls around a program."""
 
-    isolated: bool  # in namespaces of its own
-    readable: list[str]  # below which it may read and execute
-    sandbox: str  # its name
-    landlock: int = 0  # version of the interface; 0: not used
-    filter: bytes = b""  # of seccomp; empty: none
-    nobody: bool = False  # it gets the user id of nobody
-    keeps: bool = False  # what a program has written is there for the next one
-    places: list[str] = field(default_factory=list)  # directories that it may write to, below ``SCRATCH``
-    missing: list[str] = field(default_factory=list)  # walls that the machine does not give, with the reason
+    isolated: bool  # in new namespaces
+    readable: list[str]  # directories that it may read and execute
+    sandbox: str  # name of the sandbox
+    landlock: int = 0  # version of the Landlock interface; 0: not used
+    filter: bytes = b""  # seccomp filter; empty: none
+    nobody: bool = False  # the program runs as the user nobody
+    keeps: bool = False  # files of a program stay for the next program
+    places: list[str] = field(default_factory=list)  # writable directories, located below ``SCRATCH``
+    missing: list[str] = field(default_factory=list)  # walls that this machine does not support, with the reason
 
 
 def main(descriptor: int, options: dict[str, Any]) -> None:
-    """Build the walls, report, and run programs until the socket ``descriptor`` is closed.
+    """Build the walls, report them, and run programs until the socket ``descriptor`` is closed.
 
-    ``options``: "level" (rlimits | filters | namespaces) to build, "readable" (directories beside those of the interpreter),
-    "name" (of the sandbox, in those of its directories), "keeps" (files stay, of namespaces), "places" (see ``Walls``).
-    The first message back is {"level", "walls", "missing"}, or {"failed": why}.
+    ``options``: "level" to build (rlimits | filters | namespaces), "readable" (directories in addition to the interpreter's),
+    "name" (of the sandbox, part of its directory names), "keeps" (files stay; namespaces only), "places" (see ``Walls``). The
+    first message back is {"level", "walls", "missing"}, or {"failed": cause}.
     """
     control = socket.socket(fileno=descriptor)
     starter = os.pidfd_open(os.getppid())
@@ -86,13 +86,13 @@ def main(descriptor: int, options: dict[str, Any]) -> None:
         data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 8)
         if not data:
             return
-        if data == STOP:  # for a program that has ended in the meantime
+        if data == STOP:  # late, for a program that has already ended
             continue
         try:
             with open(descriptors.pop(), "rb") as file:
                 order = json.load(file)
             answer = _run(order, descriptors, walls, control, starter)
-        except OSError as error:  # such as no place for a directory; not the program's fault
+        except OSError as error:  # for example no space for a directory; not the program's fault
             answer = {"failed": f"{type(error).__name__}: {error}"}
         finally:
             for each in descriptors:
@@ -112,7 +112,7 @@ def _report(walls: Walls) -> dict[str, Any]:
 
 
 def _build(options: dict[str, Any], control: socket.socket) -> Walls:
-    """Build the walls. Raises OSError if namespaces are asked for and cannot be had; the filters are left out if they cannot."""
+    """Build the walls. Raise OSError if requested namespaces are not available. Filters that are not available are skipped."""
     readable = sorted(
         {os.path.realpath(path) for path in [sys.base_prefix, sys.base_exec_prefix, *options["readable"]]}
     )
@@ -136,7 +136,7 @@ def _build(options: dict[str, Any], control: socket.socket) -> Walls:
     if not walls.landlock:
         walls.missing.append("Landlock: not in this kernel, or not switched on")
     may_signal = walls.isolated or walls.landlock >= 6
-    # The kernel does not count processes of root, so that it may not have any beside its own.
+    # The kernel does not limit the number of root's processes, so root programs may not fork.
     may_fork = os.geteuid() != 0 or walls.nobody
     try:
         walls.filter = kernel.seccomp_filter(signals=may_signal, forks=may_fork, metadata=walls.isolated)
@@ -146,9 +146,9 @@ def _build(options: dict[str, Any], control: socket.socket) -> Walls:
 
 
 def _build_root(readable: list[str], places: list[str]) -> None:
-    """Build a root directory in memory: the interpreter, system programs and a few devices, all read-only, and ``SCRATCH``.
+    """Build an in-memory root directory with the interpreter, system programs and a few devices, all read-only, and ``SCRATCH``.
 
-    ``places`` are links to directories of the same names in it.
+    ``places`` become links to directories of the same names below ``SCRATCH``.
     """
     kernel.leave_shared_mounts()
     base = "/tmp"
@@ -190,7 +190,7 @@ def _show(path: str) -> None:
 
 
 def _can_be_nobody() -> bool:
-    """Return whether the user nobody exists here and may read the interpreter's files."""
+    """Return whether the user nobody exists and may read the interpreter's files."""
     if (child := os.fork()) == 0:
         with suppress(OSError):
             _become_nobody()
@@ -210,9 +210,9 @@ def _become_nobody() -> None:
 def _run(
     order: dict[str, Any], descriptors: list[int], walls: Walls, control: socket.socket, starter: int
 ) -> dict[str, Any] | None:
-    """Run a program until it ends or is to be stopped, and end whatever it has left. None: the starter is gone.
+    """Run a program until it ends or is stopped, and kill its remaining processes. Return None if the starter is gone.
 
-    Returns {"status", "cpu_s", "is_full": it has written too much}, or {"failed": why} where it could not be confined.
+    Return {"status", "cpu_s", "is_full": whether it wrote too much}, or {"failed": cause} if it could not be confined.
     """
     size = order["limits"]["scratch_bytes"]
     scratch = _make_scratch(walls, size)
@@ -225,8 +225,8 @@ def _run(
         while descriptors:
             os.close(descriptors.pop())
         with open(passed, encoding="utf-8", errors="replace") as pipe:
-            problem = pipe.read()  # until the program begins
-        watched = None if walls.isolated else scratch  # a file system in memory has a size of its own
+            problem = pipe.read()  # returns when the program starts
+        watched = None if walls.isolated else scratch  # an in-memory file system has its own size limit
         alive = _wait(child, control, starter, watched, size) if not problem else True
         is_full = watched is not None and is_over(watched, descendants(os.getpid()), size)
         _end_all(walls)
@@ -242,7 +242,7 @@ def _run(
 
 
 def _wait(child: int, control: socket.socket, starter: int, scratch: str | None, size: int) -> bool:
-    """Wait until a program has ended, is to be stopped, or has more than ``size`` bytes in ``scratch``. False: the starter is gone."""
+    """Wait until a program ends, is stopped, or exceeds ``size`` bytes in ``scratch``. Return False if the starter is gone."""
     program = os.pidfd_open(child)
     poll = select.poll()
     for each in (control, starter, program):
@@ -262,7 +262,7 @@ def _wait(child: int, control: socket.socket, starter: int, scratch: str | None,
 def _end_all(walls: Walls) -> None:
     if walls.isolated:
         with suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # all of the pid namespace but its first process, which this is
+            os.kill(-1, signal.SIGKILL)  # all processes of the pid namespace except this one, its first process
         return
     while any(not _is_dead(pid) for pid in descendants(os.getpid())):
         kill_below(os.getpid())
@@ -296,7 +296,7 @@ def _make_scratch(walls: Walls, size: int) -> str:
 
 def _remove_scratch(walls: Walls, scratch: str) -> None:
     if walls.keeps:
-        return  # it goes with the namespace
+        return  # it is removed with the namespace
     if walls.isolated:
         with suppress(OSError):
             kernel.unmount(scratch)
@@ -305,7 +305,7 @@ def _remove_scratch(walls: Walls, scratch: str) -> None:
 
 
 def _become(order: dict[str, Any], descriptors: list[int], walls: Walls, scratch: str, failed: int) -> None:
-    """Turn this forked process into the program. Never returns."""
+    """Turn this forked process into the program. Never return."""
     code = 1
     try:
         try:
@@ -322,7 +322,7 @@ def _become(order: dict[str, Any], descriptors: list[int], walls: Walls, scratch
 
 
 def _confine(limits: dict[str, int], walls: Walls, scratch: str, descriptors: list[int]) -> None:
-    """Put up the walls around this process. Its descriptors become those of ``programs`` and ``_FAILED``."""
+    """Build the walls around this process. Its descriptors become those of ``programs``, and ``_FAILED``."""
     os.setsid()
     kernel.end_with_parent()
     for number, descriptor in enumerate([fcntl.fcntl(each, fcntl.F_DUPFD, _FAILED + 1) for each in descriptors]):
@@ -332,14 +332,14 @@ def _confine(limits: dict[str, int], walls: Walls, scratch: str, descriptors: li
     os.umask(0o077)
     os.environ.pop("LD_LIBRARY_PATH", None)
     os.environ.update(HOME=scratch, TMPDIR=scratch)
-    tempfile.tempdir = None  # which has been looked up before
-    others = 2 if walls.isolated else 0  # in the user namespace: the two processes of the sandbox itself
+    tempfile.tempdir = None  # forget an earlier lookup
+    others = 2 if walls.isolated else 0  # the sandbox's own two processes in the user namespace
     if walls.nobody:
         _become_nobody()
-        with suppress(OSError):  # processes are counted by user and user namespace
+        with suppress(OSError):  # the kernel counts processes per user and user namespace
             kernel.unshare(kernel.NEW_USERS)
             others = 0
-        kernel.end_with_parent()  # forgotten with the user id
+        kernel.end_with_parent()  # the change of user id has reset it
     elif not walls.isolated:
         others = tasks_of(os.geteuid())
     for which, value in (
@@ -355,7 +355,7 @@ def _confine(limits: dict[str, int], walls: Walls, scratch: str, descriptors: li
     ):
         kernel.limit(which, value)
     kernel.drop_privileges()
-    if walls.filter:  # which takes the use of it from others: the sandbox sees files that are open and have no name
+    if walls.filter:  # safe behind the filter, and needed so that the sandbox can count open deleted files
         kernel.show_memory()
     if walls.landlock:
         kernel.landlock(walls.readable, [scratch, *filter(os.path.exists, _DEVICES)], walls.landlock)

@@ -1,7 +1,7 @@
-"""Call what Linux offers to confine a process, through ctypes: namespaces, mounts, capabilities, Landlock and seccomp.
+"""Linux features that confine a process, called through ctypes: namespaces, mounts, capabilities, Landlock and seccomp.
 
-Everything raises OSError where the kernel, or a container around this process, refuses. Numbers are those of the kernel's headers.
-Only the standard library is imported: this runs in the sandbox's own interpreter.
+Functions raise OSError if the kernel, or a container around this process, refuses. The numbers are from the kernel's headers.
+Only the standard library is imported, because this runs in the sandbox's own interpreter.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ def _prctl(option: int, *arguments: Any) -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that has forked it ends."""
+    """Make the kernel kill this process when the thread that forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, 9)
 
 
 def hide_memory() -> None:
-    """Keep processes of the same user from tracing this one and from reading its memory."""
+    """Prevent other processes of the same user from tracing this process or reading its memory."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def show_memory() -> None:
-    """Let processes of the same user look into /proc/PID of this one again, as far as other walls let them."""
+    """Allow processes of the same user to inspect /proc/PID of this process again, within other walls."""
     _prctl(_PR_SET_DUMPABLE, 1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
+    """Become the parent of every orphaned descendant."""
     _prctl(_PR_SET_SUBREAPER, 1)
 
 
@@ -84,12 +84,12 @@ def unshare(flags: int) -> None:
 
 
 def enter_namespaces() -> None:
-    """Enter new mount, pid, network, ipc and uts namespaces; with a user namespace, where this process may not without one."""
+    """Enter new mount, pid, network, ipc and uts namespaces. Enter a user namespace too, if this process needs it."""
     flags = NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_PIDS | NEW_NETWORK
     if os.geteuid() == 0:
         try:
             return unshare(flags)
-        except OSError:  # root of a container: perhaps it may as a user
+        except OSError:  # root in a container may be allowed to do it as a user
             pass
     user, group = os.geteuid(), os.getegid()
     unshare(flags | NEW_USERS)
@@ -104,24 +104,24 @@ def mount(source: str | None, target: str, kind: str | None = None, flags: int =
 
 
 def unmount(target: str) -> None:
-    """Detach a mount; it goes when nothing uses it any more."""
+    """Detach a mount. It disappears when it is no longer in use."""
     _check(_libc.umount2(os.fsencode(target), _DETACH), f"unmount {target}")
 
 
 def leave_shared_mounts() -> None:
-    """Keep what is mounted here from now on from being seen elsewhere."""
+    """Hide mounts that are made from now on from other namespaces."""
     mount(None, "/", None, _RECURSIVE | _SLAVE)
 
 
 def bind(source: str, target: str) -> None:
-    """Show ``source``, with what is mounted below it, at ``target``."""
+    """Bind ``source``, including its submounts, to ``target``."""
     mount(source, target, None, _BIND | _RECURSIVE)
 
 
 def bind_read_only(source: str, target: str, mounts: str) -> None:
-    """Show ``source`` likewise, without a way to write, nor devices or set-user-id programs. ``mounts``: /proc/self/mountinfo."""
+    """Bind ``source`` read-only, without devices and set-user-id programs. ``mounts`` is the path of /proc/self/mountinfo."""
     bind(source, target)
-    with open(mounts, encoding="utf-8", errors="surrogateescape") as file:  # where a blank in a path is \\040
+    with open(mounts, encoding="utf-8", errors="surrogateescape") as file:  # blanks in paths are written as \\040
         points = [re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), line.split(" ")[4]) for line in file]
     for point in points:
         if point == target or point.startswith(target + "/"):
@@ -129,14 +129,14 @@ def bind_read_only(source: str, target: str, mounts: str) -> None:
 
 
 def make_read_only(point: str) -> None:
-    """Remount with the flags that are there, which a user namespace may not take away, and three more."""
+    """Remount with the existing flags, which a user namespace must keep, plus read-only, no-suid and no-devices."""
     flags = os.statvfs(point).f_flag
     kept = flags & (NO_EXEC | _NO_ATIME | _NO_DIR_ATIME) | (_REL_ATIME if flags & _ST_RELATIME else 0)
     mount(None, point, None, _REMOUNT | _BIND | READ_ONLY | NO_SUID | NO_DEVICES | kept)
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Make ``new`` the root directory; what it was is at ``old`` then."""
+    """Make ``new`` the root directory, and move the previous root to ``old``."""
     number = _PIVOT_ROOT.get(os.uname().machine)
     if number is None:
         raise OSError(errno.ENOSYS, f"pivot_root on {os.uname().machine}: not known")
@@ -145,12 +145,12 @@ def pivot_root(new: str, old: str) -> None:
 
 # -------------------------------------------------------------------------------------------------------- privileges
 def drop_privileges() -> None:
-    """Take every capability away from this process, and what could give it some again."""
+    """Drop all capabilities of this process, and prevent it from gaining any."""
     _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     for capability in range(MAX_CAPABILITIES):
         try:
             _prctl(_PR_CAPBSET_DROP, capability)
-        except OSError:  # beyond the kernel's last one; or no right to, in a process that has none
+        except OSError:  # beyond the kernel's last capability, or not allowed for an unprivileged process
             break
     header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
     _check(_libc.capset(header, bytes(24)), "capset")
@@ -158,7 +158,7 @@ def drop_privileges() -> None:
 
 
 def limit(which: int, value: int) -> None:
-    """Set a resource limit for good, no higher than it may be."""
+    """Set a resource limit permanently, at most at the current hard limit."""
     _, most = resource.getrlimit(which)
     least = value if most == resource.RLIM_INFINITY else min(value, most)
     resource.setrlimit(which, (least, least))
@@ -169,19 +169,20 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG, _PATH_BENEATH = 1, 1
 _READ = 1 | 4 | 8  # execute, read a file, read a directory
 _OF_FILES = 1 | 2 | 4 | 1 << 14 | 1 << 15
-# The rights that a ruleset of each version of the interface governs: of files, of TCP, and what is confined to the domain.
+# The rights that each version of the interface governs: for files, for TCP, and scopes confined to the domain.
 _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock interface; 0: there is none. From 6 on signals stay within a domain."""
+    """Return the version of the kernel's Landlock interface; 0: none. From version 6 on, signals stay within a domain."""
     return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
 
 
 def landlock(readable: Iterable[str], writable: Iterable[str], version: int) -> None:
-    """Restrict this process to read and execute what is below ``readable``, and to do all it may below ``writable``.
+    """Restrict this process: read and execute below ``readable``, and full file access below ``writable``.
 
-    Nor does it bind or connect TCP sockets (version 4), reach abstract sockets or send signals outside (version 6).
+    It may also not bind or connect TCP sockets (version 4), nor reach abstract sockets or send signals outside its domain
+    (version 6).
     """
     rights = _FILE_RIGHTS[max(v for v in _FILE_RIGHTS if v <= version)]
     attributes = struct.pack("=QQQ", rights, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
@@ -208,7 +209,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ seccomp
-# Calls that look into other processes, change the machine, make namespaces, or open what the other walls do not see.
+# Calls that inspect other processes, change the machine, create namespaces, or bypass the other walls.
 # fmt: off
 DENIED = [
     "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd",
@@ -225,7 +226,7 @@ DENIED = [
     "sched_setattr", "migrate_pages", "move_pages",
 ]
 # fmt: on
-# What Landlock lets through: modes, owners, times and attributes of files that are found by name, and who changes them.
+# Calls that Landlock allows: changes to modes, owners, times and attributes of files by path, and watches for changes.
 # fmt: off
 METADATA = [
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "truncate",
@@ -254,11 +255,12 @@ class _Program(ctypes.Structure):
 
 
 def seccomp_filter(*, signals: bool, forks: bool, metadata: bool) -> bytes:
-    """Compile a filter that refuses ``DENIED``, and sockets but for pairs of streams. libseccomp knows each machine's numbers.
+    """Compile a filter that rejects ``DENIED``, and all sockets except stream pairs. libseccomp maps call names to numbers.
 
     Args:
-        signals: whether signals may be sent; forks: whether processes may be made, beside threads; metadata: whether modes, owners
-            and times of files may be changed.
+        signals: whether signals may be sent.
+        forks: whether processes may be created, in addition to threads.
+        metadata: whether modes, owners and times of files may be changed.
 
     Raises:
         OSError: libseccomp is not installed.
@@ -269,18 +271,19 @@ def seccomp_filter(*, signals: bool, forks: bool, metadata: bool) -> bytes:
 
     def deny(name: str, *comparisons: tuple[int, int, int, int], error: int = errno.EPERM) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
-        if number == _NO_SUCH_CALL:  # younger than the library; clone3 aside, these need privileges that are gone
+        # Newer than the library; except clone3, these need privileges that are already dropped.
+        if number == _NO_SUCH_CALL:
             return
         compared = (_Comparison * len(comparisons))(*(_Comparison(*each) for each in comparisons))
         action = ctypes.c_uint32(_ERROR | error)
         status = library.seccomp_rule_add_array(context, action, number, len(comparisons), compared)
-        if status < 0 and -status != errno.EDOM:  # a call that this machine does not have
+        if status < 0 and -status != errno.EDOM:  # the call does not exist on this machine
             raise OSError(-status, f"seccomp: no rule for {name}: {os.strerror(-status)}")
 
     try:
         for name in [*DENIED, *([] if signals else SIGNALS), *([] if metadata else METADATA)]:
             deny(name)
-        deny("clone3", error=errno.ENOSYS)  # its flags are out of a filter's sight; the C library falls back to clone
+        deny("clone3", error=errno.ENOSYS)  # a filter cannot see its flags; the C library falls back to clone
         for flag in _NAMESPACES:
             deny("clone", (0, _MASKED_EQUAL, flag, flag))
         if not forks:
@@ -289,7 +292,7 @@ def seccomp_filter(*, signals: bool, forks: bool, metadata: bool) -> bytes:
                 deny(name, error=errno.EAGAIN)
         deny("prctl", (0, _EQUAL, _PR_SET_DUMPABLE, 0))
         deny("socketpair", (0, _NOT_EQUAL, 1, 0))
-        for kind in (2, 5):  # datagrams and packets can be sent to other sockets
+        for kind in (2, 5):  # datagram and packet sockets can send to other sockets
             deny("socketpair", (1, _MASKED_EQUAL, 0xF, kind))
         deny("prlimit64", (0, _NOT_EQUAL, 0, 0))
         deny("ioctl", (1, _MASKED_EQUAL, 0xFFFFFFFF, _TIOCSTI))
@@ -305,6 +308,6 @@ def seccomp_filter(*, signals: bool, forks: bool, metadata: bool) -> bytes:
 
 
 def load_seccomp(filter_: bytes) -> None:
-    """Put a filter in force for this process and all that it will start."""
+    """Apply a filter to this process and all its future children."""
     program = _Program(len(filter_) // 8, filter_)
     _prctl(_PR_SET_SECCOMP, _SECCOMP_FILTER, ctypes.byref(program))

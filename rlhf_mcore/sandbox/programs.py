@@ -1,7 +1,7 @@
-"""The kinds of program that a sandbox runs, each in a forked process that is confined already.
+"""The kinds of programs in a sandbox. Each runs in a forked process that is already confined.
 
-Code and its tests never share a process. A function's arguments come in, its value goes out, and who compares is outside; a
-test (``test``) runs in another sandbox than the code that it tests (``serve``) and calls it through a channel.
+Code and its tests never share a process. For a function, arguments go in, its value comes out, and the comparison happens
+outside. A test (``test``) runs in another sandbox than the tested code (``serve``), and calls it through a channel.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 from rlhf_mcore.sandbox.values import Channel, array_from_json, from_json, to_json, update
 
 INPUT, OUTPUT, ERRORS, TEXT, CHANNEL = range(5)  # descriptors
-NAME = "solution.py"  # in tracebacks
-# What solutions of programming contests use without importing it: judges import it for them.
+NAME = "solution.py"  # file name in tracebacks
+# Modules that contest solutions use without importing them, because judges import them.
 # fmt: off
 _MODULES = [
     "bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "operator",
@@ -45,13 +45,13 @@ _OF_MODULES = {
 }
 PRELUDE: dict[str, Any] = {name: importlib.import_module(name) for name in _MODULES}
 PRELUDE |= {name: getattr(PRELUDE[of], name) for of, names in _OF_MODULES.items() for name in names.split()}
-# What a test means by these names is never what the code under test has defined.
+# Names that the tested code cannot redefine for a test.
 _OF_THE_TEST = {*dir(builtins), *_MODULES, *collections.__all__, *typing.__all__}
 _SHORT = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", "datetime": "datetime"}
 
 
 def run(order: dict[str, Any]) -> int:
-    """Run the program that ``order`` describes: {"kind", "packages", ...}. Its text is read from ``TEXT``. Returns the exit code."""
+    """Run the program of ``order``: {"kind", "packages", ...}. Read its text from ``TEXT``. Return the exit code."""
     if order["kind"] == "command":
         os.closerange(TEXT, CHANNEL + 1)
         os.execvp(order["argv"][0], order["argv"])
@@ -65,14 +65,14 @@ def run(order: dict[str, Any]) -> int:
         _KINDS[order["kind"]](text, order)
         code = 0
     except SystemExit as error:
-        code = 1 if order["kind"] == "test" else _exit_code(error)  # a test that does not reach its end has not passed
+        code = 1 if order["kind"] == "test" else _exit_code(error)  # a test that exits early has not passed
     except BaseException as error:
         _print_error(error)
     return _finish(code)
 
 
 def _finish(code: int) -> int:
-    """Do what the interpreter does at its end: wait for threads, call what is registered, write what is buffered."""
+    """Finish like the interpreter: wait for threads, run exit handlers, flush buffers."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -99,7 +99,7 @@ def _print_error(error: BaseException) -> None:
 
 
 def _execute(text: str, name: str, order: dict[str, Any]) -> dict[str, Any]:
-    """Run the code of a module, and return its namespace."""
+    """Run code as a module, and return its namespace."""
     module = ModuleType(name)
     if order.get("prelude"):
         module.__dict__.update(PRELUDE)
@@ -113,11 +113,11 @@ def _script(text: str, order: dict[str, Any]) -> None:
 
 
 def _call(text: str, order: dict[str, Any]) -> None:
-    """Call the function, or the method of ``Solution``, ``order["name"]`` with the arguments in the input; its value is the output."""
+    """Call the function or ``Solution`` method ``order["name"]`` with arguments from the input. Write its value to the output."""
     with open(INPUT, "rb") as file:
         arguments = [from_json(each, _unknown) for each in json.loads(file.read())]
     result = os.fdopen(os.dup(OUTPUT), "wb")
-    os.dup2(ERRORS, OUTPUT)  # what the code prints is no value
+    os.dup2(ERRORS, OUTPUT)  # printed text is not the value
     namespace = _execute(text, "solution", order)
     name = order["name"]
     function = namespace[name] if name in namespace else getattr(namespace["Solution"](), name)
@@ -134,7 +134,7 @@ def _unknown(name: str, content: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------------ the code under test
 def _serve(text: str, order: dict[str, Any]) -> None:
-    """Run the code, then do what the test on the other side of the channel asks: look up names, call, read attributes."""
+    """Run the code, then answer the requests of the test over the channel: look up names, call, read attributes."""
     channel = Channel(os.fdopen(CHANNEL, "rb"), os.fdopen(os.dup(CHANNEL), "wb"))
     lent: list[Any] = []
 
@@ -171,7 +171,7 @@ def _operate(verb: str, target: Any, arguments: list[Any]) -> Any:
 
 # ------------------------------------------------------------------------------------------------------------ the test
 def _test(text: str, order: dict[str, Any]) -> None:
-    """Run a test. Names that it does not define are those of the code under test. It has passed if nothing is raised."""
+    """Run a test. Names that it does not define come from the tested code. It passes if it raises nothing."""
     channel = Channel(os.fdopen(CHANNEL, "rb"), os.fdopen(os.dup(CHANNEL), "wb"))
     tree = compile(text, NAME, "exec", ast.PyCF_ONLY_AST)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -201,10 +201,10 @@ def _answer(channel: Channel, arguments: list[Any] | None = None) -> Any:
 
 
 class Remote:
-    """A function, class or object of the code under test, which stays in the other sandbox.
+    """A function, class or object of the tested code, which stays in the other sandbox.
 
-    It is never equal to a value of the test, and no operator takes it together with one: else an object that is equal to
-    everything, or whose difference to everything is 0, would pass.
+    It never equals a value of the test, and no operator combines the two. Otherwise an object that equals everything, or
+    whose difference to everything is 0, would pass.
     """
 
     def __init__(self, channel: Channel, number: int) -> None:

@@ -1,9 +1,9 @@
-"""Run programs that nobody trusts. What they print and return is judged by the caller, outside.
+"""Run untrusted programs. The caller judges their output outside the sandbox.
 
     result = run_python("print(input()[::-1])", stdin="abc")     # one program
-    with Sandbox() as sandbox: sandbox.run(Program(code))          # many: a fork each, instead of an interpreter
+    with Sandbox() as sandbox: sandbox.run(Program(code))          # many programs: a fork each, instead of an interpreter
 
-What a machine gives differs; ``machine_level`` tells, and a caller names the least that it accepts.
+Machines support different levels of isolation. ``machine_level`` returns the strongest, and callers state their minimum.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import rlhf_mcore
 from rlhf_mcore.own_processes import start
 from rlhf_mcore.sandbox.usage import descendants, kill_below, memory_of, remove_scratch_of
 
-LEVELS = ("rlimits", "filters", "namespaces")  # by rising isolation
-NONE = "none"  # not even an interpreter of its own can be started
-REMEDIES = {  # how a machine comes to give a level
+LEVELS = ("rlimits", "filters", "namespaces")  # in order of increasing isolation
+NONE = "none"  # not even a separate interpreter can be started
+REMEDIES = {  # how to reach a level
     "rlimits": "find out why Python does not start with an empty environment",
     "filters": "use a kernel with Landlock (Linux 5.13, landlock in /sys/kernel/security/lsm) and install libseccomp2",
     "namespaces": "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0); "
@@ -42,21 +42,21 @@ REMEDIES = {  # how a machine comes to give a level
 }
 RUN, STOP = b"run", b"stop"
 START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 20.0  # for killing what a program has started
-_LOOK_S = 0.1  # between looks at memory
-TRIES = 3  # of a program whose sandbox ends; one that has ended so many is to blame
+STOP_TIMEOUT_S = 20.0  # to kill the processes of a program
+_LOOK_S = 0.1  # interval between memory checks
+TRIES = 3  # per program whose sandbox ends; after that the program is the cause
 _READ_BYTES = 2**16
 _MAX_MESSAGE_BYTES = 2**16
-# What a program sees of the environment, with HOME and TMPDIR, its scratch directory.
+# The environment of a program, together with HOME and TMPDIR, its scratch directory.
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # the order of a set does not differ from run to run
+    "PYTHONHASHSEED": "0",  # makes the order of sets reproducible
     "PYTHONDONTWRITEBYTECODE": "1",
-    "OMP_NUM_THREADS": "1",  # libraries do not start a thread per core
+    "OMP_NUM_THREADS": "1",  # otherwise libraries start a thread per core
     "OPENBLAS_NUM_THREADS": "1",
 }
-_OF_THE_INTERPRETER = ("LD_LIBRARY_PATH", "TMPDIR")  # which programs do not see
+_OF_THE_INTERPRETER = ("LD_LIBRARY_PATH", "TMPDIR")  # not visible to programs
 _BOOTSTRAP = (
     "import sys, json; sys.path[0] = sys.argv[2]; from rlhf_mcore.sandbox import inside; del sys.path[0]; "
     "inside.main(int(sys.argv[1]), json.loads(sys.argv[3]))"
@@ -64,28 +64,28 @@ _BOOTSTRAP = (
 
 
 class Reason(Enum):
-    """Name the ways in which a program ends."""
+    """How a program ended."""
 
-    OK = "ok"  # with exit code 0
-    WRONG = "wrong"  # with another one; of a test: with another result
+    OK = "ok"  # exit code 0
+    WRONG = "wrong"  # another exit code; for a test: another result
     TIMEOUT = "timeout"
     MEMORY = "memory"
     KILLED = "killed"  # by a signal
     OUTPUT_LIMIT = "output limit"
-    REFUSED = "refused"  # it was not run: this machine does not give the isolation that was asked for
+    REFUSED = "refused"  # not run, because this machine lacks the requested isolation
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bound what a program uses."""
+    """Resource limits of a program."""
 
-    cpu_s: float = 10.0  # of the processor, each of its processes; rounded up to seconds
-    wall_s: float = 0.0  # of the clock; 0: three times cpu_s and five more, so that a busy machine does not decide
-    memory_bytes: int = 2 * 2**30  # all of its processes together
-    scratch_bytes: int = 64 * 2**20  # its files, together
-    output_bytes: int = 2**20  # of standard output, and of standard error
-    processes: int = 32  # and threads
-    files: int = 128  # open at a time, of each process
+    cpu_s: float = 10.0  # CPU time of each process; rounded up to seconds
+    wall_s: float = 0.0  # wall time; 0: 3 * cpu_s + 5, so that the load of the machine does not decide
+    memory_bytes: int = 2 * 2**30  # sum over all its processes
+    scratch_bytes: int = 64 * 2**20  # sum over its files
+    output_bytes: int = 2**20  # for standard output and standard error each
+    processes: int = 32  # including threads
+    files: int = 128  # open files of each process
 
     @property
     def deadline_s(self) -> float:
@@ -94,14 +94,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Hold the end of a program, and its output."""
+    """The end of a program, and its output."""
 
     reason: Reason
     stdout: str = ""
     stderr: str = ""
-    exit_code: int | None = None  # None: ended by a signal, or not run
+    exit_code: int | None = None  # None: killed by a signal, or not run
     cpu_s: float = 0.0
-    detail: str = ""  # why it was refused
+    detail: str = ""  # why it was not run
 
     @property
     def ok(self) -> bool:
@@ -110,18 +110,18 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Python code (as a script, or as what is called or tested, see ``programs``) or a command."""
+    """Python code (a script, a function to call or code to test, see ``programs``) or a command."""
 
     text: str = ""
     kind: str = "script"  # script | call | serve | test | command
-    name: str = ""  # call: of the function
+    name: str = ""  # call: name of the function
     argv: tuple[str, ...] = ()  # command
-    prelude: bool = False  # whether names that judges of contests import are there
+    prelude: bool = False  # whether the names that contest judges import are available
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Hold what a machine gives: one of ``LEVELS`` or ``NONE``, the walls in words, and what is missing for more."""
+    """The isolation of a machine: one of ``LEVELS`` or ``NONE``, the walls as texts, and problems with higher levels."""
 
     name: str
     walls: tuple[str, ...]
@@ -132,13 +132,13 @@ class Level:
 
 
 def site_packages() -> list[str]:
-    """List the directories of the packages that are installed beside this one."""
+    """List the package directories of this interpreter."""
     return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
 
 
 @lru_cache(maxsize=1)
 def machine_level() -> Level:
-    """Find the strongest isolation that this machine gives this user, by building it."""
+    """Find the strongest isolation for this user on this machine, by building it."""
     missing: list[str] = []
     for name in reversed(LEVELS):
         try:
@@ -152,30 +152,30 @@ def machine_level() -> Level:
 
 
 def run_python(code: str, limits: Limits = Limits(), *, stdin: str = "", minimum: str = "filters") -> Result:
-    """Run a Python program in a sandbox of its own: some 0.1 s. Packages that are installed beside this one can be imported.
+    """Run a Python program in a new sandbox, which takes about 0.1 s. It can import the packages of this interpreter.
 
     Args:
-        minimum: of ``LEVELS``; if the machine gives less, the result is ``Reason.REFUSED``.
+        minimum: one of ``LEVELS``; if the machine does not support it, the result is ``Reason.REFUSED``.
     """
     level = machine_level()
     if not level.reaches(minimum):
-        return Result(Reason.REFUSED, detail=f"isolation is {level.name}, {minimum} was asked for")
+        return Result(Reason.REFUSED, detail=f"isolation is {level.name}, but {minimum} is required")
     with Sandbox(level.name, site_packages()) as sandbox:
         return sandbox.run(Program(code), limits, stdin=stdin.encode(errors="replace"))
 
 
 class Sandbox:
-    """An interpreter behind walls, which forks a confined process for each program. One program at a time; closed with its starter.
+    """A confined interpreter, which forks a process for each program. It runs one program at a time, and ends with its starter.
 
     Args:
-        level: of ``LEVELS``; None: the strongest that this machine gives.
-        packages: directories that programs may read, and import from.
-        places: directories that programs may write to beside the scratch directory, at level "namespaces".
-        keeps: what a program has written is there for the next one, at level "namespaces". Such a sandbox is not started again
-            when it has ended: every later program is refused.
+        level: one of ``LEVELS``; None: the strongest on this machine. packages: directories that programs may read and import
+        from. places: directories that programs may write to, in addition to the scratch directory, at level "namespaces".
+        keeps: files of a program stay for the next program, at level "namespaces". Such a sandbox is not restarted after its
+        end.
+            Every later program is then rejected.
 
     Raises:
-        OSError: this machine does not give the level.
+        OSError: this machine does not support the level.
     """
 
     def __init__(
@@ -184,13 +184,13 @@ class Sandbox:
         self._wanted, self._packages = level or machine_level().name, list(packages)
         self._places, self._keeps = list(places), keeps
         self._lock = Lock()
-        self._has_ended = False  # and nobody has waited for it
+        self._has_ended = False  # set before the process is reaped
         self._start()
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(rlhf_mcore.__file__).parents[1])
-        libraries = os.environ.get("LD_LIBRARY_PATH", "")  # that the interpreter itself may need
+        libraries = os.environ.get("LD_LIBRARY_PATH", "")  # the interpreter itself may need them
         readable = [*self._packages, *filter(os.path.isdir, libraries.split(":"))]
         self._name = secrets.token_hex(8)
         options: dict[str, Any] = {"level": self._wanted, "readable": readable, "name": self._name}
@@ -222,7 +222,7 @@ class Sandbox:
         self._has_ended = False
 
     def _memory(self) -> int:
-        """Count the bytes that the programs in it hold."""
+        """Return the memory of the programs in the sandbox in bytes."""
         return memory_of([pid for pid in descendants(self._process.pid) if pid not in self._own])
 
     def __enter__(self) -> Sandbox:
@@ -233,33 +233,33 @@ class Sandbox:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether its interpreter is gone, with everything that was in it."""
+        """Return whether its interpreter has ended, together with all its programs."""
         return self._has_ended or self._process.poll() is not None
 
     def close(self) -> None:
-        """Kill everything that is in it."""
+        """Kill all processes in the sandbox."""
         self._control.close()
         try:
-            self._process.wait(STOP_TIMEOUT_S)  # it ends, and removes its files, when the socket is closed
+            self._process.wait(STOP_TIMEOUT_S)  # it ends and removes its files when the socket is closed
         except subprocess.TimeoutExpired:
             kill_below(self._process.pid)
             self._process.kill()
             self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
-        remove_scratch_of(self._name)  # where it could not
+        remove_scratch_of(self._name)  # if it could not remove them itself
 
     def run(
         self, program: Program, limits: Limits = Limits(), *, stdin: bytes = b"", cancelled: Event | None = None
     ) -> Result:
-        """Run a program to its end, or to that of its limits. ``cancelled``: kill it once this is set."""
+        """Run a program until it ends or reaches a limit. ``cancelled``: kill it when this event is set."""
         with self._lock, _close_if_interrupted(self):
             return _run_to_end(lambda: [_Running(self, program, limits, stdin, cancelled=cancelled)], self)
 
     def test(self, code: Program, test: Program, tester: Sandbox, limits: Limits = Limits()) -> Result:
-        """Run ``test`` (kind "test") in the sandbox ``tester`` against ``code`` (kind "serve") in this one. The result is the test's.
+        """Run ``test`` (kind "test") in ``tester`` against ``code`` (kind "serve") in this sandbox, and return its result.
 
-        If the code was stopped for its usage, that is the reason instead.
+        If the code was stopped because of a limit, the result has this reason instead.
         """
 
         def begin() -> list[_Running]:
@@ -273,7 +273,7 @@ class Sandbox:
 
 @contextmanager
 def _close_if_interrupted(*sandboxes: Sandbox) -> Iterator[None]:
-    """Close sandboxes after Ctrl-C: nobody waits for the answers, which the next program must not be given."""
+    """Close sandboxes after Ctrl-C, because the next program must not receive the pending answers."""
     try:
         yield
     except BaseException:
@@ -284,7 +284,7 @@ def _close_if_interrupted(*sandboxes: Sandbox) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Output:
-    """One of a program's two streams."""
+    """One of a program's two output streams."""
 
     descriptor: int
     limit: int
@@ -299,7 +299,7 @@ class _Output:
         return len(self.data) > self.limit
 
     def read(self) -> bool:
-        """Take what is there. False: it is more than the limit, of which nothing is kept but the fact."""
+        """Read available data. Return False if the stream exceeds its limit."""
         with suppress(BlockingIOError):
             while self.is_open and not self.is_full:
                 part = os.read(self.descriptor, min(_READ_BYTES, self.limit + 1 - len(self.data)))
@@ -314,7 +314,7 @@ class _Output:
 
 
 class _Running:
-    """A program that has been given to a sandbox."""
+    """A program that was sent to a sandbox."""
 
     def __init__(
         self,
@@ -333,9 +333,9 @@ class _Running:
         self.sandbox, self.limits, self.cancelled = sandbox, limits, cancelled
         self.deadline = time.monotonic() + limits.deadline_s
         self.next_look = time.monotonic() + _LOOK_S
-        self.stopped: Reason | None = None  # why it was stopped
+        self.stopped: Reason | None = None  # reason if it was stopped
         self.answer: dict[str, Any] | None = None
-        self.is_lost = False  # the answer is none: its sandbox has ended
+        self.is_lost = False  # there is no real answer, because the sandbox has ended
         order = {
             "kind": program.kind,
             "name": program.name,
@@ -347,23 +347,23 @@ class _Running:
         pipes = [os.pipe(), os.pipe()]
         given = [_file(stdin), *(writing for _, writing in pipes), _file(program.text.encode(errors="replace"))]
         given.append(os.open(os.devnull, os.O_RDONLY) if channel is None else os.dup(channel.fileno()))
-        given.append(_file(json.dumps(order).encode()))  # it may be longer than a message
+        given.append(_file(json.dumps(order).encode()))  # as a file, because it may exceed the size of a message
         self.streams = [_Output(reading, limits.output_bytes) for reading, _ in pipes]
         for stream in self.streams:
             os.set_blocking(stream.descriptor, False)
         try:
-            with suppress(OSError):  # the sandbox has ended, which ``look`` finds
+            with suppress(OSError):  # the sandbox has ended; ``look`` detects this
                 socket.send_fds(sandbox._control, [RUN], given)
         finally:
             for descriptor in given:
                 os.close(descriptor)
 
     def interests(self) -> list[int]:
-        """Return the descriptors to wait for."""
+        """Return the descriptors to poll."""
         return [self.sandbox._control.fileno(), *(stream.descriptor for stream in self.streams if stream.is_open)]
 
     def look(self) -> None:
-        """Take what has come, and stop the program if it has had enough."""
+        """Read available data, and stop the program if it exceeds a limit."""
         for stream in self.streams:
             if stream.is_open and not stream.read():
                 self.stop(Reason.OUTPUT_LIMIT)
@@ -382,7 +382,7 @@ class _Running:
         if self.cancelled is not None and self.cancelled.is_set():
             self.stop(Reason.KILLED)
         if time.monotonic() >= self.deadline:
-            if self.stopped is not None:  # and it does not end
+            if self.stopped is not None:  # and it has not ended
                 self.sandbox.close()
                 self.answer = {"status": signal.SIGKILL, "cpu_s": 0.0}
             self.stop(Reason.TIMEOUT)
@@ -392,19 +392,19 @@ class _Running:
                 self.stop(Reason.MEMORY)
 
     def _lose(self) -> None:
-        """Note that the sandbox has ended, whatever the reason."""
+        """Record that the sandbox has ended, for any reason."""
         self.is_lost = self.sandbox._has_ended = True
         self.answer = {"status": signal.SIGKILL, "cpu_s": 0.0}
 
     def stop(self, reason: Reason) -> None:
-        """Have it killed; its answer comes when all is gone."""
+        """Request that it is killed. Its answer arrives when all its processes are gone."""
         if self.stopped is None and self.answer is None:
             self.stopped, self.deadline = reason, time.monotonic() + STOP_TIMEOUT_S
             with suppress(OSError):
                 self.sandbox._control.send(STOP)
 
     def finish(self) -> Result:
-        """Return the result, when the answer has come."""
+        """Return the result after the answer has arrived."""
         assert self.answer is not None
         for stream in self.streams:
             stream.read()
@@ -412,7 +412,7 @@ class _Running:
         if "failed" in self.answer:
             return Result(Reason.REFUSED, detail=self.answer["failed"])
         code, cpu_s = os.waitstatus_to_exitcode(self.answer["status"]), self.answer["cpu_s"]
-        # Stopped for its time, it may have ended before it was killed.
+        # A program stopped for its time may have ended before it was killed.
         stopped = None if code >= 0 and self.stopped is Reason.TIMEOUT else self.stopped
         is_full = self.answer.get("is_full") or any(stream.is_full for stream in self.streams)
         reason = stopped or (Reason.OUTPUT_LIMIT if is_full else None)
@@ -426,14 +426,14 @@ class _Running:
 
 
 def _run_to_end(begin: Callable[[], list[_Running]], *sandboxes: Sandbox) -> Result:
-    """Run programs. If a sandbox ends meanwhile, it is started again and they run again, ``TRIES`` times at most."""
+    """Run programs. If a sandbox ends meanwhile, restart it and run them again, at most ``TRIES`` times."""
     result = Result(Reason.KILLED)
     for _ in range(TRIES):
         try:
             running = begin()
-        except OSError as error:  # it cannot be started again
+        except OSError as error:  # the sandbox cannot be restarted
             result = Result(Reason.REFUSED, detail=f"the sandbox has ended, and cannot be started again: {error}")
-            for sandbox in sandboxes:  # one may have been given its program, whose answer is nobody's
+            for sandbox in sandboxes:  # another sandbox may have received its program; drop its answer
                 sandbox.close()
             continue
         result = _supervise(running)
@@ -443,7 +443,7 @@ def _run_to_end(begin: Callable[[], list[_Running]], *sandboxes: Sandbox) -> Res
 
 
 def _supervise(running: Sequence[_Running]) -> Result:
-    """Wait until the first program has ended; the others are stopped then."""
+    """Wait until the first program has ended, then stop the others."""
     first, *others = running
     while any(each.answer is None for each in running):
         poll = select.poll()
@@ -467,7 +467,7 @@ def _supervise(running: Sequence[_Running]) -> Result:
 
 
 def _file(data: bytes) -> int:
-    """Make a file in memory that holds ``data``, to be read from its start, and that cannot be changed."""
+    """Create an immutable in-memory file with ``data``, positioned at its start. Return its descriptor."""
     descriptor = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)

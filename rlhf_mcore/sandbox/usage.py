@@ -1,6 +1,6 @@
-"""What a program has: its processes, with their memory, and the directory that it may write to; and how both are removed.
+"""Resource usage of a program: its processes, their memory, and its scratch directory; and the removal of both.
 
-Imports the standard library only: this runs in the sandbox's own interpreter, too.
+Only the standard library is imported, because this also runs in the sandbox's own interpreter.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 
-MAX_FILES = 4096  # files and directories; as many as the file system in memory has
-MAX_DEPTH = 100  # of directories
+MAX_FILES = 4096  # files and directories; the same limit as for the in-memory file system
+MAX_DEPTH = 100  # nested directories
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 # ------------------------------------------------------------------------------------------------------------- processes
 def descendants(root: int) -> list[int]:
-    """List the processes that ``root`` has started, directly or not, and that are still below it; not ``root`` itself."""
+    """List the processes that ``root`` has started, directly or indirectly, and that are still its descendants."""
     below: list[int] = []
     waiting = [root]
     while waiting:
@@ -37,7 +37,7 @@ def descendants(root: int) -> list[int]:
 def kill_below(root: int) -> None:
     """Kill every descendant of ``root``, which must be their reaper (a subreaper, or the first process of a pid namespace).
 
-    All are stopped before any is killed: a stopped process starts no other, and keeps its place among those that it may have.
+    All are stopped before any is killed. A stopped process cannot start others, and still counts towards the process limit.
     """
     stopped: set[int] = set()
     while new := set(descendants(root)) - stopped:
@@ -51,7 +51,7 @@ def kill_below(root: int) -> None:
 
 
 def memory_of(pids: list[int]) -> int:
-    """Count the bytes of anonymous and shared memory that processes hold. What they share is counted in each of them."""
+    """Count the bytes of anonymous and shared memory of processes. Memory shared between them is counted in each."""
     total = 0
     for pid in pids:
         with suppress(OSError), open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
@@ -60,7 +60,7 @@ def memory_of(pids: list[int]) -> int:
 
 
 def tasks_of(user: int) -> int:
-    """Count the processes and threads of a user, as the limit of processes does."""
+    """Count the processes and threads of a user, like the kernel's process limit."""
     total = 0
     for name in os.listdir("/proc"):
         with suppress(OSError):
@@ -71,12 +71,12 @@ def tasks_of(user: int) -> int:
 
 # ------------------------------------------------------------------------------------------------- the scratch directory
 def make_scratch(sandbox: str) -> str:
-    """Make an empty directory that ``remove_scratch_of(sandbox)`` finds. ``sandbox``: a name that no other one has."""
+    """Create an empty directory for ``remove_scratch_of(sandbox)``. ``sandbox`` is a unique name."""
     return tempfile.mkdtemp(prefix=_prefix(sandbox))
 
 
 def remove_scratch_of(sandbox: str) -> None:
-    """Remove what a sandbox has made with ``make_scratch`` and left."""
+    """Remove the remaining directories that a sandbox has created with ``make_scratch``."""
     for path in glob.glob(glob.escape(os.path.join(tempfile.gettempdir(), _prefix(sandbox))) + "*"):
         remove(path)
 
@@ -86,14 +86,14 @@ def _prefix(sandbox: str) -> str:
 
 
 def remove(path: str) -> None:
-    """Remove a directory with everything in it; what cannot be removed stays.
+    """Remove a directory with its contents, skipping entries that cannot be removed.
 
-    One directory is open at a time, and ``..`` leads back: neither a recursion, descriptors nor the length of a path limit the depth.
-    Nothing else may change it meanwhile.
+    Only one directory is open at a time, and ``..`` leads back. Neither recursion, descriptors nor path length therefore
+    limit the depth. Nothing else may change the directory meanwhile.
     """
     with suppress(OSError):
         directory, names = os.open(path, _DIRECTORY), [""]
-        # For each directory from ``path`` to the open one: the names of those in it that are still there.
+        # For each directory from ``path`` to the open one: the remaining names of its subdirectories.
         waiting = [_remove_files(directory)]
         while waiting:
             if waiting[-1]:
@@ -119,7 +119,7 @@ def remove(path: str) -> None:
 
 
 def _remove_files(directory: int) -> list[str]:
-    """Remove the files of an open directory. Returns the names of the directories in it."""
+    """Remove the files of an open directory. Return the names of its subdirectories."""
     with os.scandir(directory) as entries:
         names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_directory in names:
@@ -130,9 +130,9 @@ def _remove_files(directory: int) -> list[str]:
 
 
 def is_over(path: str, processes: Iterable[int], limit_bytes: int) -> bool:
-    """Return whether a directory is beyond ``limit_bytes``, ``MAX_FILES`` or ``MAX_DEPTH``.
+    """Return whether a directory exceeds ``limit_bytes``, ``MAX_FILES`` or ``MAX_DEPTH``.
 
-    Files in it that have no name any more, and only ``processes`` have open, are counted.
+    Deleted files that ``processes`` still have open count too.
     """
     total, count, waiting = _open_bytes(path, processes), 0, [(path, 0)]
     while waiting and total <= limit_bytes and count <= MAX_FILES:
@@ -151,7 +151,7 @@ def is_over(path: str, processes: Iterable[int], limit_bytes: int) -> bool:
 
 
 def _open_bytes(path: str, processes: Iterable[int]) -> int:
-    """Count the bytes of the files on the file system of ``path`` that have no name any more."""
+    """Count the bytes of deleted files that processes still have open, on the file system of ``path``."""
     sizes: dict[int, int] = {}
     with suppress(OSError):
         device = os.stat(path).st_dev

@@ -1,7 +1,7 @@
-"""Values of Python as lines of JSON, between a test and the code that it tests. Nothing is pickled or evaluated.
+"""Python values as JSON lines, between a test and the tested code. Nothing is pickled or evaluated.
 
-Plain values travel as copies, so that the other side gets nothing of a class that it does not know: a subclass of ``int`` whose
-``__eq__`` is always true arrives as an int. What is not plain stays where it is, and a number travels in its place.
+Plain values are sent as copies without their class. For example, a subclass of ``int`` whose ``__eq__`` is always true
+arrives as an int. Other objects stay where they are, and a number is sent instead.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any, BinaryIO
 
 MAX_LINE_BYTES = 2**26
 MAX_INT_CHARS = 2**20  # hexadecimal digits of an int
-# Of those of a Fraction, which are divided by their greatest common divisor; and digits of a Decimal.
+# Hexadecimal digits per term of a Fraction, whose terms are divided by their greatest common divisor; and digits of a Decimal.
 MAX_TERM_CHARS = 2**14
-MAX_EXPONENT = 10**5  # of a Decimal: compared with a Fraction, it is written out
-MAX_SAME_HASHES = 100  # in a set or dict, where each is compared with all the others
+MAX_EXPONENT = 10**5  # of a Decimal; a comparison with a Fraction expands it
+MAX_SAME_HASHES = 100  # in a set or dict, where items with equal hashes are compared with each other
 _SAFE_INT = 2**53
-Keep = Callable[[Any], Any]  # what to send for an object that is not plain
+Keep = Callable[[Any], Any]  # returns the message for an object that is not plain
 
 
 def refuse(value: Any) -> Any:
-    """Be a ``Keep`` for a side that has no objects to lend."""
+    """The ``Keep`` for a side that cannot pass objects. It always raises TypeError."""
     raise TypeError(f"a {type(value).__name__} cannot be passed to the code under test")
 
 
 def to_json(value: Any, keep: Keep = refuse) -> Any:
-    """Write a value as JSON has it; what JSON does not have is an object with one key, which names its type."""
+    """Convert a value to JSON. A value without a JSON form becomes an object with one key, the name of its type."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -71,13 +71,14 @@ _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozens
 
 
 def from_json(value: Any, kept: Callable[[str, Any], Any]) -> Any:
-    """Read the value that ``to_json`` has written. ``kept(name, content)`` makes something of names that are not known here.
+    """Convert the result of ``to_json`` back to a value. ``kept(name, content)`` converts objects with other names.
 
-    The text may be hostile: nothing is imported, nothing is allocated that is larger than it, and numbers are bounded before they
-    are made.
+    The text may be hostile. Nothing is imported, no allocation is larger than the text, and numbers are bounded before they are
+    created.
 
     Raises:
-        ValueError, TypeError, KeyError, OverflowError, RecursionError: ``to_json`` has not written it, or it is beyond the bounds.
+        ValueError, TypeError, KeyError, OverflowError, RecursionError: the text is not a result of ``to_json``, or exceeds a
+        limit.
     """
     if isinstance(value, list):
         return [from_json(item, kept) for item in value]
@@ -104,7 +105,7 @@ def _of_type(content: Any, kind: type) -> Any:
 
 
 def _hashable(items: list[Any]) -> list[Any]:
-    """Check that items can be put into a set, or be the keys of a dict, in little time."""
+    """Check that items can quickly be put into a set or become the keys of a dict. Return them."""
     hashes = sorted(map(hash, items))
     if any(first == last for first, last in zip(hashes, hashes[MAX_SAME_HASHES:], strict=False)):
         raise ValueError(f"more than {MAX_SAME_HASHES} items have one hash")
@@ -129,7 +130,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def _of_numbers(name: str, content: list[Any]) -> complex | Fraction | range:
-    """Make a number or a range of plain numbers. Texts are none: ``Fraction("1e9999999")`` would be computed."""
+    """Build a number or a range from plain numbers. Texts are rejected, because ``Fraction("1e9999999")`` would be computed."""
     numbers = [from_json(item, _no_number) for item in content]
     kinds = (int, float) if name == "complex" else (int,)
     if any(type(number) not in kinds for number in numbers) or len(numbers) != (3 if name == "range" else 2):
@@ -157,7 +158,7 @@ _FROM_TEXT: dict[str, Callable[[str], Any]] = {
 
 
 def array_from_json(content: Any, kept: Callable[[str, Any], Any]) -> Any:
-    """Read the array of numpy that ``to_json`` has written under the name "array"."""
+    """Convert the content of an "array" object of ``to_json`` back to a NumPy array."""
     kind, items = content
     if not re.fullmatch(r"[<>|=]?[biufc][0-9]{1,2}", kind):
         raise ValueError(f"no array has the type {kind!r:.20}")
@@ -165,7 +166,7 @@ def array_from_json(content: Any, kept: Callable[[str, Any], Any]) -> Any:
 
 
 def update(value: Any, now: Any) -> None:
-    """Make a mutable container what it is now, after a call that may have changed it."""
+    """Update a mutable container in place to ``now``, after a call that may have changed it."""
     if isinstance(value, list) and isinstance(now, list):
         value[:] = now
     elif isinstance(value, dict | set) and isinstance(now, Mapping | Set):
@@ -174,7 +175,7 @@ def update(value: Any, now: Any) -> None:
 
 
 class Channel:
-    """Lines of JSON to and from the other side."""
+    """JSON lines to and from the other side."""
 
     def __init__(self, stream_in: BinaryIO, stream_out: BinaryIO) -> None:
         self._in, self._out = stream_in, stream_out
@@ -187,7 +188,7 @@ class Channel:
         """Wait for the next message.
 
         Raises:
-            EOFError: the other side has ended, or has sent what is no message.
+            EOFError: the other side has ended, or has sent an invalid message.
         """
         line = self._in.readline(MAX_LINE_BYTES)
         if not line.endswith(b"\n"):
@@ -195,4 +196,4 @@ class Channel:
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise EOFError("the code under test has sent something else") from error
+            raise EOFError("the code under test has sent an invalid message") from error

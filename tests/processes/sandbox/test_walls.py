@@ -481,7 +481,7 @@ def test_less_isolation_than_asked_for_is_refused(monkeypatch: pytest.MonkeyPatc
     assert (result.reason, result.stdout, result.detail) == (
         Reason.REFUSED,
         "",
-        "isolation is rlimits, filters was asked for",
+        "isolation is rlimits, but filters is required",
     )
 
 

@@ -191,7 +191,7 @@ def test_a_webhook_and_a_command_get_the_alarm_and_their_failures_are_one_line(p
     rung.check(1, {"loss/total": NAN})
     rung.close()
     problems = sorted(note for note in notes if note.startswith("warning"))
-    assert [note.partition(" did")[0] for note in problems] == ["warning: alarms.command", "warning: alarms.webhook"]
+    assert [note.partition(" failed")[0] for note in problems] == ["warning: alarms.command", "warning: alarms.webhook"]
     assert "HTTP Error 500" in problems[1] and not any("secret" in note for note in notes)
 
 

@@ -101,7 +101,7 @@ def test_layers_and_engines_without_a_mask_are_refused_where_tokens_of_an_image_
     cfg.model.layer_spec = "te"
     assert [problem.partition(":")[0] for problem in vision_problems(cfg, geometry)] == ["model.layer_spec=te"]
     problem = next(model_problems(cfg.rollout, cfg.model, geometry, records_routes=False))
-    assert problem.endswith("not given yet; set rollout.engine=hf")
+    assert problem.endswith("support yet; set rollout.engine=hf")
 
 
 def test_the_first_stage_has_the_layers_that_images_speak_to(tmp_path: Path) -> None:
