@@ -83,7 +83,8 @@ def test_an_expression_takes_linear_time(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "reason"), [("(a", "missing"), ("(?=a)b", "no look-around"), (r"(a)\1", "no look-around or back-references")]
+    ("pattern", "reason"),
+    [("(a", "missing"), ("(?=a)b", "no look-around"), (r"(a)\1", "no look-around or back-references")],
 )
 def test_what_is_no_expression_is_refused(pattern: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"RE2.*{reason}"):

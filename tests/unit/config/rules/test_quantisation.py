@@ -106,7 +106,10 @@ def test_a_group_that_cuts_a_block_is_named_with_whole_experts_as_a_remedy(monke
     cfg, mixture = Config(), replace(LLAMA, family="qwen3_moe", experts=ExpertSizes(128, 768, 8))
     cfg.rollout.quantization, cfg.rollout.layout.dp, cfg.model.dtype = "fp8", 4, "bf16"
     (problem,) = problems_of(cfg, mixture)
-    assert "rollout.layout.tp=1 and dp=4 splits 128x128 blocks" in problem and "whole experts (rollout.layout.ep=4)" in problem
+    assert (
+        "rollout.layout.tp=1 and dp=4 splits 128x128 blocks" in problem
+        and "whole experts (rollout.layout.ep=4)" in problem
+    )
     cfg.rollout.layout.ep = 4
     assert list(problems_of(cfg, mixture)) == []
 
