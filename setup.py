@@ -74,7 +74,7 @@ EXTRAS_REQUIRE = {
     ],
 }
 
-# The plug-ins of contrib/. A plug-in of a user registers in the same groups (docs/extending.md).
+# The plug-ins of contrib/. A plug-in of a user registers in the same groups (CONTRIBUTING.md).
 PLUGINS: dict[str, list[str]] = {
     "rlhf_mcore.containers": [
         "podman = rlhf_mcore_contrib.containers.podman:podman_kind",

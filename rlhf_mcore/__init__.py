@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         train,
     )
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 __all__ = [
     "Callback",
     "Config",

@@ -52,7 +52,7 @@ def fail(step, metrics):
 try:
     rm.train(cfg.model_copy(update={"experiment": "failed"}), reward=long, prompts=rows, callbacks=[fail])
 except KeyError:  # the next run is in the same process, as in a notebook
-    trained = rm.train(cfg, reward=long, prompts=rows, callbacks=[tell, watcher, Longest(), Lines()])
+    trained = rm.train(cfg, reward=long, prompts=rows, callbacks=[tell, watcher, Longest()])
 again = rm.train(cfg, reward=long, prompts=rows)  # nothing is left to do
 
 AFTERWARDS
@@ -104,19 +104,17 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     script = SCRIPT.replace("CONFIG", repr(config)).replace("EXAMPLE", repr(str(ROOT / "examples" / "from_python.py")))
     script = script.replace("*SMALL", "*" + repr([*SMALL, *ENGINE]))
-    page, extending = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("python.md", "extending.md"))
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     [longest] = re.findall(r"```python\n(import rlhf_mcore as rm\n+class Longest.*?)\n\ncfg = ", page, re.DOTALL)
-    [lines] = re.findall(r"```python\n(import rlhf_mcore as rm\n+class Lines.*?)```", extending, re.DOTALL)
     [after] = re.findall(r"## After training\n+```python\n(.*?)```", page, re.DOTALL)
     small = ", ".join(map(repr, [*SMALL, *ENGINE, "rollout.engine=hf"]))
     after = after.replace('"trainer.world_size=1"]', f'"trainer.world_size=1", {small}]')
-    script = script.replace("DOCUMENTED", longest + "\n" + lines).replace("AFTERWARDS", f"exec({after!r}, {{}})")
+    script = script.replace("DOCUMENTED", longest).replace("AFTERWARDS", f"exec({after!r}, {{}})")
     run = finished([sys.executable, "-c", script], tmp_path, environment(tmp_path))
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout.splitlines()[-1])
     shown, example, seen, ended, model, made, made_again, first, saved, steps, problems, fits, leaves_rank, *rest = told
     assert f"2 {tmp_path}/outputs/quickstart/grpo/checkpoint-2/actor" in run.stdout.splitlines()  # of the page
-    assert [line.split()[0] for line in (tmp_path / "metrics.txt").read_text().splitlines()] == ["1", "2"]
     assert (tmp_path / "my-model" / "config.json").is_file() and re.search(r"my-model \d+$", run.stdout, re.MULTILINE)
     assert shown and (tmp_path / example / "model.safetensors").is_file() and example in run.stdout.splitlines()
     assert seen == [[1, 1.0], [2, 1.0]] and ended and (made, made_again) == (2, 2)

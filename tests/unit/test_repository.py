@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tomllib
 
+import rlhf_mcore
 from rlhf_mcore.config.keys import DESCRIPTIONS, choices_of
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import Group
@@ -150,11 +151,9 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert broken == []
 
 
-def test_changelog_has_an_unreleased_part() -> None:
-    headings = [
-        line for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines() if line.startswith("## ")
-    ]
-    assert headings[0] == "## [Unreleased]"
+def test_changelog_describes_this_version() -> None:
+    headings = re.findall(r"^## .*", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert f"## [{rlhf_mcore.__version__}]" in headings
 
 
 def test_no_file_mentions_where_this_checkout_lies() -> None:

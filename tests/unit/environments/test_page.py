@@ -10,10 +10,9 @@ import pytest
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.rules.environment import environment_problems
 from rlhf_mcore.config.rules.reward import reward_problems
-from rlhf_mcore.environments.episodes import row_of
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.rewards.pool import WorkerLimits
-from rlhf_mcore.types import LIMITS, Prompt
+from rlhf_mcore.types import LIMITS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "guide" / "environments" / "index.md").read_text(encoding="utf-8")
@@ -46,22 +45,6 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             break
         low, high = (guess + 1, high) if answer.messages[0]["content"] == "higher" else (low, guess - 1)
     assert (answer.done, answer.reward) == (True, 1.0)
-    sessions.close_all()
-
-
-def test_the_class_of_the_page_about_extending_plays(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(class Echo.*?)```", page, re.DOTALL)
-    (tmp_path / "echo.py").write_text(code)
-    sessions = Sessions(f"{tmp_path}/echo.py:Echo", {}, WorkerLimits(workers=1))
-    for action, reward in (("yes ", 1.0), ("no", 0.0)):
-        prompt = Prompt(prompt_id="a", index=0, prompt_ids=[1], text="Say it.", ground_truth="yes")
-        sessions.open(0, row_of(prompt), seed=3)  # what a run gives it
-        sessions.poll(None)
-        sessions.step(0, action)
-        [(_, answer)] = sessions.poll(None)
-        assert (answer.done, answer.reward, answer.messages) == (True, reward, [])
-        sessions.close(0)
     sessions.close_all()
 
 

@@ -40,7 +40,7 @@ pytestmark = [
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The lines of the recipe's module, which is found among the families as if it were a file of the package."""
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Adding a model family")[2]
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("### A model family")[2]
     name, text = re.findall(r"rlhf_mcore/families/(\w+)\.py`:\n\n```python\n(.*?)```", page, re.S)[0]
     assert name == "seed_oss" and name not in families.FAMILIES
     (tmp_path / "more").mkdir()
