@@ -1,7 +1,7 @@
 """The inputs and results of advantage estimators and policy losses, and the tables of registered ones.
 
 A loss here takes its settings as keyword arguments, which it declares with :func:`takes`. A function of a user's own file takes the
-group ``algorithm`` as its second argument, unless it declares settings too: see docs/algorithms.md.
+group ``algorithm`` as its second argument, unless it declares settings too: see docs/algorithms/custom.md.
 """
 
 from __future__ import annotations

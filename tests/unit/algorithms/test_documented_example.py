@@ -1,4 +1,4 @@
-"""The file that docs/algorithms.md shows, run as a user would run it."""
+"""The file that docs/algorithms/custom.md shows, run as a user would run it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_mcore.config.validate import validate
 from tests.rows import advantage_inputs
 from tests.unit.algorithms.tokens import loss_inputs
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "algorithms.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "algorithms" / "custom.md"
 
 
 def block(language: str) -> str:

@@ -81,7 +81,7 @@ def test_presets_name_functions_that_are_there() -> None:
         assert find_policy_loss(AlgorithmConfig(policy_loss=policy_loss)).__wrapped__ is POLICY_LOSSES[policy_loss]
 
 
-@pytest.mark.parametrize("page", ["algorithms.md", "reference/config/algorithm.md"])
+@pytest.mark.parametrize("page", ["algorithms/losses.md", "reference/config/algorithm.md"])
 def test_the_documents_name_every_function(page: str):
     text = (DOCS / page).read_text(encoding="utf-8")
     assert [name for name in (*choices.ADVANTAGES, *choices.POLICY_LOSSES) if f"`{name}`" not in text] == []
