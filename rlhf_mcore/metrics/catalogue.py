@@ -216,7 +216,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("preference/margin", "mean difference of the rewards of a pair", "", "above 0, rising"),
         Metric(
             "preference/chosen_reward",
-            "mean implicit reward of chosen responses (docs/preferences.md)",
+            "mean implicit reward of chosen responses (docs/algorithms/preferences.md)",
             "",
             "not falling for long",
             "lower the learning rate, or raise algorithm.dpo.beta",

@@ -185,7 +185,7 @@ class _Offers:
             fullest = adapters.plan.fullest
             yield (
                 f"\nlow-rank adapters fit (processes: {adapters.plan.world_size}): {' '.join(adapters.overrides)} takes "
-                f"{gib(fullest.total)} of {gib(fullest.available)} GiB of a device (docs/lora.md)"
+                f"{gib(fullest.total)} of {gib(fullest.available)} GiB of a device (docs/algorithms/lora.md)"
             )
 
 

@@ -35,7 +35,7 @@ LONG_TOKENS = 16384
 SHARES = (0.3, 0.5, 0.7, 0.85)
 _ENGINE_PHASES = (GENERATE, SYNC)
 MAX_SHOWN_WORLDS, MAX_SHOWN_SIZE = 6, 1024  # of worlds that are shown side by side
-ADAPTER_RANK = 8  # where adapters are suggested; see docs/lora.md
+ADAPTER_RANK = 8  # where adapters are suggested; see docs/algorithms/lora.md
 
 
 @dataclass(frozen=True, slots=True)
