@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the pages of docs/reference/ from the code: configuration keys, commands, metrics, presets, exit codes, Python.
+"""Write the pages of docs/reference/ from the code: configuration keys, commands, metrics, presets, exit codes, faults, Python.
 
     .venv/bin/python tools/document_reference.py
 
@@ -27,6 +27,7 @@ from rlhf_mcore.cli.main import COMMANDS, PLUGINS, module_of  # noqa: E402
 from rlhf_mcore.config.choices import PRESETS  # noqa: E402
 from rlhf_mcore.metrics.catalogue import GROUPS, Metric  # noqa: E402
 from rlhf_mcore.metrics.rules import MEASURES, RULES, MetricRule  # noqa: E402
+from tests.faults import FAULTS, find_fault_tests  # noqa: E402
 from tools import document_config  # noqa: E402
 from tools.doc_links import GENERATED, relative_links  # noqa: E402
 
@@ -44,6 +45,7 @@ def pages() -> dict[str, str]:
         "health-rules.md": health_page(),
         "presets.md": presets_page(),
         "exit-codes.md": exit_codes_page(),
+        "faults.md": faults_page(),
         "python.md": python_page(),
     }
     return {path: relative_links(text, f"reference/{path}") for path, text in made.items()}
@@ -181,6 +183,20 @@ def exit_codes_page() -> str:
     return _page("Exit codes", "## Training", table(EPILOG), "## Other commands", table(TOOL_EPILOG))
 
 
+def faults_page() -> str:
+    """List the faults that tests inject."""
+    files = find_fault_tests()
+    rows = [
+        (f"{number:02}", injected, expected, ", ".join(f"`{file}`" for file in files.get(number, [])) or "not yet")
+        for number, (injected, expected) in FAULTS.items()
+    ]
+    intro = (
+        "The tests inject these faults. The number is in the names of the tests: `pytest -k fault_13` injects one. "
+        "[Reliability](operations/reliability.md) states the guarantees."
+    )
+    return _page("Faults", intro, _table(("#", "injected", "expected", "tests"), rows))
+
+
 def python_page() -> str:
     """Let mkdocstrings describe the public names of the package."""
     names = re.findall(r" as (\w+)$", (ROOT / "rlhf_mcore/api/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
@@ -197,6 +213,7 @@ def index_page() -> str:
         ("[Metrics](reference/metrics.md)", "names, meanings, units and healthy ranges"),
         ("[Health rules](reference/health-rules.md)", "bounds of the report's health checks and of the default alarms"),
         ("[Exit codes](reference/exit-codes.md)", "what a command returns to the shell"),
+        ("[Faults](reference/faults.md)", "faults that tests inject, and the expected outcomes"),
         ("[Python API](reference/python.md)", "`import rlhf_mcore as rm`"),
     ]
     return _page(
