@@ -27,6 +27,7 @@ COMMANDS = ["./launch/quickstart.sh", "./launch/test.sh"]
 SCRIPTS = [
     *(f"launch/{name}.sh" for name in ("setup", "quickstart", "test", "lock", "local", "node", "docs")),
     ".ci/run",
+    "launch/commit-msg",
 ]
 SCRIPTS += ["launch/slurm/submit.sh", "launch/slurm/chain.sh", "launch/slurm/train.sbatch"]
 SOURCED = ["launch/common.sh", "launch/env.sh"]
