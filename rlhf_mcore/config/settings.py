@@ -18,6 +18,7 @@ from rlhf_mcore.config.former import BY_KEY, GROUPS, translate
 from rlhf_mcore.config.keys import KEYS, is_group, table_of
 from rlhf_mcore.config.other_names import hint, is_foreign_group
 from rlhf_mcore.config.schema.group import inner_types, is_group_type
+from rlhf_mcore.config.schema.tree import SHORT
 from rlhf_mcore.config.yaml_text import Document, read_yaml_text
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.redaction import redact_arguments
@@ -128,8 +129,8 @@ class SettingReader:
             self._take_unknown(document, key, node)
         elif key in KEYS and not is_group(key):
             self.settings.append(Setting(key, _value(document, node, KEYS[key]), document.place(node)))
-        elif key == "algorithm" and isinstance(node, yaml.ScalarNode) and not is_null:
-            self._take(document, "algorithm.preset", node)
+        elif key in SHORT and isinstance(node, yaml.ScalarNode) and not is_null:
+            self._take(document, f"{key}.{SHORT[key]}", node)
         elif isinstance(node, yaml.MappingNode):
             for name, child in _items(document, node):
                 self._take(document, f"{key}.{name}", child)

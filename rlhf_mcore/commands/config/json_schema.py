@@ -17,14 +17,16 @@ _SCALARS = {int: "integer", float: "number", bool: "boolean", str: "string"}
 def json_schema() -> dict[str, Any]:
     """Return the schema of a configuration file, draft 2020-12.
 
-    It accepts what ``load_config`` reads: ``base``, a preset for ``algorithm``, ``${...}`` for any value, a single item for a
-    list, and names that installed packages may add. It does not check rules among keys.
+    It accepts what ``load_config`` reads: ``base``, a preset for ``algorithm``, a path for ``model``, ``${...}`` for any value, a
+    single item for a list, and names that installed packages may add. It does not check rules among keys.
     """
     schema = _group(Config)
     files = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     schema["properties"]["base"] = {"description": "files that this one is based on, relative to it", **files}
     preset = {"description": "an algorithm's preset", "enum": list(PRESETS)}
     schema["properties"]["algorithm"] = {"anyOf": [preset, _REFERENCE, schema["properties"]["algorithm"]]}
+    path = {"description": "the path of the model", "type": "string"}
+    schema["properties"]["model"] = {"anyOf": [path, schema["properties"]["model"]]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "rlhf_mcore configuration", **schema}
 
 

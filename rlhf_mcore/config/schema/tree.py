@@ -93,7 +93,9 @@ class Config(Group):
         more="Every library is asked for its own; docs/reliability.md lists what stays open on CUDA. On a CPU bits are equal on "
         "processors of one kind (docs/cpu.md).",
     )
-    model: ModelConfig = group(ModelConfig, "what everything starts from")
+    model: ModelConfig = group(
+        ModelConfig, "the model that training starts from", "`model: PATH` is short for `model: {path: PATH}`."
+    )
     actor: ActorConfig = group(ActorConfig, "the policy being trained")
     critic: CriticConfig = group(
         CriticConfig,
@@ -147,7 +149,7 @@ class Config(Group):
     alarms: AlarmsConfig = group(AlarmsConfig, "rules on metrics, judged after every step")
 
 
-_SHORT = {"algorithm": "preset", "model": "path"}  # for a text instead of a group
+SHORT = {"algorithm": "preset", "model": "path"}  # for a text instead of a group
 
 
 def nest(settings: Mapping[str, Any], kind: type[Group] = Config) -> dict[str, Any]:
@@ -160,8 +162,8 @@ def nest(settings: Mapping[str, Any], kind: type[Group] = Config) -> dict[str, A
     tree: dict[str, Any] = {}
     for name, value in settings.items():
         first, _, rest = str(name).partition(".")
-        if kind is Config and name in _SHORT and isinstance(value, str | os.PathLike):
-            value = {_SHORT[name]: value}
+        if kind is Config and name in SHORT and isinstance(value, str | os.PathLike):
+            value = {SHORT[name]: value}
         hint = kind.model_fields[first].annotation if first in kind.model_fields else None
         if is_group_type(hint) and (rest or isinstance(value, Mapping)):
             value = nest({rest: value} if rest else value, hint)  # type: ignore[arg-type]

@@ -218,7 +218,7 @@ def test_a_preset_fills_what_nobody_set(workspace: Any) -> None:
 
 def test_what_a_user_set_anywhere_wins_over_a_preset(workspace: Any) -> None:
     workspace.write("base.yaml", "algorithm: {normalize_std: true}\n")
-    workspace.write("run.yaml", "base: base.yaml\nmodel: {path: m}\nalgorithm: dr_grpo\n")
+    workspace.write("run.yaml", "base: base.yaml\nmodel: m\nalgorithm: dr_grpo\n")
     assert effective(load_config("run.yaml")) == ("dr_grpo", True, "constant")
     overridden = load_config("run.yaml", ["algorithm.loss_aggregation=token"])
     assert effective(overridden) == ("dr_grpo", True, "token")

@@ -59,7 +59,7 @@ MISTAKES: list[tuple[str | list[str], str, str, str]] = [
     (["data.train={a: b}"], "data.train[0]", "{'a': 'b'}", "list of str"),
     (["seed=null"], "seed", "None", "int"),
     (["rollout.layout=2"], "rollout.layout", "2", "rollout.layout.tp"),
-    ("model: model\ndata: {train: [train.jsonl]}\n", "model", "run.yaml:1", "model.path"),
+    ("model: model\nreward: math\ndata: {train: [train.jsonl]}\n", "reward", "run.yaml:2", "reward.rules"),
     ("model: {path: model}\ndata: train.jsonl\n", "data", "run.yaml:2", "data.train"),
     (GOOD + "trainer:\n- num_steps: 3\n", "trainer", "run.yaml:4", "trainer.num_steps"),
     # Ranges and units.
