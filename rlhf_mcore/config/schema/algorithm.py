@@ -81,7 +81,7 @@ class RolloutCorrectionConfig(Group):
             geometric="only leave out responses, by the geometric mean of their tokens' ratios",
         ),
         null="`token` with `trainer.max_staleness` or `rollout.quantization`, else `off`",
-        more="See [asynchronous runs](algorithms.md#asynchronous-runs).",
+        more="See [asynchronous runs](algorithms/off-policy.md#asynchronous-runs).",
     )
     cap: float = key(2.0, "largest weight", ABOVE_0)
     mask_low: Optional[float] = key(
@@ -144,7 +144,7 @@ class DpoConfig(Group):
         "dpo",
         "",
         one_of(*PREFERENCE_LOSSES),
-        more="`simpo` and `orpo` need no reference, and none is built. See [preferences](preferences.md).",
+        more="`simpo` and `orpo` need no reference, and none is built. See [preferences](algorithms/preferences.md).",
         is_fixed=True,
         only_with="algorithm.kind=dpo",
     )
@@ -205,8 +205,7 @@ class AlgorithmConfig(Group):
         "grpo",
         "",
         one_of(*PRESETS),
-        more="See [algorithms](algorithms.md), [distillation](distillation.md), [supervised training](supervised.md) for `sft` and "
-        "`reward_model`, and [preferences](preferences.md) for what follows them.",
+        more="See [choose an algorithm](algorithms/choose.md).",
     )
     kind: str = key(
         "rl",
@@ -248,24 +247,24 @@ class AlgorithmConfig(Group):
         1.0,
         "discount of later rewards, per turn of the policy",
         FROM_0_TO_1,
-        more="It acts where an environment answers, with `gae` and `reinforce` beside `gamma`. See [turns](algorithms.md#turns).",
+        more="It acts where an environment answers, with `gae` and `reinforce` beside `gamma`. See [turns](algorithms/multi-turn.md).",
     )
     turn_credit: bool = key(
         False,
         "a turn of the policy is one action: advantages are those of turns",
         more="`grpo`, `rloo`: a turn is compared with the same turn of the group's responses; `gae`, `reinforce`: the recursion goes "
-        "over turns instead of tokens. See [turns](algorithms.md#turns).",
+        "over turns instead of tokens. See [turns](algorithms/multi-turn.md).",
     )
     whiten_advantages: bool = key(False, "`gae`, `reinforce`: mean 0 and deviation 1 over the tokens of a step")
     bootstrap_truncated: bool = key(
         False,
         "`gae`: a response that the token limit cut off ends with the critic's value, not with 0",
-        more="The value is that of its last state; false: 0, as for one that the policy ended. See [algorithms](algorithms.md).",
+        more="With false the value is 0, as after a response that the policy ended. See [losses](algorithms/losses.md#advantages).",
     )
     mask_truncated: bool = key(
         False,
         "learn nothing from responses that a limit ended",
-        more="Their scores still count in their groups. DAPO's overlong filtering. See [algorithms](algorithms.md).",
+        more="Their scores still count in their groups. DAPO's overlong filtering. See [losses](algorithms/losses.md#advantages).",
     )
     clip_low: float = key(
         0.2,

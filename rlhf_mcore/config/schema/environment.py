@@ -16,7 +16,7 @@ class AgentConfig(Group):
         None,
         "a program and its arguments: it reads the task as JSON, finds the endpoint in its environment, and may print a reward",
         null="`function` or `url`",
-        more="`OPENAI_BASE_URL`, `OPENAI_API_KEY` and the same of Anthropic are set for it ([agents](agents.md)).",
+        more="`OPENAI_BASE_URL`, `OPENAI_API_KEY` and the same of Anthropic are set for it ([agents](guide/agents/index.md)).",
     )
     function: Optional[str] = key(
         None,
@@ -50,7 +50,7 @@ class ContainerConfig(Group):
             adds=lambda name: name in find_plugins("containers"),
         ),
         null="there are none",
-        more="`function: agent` ([agents](agents.md#containers)).",
+        more="`function: agent` ([agents](guide/agents/containers.md)).",
     )
     url: Optional[str] = key(
         None,
@@ -78,7 +78,7 @@ class EnvironmentConfig(Group):
         None,
         "`path/to/file.py:Class` with reset(row, seed) and step(action), `tools`, `gymnasium`, `openenv`, `verifiers` or `agent`",
         null="a response is one turn",
-        more="One instance for each episode, in worker processes ([environments](environments.md)).",
+        more="One instance for each episode, in worker processes ([environments](guide/environments/index.md)).",
     )
     options: Optional[dict[str, Any]] = key(None, "arguments of its constructor", null="none")
     max_turns: int = key(8, "most turns of the policy in an episode", AT_LEAST_1)

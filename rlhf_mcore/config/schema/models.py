@@ -194,7 +194,7 @@ class VisionConfig(Group):
             all="all of it",
         ),
         more="What does not learn has no gradient and no optimizer state. The tower reads an image of an update once, and once more "
-        "where it learns, with the gradients that all its sequences have together. See [images](images.md).",
+        "where it learns, with the gradients that all its sequences have together. See [images](guide/images.md).",
         is_fixed=True,
     )
 
@@ -301,11 +301,11 @@ class ActorConfig(Group):
             old_logprobs="that of the pass for old logprobs, in the updates (R2)",
         ),
         more="The router still learns: weights of experts are its scores at their places. See "
-        "[router replay](algorithms.md#router-replay).",
+        "[router replay](algorithms/router-replay.md).",
     )
     mtp: MTPConfig = group(MTPConfig)
     vision: VisionConfig = group(VisionConfig)
-    lora: ActorLoraConfig = group(ActorLoraConfig, "low-rank adapters", "See [adapters](lora.md).")
+    lora: ActorLoraConfig = group(ActorLoraConfig, "low-rank adapters", "See [adapters](algorithms/lora.md).")
     freeze: list[str] = key(
         [],
         "Hugging Face names, or patterns as `model.layers.0.*`, of weights that are not trained",
@@ -352,7 +352,7 @@ class CriticConfig(Group):
     recompute: RecomputeConfig = group(RecomputeConfig)
     moe: MoEConfig = group(MoEConfig)
     lora: LoraConfig = group(
-        LoraConfig, "adapters of its own; the value head is trained whole", "See [adapters](lora.md)."
+        LoraConfig, "adapters of its own; the value head is trained whole", "See [adapters](algorithms/lora.md)."
     )
     megatron: Optional[dict[str, Any]] = key(None, "as `actor.megatron`", null="none")
     offload: str = key("auto", "as `actor.offload`", _OFFLOADS)
@@ -393,7 +393,7 @@ class TeacherConfig(Group):
         None,
         "the teacher, with the tokenizer of `model.path`",
         null="none",
-        more="Any model family. See [distillation](distillation.md).",
+        more="Any model family. See [distillation](algorithms/distillation.md).",
     )
     sources: Optional[dict[str, str]] = key(
         None,
@@ -422,7 +422,7 @@ class TeacherConfig(Group):
         "`path/to/file.py:function` that gives the teacher prompts of its own",
         null="it reads the student's",
         more="`function(prompt, ground_truth, extra_info, data_source)` returns messages or a text: the prompt with what the student "
-        "does not know. See [distillation](distillation.md#another-prompt).",
+        "does not know. See [distillation](algorithms/distillation.md#another-prompt).",
     )
     divergence: str = key(
         "k1",

@@ -54,7 +54,7 @@ class SamplingConfig(Group):
         "share of probability of the likeliest tokens that are drawn from; 1: off",
         SHARE,
         more="The tokens that each one was drawn from are recorded, and policy ratios are taken within them "
-        "([algorithms](algorithms.md#top_p-and-top_k)).",
+        "([top_p and top_k](algorithms/off-policy.md#top_p-and-top_k)).",
     )
     top_k: int = key(
         -1,

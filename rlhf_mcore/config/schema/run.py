@@ -87,7 +87,7 @@ class DataConfig(Group):
         "images",
         "column of a prompt's images: bytes, paths relative to the file, or objects of `bytes` and `path`",
         null="images are left out",
-        more="`<image>` in a prompt is the place of one. Only for models that see images. See [images](images.md).",
+        more="`<image>` in a prompt is the place of one. Only for models that see images. See [images](guide/images.md).",
         is_fixed=True,
     )
     image_pixels: Optional[list[int]] = key(

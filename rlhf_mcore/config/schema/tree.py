@@ -111,7 +111,7 @@ class Config(Group):
         TeacherConfig,
         "a policy to learn from",
         "Built only with `teacher.path`, whose layout and precision are its own, or with `teacher.weights`. See "
-        "[distillation](distillation.md).",
+        "[distillation](algorithms/distillation.md).",
     )
     rollout: RolloutConfig = group(
         RolloutConfig, "the engines that generate", "There are world size / (ranks of an engine) of them."
@@ -131,7 +131,7 @@ class Config(Group):
     environment: EnvironmentConfig = group(
         EnvironmentConfig,
         "what answers the policy between its turns",
-        "Without `environment.function` nothing does, and a response is one turn. See [environments](environments.md).",
+        "Without `environment.function` nothing does, and a response is one turn. See [environments](guide/environments/index.md).",
     )
     data: DataConfig = group(DataConfig, "prompts")
     trainer: TrainerConfig = group(TrainerConfig, "size and shape of a step")
