@@ -26,7 +26,7 @@ if ((devices)); then
 else
     if has_gpu; then
         say "this machine has a GPU, and no Python here has torch for it with Megatron-core and vLLM: the quickstart runs on the CPU. To use the" \
-            "GPU run this script in the image of Dockerfile (docs/doctor.md#images), or with RLHF_MCORE_PYTHON=/path/to/such/a/python"
+            "GPU run this script in the image of Dockerfile (docs/get-started/install.md#images), or with RLHF_MCORE_PYTHON=/path/to/such/a/python"
     fi
     python="$venv/bin/python"
     RLHF_MCORE_STACK="${RLHF_MCORE_STACK:-cpu}" "$root/launch/setup.sh"

@@ -128,7 +128,7 @@ install() {
     [[ "$(uname -s)" == Linux ]] || fail "the dependencies are locked for Linux; this is $(uname -s)"
     if [[ -z "${RLHF_MCORE_STACK:-}" ]] && has_gpu; then
         say "setup: this machine has a GPU, and the CPU stack, which does not use it, is installed. On GPUs use the image of Dockerfile" \
-            "(docs/doctor.md#images), or RLHF_MCORE_STACK=gpu in NVIDIA's PyTorch container. RLHF_MCORE_STACK=cpu: this is what is wanted"
+            "(docs/get-started/install.md#images), or RLHF_MCORE_STACK=gpu in NVIDIA's PyTorch container. RLHF_MCORE_STACK=cpu: this is what is wanted"
     fi
     unset PIP_CONSTRAINT # the container's would refuse what is locked here
     python="$(find_python)"

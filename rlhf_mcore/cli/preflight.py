@@ -248,7 +248,7 @@ def check_devices(cfg: Config, world_size: int) -> None:
             say(
                 cfg,
                 "warning: this machine has a GPU, and the torch that is installed is built for CPUs: the run is on the CPU; use the "
-                "image of Dockerfile (docs/doctor.md), or a Python with torch for CUDA",
+                "image of Dockerfile (docs/get-started/install.md#images), or a Python with torch for CUDA",
             )
         return
     rollout, ranks = cfg.rollout, {"trainer.world_size": world_size}

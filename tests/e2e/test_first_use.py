@@ -1,4 +1,4 @@
-"""The path of docs/index.md in a copy of the repository: quickstart, report, own reward, Ctrl-C, resume, evaluation, transformers."""
+"""The path of docs/get-started/quickstart.md: quickstart, report, own reward, Ctrl-C, resume, evaluation, transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.commands import ROOT, environment, finished, started
 from tests.tiny_training import make_quickstart
 
-PAGE = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "get-started" / "quickstart.md").read_text(encoding="utf-8")
 TINY = [
     "actor.layout.tp=1",
     "trainer.world_size=1",
