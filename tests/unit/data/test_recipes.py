@@ -204,5 +204,5 @@ def test_rollouts_that_make_no_pairs(change: dict[str, Any], message: str) -> No
 
 
 def test_the_page_lists_every_format() -> None:
-    table = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").split("| format |")[1].split("\n\n")[0]
+    table = (ROOT / "docs" / "guide" / "data.md").read_text(encoding="utf-8").split("| format |")[1].split("\n\n")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(RECIPES)
