@@ -30,6 +30,7 @@ def worker(num_rows: int, tokens: int, rounds: int) -> None:
 
     from rlhf_mcore.parallel.collectives import all_gather_json
     from rlhf_mcore.trainer.exchange import RowExchange
+    from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
     from rlhf_mcore.types import Prompt, Score
 
     dist.init_process_group("gloo")
@@ -37,15 +38,14 @@ def worker(num_rows: int, tokens: int, rounds: int) -> None:
     prompts = [Prompt(str(i), i, list(range(PROMPT_TOKENS)), "") for i in range(num_rows)]
     positions = list(range(rank, num_rows, RANKS))
     made = [_trajectory(prompts[place], tokens - PROMPT_TOKENS) for place in positions]
-    scores = [Score(float(place % 3)) for place in positions]
-    exchange: Any = RowExchange(1) if "pad_token_id" not in RowExchange.__dataclass_fields__ else RowExchange(1, 0)
+    rollouts = [Rollout(place, each, Score(float(place % 3))) for place, each in zip(positions, made, strict=True)]
+    exchange = RowExchange(1)
     seconds = []
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(rounds):
         dist.barrier()
         started = time.perf_counter()
-        exchanged = exchange(prompts, positions, made, scores)
-        batch = exchanged[0] if isinstance(exchanged, tuple) else exchanged.batch  # of an earlier release
+        batch, _ = exchange(SampledBatch(prompts, rollouts))
         seconds.append(time.perf_counter() - started)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     held = sum(value.nbytes for name in batch.__slots__ if hasattr(value := getattr(batch, name), "nbytes"))

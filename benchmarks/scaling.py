@@ -61,6 +61,7 @@ def _step(num_rows: int) -> Any:
     from rlhf_mcore.observability.run_directory import rollout_record
     from rlhf_mcore.trainer.advantages import AdvantageComputer
     from rlhf_mcore.trainer.exchange import RowExchange
+    from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
     from rlhf_mcore.types import Completion, Prompt, Score
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -74,11 +75,11 @@ def _step(num_rows: int) -> Any:
         return episode(prompts[row // SAMPLES], row % SAMPLES, [Completion(0, ids, logprobs, ((0, 0),), "stop")], "")
 
     made = [drawn(row) for row in mine]
-    scores = [Score(float(row % 3)) for row in mine]
+    rollouts = [Rollout(row // SAMPLES, each, Score(float(row % 3))) for row, each in zip(mine, made, strict=True)]
     exchange, advantages = RowExchange(samples_per_prompt=SAMPLES), AdvantageComputer(AlgorithmConfig())
 
     def step() -> None:
-        batch, _ = exchange(prompts, [row // SAMPLES for row in mine], made, scores)
+        batch, _ = exchange(SampledBatch(prompts, rollouts))
         batch.old_logprobs = torch.zeros(batch.token_ids.shape)
         advantages(batch)
         lengths = batch.lengths.tolist()
@@ -88,8 +89,8 @@ def _step(num_rows: int) -> Any:
             owned, [lengths[row] for row in owned], {"token_ids": batch.token_ids, "loss": batch.old_logprobs}
         )
         make_microbatches(held, max_tokens=MICROBATCH_TOKENS, packing=True)
-        for trajectory, score in zip(made, scores, strict=True):
-            rollout_record(trajectory, score, 1)
+        for rollout in rollouts:
+            rollout_record(rollout.trajectory, rollout.score, 1)
 
     return step
 

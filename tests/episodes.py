@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from rlhf_mcore.data import episodes
 from rlhf_mcore.data.examples import TokenizedExample
-from rlhf_mcore.types import Completion, Prompt, Trajectory
+from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
+from rlhf_mcore.types import Completion, Prompt, Score, Trajectory
 
 
 def single_turn(
@@ -30,3 +31,20 @@ def single_turn(
 def tokenized(prompt_ids: Sequence[int], *responses: Sequence[int]) -> TokenizedExample:
     """A prompt and its responses."""
     return TokenizedExample("", np.array(prompt_ids, np.int32), [np.array(ids, np.int32) for ids in responses])
+
+
+def sampled_batch(
+    prompts: Sequence[Prompt],
+    places: Sequence[int],
+    trajectories: Sequence[Trajectory],
+    scores: Sequence[Score],
+    left_out: Sequence[Score] = (),
+    greedy: Mapping[int, Score] | None = None,
+) -> SampledBatch:
+    """``greedy``: scores by place, of responses that are not looked at."""
+    rollouts = [Rollout(*each) for each in zip(places, trajectories, scores, strict=True)]
+    baselines = [
+        Rollout(place, single_turn(prompts[place], 0, [1], [0.0], "", "stop", 0), score)
+        for place, score in (greedy or {}).items()
+    ]
+    return SampledBatch(list(prompts), rollouts, baselines, list(left_out))

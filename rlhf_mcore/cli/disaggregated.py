@@ -18,7 +18,7 @@ from rlhf_mcore.cli.generation import (
     build_canary,
     build_exchange,
     changed_only,
-    choose_collect,
+    choose_fill_step,
     engine_adapters,
     select_sent,
     training_sampling,
@@ -106,9 +106,9 @@ def build_disaggregated(
     worker = RolloutWorker(engines, EngineRank(0, 1, is_lead=fleet is not None), data.decode)
     on_error = OnError.of(cfg.reward)
     exchange = build_exchange(cfg, on_error)
-    collect = choose_collect(cfg, on_error)
+    fill_step = choose_fill_step(cfg, on_error)
     resync = bridge.sync if copies is None else lambda _version: sync_again()
-    source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, collect)
+    source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, fill_step)
     canary = build_canary(run, actor, worker, NoTarget())
     worker = replace(worker, make_request=make_request)
     trained = OnDeviceBridge(changed_only(cfg, actor, remote, NoTarget()), actor.model)

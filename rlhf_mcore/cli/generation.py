@@ -40,12 +40,12 @@ from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, OF_8_BITS, TOLERANCE, Canary, canary_prompts
-from rlhf_mcore.trainer.collecting import Collect, collect_next
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.reinforcement import AddScores, EnginePublisher, SampledBatches
 from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.trainer.sampled import FillStep, take_next_batch
 from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.types import Prompt, Sampling
 
@@ -111,7 +111,7 @@ def build_colocated(
         worker,
         sampling,
         rewards.graders,
-        choose_collect(cfg, on_error),
+        choose_fill_step(cfg, on_error),
         build_exchange(cfg, on_error),
         record,
         rewards.add_model,
@@ -161,11 +161,11 @@ def training_sampling(cfg: Config) -> Sampling:
     )
 
 
-def choose_collect(cfg: Config, on_error: OnError) -> Collect:
+def choose_fill_step(cfg: Config, on_error: OnError) -> FillStep:
     dynamic = cfg.algorithm.dynamic_sampling
     if not dynamic.enabled:
-        return collect_next
-    return DynamicSampling(dynamic.max_batches, drop=on_error.drop).collect
+        return take_next_batch
+    return DynamicSampling(dynamic.max_batches, drop=on_error.drop).fill_step
 
 
 def build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: WeightTarget) -> Canary | None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.protocols import Generator
-from rlhf_mcore.trainer.collecting import sampling_of_batch
 from rlhf_mcore.trainer.rollouts import (
     REMEDY,
     Decode,
@@ -24,6 +23,7 @@ from rlhf_mcore.trainer.rollouts import (
     build_trajectories,
     check_completion,
     request_of,
+    sampling_of_batch,
 )
 from rlhf_mcore.types import DRAFTS, ROUTES, Completion, Prompt, Request, Sampling, Score, Trajectory
 

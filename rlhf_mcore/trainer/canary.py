@@ -17,6 +17,7 @@ from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.protocols import LogprobModel, SyncMismatch, WeightTarget
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 
 # Largest mean difference of a response's logprobs. Sums in another order differ by 1e-6 in fp32 and by 1e-2 in bf16, and in a mixture
@@ -72,9 +73,9 @@ class Canary:
     def _difference(self, trajectories: Sequence[Trajectory]) -> float:
         """Return the largest mean difference of a response over all engines, the same on every rank."""
         engine = self.worker.engine
-        mine = range(engine.engine_index, len(self.prompts), engine.num_engines)
-        scores = [Score(0.0) for _ in trajectories]
-        batch, _ = RowExchange(1)(self.prompts, list(mine) if engine.is_lead else [], trajectories, scores)
+        mine = range(engine.engine_index, len(self.prompts), engine.num_engines) if engine.is_lead else ()
+        rollouts = [Rollout(place, t, Score(0.0)) for place, t in zip(mine, trajectories, strict=True)]
+        batch, _ = RowExchange(1)(SampledBatch(list(self.prompts), rollouts))
         gaps = (self.actor.compute_logprobs(batch) - batch.rollout_logprobs).abs()
         rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
         means = (rows.sums(gaps, batch.loss_mask) / batch.num_sampled).tolist()

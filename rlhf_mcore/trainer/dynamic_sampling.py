@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,44 +11,42 @@ import torch
 from rlhf_mcore.algorithms.shaping import groups_that_differ
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.trainer.collecting import Attempt, Collected, Draw
+from rlhf_mcore.trainer.sampled import Rollout, SampleBatch, SampledBatch
+from rlhf_mcore.types import Prompt, Score
 
 
 @dataclass(slots=True)
 class DynamicSampling:
-    """Draws batches until there are enough prompts to learn from. ``gather`` collects a JSON-able value of every rank."""
+    """Samples batches until there are enough prompts to learn from. ``gather`` collects a JSON-able value of every rank."""
 
     max_batches: int
     gather: Callable[[Any], list[Any]] = all_gather_json
     drop: bool = False  # prompts that have a response without a score
 
-    def collect(self, draw: Draw, attempt: Attempt) -> Collected:
-        """Draw batches until a step has as many prompts as the first one. Collective: the scores of all ranks decide.
+    def fill_step(self, sample: SampleBatch) -> SampledBatch:
+        """Sample batches until a step has as many prompts as the first one. Collective: the scores of all ranks decide.
 
-        The order is that in which prompts were drawn. If as many as ``max_batches`` such batches have do not give enough, prompts
-        whose scores are all equal fill the step up: their group-relative advantages are zero.
+        Prompts stay in the order in which they were sampled. If the prompts of ``max_batches`` batches do not suffice, prompts whose
+        scores are all equal fill the step: their group-relative advantages are zero.
 
         Raises:
             ConfigError: on every rank, if not one of the prompts has responses of different scores.
         """
-        batches: list[Collected] = []
+        batches: list[SampledBatch] = []
         judged: list[_BatchSelection] = []
-        drawn = wanted = missing = 0
-        while not batches or (missing > 0 and drawn < self.max_batches * wanted):
-            batch = attempt(draw(missing), len(batches))
+        num_sampled = wanted = missing = 0
+        while not batches or (missing > 0 and num_sampled < self.max_batches * wanted):
+            batch = sample(missing, len(batches))
             batches.append(batch)
             judged.append(self._judge(batch))
-            wanted, drawn = wanted or len(batch.prompts), drawn + len(batch.prompts)
+            wanted, num_sampled = wanted or len(batch.prompts), num_sampled + len(batch.prompts)
             missing = wanted - sum(len(of_batch.informative) for of_batch in judged)
         if not any(of_batch.informative for of_batch in judged):
-            raise ConfigError(_nothing_to_learn(drawn, judged, self.max_batches))
+            raise ConfigError(_nothing_to_learn(num_sampled, judged, self.max_batches))
         return _assemble(batches, judged)
 
-    def _judge(self, batch: Collected) -> _BatchSelection:
-        mine = [
-            (place, score.value, score.failure is not None)
-            for place, score in zip(batch.positions, batch.scores, strict=True)
-        ]
+    def _judge(self, batch: SampledBatch) -> _BatchSelection:
+        mine = [(each.place, each.score.value, each.score.failure is not None) for each in batch.rollouts]
         everyones = [entry for part in self.gather(mine) for entry in part]
         places = torch.tensor([place for place, *_ in everyones], dtype=torch.int64)
         values = torch.tensor([value for _, value, _ in everyones], dtype=torch.float64)
@@ -66,31 +64,28 @@ class _BatchSelection:
     values: set[float]  # all scores that were given
 
 
-def _assemble(batches: Sequence[Collected], judged: Sequence[_BatchSelection]) -> Collected:
-    """Assemble the step from its batches: as many prompts as the first one has."""
-    chosen = _choose(batches, judged, len(batches[0].prompts))
-    new_place = {old: place for place, old in enumerate(chosen)}
-    step = Collected(
-        [batches[number].prompts[place] for number, place in chosen],
-        [],
-        [],
-        [],
+def _assemble(batches: Sequence[SampledBatch], judged: Sequence[_BatchSelection]) -> SampledBatch:
+    """Join the batches, and keep as many of their prompts as the first one has."""
+    chosen = set(_choose(batches, judged, len(batches[0].prompts)))
+    prompts, rollouts, kept, left_out = list[Prompt](), list[Rollout](), list[int](), list[Score]()
+    for number, batch in enumerate(batches):
+        before = len(prompts)
+        prompts += batch.prompts
+        rollouts += [replace(each, place=before + each.place) for each in batch.rollouts]
+        kept += [before + place for place in range(len(batch.prompts)) if (number, place) in chosen]
+        left_out += [each.score for each in batch.rollouts if (number, each.place) not in chosen]
+    whole = SampledBatch(
+        prompts,
+        rollouts,
+        left_out=left_out,
         num_batches=len(batches),
-        num_generated=sum(len(batch.prompts) for batch in batches),
+        num_generated=len(prompts),
         num_informative=sum(len(of_batch.informative) for of_batch in judged),
     )
-    for number, batch in enumerate(batches):
-        for place, trajectory, score in zip(batch.positions, batch.trajectories, batch.scores, strict=True):
-            if (number, place) in new_place:
-                step.positions.append(new_place[number, place])
-                step.trajectories.append(trajectory)
-                step.scores.append(score)
-            else:
-                step.left_out.append(score)
-    return step
+    return whole.keep(kept)
 
 
-def _choose(batches: Sequence[Collected], judged: Sequence[_BatchSelection], wanted: int) -> list[tuple[int, int]]:
+def _choose(batches: Sequence[SampledBatch], judged: Sequence[_BatchSelection], wanted: int) -> list[tuple[int, int]]:
     """Return (batch, place) of the step's prompts: the first informative ones, then others until there are enough."""
     everything = [(number, place) for number, batch in enumerate(batches) for place in range(len(batch.prompts))]
     informative = [(number, place) for number, of_batch in enumerate(judged) for place in of_batch.informative]

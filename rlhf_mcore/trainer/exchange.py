@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +18,9 @@ from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields,
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.parallel.rows import move_fields, move_ragged, move_rows, owners_of, rows_by_rank
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory
+from rlhf_mcore.trainer.sampled import SampledBatch
 from rlhf_mcore.trainer.scores import OnError, ScoreFacts, gather_baselines, gather_facts
-from rlhf_mcore.types import Field, Prompt, Ragged, Score, TrainBatch, Trajectory
+from rlhf_mcore.types import Field, Ragged, TrainBatch, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,57 +38,43 @@ class RowExchange:
     parts: tuple[str, ...] = ()
     baselines: bool = False
 
-    def __call__(
-        self,
-        prompts: Sequence[Prompt],
-        positions: Sequence[int],
-        trajectories: Sequence[Trajectory],
-        scores: Sequence[Score],
-        left_out: Sequence[Score] = (),
-        greedy: Mapping[int, Score] = MappingProxyType({}),
-    ) -> tuple[TrainBatch, ScoreFacts]:
+    def __call__(self, sampled: SampledBatch) -> tuple[TrainBatch, ScoreFacts]:
         """Exchange the rows of a step, and what is known of their scores. Collective over the world.
 
         Args:
-            prompts: all prompts of the step, the same on every rank.
-            positions: for each trajectory the place of its prompt in ``prompts``; a data set smaller than a step repeats prompts.
-            trajectories, scores: those that this rank has drawn, maybe none.
-            left_out: scores of responses that this rank has drawn in vain; failures among them count.
-            greedy: scores of the greedy responses that this rank has drawn, by the place of their prompt.
+            sampled: all prompts of the step, which may repeat a row of the data, and the rollouts of this rank, maybe none.
 
         Raises:
             ConfigError: on every rank, too many responses have no score, no prompt is left, or no score has one of the ``parts``.
             LostTrajectory: on every rank, a trajectory is missing or doubled.
             RuntimeError: on every rank, a trajectory has no finite score.
         """
-        facts, failed, first = gather_facts(positions, trajectories, scores, left_out, greedy, self.on_error)
-        kept = self.on_error.surviving_prompts(prompts, failed, first)
-        facts.num_dropped = len(prompts) - len(kept)
+        facts, failed, first = gather_facts(sampled, self.on_error)
+        kept = self.on_error.surviving_prompts(sampled.prompts, failed, first)
+        facts.num_dropped = len(sampled.prompts) - len(kept)
         if facts.num_dropped:
-            place_of = {place: number for number, place in enumerate(kept)}
-            mine_left = [k for k, place in enumerate(positions) if place in place_of]
-            prompts = [prompts[place] for place in kept]
-            positions = [place_of[positions[k]] for k in mine_left]
-            trajectories, scores = [trajectories[k] for k in mine_left], [scores[k] for k in mine_left]
-            greedy = {place_of[place]: score for place, score in greedy.items() if place in place_of}
-        num_samples = self.samples_per_prompt
-        numbers = np.array([p * num_samples + t.sample for p, t in zip(positions, trajectories, strict=True)], np.int64)
-        order = np.argsort(numbers, kind="stable").tolist()
-        mine = [trajectories[k] for k in order]
-        values = torch.tensor([scores[k].value for k in order], dtype=torch.float64)
+            sampled = sampled.keep(kept)
+        prompts, num_samples = sampled.prompts, self.samples_per_prompt
+        numbered = [(each.place * num_samples + each.trajectory.sample, each) for each in sampled.rollouts]
+        numbered.sort(key=lambda pair: pair[0])
+        numbers = np.array([number for number, _ in numbered], np.int64)
+        values = torch.tensor([each.score.value for _, each in numbered], dtype=torch.float64)
         group_ids = torch.arange(len(prompts)).repeat_interleave(num_samples)
 
         def name(row: int) -> str:
             place, sample = divmod(row, num_samples)
             return f"prompt {prompts[place].prompt_id!r}, sample {sample}"
 
-        batch = exchange_rows(numbers[order], mine, values, group_ids, name, self.asynchronous)
+        mine = [each.trajectory for _, each in numbered]
+        batch = exchange_rows(numbers, mine, values, group_ids, name, self.asynchronous)
         batch.prompts = list(prompts)
         if self.baselines:
-            batch.baselines = gather_baselines(prompts, greedy).repeat_interleave(num_samples)
+            batch.baselines = gather_baselines(prompts, sampled.greedy).repeat_interleave(num_samples)
         if self.parts:
             self._refuse_unknown_parts(facts)
-            own = [[float(numbers[k]), *(scores[k].parts.get(part, 0.0) for part in self.parts)] for k in order]
+            own = [
+                [float(number), *(each.score.parts.get(part, 0.0) for part in self.parts)] for number, each in numbered
+            ]
             table = all_gather_rows(torch.tensor(own, dtype=torch.float64).reshape(-1, 1 + len(self.parts)))
             batch.score_parts = table[table[:, 0].argsort(), 1:]
         return batch, facts

@@ -7,13 +7,13 @@ from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
-from rlhf_mcore.trainer.collecting import Collect, Collected, collect_next
 from rlhf_mcore.trainer.reinforcement import AddScores, keep_scores, scored_batch
+from rlhf_mcore.trainer.sampled import FillStep, Rollout, SampledBatch, take_next_batch
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import WeightBridge
-    from rlhf_mcore.trainer.ahead import PromptGroup, SamplingAhead
+    from rlhf_mcore.trainer.ahead import SamplingAhead
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.record import RunRecord
@@ -81,38 +81,37 @@ class PipelinedBatches:
     recorder: RunRecord
     resync: Callable[[int], object]
     add_model: AddScores = keep_scores
-    collect: Collect = collect_next
+    fill_step: FillStep = take_next_batch
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
         """Return the scored rows of a step, and metrics of them. Collective over the world."""
-        first, taken = self.first, list["PromptGroup"]()
-
-        def draw(missing: int) -> list[Prompt]:
-            wanted = 0
-            with self.recorder.phase("generate"):
-                if first is not None:
-                    schedule = first.ahead.schedule
-                    wanted = (0 if schedule.is_synchronous else missing) or schedule.prompts_per_step
-                    first.ahead.fill(step)
-                self._wait(step - 1, lambda ahead: ahead.is_ready(wanted))
-            taken[:] = first.ahead.take(wanted) if first is not None else []
-            named = broadcast_json([(group.place, group.prompt.occurrence) for group in taken], 0)
-            return [replace(self.prompts[place], occurrence=occurrence) for place, occurrence in named]
-
-        def attempt(prompts: list[Prompt], number: int) -> Collected:
-            trajectories = [trajectory for group in taken for trajectory in group.trajectories]
-            positions = [position for position, group in enumerate(taken) for _ in group.trajectories]
-            with self.recorder.phase("score"):
-                scores = [score for group in taken if group.scores is not None for score in group.scores()]
-                return Collected(prompts, positions, trajectories, self.add_model(trajectories, scores))
-
-        batch, metrics = scored_batch(step, self.collect(draw, attempt), self.exchange, self.recorder)
+        sampled = self.fill_step(lambda missing, _number: self._sample(step, missing))
+        batch, metrics = scored_batch(step, sampled, self.exchange, self.recorder)
         counted: list[float] = []
-        if first is not None:
+        if (first := self.first) is not None:
             work, other = first.pop_work()
             counted = [first.ahead.num_in_flight, first.ahead.redrawn, other, *astuple(work)]
         counts = map(float, broadcast_json(counted, 0))
         return batch, {**metrics, **dict(zip(_COUNTED, counts, strict=True))}
+
+    def _sample(self, step: int, missing: int) -> SampledBatch:
+        """Take further prompts that were sampled ahead, and wait for their scores."""
+        first, wanted = self.first, 0
+        with self.recorder.phase("generate"):
+            if first is not None:
+                schedule = first.ahead.schedule
+                wanted = (0 if schedule.is_synchronous else missing) or schedule.prompts_per_step
+                first.ahead.fill(step)
+            self._wait(step - 1, lambda ahead: ahead.is_ready(wanted))
+        taken = first.ahead.take(wanted) if first is not None else []
+        named = broadcast_json([(group.place, group.prompt.occurrence) for group in taken], 0)
+        prompts = [replace(self.prompts[place], occurrence=occurrence) for place, occurrence in named]
+        placed = [(place, trajectory) for place, group in enumerate(taken) for trajectory in group.trajectories]
+        with self.recorder.phase("score"):
+            scores = [score for group in taken if group.scores is not None for score in group.scores()]
+            scores = self.add_model([trajectory for _, trajectory in placed], scores)
+        rollouts = [Rollout(*each, score) for each, score in zip(placed, scores, strict=True)]
+        return SampledBatch(prompts, rollouts)
 
     def drain(self, version: int) -> None:
         """Wait until nothing is being sampled, before the trainer's weights, of ``version``, are published. Collective."""

@@ -19,7 +19,8 @@ from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json
 from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.residency.sharing import DeviceSharing
-from rlhf_mcore.types import Score, Trajectory
+from rlhf_mcore.trainer.sampled import Rollout
+from rlhf_mcore.types import Score
 
 if TYPE_CHECKING:
     from rlhf_mcore.observability.prometheus import PrometheusExporter
@@ -119,19 +120,19 @@ class RunRecord:
         if self.console is not None:
             self.console.progress(text)
 
-    def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
+    def rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Show how many responses have no score, and write the step's rollouts when they are due. Collective."""
-        self._note_failures(step, scores)
-        if self.console is not None and trajectories and self.samples_every and (step - 1) % self.samples_every == 0:
-            shown = step % len(trajectories)
-            one = trajectories[shown]
-            self.console.sample(step, one.prompt.text, one.response_text, scores[shown].value)
+        self._note_failures(step, [each.score for each in rollouts])
+        if self.console is not None and rollouts and self.samples_every and (step - 1) % self.samples_every == 0:
+            shown = rollouts[step % len(rollouts)]
+            trajectory = shown.trajectory
+            self.console.sample(step, trajectory.prompt.text, trajectory.response_text, shown.score.value)
         is_due = self.rollouts_every > 0 and step % self.rollouts_every == 0
         if not is_due and self.on_rollouts is None:
             return
-        mine = [rollout_record(t, s, step) for t, s in zip(trajectories, scores, strict=True)]
+        mine = [rollout_record(each.trajectory, each.score, step) for each in rollouts]
         if is_due and self.episodes is not None:
-            mine = [{**record, "episode": t.record} for record, t in zip(mine, trajectories, strict=True)]
+            mine = [{**record, "episode": each.trajectory.record} for record, each in zip(mine, rollouts, strict=True)]
         gathered = gather_json(mine)
         if self.directory is not None:
             records = [record for part in gathered for record in part]

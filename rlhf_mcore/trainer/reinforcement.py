@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.checkpoint.disk import SaveError
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.trainer.collecting import Collected, sampling_of_batch, take_out_greedy
 from rlhf_mcore.trainer.divergence import share_results
 from rlhf_mcore.trainer.metrics import agreement_metrics, draft_metrics, rollout_metrics, source_metrics
+from rlhf_mcore.trainer.rollouts import sampling_of_batch
+from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import DRAFTS
 
 if TYPE_CHECKING:
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
     from rlhf_mcore.roles.policy import Actor, Reference
     from rlhf_mcore.trainer.advantages import AdvantageComputer
     from rlhf_mcore.trainer.canary import Canary
-    from rlhf_mcore.trainer.collecting import Collect
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.record import RunRecord
     from rlhf_mcore.trainer.rollouts import RolloutWorker
+    from rlhf_mcore.trainer.sampled import FillStep
     from rlhf_mcore.trainer.token_record import TokenRecord
     from rlhf_mcore.trainer.work import StepWork
     from rlhf_mcore.types import Field, Prompt, Sampling, Score, TrainBatch, Trajectory, UpdateResult
@@ -75,7 +76,7 @@ class SampledBatches:
     worker: RolloutWorker
     sampling: Sampling
     reward: RewardFunction
-    collect: Collect
+    fill_step: FillStep
     exchange: RowExchange
     recorder: RunRecord
     add_model: AddScores = keep_scores
@@ -83,52 +84,53 @@ class SampledBatches:
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
         """Return the scored rows of a step, and metrics of them. Collective over the world."""
-
-        def attempt(prompts: list[Prompt], number: int) -> Collected:
-            waits: dict[int, Callable[[], list[Score]]] = {}  # by position, for the scores of its trajectories
-            longest = count = 0
-
-            def finished(position: int, trajectories: Sequence[Trajectory]) -> None:
-                nonlocal longest, count
-                waits[position] = self.reward.submit(trajectories)
-                count += len(trajectories)
-                longest = max(longest, *(trajectory.num_sampled for trajectory in trajectories))
-                waiting = self.worker.generator.num_in_flight
-                self.recorder.progress(f"{count} finished · {waiting} waiting · longest {longest:,} tokens")
-
-            with self.recorder.phase("generate"):
-                self.recorder.progress(f"{len(prompts) * self.sampling.num_drawn} responses to {len(prompts)} prompts")
-                sampling = sampling_of_batch(self.sampling, number)
-                positions, trajectories = self.worker.draw_step(prompts, sampling, step=step, finished=finished)
-            with self.recorder.phase("score"):
-                scores = [score for position in sorted(waits) for score in waits[position]()]
-                return Collected(prompts, positions, trajectories, self.add_model(trajectories, scores))
-
-        collected = self.collect(lambda _missing: self.prompt_source.next_batch(), attempt)
-        batch, metrics = scored_batch(step, collected, self.exchange, self.recorder, self.worker.dealer.note)
+        sampled = self.fill_step(lambda _missing, number: self._sample(step, number))
+        batch, metrics = scored_batch(step, sampled, self.exchange, self.recorder, self.worker.dealer.note)
         if self.pop_preemptions is not None:
             metrics["rollout/preemptions"] = float(sum(all_gather_json(self.pop_preemptions())))
         return batch, metrics
 
+    def _sample(self, step: int, number: int) -> SampledBatch:
+        """Sample and score batch ``number`` of a step."""
+        prompts = self.prompt_source.next_batch()
+        waits: dict[int, Callable[[], list[Score]]] = {}  # by position, for the scores of its trajectories
+        longest = count = 0
+
+        def finished(position: int, trajectories: Sequence[Trajectory]) -> None:
+            nonlocal longest, count
+            waits[position] = self.reward.submit(trajectories)
+            count += len(trajectories)
+            longest = max(longest, *(trajectory.num_sampled for trajectory in trajectories))
+            waiting = self.worker.generator.num_in_flight
+            self.recorder.progress(f"{count} finished · {waiting} waiting · longest {longest:,} tokens")
+
+        with self.recorder.phase("generate"):
+            self.recorder.progress(f"{len(prompts) * self.sampling.num_drawn} responses to {len(prompts)} prompts")
+            sampling = sampling_of_batch(self.sampling, number)
+            placed = self.worker.sample_step(prompts, sampling, step=step, finished=finished)
+        with self.recorder.phase("score"):
+            scores = [score for position in sorted(waits) for score in waits[position]()]
+            scores = self.add_model([trajectory for _, trajectory in placed], scores)
+        rollouts = [Rollout(*each, score) for each, score in zip(placed, scores, strict=True)]
+        return SampledBatch(prompts, rollouts)
+
 
 def scored_batch(
     step: int,
-    collected: Collected,
+    sampled: SampledBatch,
     exchange: RowExchange,
     recorder: RunRecord,
     note_lengths: Callable[[Sequence[Prompt], Sequence[int], Sequence[int]], None] = lambda *_: None,
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """Make the rows of a step from what every rank has drawn and scored, and metrics of them. Collective over the world."""
-    greedy: dict[int, Score] = {}
+    """Make the rows of a step from the rollouts of every rank, and metrics of them. Collective over the world."""
     if exchange.baselines:
-        greedy = take_out_greedy(collected, exchange.samples_per_prompt)
-    positions, trajectories, scores = collected.positions, collected.trajectories, collected.scores
-    recorder.rollouts(step, trajectories, scores)
+        sampled = sampled.separate_greedy(exchange.samples_per_prompt)
+    recorder.rollouts(step, sampled.rollouts)
     with recorder.phase("exchange"):
-        batch, facts = exchange(collected.prompts, positions, trajectories, scores, collected.left_out, greedy)
+        batch, facts = exchange(sampled)
     assert batch.prompts is not None
     note_lengths(batch.prompts, batch.group_ids.tolist(), batch.num_sampled.tolist())
-    metrics = collected.metrics() | rollout_metrics(batch, facts) | source_metrics(batch, facts)
+    metrics = sampled.metrics() | rollout_metrics(batch, facts) | source_metrics(batch, facts)
     if DRAFTS in batch.fields:
         metrics |= draft_metrics(batch.fields.pop(DRAFTS))
     return batch, metrics

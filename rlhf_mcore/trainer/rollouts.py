@@ -61,6 +61,14 @@ def request_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
 
 
+def sampling_of_batch(sampling: Sampling, number: int) -> Sampling:
+    """Return the sampling of batch ``number`` of a step. The first batch keeps the seed, later ones get other seeds.
+
+    A data set smaller than the batches of a step gives a prompt again, which must not get the same responses.
+    """
+    return replace(sampling, seed=sampling.seed + (number << 32))
+
+
 @dataclass(slots=True)
 class ExpectedCompletions:
     """Matches each completion to its request, once, whatever the order in which they finish."""
@@ -112,14 +120,14 @@ class RolloutWorker:
     wait: Callable[[], object] = lambda: None  # for all ranks, however long others sample; collective
     dealer: Dealer = field(default_factory=Dealer)
 
-    def draw_step(
+    def sample_step(
         self,
         prompts: Sequence[Prompt],
         sampling: Sampling,
         *,
         step: int,
         finished: Callable[[int, list[Trajectory]], None] = lambda position, trajectories: None,
-    ) -> tuple[list[int], list[Trajectory]]:
+    ) -> list[tuple[int, Trajectory]]:
         """Draw this engine's share of the responses to the prompts of a whole step. Collective over the world.
 
         One engine, which ``dealer`` picks, draws all samples of a prompt, so that they share the prompt's cache. A prompt that comes
@@ -127,7 +135,8 @@ class RolloutWorker:
         others are still drawn.
 
         Returns:
-            The trajectories behind the place of each one's prompt in ``prompts``. Ranks that do not lead an engine get none.
+            Each trajectory after the place of its prompt in ``prompts``, in the order of places and samples. Ranks that do not lead
+            an engine get none.
 
         Raises:
             LostTrajectory: a response is missing, doubled, or was not asked for.
@@ -158,14 +167,13 @@ class RolloutWorker:
                     finished(place, groups[place])
         expected.refuse_missing()
         self.wait()
-        places = sorted(groups)
-        return [place for place in places for _ in groups[place]], [t for place in places for t in groups[place]]
+        return [(place, trajectory) for place in sorted(groups) for trajectory in groups[place]]
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
         """Draw all responses to each prompt, in this order. Returns [] on ranks that do not lead their engine.
 
         Raises:
-            LostTrajectory, RuntimeError: as ``draw_step``.
+            LostTrajectory, RuntimeError: as ``sample_step``.
         """
         requests, expected = self._make_requests(prompts, sampling, step), ExpectedCompletions()
         expected.add(requests if self.engine.is_lead else [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,8 @@ from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.trainer.metrics import episode_metrics, sums_of_episodes
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory
-from rlhf_mcore.types import FAILURES, Prompt, Score, Trajectory
+from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
+from rlhf_mcore.types import FAILURES, Prompt
 
 _CORRECT_REWARD = "Correct the reward, or raise reward.max_error_share"
 
@@ -69,35 +70,26 @@ class ScoreFacts:
     episodes: dict[str, float] = field(default_factory=dict)  # metrics of the times of episodes
 
 
-def gather_facts(
-    positions: Sequence[int],
-    trajectories: Sequence[Trajectory],
-    scores: Sequence[Score],
-    left_out: Sequence[Score],
-    greedy: Mapping[int, Score],
-    on_error: OnError,
-) -> tuple[ScoreFacts, set[int], str]:
+def gather_facts(sampled: SampledBatch, on_error: OnError) -> tuple[ScoreFacts, set[int], str]:
     """Return facts, the places of prompts that have a response without a score, and the first cause. Collective over the world.
 
     Raises:
         ConfigError: on every rank, too many responses have no score.
     """
     parts: defaultdict[str, list[float]] = defaultdict(list)
-    for score in scores:
-        for name, value in score.parts.items():
+    for each in sampled.rollouts:
+        for name, value in each.score.parts.items():
             parts[name].append(value)
-    failed = [score for score in (*scores, *left_out, *greedy.values()) if score.failure is not None]
+    trajectories = [each.trajectory for each in sampled.rollouts]
+    scores = [each.score for each in sampled.rollouts] + sampled.left_out + [each.score for each in sampled.greedy]
+    failed = [score for score in scores if score.failure is not None]
     mine = {
         "sums": {name: (sum(values), len(values)) for name, values in parts.items()},
         "failures": Counter(score.failure for score in failed),
-        "unread": Counter(t.prompt.data_source for t, s in zip(trajectories, scores, strict=True) if not s.answered),
-        "places": [
-            place
-            for place, score in (*zip(positions, scores, strict=True), *greedy.items())
-            if score.failure is not None
-        ],
+        "unread": Counter(each.trajectory.prompt.data_source for each in sampled.rollouts if not each.score.answered),
+        "places": [each.place for each in (*sampled.rollouts, *sampled.greedy) if each.score.failure is not None],
         "causes": [score.cause or score.failure for score in failed[:1]],
-        "total": len(scores) + len(left_out) + len(greedy),
+        "total": len(scores),
         "prefix": (sum(t.num_cached for t in trajectories), sum(t.num_prefilled for t in trajectories)),
     }
     if any(t.record is not None for t in trajectories):
@@ -121,14 +113,14 @@ def gather_facts(
     return facts, {place for rank in ranks for place in rank["places"]}, first
 
 
-def gather_baselines(prompts: Sequence[Prompt], mine: Mapping[int, Score]) -> Tensor:
+def gather_baselines(prompts: Sequence[Prompt], greedy: Sequence[Rollout]) -> Tensor:
     """Return the score of each prompt's greedy response: [P] float64. Collective over the world.
 
     Raises:
         LostTrajectory: a prompt does not have one.
         RuntimeError: one is not finite.
     """
-    own = [[float(place), score.value] for place, score in mine.items()]
+    own = [[float(each.place), each.score.value] for each in greedy]
     table = all_gather_rows(torch.tensor(own, dtype=torch.float64).reshape(-1, 2))
     table = table[table[:, 0].argsort()]
     if not torch.equal(table[:, 0], torch.arange(len(prompts), dtype=torch.float64)):

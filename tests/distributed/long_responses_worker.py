@@ -70,7 +70,7 @@ def sample(rank: int, stuck: bool) -> tuple[str, int]:
     prompts = [Prompt(str(number), number, [1], "text") for number in range(2)]
     sampling = Sampling(max_new_tokens=int(4 / STEP_S) if rank and not stuck else 1)
     try:
-        worker.draw_step(prompts, sampling, step=1)
+        worker.sample_step(prompts, sampling, step=1)
     except PeersLost as error:
         return str(error), len(beats)
     return "", len(beats)

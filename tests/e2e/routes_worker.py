@@ -23,6 +23,7 @@ from rlhf_mcore.roles.policy import logprobs_of, recorded_routes, routes_of
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.trainer.exchange import RowExchange
+from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import ROUTES, Prompt, Request, Sampling, Score, TrainBatch, Trajectory
 from tests.distributed import models
 from tests.distributed.replay_worker import own_routes
@@ -97,15 +98,16 @@ def main(directory: Path) -> None:
         engine.load_weights(iter(weights.items()), version=0)
         preempted = count_calls(engine._scheduler, "_preempt_request")
         sampling = Sampling(**vars(drawn), seed=3, records_routes=True)
-        positions, trajectories = worker_of(engine).draw_step(prompts, sampling, step=1)
+        placed = worker_of(engine).sample_step(prompts, sampling, step=1)
+        trajectories = [trajectory for _, trajectory in placed]
         findings[name] = against_routers(trajectories, hf)
         findings[name]["preempted"] = max(all_gather_json(len(preempted)))
         findings[name]["cached"] = max(all_gather_json(sum(each.num_cached for each in trajectories)))
         findings[name] |= turns(engine, hf, weights, sampling) if name in ("in parts", "preempted") else {}
         others = worker_of(engine).generate(prompts, Sampling(max_new_tokens=4), step=1)
         findings[name]["without"] = all(not each.fields for each in others)
-        scores = [Score(0.0) for _ in trajectories]
-        batch, _ = RowExchange(sampling.n)(prompts, positions, trajectories, scores)
+        rollouts = [Rollout(place, trajectory, Score(0.0)) for place, trajectory in placed]
+        batch, _ = RowExchange(sampling.n)(SampledBatch(prompts, rollouts))
         engine.close()
         for layout in LAYOUTS if name == "bf16" else ():
             groups = build_groups(LAYOUTS[layout])

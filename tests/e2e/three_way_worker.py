@@ -33,6 +33,7 @@ from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.trainer.canary import TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import agreement_metrics
+from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
@@ -237,7 +238,8 @@ def eight_bits(world: World, path: Path, model: Any, engine: Any) -> list[Any]:
 
 def greedy(engine: Any, prompts: list[Prompt]) -> list[Any]:
     """What all engines say, and how likely they think it is."""
-    _, drawn = worker_of(engine).draw_step(prompts, Sampling(n=1, temperature=0.0, max_new_tokens=8), step=0)
+    placed = worker_of(engine).sample_step(prompts, Sampling(n=1, temperature=0.0, max_new_tokens=8), step=0)
+    drawn = [trajectory for _, trajectory in placed]
     return all_gather_json([[t.sampled_ids.tolist(), t.sampled_logprobs.tolist()] for t in drawn])
 
 
@@ -295,7 +297,7 @@ def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
             cause = str(error)
     dist.barrier()
     try:
-        worker_of(engine).draw_step(prompts, Sampling(max_new_tokens=2), step=0)
+        worker_of(engine).sample_step(prompts, Sampling(max_new_tokens=2), step=0)
     except RuntimeError as error:
         return f"{cause}; {error}"
     return "generated"
@@ -329,17 +331,16 @@ def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: in
     """
     by_noise = path.name in DELTA_NETS
     sampling = Sampling(n=2, temperature=TEMPERATURE, max_new_tokens=48 if by_noise else 8, seed=3)
-    positions, trajectories = worker_of(engine).draw_step(prompts, sampling, step=step)
-    exchange = RowExchange(sampling.n)
-    scores = [Score(0.0) for _ in trajectories]
-    batch, _ = exchange(prompts, positions, trajectories, scores)
+    placed = worker_of(engine).sample_step(prompts, sampling, step=step)
+    rollouts = [Rollout(place, trajectory, Score(0.0)) for place, trajectory in placed]
+    batch, _ = RowExchange(sampling.n)(SampledBatch(prompts, rollouts))
     batch.old_logprobs = actor.compute_logprobs(batch)
     exact, of_engine = by_transformers(batch, path), batch.rollout_logprobs[batch.loss_mask]
     found = {
         "trainer": agreement_metrics(batch)["rollout/logprob_diff_max"],
         "transformers": max(all_gather_json(max((exact - of_engine).abs().tolist(), default=0.0))),
         "version": float(min(all_gather_json(engine.policy_version))),
-        "num_trajectories": float(sum(all_gather_json(len(trajectories)))),
+        "num_trajectories": float(sum(all_gather_json(len(rollouts)))),
     }
     if by_noise:
         of_trainer, in_bf16 = batch.old_logprobs[batch.loss_mask], by_transformers(batch, path, torch.bfloat16)

@@ -23,6 +23,7 @@ from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import agreement_metrics
+from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch
 from tests.distributed.setting import Settings, algorithm, build, finish, groups_of, load_hf, start
 from tests.e2e.rollout.drawing import worker_of
@@ -59,9 +60,9 @@ def main(directory: Path) -> None:
         engine.load_weights(iter(list(hf.named_parameters())), version=0)
         _, actor = build(path, groups_of(layout, {}), platform, Settings(max_tokens=2048))
         sampling = Sampling(**vars(drawn), seed=3, records_support=truncates(drawn))
-        positions, trajectories = worker_of(engine).draw_step(prompts, sampling, step=1)
-        scores = [Score(0.0) for _ in trajectories]
-        batch, _ = RowExchange(sampling.n)(prompts, positions, trajectories, scores)
+        placed = worker_of(engine).sample_step(prompts, sampling, step=1)
+        rollouts = [Rollout(place, trajectory, Score(0.0)) for place, trajectory in placed]
+        batch, _ = RowExchange(sampling.n)(SampledBatch(prompts, rollouts))
         actor = Actor(actor.model, TEMPERATURE, algorithm())
         findings[name] = compared(batch, actor) | against_warpers(batch, hf, top_p, top_k)
         greedy = worker_of(engine).generate(prompts, Sampling(temperature=0.0, max_new_tokens=4), step=1)

@@ -35,6 +35,7 @@ from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.canary import canary_prompts
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import Sampling, Score, TrainBatch
 
 if TYPE_CHECKING:
@@ -135,9 +136,9 @@ def _agreement(platform: Platform, cfg: Config, actor: Actor, engine: Engine) ->
 def _rollouts(cfg: Config, engine: Engine) -> TrainBatch:
     """Draw rows from the engines, the same under every layout. Their scores alternate, so every group has a gradient."""
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
-    positions, trajectories = _worker(engine).draw_step(PROMPTS, sampling, step=0)
-    scores = [Score(float(trajectory.sample % 2)) for trajectory in trajectories]
-    batch, _ = RowExchange(sampling.n)(PROMPTS, positions, trajectories, scores)
+    placed = _worker(engine).sample_step(PROMPTS, sampling, step=0)
+    rollouts = [Rollout(place, trajectory, Score(float(trajectory.sample % 2))) for place, trajectory in placed]
+    batch, _ = RowExchange(sampling.n)(SampledBatch(PROMPTS, rollouts))
     return batch
 
 

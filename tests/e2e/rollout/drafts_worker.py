@@ -101,7 +101,7 @@ def drawn(engine: Any, hf: torch.nn.Module) -> dict[str, Any]:
         "greedy": Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS, records_drafts=True),
         "sampled": Sampling(n=4, temperature=TEMPERATURE, max_new_tokens=NEW_TOKENS, seed=3, records_drafts=True),
     }.items():
-        _, trajectories = worker_of(engine).draw_step(prompts, sampling, step=1)
+        trajectories = [trajectory for _, trajectory in worker_of(engine).sample_step(prompts, sampling, step=1)]
         gaps = gaps_of(trajectories, hf, sampling.temperature or 1.0)
         shares = draft_metrics(
             torch.cat([torch.zeros(0, 2), *(torch.from_numpy(t.fields[DRAFTS]) for t in trajectories)])

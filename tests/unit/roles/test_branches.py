@@ -19,6 +19,7 @@ from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import rollout_metrics
 from rlhf_mcore.types import ROUTES, Completion, Score, Trajectory
+from tests.episodes import sampled_batch
 from tests.rows import rows_of_padded
 from tests.unit.pairs import pairwise
 from tests.unit.parallel.world import ThreadGroup, run_ranks
@@ -57,7 +58,9 @@ def learn(
 
     def body(group: ThreadGroup) -> tuple[Tensor, list[list[float]]]:
         mine = [sample for sample in range(2) if sample % world_size == group.rank()]
-        batch, _ = RowExchange(2)([PROMPT], [0] * len(mine), [draw(k) for k in mine], [Score(SCORES[k]) for k in mine])
+        batch, _ = RowExchange(2)(
+            sampled_batch([PROMPT], [0] * len(mine), [draw(k) for k in mine], [Score(SCORES[k]) for k in mine])
+        )
         model = Lookup(layout=ParallelLayout(world_size))
         which = actor(model, algorithm, packing)
         batch.old_logprobs = which.compute_logprobs(batch)
@@ -118,7 +121,7 @@ def test_a_group_counts_its_episodes_and_every_token_once() -> None:
 
 def test_the_rows_of_a_step_know_their_branches() -> None:
     def body(group: ThreadGroup) -> tuple[Any, dict[str, float], Tensor]:
-        batch, facts = RowExchange(2)([PROMPT], [0, 0], [tree(0), tree(1)], [Score(1.0), Score(0.0)])
+        batch, facts = RowExchange(2)(sampled_batch([PROMPT], [0, 0], [tree(0), tree(1)], [Score(1.0), Score(0.0)]))
         run = actor(Lookup(), AGGREGATIONS["token"], True).model
         last = run.per_row(batch, lambda logits, part: part.token_ids.float())
         return batch, rollout_metrics(batch, facts), last
@@ -133,7 +136,9 @@ def test_the_rows_of_a_step_know_their_branches() -> None:
 def test_ratios_of_whole_rows_need_a_pass_of_their_own_where_a_row_has_branches() -> None:
     def exchanged(draw: Any) -> Any:
         scores = [Score(1.0), Score(0.0)]
-        return run_ranks(1, lambda group: RowExchange(2)([PROMPT], [0, 0], [draw(0), draw(1)], scores)[0])[0]
+        return run_ranks(
+            1, lambda group: RowExchange(2)(sampled_batch([PROMPT], [0, 0], [draw(0), draw(1)], scores))[0]
+        )[0]
 
     batch, plain = exchanged(tree), exchanged(sampled)
     needs = {

@@ -23,6 +23,7 @@ from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.types import Completion, Prompt, Score, Trajectory, Turn
+from tests.episodes import sampled_batch
 from tests.rows import rows_of_padded
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles.lookup import Lookup
@@ -70,7 +71,9 @@ def test_a_turn_may_have_a_reward_of_its_own(world_size: int) -> None:
 
     def body(group: ThreadGroup) -> tuple[list[list[float]], list[list[float]]]:
         drawn = [rewarded, sampled(1)] if group.rank() == world_size - 1 else []
-        batch, _ = RowExchange(2)([PROMPT], [0] * len(drawn), drawn, [Score(2.0), Score(1.0)][: len(drawn)])
+        batch, _ = RowExchange(2)(
+            sampled_batch([PROMPT], [0] * len(drawn), drawn, [Score(2.0), Score(1.0)][: len(drawn)])
+        )
         batch.old_logprobs = batch.rollout_logprobs
         AdvantageComputer(AlgorithmConfig(advantage="reinforce", gamma=1.0, whiten_advantages=False))(batch)
         assert batch.rewards is not None and batch.advantages is not None
@@ -114,7 +117,9 @@ def test_both_turns_of_the_policy_learn_and_what_the_environment_wrote_does_not(
     def body(group: ThreadGroup) -> tuple[Tensor, list[list[float]], Tensor]:
         mine = [sample for sample in range(2) if sample % world_size == group.rank()]
         drawn = [sampled(sample) for sample in mine]
-        batch, _ = RowExchange(2)([PROMPT], [0] * len(mine), drawn, [Score(SCORES[sample]) for sample in mine])
+        batch, _ = RowExchange(2)(
+            sampled_batch([PROMPT], [0] * len(mine), drawn, [Score(SCORES[sample]) for sample in mine])
+        )
         assert batch.lengths.tolist() == [10, 7] and batch.num_sampled.tolist() == [5, 3]
         model = Lookup(layout=ParallelLayout(world_size))
         which = actor(model, algorithm, packing)
@@ -146,7 +151,7 @@ def test_a_turn_that_an_older_policy_wrote_may_be_left_out(world_size: int) -> N
     def body(group: ThreadGroup) -> tuple[Tensor, dict[str, float]]:
         mine = [sample for sample in range(2) if sample % world_size == group.rank()]
         drawn, scores = [sampled(sample) for sample in mine], [Score(SCORES[sample]) for sample in mine]
-        batch, _ = RowExchange(2, asynchronous=True)([PROMPT], [0] * len(mine), drawn, scores)
+        batch, _ = RowExchange(2, asynchronous=True)(sampled_batch([PROMPT], [0] * len(mine), drawn, scores))
         batch.policy_version = 5
         model = Lookup(layout=ParallelLayout(world_size))
         which = actor(model, algorithm, packing=True)

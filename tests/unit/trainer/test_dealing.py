@@ -97,9 +97,9 @@ def test_the_responses_to_a_step_are_the_same_in_every_order(order: str) -> None
         found = {}
         for index in range(num_engines):
             by = RolloutWorker(Clocked(), EngineRank(index, num_engines), lambda rows: [""] * len(rows), dealer=dealer)
-            places, made = by.draw_step(prompts, Sampling(n=2, seed=3), step=4)
-            assert places == sorted(places)
-            for place, trajectory in zip(places, made, strict=True):
+            placed = by.sample_step(prompts, Sampling(n=2, seed=3), step=4)
+            assert [place for place, _ in placed] == sorted(place for place, _ in placed)
+            for place, trajectory in placed:
                 assert trajectory.prompt.prompt_id == prompts[place].prompt_id
                 found[place, trajectory.sample] = trajectory.token_ids.tolist()
         return found
@@ -114,6 +114,6 @@ def test_what_takes_longest_is_begun_first_and_what_waits_when_others_have_ended
     prompts = [prompt(place, length=length) for place, length in enumerate([1, 5, 2, 6])]
     dealer = Dealer(SHARED_QUEUE, 2, claims=Counter())
     by = RolloutWorker(engine, EngineRank(), lambda rows: [""] * len(rows), dealer=dealer)
-    by.draw_step(prompts, Sampling(), step=1)
+    by.sample_step(prompts, Sampling(), step=1)
     assert engine.begun == [6, 5, 2, 1]
     assert engine.now == 7  # 6, then 1; 5, then 2

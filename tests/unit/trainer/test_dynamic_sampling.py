@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.trainer.collecting import Collected, sampling_of_batch
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.rollouts import request_seed
+from rlhf_mcore.trainer.rollouts import request_seed, sampling_of_batch
+from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score
 from tests.unit.trainer.records import Streaming, completions, prompt, rows_of, trajectory, worker
 
@@ -23,97 +23,126 @@ pytestmark = pytest.mark.usefixtures("world")
 SAMPLES = 2
 
 
+Attempt = Callable[[list[Prompt], int], SampledBatch]
+
+
 class Source:
-    """Batches of ``size`` prompts, counting on."""
+    """Samples batches of ``size`` prompts, counting on, by ``attempt``."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.drawn = size, 0
+    def __init__(self, size: int, attempt: Attempt) -> None:
+        self.size, self.attempt, self.batches = size, attempt, 0
 
-    def __call__(self, missing: int) -> list[Prompt]:
-        self.drawn += 1
-        return [prompt(i) for i in range((self.drawn - 1) * self.size, self.drawn * self.size)]
+    def __call__(self, missing: int, number: int) -> SampledBatch:
+        self.batches += 1
+        return self.attempt(
+            [prompt(i) for i in range((self.batches - 1) * self.size, self.batches * self.size)], number
+        )
 
 
 def attempt_of(
     learnable: Callable[[int], bool], rank: int = 0, ranks: int = 1, log: list[int] | None = None
-) -> Callable[[list[Prompt], int], Collected]:
+) -> Attempt:
     """Two responses per prompt, of scores 0 and 1 where the prompt's index is learnable, else 1 and 1."""
 
-    def attempt(prompts: list[Prompt], number: int) -> Collected:
+    def attempt(prompts: list[Prompt], number: int) -> SampledBatch:
         if log is not None:
             log.append(number)
-        places = range(rank, len(prompts), ranks)
-        made = [trajectory(prompts[place], k) for place in places for k in range(SAMPLES)]
-        scores = [Score(float(t.sample or not learnable(t.prompt.index))) for t in made]
-        return Collected(prompts, [place for place in places for _ in range(SAMPLES)], made, scores)
+        placed = [(place, sample) for place in range(rank, len(prompts), ranks) for sample in range(SAMPLES)]
+        return SampledBatch(
+            prompts,
+            [
+                Rollout(
+                    place,
+                    trajectory(prompts[place], sample),
+                    Score(float(sample or not learnable(prompts[place].index))),
+                )
+                for place, sample in placed
+            ],
+        )
 
     return attempt
 
 
-def names(collected: Collected) -> list[tuple[int, int]]:
-    return [(t.prompt.index, t.sample) for t in collected.trajectories]
+def with_scores(batch: SampledBatch, scores: Callable[[Rollout], Score]) -> SampledBatch:
+    return replace(batch, rollouts=[replace(each, score=scores(each)) for each in batch.rollouts])
 
 
-def indices(collected: Collected) -> list[int]:
-    return [p.index for p in collected.prompts]
+def names(sampled: SampledBatch) -> list[tuple[int, int]]:
+    return [(each.trajectory.prompt.index, each.trajectory.sample) for each in sampled.rollouts]
+
+
+def indices(sampled: SampledBatch) -> list[int]:
+    return [p.index for p in sampled.prompts]
+
+
+def places(sampled: SampledBatch) -> list[int]:
+    return [each.place for each in sampled.rollouts]
+
+
+def values(sampled: SampledBatch) -> list[float]:
+    return [each.score.value for each in sampled.rollouts]
 
 
 def test_a_batch_that_is_learnable_is_taken_as_it_is() -> None:
-    source = Source(4)
     attempt = attempt_of(lambda index: True)
-    collected = DynamicSampling(max_batches=5).collect(source, attempt)
+    source = Source(4, attempt)
+    sampled = DynamicSampling(max_batches=5).fill_step(source)
     batch = attempt([prompt(i) for i in range(4)], 0)
-    assert (collected.positions, collected.scores) == (batch.positions, batch.scores)
-    assert names(collected) == names(batch)
-    assert indices(collected) == [0, 1, 2, 3] and source.drawn == collected.num_batches == 1
-    assert collected.metrics() == {"rollout/num_batches": 1.0, "rollout/informative_fraction": 1.0}
+    assert (places(sampled), values(sampled)) == (places(batch), values(batch))
+    assert names(sampled) == names(batch)
+    assert indices(sampled) == [0, 1, 2, 3] and source.batches == sampled.num_batches == 1
+    assert sampled.metrics() == {"rollout/num_batches": 1.0, "rollout/informative_fraction": 1.0}
 
 
 def test_batches_are_drawn_until_the_step_is_full() -> None:
     # Multiples of 3: 0 and 3 of the first batch, 6 of the second, 9 of the third; what is left over of the third is not needed.
-    source, log = Source(4), []
-    collected = DynamicSampling(max_batches=9).collect(source, attempt_of(lambda i: i % 3 == 0 or i > 9, log=log))
-    assert indices(collected) == [0, 3, 6, 9] and log == [0, 1, 2]
-    assert source.drawn == collected.num_batches == 3
-    assert collected.num_generated == 12 and collected.num_informative == 6
-    assert collected.positions == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert names(collected) == [(i, k) for i in (0, 3, 6, 9) for k in range(SAMPLES)]
-    assert [score.value for score in collected.scores] == [0.0, 1.0] * 4
-    assert collected.metrics() == {"rollout/num_batches": 3.0, "rollout/informative_fraction": 0.5}
+    log: list[int] = []
+    source = Source(4, attempt_of(lambda i: i % 3 == 0 or i > 9, log=log))
+    sampled = DynamicSampling(max_batches=9).fill_step(source)
+    assert indices(sampled) == [0, 3, 6, 9] and log == [0, 1, 2]
+    assert source.batches == sampled.num_batches == 3
+    assert sampled.num_generated == 12 and sampled.num_informative == 6
+    assert places(sampled) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert names(sampled) == [(i, k) for i in (0, 3, 6, 9) for k in range(SAMPLES)]
+    assert values(sampled) == [0.0, 1.0] * 4
+    assert sampled.metrics() == {"rollout/num_batches": 3.0, "rollout/informative_fraction": 0.5}
 
 
 def test_what_is_missing_at_the_bound_is_filled_up() -> None:
-    source = Source(3)
-    collected = DynamicSampling(max_batches=2).collect(source, attempt_of(lambda index: index in (2, 4)))
-    assert indices(collected) == [0, 2, 4]  # 0 teaches nothing and keeps the step whole
-    assert source.drawn == 2
-    assert [score.value for score in collected.scores] == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
-    assert collected.positions == [0, 0, 1, 1, 2, 2]
+    source = Source(3, attempt_of(lambda index: index in (2, 4)))
+    sampled = DynamicSampling(max_batches=2).fill_step(source)
+    assert indices(sampled) == [0, 2, 4]  # 0 teaches nothing and keeps the step whole
+    assert source.batches == 2
+    assert values(sampled) == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    assert places(sampled) == [0, 0, 1, 1, 2, 2]
 
 
 def test_what_has_no_score_is_not_taken_where_it_drops_its_prompt() -> None:
     """Prompt 1 differs in score, but one of its two is none; where nothing else is left, the step is smaller."""
 
-    def attempt(prompts: list[Prompt], number: int) -> Collected:
+    def attempt(prompts: list[Prompt], number: int) -> SampledBatch:
         batch = attempt_of(lambda index: index < 3)(prompts, number)
-        lost = [t.prompt.index in (1, 4) and t.sample == 0 for t in batch.trajectories]
-        scores = [replace(s, failure="error" if bad else None) for s, bad in zip(batch.scores, lost, strict=True)]
-        return replace(batch, scores=scores)
 
-    kept = DynamicSampling(2).collect(Source(3), attempt)
+        def scores(each: Rollout) -> Score:
+            is_lost = each.trajectory.prompt.index in (1, 4) and each.trajectory.sample == 0
+            return replace(each.score, failure="error" if is_lost else None)
+
+        return with_scores(batch, scores)
+
+    kept = DynamicSampling(2).fill_step(Source(3, attempt))
     assert indices(kept) == [0, 1, 2] and kept.num_batches == 1
-    dropped = DynamicSampling(2, drop=True).collect(Source(3), attempt)
+    dropped = DynamicSampling(2, drop=True).fill_step(Source(3, attempt))
     assert indices(dropped) == [0, 2, 3] and dropped.num_informative == 2
     assert [score.failure for score in dropped.left_out] == ["error", None, "error", None, None, None]
-    assert indices(DynamicSampling(1, drop=True).collect(Source(3), attempt)) == [0, 2]
+    assert indices(DynamicSampling(1, drop=True).fill_step(Source(3, attempt))) == [0, 2]
 
 
 @pytest.mark.parametrize("max_batches", [1, 3])
 def test_it_ends_where_every_group_has_zero_variance(max_batches: int) -> None:
-    source = Source(4)
+    source = Source(4, attempt_of(lambda index: False))
     with pytest.raises(ConfigError) as caught:
-        DynamicSampling(max_batches).collect(source, attempt_of(lambda index: False))
-    assert source.drawn == max_batches
+        DynamicSampling(max_batches).fill_step(source)
+    assert source.batches == max_batches
     message = str(caught.value)
     words = [
         f"max_batches={max_batches}",
@@ -126,27 +155,26 @@ def test_it_ends_where_every_group_has_zero_variance(max_batches: int) -> None:
 
 
 def test_the_message_tells_prompts_that_are_all_right_and_all_wrong() -> None:
-    def attempt(prompts: list[Prompt], number: int) -> Collected:
+    def attempt(prompts: list[Prompt], number: int) -> SampledBatch:
         batch = attempt_of(lambda index: False)(prompts, number)
-        return replace(batch, scores=[Score(float(place % 2)) for place in batch.positions])
+        return with_scores(batch, lambda each: Score(float(each.place % 2)))
 
     with pytest.raises(ConfigError, match="scores are between 0 and 1"):
-        DynamicSampling(2).collect(Source(4), attempt)
+        DynamicSampling(2).fill_step(Source(4, attempt))
 
 
 def test_a_score_that_is_not_finite_is_left_to_the_exchange() -> None:
-    def attempt(prompts: list[Prompt], number: int) -> Collected:
+    def attempt(prompts: list[Prompt], number: int) -> SampledBatch:
         batch = attempt_of(lambda index: True)(prompts, number)
-        return replace(batch, scores=[Score(float("nan")), *batch.scores[1:]])
+        return with_scores(batch, lambda each: Score(float("nan")) if each is batch.rollouts[0] else each.score)
 
-    collected = DynamicSampling(3).collect(Source(2), attempt)
-    assert indices(collected) == [0, 1] and collected.num_batches == 1
+    sampled = DynamicSampling(3).fill_step(Source(2, attempt))
+    assert indices(sampled) == [0, 1] and sampled.num_batches == 1
 
 
-def test_the_exchange_takes_what_was_collected() -> None:
-    collected = DynamicSampling(9).collect(Source(4), attempt_of(lambda index: index % 3 == 0))
-    drawn = collected.positions, collected.trajectories, collected.scores
-    batch, _ = RowExchange(SAMPLES)(collected.prompts, *drawn)
+def test_the_exchange_takes_what_was_sampled() -> None:
+    sampled = DynamicSampling(9).fill_step(Source(4, attempt_of(lambda index: index % 3 == 0)))
+    batch, _ = RowExchange(SAMPLES)(sampled)
     rows = rows_of(batch)
     assert len(rows) == 8
     for row, (group, ids, _, score) in enumerate(rows):
@@ -181,18 +209,18 @@ def test_ranks_that_hold_parts_decide_alike(ranks: int) -> None:
 
     meeting = Meeting(ranks)
 
-    def body(rank: int) -> Collected:
+    def body(rank: int) -> SampledBatch:
         sampler = DynamicSampling(9, gather=meeting.gather_of(rank))
-        return sampler.collect(Source(4), attempt_of(learnable, rank, ranks))
+        return sampler.fill_step(Source(4, attempt_of(learnable, rank, ranks)))
 
     with ThreadPoolExecutor(ranks) as pool:
         parts = list(pool.map(body, range(ranks)))
-    whole = DynamicSampling(9).collect(Source(4), attempt_of(learnable))
+    whole = DynamicSampling(9).fill_step(Source(4, attempt_of(learnable)))
     for part in parts:
         assert (part.prompts, part.num_batches, part.metrics()) == (whole.prompts, whole.num_batches, whole.metrics())
-    owned = [entry for part in parts for entry in zip(part.positions, names(part), part.scores, strict=True)]
+    owned = [entry for part in parts for entry in zip(places(part), names(part), values(part), strict=True)]
     owned.sort(key=lambda entry: (entry[0], entry[1]))
-    assert owned == list(zip(whole.positions, names(whole), whole.scores, strict=True))
+    assert owned == list(zip(places(whole), names(whole), values(whole), strict=True))
 
 
 def test_later_batches_of_a_step_have_seeds_of_their_own() -> None:
@@ -212,16 +240,13 @@ def test_it_goes_with_the_engines_of_the_loop() -> None:
             seen.append(requests[0].seed)
             return completions(requests)
 
-    class SameFour:
-        def __call__(self, missing: int) -> list[Prompt]:
-            return [prompt(i) for i in range(4)]
+    def sample(missing: int, number: int) -> SampledBatch:
+        prompts, sampling = [prompt(i) for i in range(4)], sampling_of_batch(Sampling(n=SAMPLES, seed=5), number)
+        placed = worker(Engine()).sample_step(prompts, sampling, step=3)
+        return SampledBatch(
+            prompts, [Rollout(place, t, Score(float(t.sample and t.prompt.index < 2))) for place, t in placed]
+        )
 
-    def attempt(prompts: list[Prompt], number: int) -> Collected:
-        sampling = sampling_of_batch(Sampling(n=SAMPLES, seed=5), number)
-        positions, trajectories = worker(Engine()).draw_step(prompts, sampling, step=3)
-        scores = [Score(float(t.sample and t.prompt.index < 2)) for t in trajectories]
-        return Collected(prompts, positions, trajectories, scores)
-
-    collected = DynamicSampling(4).collect(SameFour(), attempt)
-    assert indices(collected) == [0, 1, 0, 1]
+    sampled = DynamicSampling(4).fill_step(sample)
+    assert indices(sampled) == [0, 1, 0, 1]
     assert seen == [request_seed(5, 3, 0, 0), request_seed(5 + 2**32, 3, 0, 0)]

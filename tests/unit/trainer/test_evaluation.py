@@ -211,12 +211,13 @@ def test_engines_take_turns_and_only_their_leads_own_trajectories() -> None:
     five = [prompt(i) for i in range(5)]
     seen = []
     for index in range(2):
-        positions, trajectories = worker(Engine(), EngineRank(index, 2)).draw_step(five, Sampling(n=2), step=3)
-        assert [t.prompt.index for t in trajectories] == positions
+        placed = worker(Engine(), EngineRank(index, 2)).sample_step(five, Sampling(n=2), step=3)
+        positions = [place for place, _ in placed]
+        assert [t.prompt.index for _, t in placed] == positions
         seen.append(positions)
     assert seen == [[0, 0, 2, 2, 4, 4], [1, 1, 3, 3]]
     follower = Engine(is_lead=False)
-    assert worker(follower, EngineRank(1, 2, is_lead=False)).draw_step(five, Sampling(n=2), step=3) == ([], [])
+    assert worker(follower, EngineRank(1, 2, is_lead=False)).sample_step(five, Sampling(n=2), step=3) == []
     assert follower.asked == [[1, 3]]  # it takes part in the engine's work all the same
 
 

@@ -16,7 +16,7 @@ from rlhf_mcore.trainer.metrics import rollout_metrics
 from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.trainer.scores import OnError, ScoreFacts
 from rlhf_mcore.types import Score, TrainBatch, Trajectory
-from tests.episodes import single_turn
+from tests.episodes import sampled_batch, single_turn
 from tests.messages import refused
 from tests.rows import padded
 from tests.unit.parallel.world import ThreadGroup, run_ranks
@@ -36,7 +36,7 @@ def made(seed: int = 0) -> tuple[list[int], list[Trajectory]]:
 
 
 def call(positions: list[int], trajectories: list[Trajectory]) -> TrainBatch:
-    batch, _ = RowExchange(SAMPLES)(PROMPTS, positions, trajectories, [score(t) for t in trajectories])
+    batch, _ = RowExchange(SAMPLES)(sampled_batch(PROMPTS, positions, trajectories, [score(t) for t in trajectories]))
     return batch
 
 
@@ -66,7 +66,7 @@ def test_the_order_of_arrival_does_not_matter() -> None:
 def test_a_prompt_that_a_step_holds_twice_makes_two_groups() -> None:
     twice = [PROMPTS[0], PROMPTS[0]]
     trajectories = [trajectory(PROMPTS[0], k % 2, length=k + 1) for k in range(4)]
-    batch, _ = RowExchange(2)(twice, [0, 0, 1, 1], trajectories, [Score(float(k)) for k in range(4)])
+    batch, _ = RowExchange(2)(sampled_batch(twice, [0, 0, 1, 1], trajectories, [Score(float(k)) for k in range(4)]))
     assert batch.group_ids.tolist() == [0, 0, 1, 1] and batch.scores.tolist() == [0, 1, 2, 3]
 
 
@@ -75,7 +75,7 @@ def test_scores_parts_and_truncation_follow_their_rows() -> None:
     trajectories = [trajectory(one[0], 1, 5, "length"), trajectory(one[0], 0, 2)]
     trajectories[0].num_prefilled, trajectories[0].num_cached = 40, 10  # the other one's engine does not count
     scores = [Score(0.1, {"format": 1.0, "answer": 0.0}), Score(-2.0, {"format": 0.5})]
-    batch, facts = RowExchange(2)(one, [0, 0], trajectories, scores)
+    batch, facts = RowExchange(2)(sampled_batch(one, [0, 0], trajectories, scores))
     assert facts.prefix_hit == 0.25 and rollout_metrics(batch, facts)["timing/prefix_hit"] == 0.25
     assert batch.scores.dtype == torch.float64 and batch.scores.tolist() == [-2.0, 0.1]
     assert batch.num_sampled.tolist() == [2, 5] and batch.truncated.tolist() == [False, True]
@@ -85,7 +85,7 @@ def test_scores_parts_and_truncation_follow_their_rows() -> None:
 def test_an_empty_response_keeps_its_row() -> None:
     one = [prompt(0)]
     trajectories = [trajectory(one[0], 0, 0), trajectory(one[0], 1, 2)]
-    batch, _ = RowExchange(2)(one, [0, 0], trajectories, [Score(1.0), Score(2.0)])
+    batch, _ = RowExchange(2)(sampled_batch(one, [0, 0], trajectories, [Score(1.0), Score(2.0)]))
     assert batch.lengths.tolist() == [2, 4] and batch.num_sampled.tolist() == [0, 2]
     assert batch.scores.tolist() == [1.0, 2.0]
 
@@ -93,7 +93,7 @@ def test_an_empty_response_keeps_its_row() -> None:
 def test_large_token_ids_are_exact() -> None:
     one = [prompt(0)]
     made_of = single_turn(one[0], 0, [2**31 - 1, 2**24 + 1], [-1.0, -2.0], "", "stop", 0)
-    batch, _ = RowExchange(1)(one, [0], [made_of], [Score(0.0)])
+    batch, _ = RowExchange(1)(sampled_batch(one, [0], [made_of], [Score(0.0)]))
     assert batch.token_ids.tolist() == [100, 100, 2147483647, 16777217]
 
 
@@ -113,7 +113,7 @@ def test_rows_of_all_engines_are_spread_over_all_ranks(leads: list[int]) -> None
             mine = [k for k, place in enumerate(positions) if place % len(leads) == engine]
         parts = [Score(values[k].value, {"all": 1.0, **({"first": 2.0} if k == 0 else {})}) for k in mine]
         drawn = [positions[k] for k in mine], [trajectories[k] for k in mine], parts
-        batch, facts = RowExchange(SAMPLES)(PROMPTS, *drawn)
+        batch, facts = RowExchange(SAMPLES)(sampled_batch(PROMPTS, *drawn))
         return batch, rows_of(batch), facts.part_means
 
     ranks = run_ranks(4, body)
@@ -149,11 +149,11 @@ def test_versions_of_tokens_do_not_depend_on_who_owns_them(world_size: int) -> N
         mine = [k for k, place in enumerate(positions) if place % world_size == group.rank()]
         drawn, scores = [trajectories[k] for k in mine], [score(trajectories[k]) for k in mine]
         places = [positions[k] for k in mine]
-        batch, _ = RowExchange(SAMPLES, asynchronous=True)(PROMPTS, places, drawn, scores)
+        batch, _ = RowExchange(SAMPLES, asynchronous=True)(sampled_batch(PROMPTS, places, drawn, scores))
         assert batch.versions is not None and batch.versions.dtype == torch.int32
         whole = padded(batch, batch.versions)
         rows = [whole[row, :length].tolist() for row, length in enumerate(batch.lengths.tolist())]
-        synchronous, _ = RowExchange(SAMPLES)(PROMPTS, places, drawn, scores)
+        synchronous, _ = RowExchange(SAMPLES)(sampled_batch(PROMPTS, places, drawn, scores))
         return rows, synchronous.versions
 
     for found, without in run_ranks(world_size, body):
@@ -190,7 +190,7 @@ def test_a_score_that_is_no_number_is_an_error(value: float) -> None:
     scores = [score(t) for t in trajectories]
     scores[7].value = value
     with refused(RuntimeError, value="rows [7]"):
-        RowExchange(SAMPLES)(PROMPTS, positions, trajectories, scores)
+        RowExchange(SAMPLES)(sampled_batch(PROMPTS, positions, trajectories, scores))
 
 
 def test_what_an_engine_must_not_give_is_refused() -> None:
@@ -211,7 +211,7 @@ def test_fault_24_a_prompt_with_a_response_without_a_score_leaves_the_step(world
         mine = [k for k in range(24) if k % group.size() == group.rank()]
         scores = [replace(score(trajectories[k]), failure=failed.get(k), cause=f"cause {k}") for k in mine]
         given = [positions[k] for k in mine], [trajectories[k] for k in mine], scores
-        batch, facts = RowExchange(SAMPLES, on_error=OnError(drop=True))(PROMPTS, *given)
+        batch, facts = RowExchange(SAMPLES, on_error=OnError(drop=True))(sampled_batch(PROMPTS, *given))
         return batch, facts, rows_of(batch)
 
     left = [k for k in range(24) if positions[k] not in (1, 6)]
@@ -222,7 +222,7 @@ def test_fault_24_a_prompt_with_a_response_without_a_score_leaves_the_step(world
         [trajectories[k] for k in left],
         [score(trajectories[k]) for k in left],
     )
-    (expected,) = run_ranks(1, lambda _: rows_of(RowExchange(SAMPLES)(*alone)[0]))
+    (expected,) = run_ranks(1, lambda _: rows_of(RowExchange(SAMPLES)(sampled_batch(*alone))[0]))
     for batch, facts, rows in run_ranks(world_size, body):
         assert rows == expected and len(rows) == 18
         assert batch.prompts is not None and [p.index for p in batch.prompts] == fewer
@@ -253,7 +253,7 @@ def test_the_share_of_failures_is_that_of_all_ranks(on_error: OnError, message: 
         scores = [Score(0.0, failure="error" if k in failing else None, cause=f"cause {k}") for k in mine]
         given = [positions[k] for k in mine], [trajectories[k] for k in mine], scores
         with pytest.raises(ConfigError, match=message) as error:
-            RowExchange(SAMPLES, on_error=on_error)(PROMPTS, *given, [Score(0.0)] * (group.rank() == 0))
+            RowExchange(SAMPLES, on_error=on_error)(sampled_batch(PROMPTS, *given, [Score(0.0)] * (group.rank() == 0)))
         return str(error.value)
 
     assert len(set(run_ranks(3, body))) == 1  # one message
@@ -262,7 +262,7 @@ def test_the_share_of_failures_is_that_of_all_ranks(on_error: OnError, message: 
 def test_what_has_no_score_counts_as_zero_by_default() -> None:
     positions, trajectories = made()
     scores = [replace(score(t), value=0.0, failure="error") for t in trajectories]
-    batch, facts = RowExchange(SAMPLES)(PROMPTS, positions, trajectories, scores)
+    batch, facts = RowExchange(SAMPLES)(sampled_batch(PROMPTS, positions, trajectories, scores))
     assert batch.num_rows == 24 and facts.failures == {"error": 24, "timeout": 0}
 
 
@@ -277,7 +277,9 @@ def test_parts_of_scores_arrive_by_row_on_every_rank() -> None:
         """The first rank has drawn nothing, the others in no order."""
         mine = [k for k in reversed(range(24)) if group.rank() == 1 + k % 2]
         batch, _ = exchange(
-            PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], [scores[k] for k in mine]
+            sampled_batch(
+                PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], [scores[k] for k in mine]
+            )
         )
         return None if batch.score_parts is None else batch.score_parts.tolist()
 
@@ -290,7 +292,7 @@ def test_a_part_that_no_score_has_is_refused_with_those_there_are() -> None:
     positions, trajectories = made()
     scores = [Score(0.0, {"boxed": 1.0, "format": 0.0}) for _ in trajectories]
     with refused(ConfigError, field="algorithm.reward_weights", value="'boxd'", remedy=("boxed", "format")):
-        RowExchange(SAMPLES, parts=("boxed", "boxd"))(PROMPTS, positions, trajectories, scores)
+        RowExchange(SAMPLES, parts=("boxed", "boxd"))(sampled_batch(PROMPTS, positions, trajectories, scores))
 
 
 GREEDY = {place: Score(place / 8 - 0.3) for place in range(len(PROMPTS))}
@@ -308,7 +310,7 @@ def test_scores_of_greedy_responses_are_known_for_every_row_on_every_rank() -> N
         scores = [score(trajectories[k]) for k in mine]
         greedy = {place: GREEDY[place] for place in places}
         batch, facts = exchange(
-            PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], scores, (), greedy
+            sampled_batch(PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], scores, (), greedy)
         )
         assert batch.baselines is not None
         return batch.baselines.tolist(), rollout_metrics(batch, facts)["reward/baseline_mean"]
@@ -320,31 +322,35 @@ def test_scores_of_greedy_responses_are_known_for_every_row_on_every_rank() -> N
 def test_metrics_of_samples_do_not_count_greedy_responses() -> None:
     positions, trajectories = made()
     scores = [score(t) for t in trajectories]
-    with_greedy = RowExchange(SAMPLES, baselines=True)(PROMPTS, positions, trajectories, scores, (), GREEDY)
+    with_greedy = RowExchange(SAMPLES, baselines=True)(
+        sampled_batch(PROMPTS, positions, trajectories, scores, (), GREEDY)
+    )
     metrics = rollout_metrics(*with_greedy)
     del metrics["reward/baseline_mean"]
-    assert metrics == rollout_metrics(*RowExchange(SAMPLES)(PROMPTS, positions, trajectories, scores))
+    assert metrics == rollout_metrics(*RowExchange(SAMPLES)(sampled_batch(PROMPTS, positions, trajectories, scores)))
 
 
 def test_a_greedy_response_that_is_missing_or_has_no_finite_score_ends_the_step() -> None:
     positions, trajectories = made()
     exchange, scores = RowExchange(SAMPLES, baselines=True), [score(t) for t in trajectories]
     with pytest.raises(LostTrajectory, match="7 greedy responses for 8 prompts"):
-        exchange(PROMPTS, positions, trajectories, scores, (), {place: GREEDY[place] for place in range(7)})
+        exchange(
+            sampled_batch(PROMPTS, positions, trajectories, scores, (), {place: GREEDY[place] for place in range(7)})
+        )
     with refused(RuntimeError, field="prompt 'p2'"):
-        exchange(PROMPTS, positions, trajectories, scores, (), GREEDY | {2: Score(float("nan"))})
+        exchange(sampled_batch(PROMPTS, positions, trajectories, scores, (), GREEDY | {2: Score(float("nan"))}))
 
 
 def test_a_prompt_whose_greedy_response_has_no_score_can_leave_the_step() -> None:
     positions, trajectories = made()
     scores, greedy = [score(t) for t in trajectories], GREEDY | {2: Score(0.0, failure="timeout", cause="late")}
     exchange = RowExchange(SAMPLES, on_error=OnError(drop=True), baselines=True)
-    batch, facts = exchange(PROMPTS, positions, trajectories, scores, (), greedy)
+    batch, facts = exchange(sampled_batch(PROMPTS, positions, trajectories, scores, (), greedy))
     assert facts.num_dropped == 1 and facts.failures == {"error": 0, "timeout": 1}
     assert batch.baselines is not None and batch.prompts is not None
     assert [p.index for p in batch.prompts] == [0, 1, 3, 4, 5, 6, 7]
     assert batch.baselines[::SAMPLES].tolist() == [GREEDY[place].value for place in (0, 1, 3, 4, 5, 6, 7)]
     with refused(ConfigError, field="reward.max_error_share", value="0.03", remedy="raise reward.max_error_share"):
         RowExchange(SAMPLES, on_error=OnError(max_share=0.03), baselines=True)(
-            PROMPTS, positions, trajectories, scores, (), greedy
+            sampled_batch(PROMPTS, positions, trajectories, scores, (), greedy)
         )

@@ -20,13 +20,13 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import MEMORY, SyncStats
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.advantages import AdvantageComputer
-from rlhf_mcore.trainer.collecting import collect_next
 from rlhf_mcore.trainer.divergence import DivergedError
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, Roles, SampledBatches
 from rlhf_mcore.trainer.rollouts import LostTrajectory
+from rlhf_mcore.trainer.sampled import Rollout, take_next_batch
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory, UpdateResult
 from tests.messages import refused
 from tests.unit.trainer.records import Streaming, completions, prompt, worker
@@ -159,8 +159,8 @@ class Watch:
 
     def beat(self) -> None: ...
 
-    def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
-        self.log.append(("rollouts", step, len(trajectories), len(scores)))
+    def rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        self.log.append(("rollouts", step, len(rollouts)))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.log.append(("record", step))
@@ -224,7 +224,7 @@ def make(
     prompts = PromptBatches([prompt(i) for i in range(4)], sampler or Sampler())
     by = worker(Generating(log, lose))
     roles = Roles(models["actor"], models.get("critic"), models.get("reference"), **settings)
-    source = SampledBatches(prompts, by, Sampling(n=2), reward, collect_next, RowExchange(2), watch)
+    source = SampledBatches(prompts, by, Sampling(n=2), reward, take_next_batch, RowExchange(2), watch)
     made = TrainingLoop(
         source=source,
         learner=PolicyLearner(roles, AdvantageComputer(algorithm), watch),
@@ -261,7 +261,7 @@ def step_of(number: int, prompts: list[int], *beside_the_actor: str) -> Log:
         ("score", 2),  # of a prompt, while others are drawn
         ("score", 2),
         ("phase", "score"),
-        ("rollouts", number, 4, 4),
+        ("rollouts", number, 4),
         ("phase", "exchange"),
         ("sleep", 2),  # the models need the device
         *computed,
@@ -522,7 +522,7 @@ def test_metrics_that_only_other_ranks_know_are_recorded_here(monkeypatch: pytes
 def test_dynamic_sampling_draws_until_the_step_is_full() -> None:
     run = make(set())
     log = run.log
-    run.trainer.source = replace(run.source, collect=DynamicSampling(max_batches=3).collect)
+    run.trainer.source = replace(run.source, fill_step=DynamicSampling(max_batches=3).fill_step)
 
     run.reward.value = lambda t: float(t.sample * (1 - t.prompt.index % 2))  # equal for odd prompts
     run.trainer.run(1)
@@ -545,7 +545,7 @@ def test_greedy_responses_are_scored_and_compared_with_and_nothing_learns_from_t
     )
     run.reward.value = lambda t: [1.0, 0.0, 0.25][t.sample] + t.prompt.index
     run.trainer.run(1)
-    assert ("score", 3) in run.log and ("rollouts", 1, 4, 4) in run.log
+    assert ("score", 3) in run.log and ("rollouts", 1, 4) in run.log
     batch = updated(run.models["actor"])
     assert batch.advantages is not None and batch.num_rows == 4
     assert batch.advantages[batch.loss_mask].tolist() == [0.75] * 3 + [-0.25] * 3 + [0.75] * 3 + [-0.25] * 3
@@ -555,9 +555,11 @@ def test_greedy_responses_are_scored_and_compared_with_and_nothing_learns_from_t
 
 def test_a_prompt_whose_samples_differ_from_the_greedy_response_alone_stays_in_the_step() -> None:
     run = make(set())
-    collect = DynamicSampling(max_batches=3).collect
+    fill_step = DynamicSampling(max_batches=3).fill_step
     exchange = RowExchange(2, baselines=True)
-    run.trainer.source = replace(run.source, sampling=Sampling(n=2, baseline=True), exchange=exchange, collect=collect)
+    run.trainer.source = replace(
+        run.source, sampling=Sampling(n=2, baseline=True), exchange=exchange, fill_step=fill_step
+    )
     run.trainer.learner = replace(
         run.trainer.learner, compute_advantages=AdvantageComputer(AlgorithmConfig(advantage="remax"))
     )

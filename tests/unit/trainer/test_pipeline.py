@@ -15,12 +15,12 @@ from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingSchedule
-from rlhf_mcore.trainer.collecting import Collect, collect_next
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
 from rlhf_mcore.trainer.reinforcement import SampledBatches
 from rlhf_mcore.trainer.rollouts import request_of
+from rlhf_mcore.trainer.sampled import FillStep, Rollout, take_next_batch
 from rlhf_mcore.types import Completion, EngineWork, Request, Sampling, Score, Trajectory
 from tests.unit.trainer.records import Streaming, worker
 from tests.unit.trainer.test_ahead import PROMPTS, SAMPLES, Engines, ahead_of, completion
@@ -40,8 +40,7 @@ class Record:
     def beat(self) -> None:
         self.beats += 1
 
-    def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
-        assert len(trajectories) == len(scores)
+    def rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None: ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -66,7 +65,7 @@ class Bridge:
 
 @contextmanager
 def pipeline(
-    schedule: SamplingSchedule, collect: Collect | None = None
+    schedule: SamplingSchedule, fill_step: FillStep = take_next_batch
 ) -> Iterator[tuple[PipelinedBatches, RemotePublisher, Bridge]]:
     engines = Engines(random.Random(3))
     bridge, record = Bridge(engines), Record()
@@ -78,13 +77,13 @@ def pipeline(
         lambda: (EngineWork(3, 40, 0.5, preemptions=7), 2),
         lambda: 0,
     )
-    exchange, own = RowExchange(SAMPLES, asynchronous=True), collect or collect_next
+    exchange = RowExchange(SAMPLES, asynchronous=True)
 
     def sync_again(version: int) -> None:
         """Of what is published last there are copies in order, as ``cli.generation`` has it."""
         bridge.sync(bridge.synced[-1] if schedule.in_order else version)
 
-    source = PipelinedBatches(PROMPTS, first, exchange, record, sync_again, collect=own)
+    source = PipelinedBatches(PROMPTS, first, exchange, record, sync_again, fill_step=fill_step)
     publisher = RemotePublisher(bridge, record, source.drain if schedule.drain else None)
     with ahead.run():
         yield source, publisher, bridge
@@ -166,7 +165,7 @@ def half_teach(trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
 )
 def test_prompts_that_teach_nothing_are_replaced_by_the_next_ones(schedule: SamplingSchedule) -> None:
     """Each prompt is learned from once, or was dropped."""
-    with pipeline(schedule, DynamicSampling(10).collect) as (source, publisher, _):
+    with pipeline(schedule, DynamicSampling(10).fill_step) as (source, publisher, _):
         assert source.first is not None
         ahead, taken, draws = source.first.ahead, list[int](), 0
         ahead._begin_scores, take = half_teach, ahead.take
@@ -196,7 +195,7 @@ def test_without_staleness_prompts_and_seeds_are_those_of_colocated_engines() ->
             asked["beside"].append([(list(request.prompt_ids), request.seed) for request in requests])
             return drawn(requests)
 
-    with pipeline(SamplingSchedule(2, 0), DynamicSampling(10).collect) as (source, publisher, bridge):
+    with pipeline(SamplingSchedule(2, 0), DynamicSampling(10).fill_step) as (source, publisher, bridge):
         assert source.first is not None
         source.first.ahead._begin_scores, submit = half_teach, bridge.engines.submit
 
@@ -211,7 +210,7 @@ def test_without_staleness_prompts_and_seeds_are_those_of_colocated_engines() ->
             worker(Beside()),
             sampling,
             reward,
-            DynamicSampling(10).collect,
+            DynamicSampling(10).fill_step,
             RowExchange(SAMPLES),
             source.recorder,
         )

@@ -12,6 +12,7 @@ from rlhf_mcore.observability.alarms import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.throughput import Timers
 from rlhf_mcore.trainer.record import MAX_WARNINGS, RunRecord
+from rlhf_mcore.trainer.sampled import Rollout
 from rlhf_mcore.types import Score
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.trainer.records import prompt, trajectory
@@ -150,7 +151,7 @@ def test_who_listens_on_the_first_rank_alone_gets_the_rollouts_of_all(
 
         record = RunRecord(clock(), 0, directory=None if number else directory)
         record.listen(listener if (number == 0) == first_listens else None)
-        record.rollouts(3, [trajectory(prompt(1 - number), number)], [Score(1.0)])
+        record.rollouts(3, [Rollout(0, trajectory(prompt(1 - number), number), Score(1.0))])
 
     run_ranks(2, rank)
     assert told == ([(0, 3, [("p0", 1), ("p1", 0)])] if first_listens else [])
@@ -177,7 +178,7 @@ def test_what_other_ranks_warn_of_is_shown_after_every_kind_of_step() -> None:
 def test_rollouts_are_written_when_due(directory: RunDirectory, every: int, due: list[int]) -> None:
     record = RunRecord(clock(), every, directory=directory)
     for step in range(1, 5):
-        record.rollouts(step, [trajectory(prompt(0), 0)], [Score(1.0)])
+        record.rollouts(step, [Rollout(0, trajectory(prompt(0), 0), Score(1.0))])
     assert sorted(p.name for p in directory.path.glob("rollouts/*")) == [f"step-{step:06d}.jsonl" for step in due]
 
 
@@ -185,7 +186,8 @@ def test_rollouts_are_written_when_due(directory: RunDirectory, every: int, due:
 def test_rollouts_come_in_order_with_their_scores(directory: RunDirectory) -> None:
     record = RunRecord(clock(), 1, directory=directory)
     made = [trajectory(prompt(1), 1), trajectory(prompt(0), 0, finish="length"), trajectory(prompt(1), 0)]
-    record.rollouts(3, made, [Score(0.1), Score(0.2, {"answer": 1.0}), Score(0.3)])
+    scores = [Score(0.1), Score(0.2, {"answer": 1.0}), Score(0.3)]
+    record.rollouts(3, [Rollout(0, *each) for each in zip(made, scores, strict=True)])
     lines = [json.loads(line) for line in directory.rollouts_path(3).read_text().splitlines()]
     assert [(x["prompt_id"], x["sample"], x["score"]) for x in lines] == [
         ("p0", 0, 0.2),
@@ -197,7 +199,7 @@ def test_rollouts_come_in_order_with_their_scores(directory: RunDirectory) -> No
 
 @pytest.mark.usefixtures("world")
 def test_a_rank_without_a_directory_writes_nothing(tmp_path: Path) -> None:
-    RunRecord(clock(), 1).rollouts(1, [trajectory(prompt(0), 0)], [Score(1.0)])
+    RunRecord(clock(), 1).rollouts(1, [Rollout(0, trajectory(prompt(0), 0), Score(1.0))])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -205,10 +207,11 @@ def test_a_rank_without_a_directory_writes_nothing(tmp_path: Path) -> None:
 def test_responses_without_a_score_are_one_line_of_a_step() -> None:
     log = Log()
     record = RunRecord(clock(), 0, console=log)  # type: ignore[arg-type]
-    record.rollouts(1, [], [Score(1.0), Score(0.0)])
+    record.rollouts(1, [Rollout(0, trajectory(prompt(0), 0), score) for score in (Score(1.0), Score(0.0))])
     assert log.lines == []
     bad = Score(0.0, failure="error", cause="reward.function=r.py:f on prompt 'p0', sample 1, raised ValueError: x")
-    record.rollouts(2, [], [Score(1.0), bad, Score(0.0, failure="timeout", cause="later")])
+    scores = [Score(1.0), bad, Score(0.0, failure="timeout", cause="later")]
+    record.rollouts(2, [Rollout(0, trajectory(prompt(0), 0), score) for score in scores])
     assert log.lines == [
         (
             "note",

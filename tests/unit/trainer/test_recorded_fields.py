@@ -23,6 +23,7 @@ from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles
 from rlhf_mcore.types import Completion, Prompt, Ragged, Score, TrainBatch, Trajectory
+from tests.episodes import sampled_batch
 from tests.messages import refused
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles import test_policy
@@ -120,7 +121,9 @@ def test_fields_arrive_at_the_owners_of_rows() -> None:
     def body(group: ThreadGroup) -> Any:
         rank = group.rank()
         mine = {0: [0, 1], 1: [2], 2: [3], 3: []}[rank]
-        batch, _ = RowExchange(1)(PROMPTS, mine, [trajectories[row] for row in mine], [Score(0.0)] * len(mine))
+        batch, _ = RowExchange(1)(
+            sampled_batch(PROMPTS, mine, [trajectories[row] for row in mine], [Score(0.0)] * len(mine))
+        )
         lengths = batch.lengths[batch.rows].tolist()
         routes, patches = batch.fields["routes"], batch.fields["patches"]
         assert isinstance(routes, Tensor) and isinstance(patches, Ragged)
@@ -145,7 +148,7 @@ def test_rows_with_other_fields_end_the_step_on_every_rank() -> None:
     def body(group: ThreadGroup) -> str:
         rank = group.rank()
         with pytest.raises(RuntimeError) as caught:
-            RowExchange(1)(PROMPTS[:2], [rank], [trajectories[rank]], [Score(0.0)])
+            RowExchange(1)(sampled_batch(PROMPTS[:2], [rank], [trajectories[rank]], [Score(0.0)]))
         return str(caught.value)
 
     assert all("different fields" in message and "patches" in message for message in run_ranks(2, body))

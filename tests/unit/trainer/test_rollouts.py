@@ -52,8 +52,8 @@ def draw(prompts: Sequence[Prompt], num_engines: int, step: int = 3) -> dict[tup
     for index in range(num_engines):
         engine = Generating()
         by = RolloutWorker(engine, EngineRank(index, num_engines), letters)
-        places, made = by.draw_step(prompts, Sampling(n=SAMPLES, seed=5), step=step)
-        for place, trajectory, request in zip(places, made, engine.asked, strict=True):
+        placed = by.sample_step(prompts, Sampling(n=SAMPLES, seed=5), step=step)
+        for (place, trajectory), request in zip(placed, engine.asked, strict=True):
             assert trajectory.prompt.prompt_id == prompts[place].prompt_id
             assert request.prompt_ids == prompts[place].prompt_ids
             found[place, trajectory.sample] = request.seed
@@ -143,7 +143,7 @@ def test_fault_25_a_lost_doubled_or_foreign_completion_is_named(
     with pytest.raises(LostTrajectory, match=message):
         responses(change)
     with pytest.raises(LostTrajectory, match=message):
-        RolloutWorker(Generating(change), EngineRank(), letters).draw_step(PROMPTS, Sampling(n=2), step=0)
+        RolloutWorker(Generating(change), EngineRank(), letters).sample_step(PROMPTS, Sampling(n=2), step=0)
 
 
 def test_fault_25_a_rank_that_does_not_lead_returns_nothing() -> None:
@@ -192,8 +192,8 @@ def test_beside_the_samples_of_a_prompt_one_greedy_response_is_drawn() -> None:
     engines = [Generating(), Generating()]
     for engine, wanted in zip(engines, (replace(sampling, baseline=True), sampling), strict=True):
         by = RolloutWorker(engine, EngineRank(), letters)
-        places, made = by.draw_step(prompts, wanted, step=3)
-        assert places == [place for place in range(3) for _ in range(wanted.num_drawn)]
+        places, made = zip(*by.sample_step(prompts, wanted, step=3), strict=True)
+        assert list(places) == [place for place in range(3) for _ in range(wanted.num_drawn)]
         assert [t.sample for t in made] == list(range(wanted.num_drawn)) * 3
         # Each trajectory holds the number of its request, and is of the prompt that this one was for.
         asked = {request.request_id: request for request in engine.asked}

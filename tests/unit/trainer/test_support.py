@@ -18,6 +18,7 @@ from rlhf_mcore.trainer.ahead import SamplingAhead, SamplingSchedule
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.rollouts import check_completion
 from rlhf_mcore.types import Completion, Prompt, Ragged, Request, Sampling, Score, Trajectory
+from tests.episodes import sampled_batch
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.trainer.records import prompt
 from tests.unit.trainer.test_ahead import PROMPTS as AHEAD_PROMPTS
@@ -67,7 +68,7 @@ def test_rows_arrive_with_their_supports() -> None:
 
     def body(group: ThreadGroup) -> Any:
         rank = group.rank()
-        batch, _ = RowExchange(1)(PROMPTS, [rank], [trajectories[rank]], [Score(0.0)])
+        batch, _ = RowExchange(1)(sampled_batch(PROMPTS, [rank], [trajectories[rank]], [Score(0.0)]))
         assert batch.support is not None
         parts = split_tokens(batch.support, batch.lengths[batch.rows].tolist())
         return dict(zip(batch.rows.tolist(), map(supports, parts), strict=True))
