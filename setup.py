@@ -63,7 +63,7 @@ EXTRAS_REQUIRE = {
     "dev": [
         "anthropic",  # clients of the endpoint of agents, which vLLM brings too
         "hypothesis",
-        "import-linter>=2",  # the floors of docs/architecture.md
+        "import-linter>=2",  # the floors of docs/design/overview.md
         "mbridge==0.15.1",  # an independent map of weights, which tests compare ours with
         "mypy",
         "openai",

@@ -117,7 +117,7 @@ def _table_and_values(command: Sequence[str], source: str) -> tuple[Table, dict[
     if source not in ("auto", "verl"):
         return None
     if any("sft_trainer" in word for word in command):
-        raise ConfigError("verl's sft_trainer is not carried over: see docs/supervised.md, it is a dozen keys")
+        raise ConfigError("verl's sft_trainer is not carried over: see docs/guide/supervised.md, it is a dozen keys")
     overrides = sources.read_overrides(command)
     return (verl.TABLE, overrides) if any(key.startswith("actor_rollout_ref.") for key in overrides) else None
 
@@ -165,7 +165,8 @@ def _note_rule(migration: Migration) -> None:
     if migration.source == verl.TABLE.name and (not rules or None in rules):
         migration.settings["reward.sources"] = {}
         migration.notes.append(
-            "reward.sources: the data_source of each row decides, as there; add rules of sources that docs/rewards.md does not list"
+            "reward.sources: the data_source of each row decides, as there; add rules of sources that "
+            "docs/guide/rewards/index.md does not list"
         )
         return
     if not rules or None in rules:

@@ -233,7 +233,7 @@ def check_world(world_size: int, name: str = "trainer.world_size") -> None:
         raise ConfigError(
             f"{name}={shorten(str(world_size))}: this machine has {free / 2**30:.0f} GiB of free memory, enough for {most} processes "
             f"of {RANK_BYTES >> 20} MiB, which each takes without a model; lower it (or the layouts that it follows from), or start "
-            "the run on several machines (docs/cluster.md)"
+            "the run on several machines (docs/scale/cluster.md)"
         )
 
 
@@ -260,7 +260,7 @@ def check_devices(cfg: Config, world_size: int) -> None:
     layouts = " and ".join(f"{name}={number}" for name, number in ranks.items())
     raise ConfigError(
         f"{layouts}: this machine has {gpus} GPU{'s' * (gpus != 1)}, and each process takes one; lower it (or the layouts that it "
-        "follows from), or start the run on several machines (docs/cluster.md)"
+        "follows from), or start the run on several machines (docs/scale/cluster.md)"
     )
 
 

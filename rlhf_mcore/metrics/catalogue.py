@@ -1,4 +1,4 @@
-"""Describes every metric of a run: its meaning, unit and healthy range, for docs/metrics.md and ``rlhf-mcore metrics``.
+"""Describes every metric of a run: its meaning, unit and healthy range, for docs/reference/metrics.md and ``rlhf-mcore metrics``.
 
 Names are the same in metrics.jsonl, in trackers, on the console and in the report. ``<...>`` in a name is a variable part.
 """
@@ -290,7 +290,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("timing/concurrent_calls", "mean number of concurrent tool calls, over all engines", "calls"),
         Metric("timing/unix_time", "Unix time at the end of the step", S),
         Metric("throughput/tflops", "operations of the models in the step, over all devices", "TFLOP/s"),
-        Metric("throughput/mfu", "share of the devices' peak (logging.peak_tflops)", SHARE, "0.2 to 0.5", "see docs/performance.md"),
+        Metric("throughput/mfu", "share of the devices' peak (logging.peak_tflops)", SHARE, "0.2 to 0.5", "see docs/scale/tuning.md"),
         Metric("throughput/<phase>_tokens_per_s", "tokens of a phase", "tokens/s"),
         Metric("throughput/<phase>_tflops", "operations of a phase", "TFLOP/s"),
         Metric("throughput/<phase>_mfu", "share of the peak in a phase", SHARE),

@@ -1,4 +1,4 @@
-"""Rules for unhealthy metrics, with remedies: for the report's verdicts, alarms and docs/metrics.md.
+"""Rules for unhealthy metrics, with remedies: for the report's verdicts, alarms and docs/reference/metrics.md.
 
 The bounds are rules of thumb for policy-gradient training of language models.
 """

@@ -41,7 +41,9 @@ def out_of_memory(plan: RunPlan, phase: str, outside: int | None, error: Excepti
         "this run was planned as follows (rlhf-mcore plan; --run DIR plans with the measured memory outside torch):"
     ]
     remedies = "trainer.max_tokens_per_microbatch, rollout.gpu_memory_utilization, actor.offload and actor.recompute"
-    return "\n".join([*lines, *_memory(plan), f"settings that lower it: {remedies} (docs/faq.md)"])
+    return "\n".join(
+        [*lines, *_memory(plan), f"settings that lower it: {remedies} (docs/operations/troubleshooting.md)"]
+    )
 
 
 def gib(size: float) -> str:

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
 
-SERIES = ("0.16", "0.19")  # the versions that the tests ran on; see docs/compatibility.md for results
+SERIES = ("0.16", "0.19")  # the versions that the tests ran on; see docs/models/supported.md for results
 LOCKED = "0.16.1"
 
 

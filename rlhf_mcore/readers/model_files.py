@@ -39,7 +39,7 @@ COMPANIONS = (
 )
 _MORE = ("model.language_model.", "language_model.", "model.visual.", "visual.", "model.vision_tower.", "vision_tower.")
 _REMEDY = "download or export the model again"
-_SAVE_ALONE = "save its language model alone (docs/compatibility.md, Models)"
+_SAVE_ALONE = "save its language model alone (docs/models/supported.md, Models)"
 _SHOWN = 3  # tensors that a message names
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _PIECE_BYTES = 2**20

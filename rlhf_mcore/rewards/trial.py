@@ -201,7 +201,7 @@ def _refuse_unreadable_tests(cfg: RewardConfig, rows: Sequence[TrialRow], name: 
     if problems:
         raise ConfigError(
             f"{len(problems)} of {len(rows)} tested rows of {name} have no tests that the reward rule code can read; the "
-            f"first: {problems[0]}. Correct data.answer_key or the rows (docs/rewards.md#code lists the formats), or "
+            f"first: {problems[0]}. Correct data.answer_key or the rows (docs/guide/rewards/code.md lists the formats), or "
             "choose another rule for their data source with reward.sources"
         )
 

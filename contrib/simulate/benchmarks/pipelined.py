@@ -1,7 +1,7 @@
 """Samples/s of pipelined schedules in the simulation, over what engines and trainer could do if they never waited but for the sync.
 
 Lengths are mild (a deviation of a third); engines are slower than the trainer, as fast, or faster. The figure is the lowest. What
-pipelined training brings a real run is measured apart (docs/performance.md).
+pipelined training brings a real run is measured apart (docs/scale/tuning.md).
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
 
 
 def _wants_plain_engines(cfg: Config, geometry: ModelGeometry) -> bool:
-    """Tell whether engines are cut by tensor parallelism alone, see docs/layouts.md."""
+    """Tell whether engines are cut by tensor parallelism alone, see docs/scale/parallelism.md."""
     replays = cfg.actor.router_replay == "rollout"
     return replays or truncates(cfg.rollout.sampling) or geometry.vision is not None
 

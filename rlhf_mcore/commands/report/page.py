@@ -81,7 +81,8 @@ def _hash(script: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- health
-# A rule judges only if a run has reported its metric. The rules are in metrics/rules.py; docs/report.md is checked against them.
+# A rule judges only if a run has reported its metric. The rules are in metrics/rules.py; docs/operations/report.md
+# is checked against them.
 SAMPLES = "progress/samples"
 Column = Sequence["float | None"]
 

@@ -1,4 +1,4 @@
-"""Describe a key once, beside its field. The models, configs/base.yaml, docs/configuration.md and the JSON Schema follow from it.
+"""Describe a key once, beside its field. The models, configs/base.yaml, docs/reference/config/ and the JSON Schema follow from it.
 
 Help is a phrase in Markdown, without a full stop.
 """

@@ -73,7 +73,7 @@ class ModelConfig(Group):
     path: str = key(
         "???",
         "a directory in Hugging Face format: `config.json`, tokenizer, safetensors; or an id of the hub, `ORG/NAME`",
-        more="See [ids of the hub](own-model.md#ids-of-the-hub). "
+        more="See [ids of the hub](guide/data.md). "
         "The headers of the weights are compared with `config.json` (embedding, first and last layer) before any process "
         "has started.",
     )
@@ -319,7 +319,8 @@ class ActorConfig(Group):
         one_of(blockwise="with weights as `rollout.quantization: fp8` sends them, to the bit, in all passes"),
         null="in `model.dtype`",
         more="Inputs and gradients have a scale for 128 values. Weights, masters and what is saved stay as they are. The reference "
-        "policy computes as the actor; a critic, a reward model and teachers do not. See [8 bits](performance.md#products-of-8-bits).",
+        "policy computes as the actor; a critic, a reward model and teachers do not. See [8 "
+        "bits](scale/low-precision.md#train-with-8-bit-products).",
     )
     megatron: Optional[dict[str, Any]] = key(
         None,
@@ -327,7 +328,7 @@ class ActorConfig(Group):
         null="none",
         more="Of TransformerConfig, DistributedDataParallelConfig and OptimizerConfig of the installed Megatron-core, by their names; "
         "names and types are checked, and fields that other keys set are refused. The reference policy has the same ones of "
-        "TransformerConfig. See [performance](performance.md#megatrons-own-settings).",
+        "TransformerConfig. See [performance](scale/tuning.md#megatrons-own-settings).",
     )
     offload: str = key(
         "auto",

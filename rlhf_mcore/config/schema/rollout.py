@@ -106,7 +106,7 @@ _SERVED = engines_that_read("rollout.server")
 
 
 class ServerConfig(Group):
-    """Servers of vLLM that somebody else runs ([servers](servers.md))."""
+    """Servers of vLLM that somebody else runs ([servers](scale/external-servers.md))."""
 
     urls: list[str] = key([], "`server`: their addresses, such as [http://10.0.0.7:8000]", only_with=_SERVED)
     weights_dir: Optional[str] = key(
@@ -164,7 +164,7 @@ class RolloutConfig(Group):
         one_of(fp8="8 bits, a scale for each block of 128x128", int8="8 bits, a scale for each row"),
         null="in `model.dtype`",
         more="The trainer's stay as they are: they are quantised on their way, and matrices of layers take half the bytes of bf16. "
-        "See [8 bits](bridge.md#weights-of-8-bits).",
+        "See [8 bits](scale/low-precision.md#8-bit-engine-weights).",
         only_with=engines_that_read("rollout.quantization"),
     )
     vllm: Optional[dict[str, Any]] = key(
@@ -172,7 +172,7 @@ class RolloutConfig(Group):
         "arguments of vLLM's engine, as `{kv_cache_dtype: fp8}`",
         null="none",
         more="Any field of EngineArgs of the installed vLLM, by its name. Names and types are checked before processes start. "
-        "Arguments that other keys set are rejected. See [performance](performance.md#vllms-own-arguments).",
+        "Arguments that other keys set are rejected. See [performance](scale/tuning.md#vllms-own-arguments).",
         only_with=engines_that_read("rollout.vllm"),
     )
     gpu_memory_utilization: float = key(0.5, "CUDA: share of a device's memory that an engine may use", SHARE)
@@ -366,7 +366,8 @@ class RewardConfig(Group):
     rules: list[RuleConfig] = key(
         [RuleConfig(name="final_number")],
         "rule graders and their weights in the sum",
-        more="See [rewards](rewards.md). A grade g counts as `incorrect` + g · (`correct` - `incorrect`), which are 0 and 1 "
+        more="See [rewards](guide/rewards/index.md). A grade g counts as `incorrect` + g · (`correct` - "
+        "`incorrect`), which are 0 and 1 "
         "unless set.",
     )
     sources: Optional[dict[str, list[RuleConfig]]] = key(
@@ -378,7 +379,7 @@ class RewardConfig(Group):
     function: Optional[str] = key(
         None,
         "`path/to/file.py:name`, called as f(data_source, solution_str, ground_truth, extra_info); replaces the rules",
-        more="It is called in worker processes ([rewards](rewards.md)).",
+        more="It is called in worker processes ([rewards](guide/rewards/index.md)).",
     )
     functions: list[FunctionConfig] = key(
         [],

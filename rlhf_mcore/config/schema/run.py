@@ -60,7 +60,7 @@ class DataConfig(Group):
             false="none: they are used as they are",
         ),
         more="With `true` a tokenizer without a template is refused. Lists of messages always go through the template. "
-        "See [data](data.md#chat-templates).",
+        "See [data](guide/data.md#chat-templates).",
     )
     transform: Optional[str] = key(
         None,
@@ -194,7 +194,7 @@ class TrainerConfig(Group):
         "`rollout.placement: disaggregated`: versions that the policy may be ahead of the one that sampled a token it learns from",
         Range(0, 64),
         more="0: a step waits for its responses and engines wait for the step. 1: responses of the next step are sampled meanwhile. "
-        "See [asynchronous training](async.md).",
+        "See [asynchronous training](scale/async.md).",
     )
     profile: ProfileConfig = group(ProfileConfig, "where the time of a step goes, on all ranks")
     collective_timeout_s: int = key(
@@ -349,14 +349,14 @@ class LoggingConfig(Group):
     trackers: list[str] = key(
         ["tensorboard"],
         f"where metrics go too: {', '.join(TRACKERS)}",
-        more="A tracker can neither stop nor delay a run. See [metrics](metrics.md#trackers).",
+        more="A tracker can neither stop nor delay a run. See [metrics](operations/monitoring.md#trackers).",
     )
     offline: bool = key(False, "`wandb`, `comet` and `swanlab` write to the run's directory alone, for a later upload")
     prometheus: Optional[str] = key(
         None,
         "port on which Prometheus reads the metrics and the engines, of the loopback, or host:port",
         null="none",
-        more="`GET /metrics` on the machine of the first rank. See [Prometheus](metrics.md#prometheus).",
+        more="`GET /metrics` on the machine of the first rank. See [Prometheus](operations/monitoring.md#prometheus).",
     )
     peak_tflops: Optional[float] = key(
         None,
@@ -376,13 +376,13 @@ class LoggingConfig(Group):
         0,
         "responses of such a step whose tokens are written too, with advantage and logprob difference; 0: none",
         Range(0, 4096),
-        more="About 30 bytes a token, in `rollouts/tokens-*.jsonl`; the [report](report.md) colours the responses by them.",
+        more="About 30 bytes a token, in `rollouts/tokens-*.jsonl`; the [report](operations/report.md) colours the responses by them.",
     )
     episode_traces: int = key(
         0,
         "episodes of such a step of which a trace is written, as OpenTelemetry's JSON (OTLP); 0: none",
         Range(0, 4096),
-        more="Of episodes of several turns, in `rollouts/traces-*/` ([report](report.md#traces)).",
+        more="Of episodes of several turns, in `rollouts/traces-*/` ([report](operations/report.md#traces)).",
     )
 
 
@@ -429,7 +429,7 @@ def time_left(save_by: str | None, now: float, environment: Mapping[str, str]) -
 class AlarmRuleConfig(Item):
     """A bound of a metric. It replaces the default rules of that metric."""
 
-    metric: str = key("???", "its name, as in [metrics](metrics.md)")
+    metric: str = key("???", "its name, as in [metrics](reference/metrics.md)")
     above: Optional[float] = key(None, "an alarm where it is above", FINITE, null="no upper bound")
     below: Optional[float] = key(None, "an alarm where it is below", FINITE, null="no lower bound")
     measure: str = key(
@@ -451,7 +451,8 @@ class AlarmsConfig(Group):
 
     defaults: bool = key(
         True,
-        "the line about a mean score that jumps, and the rules of [metrics](metrics.md#alarms): runaway KL, collapsed entropy, "
+        "the line about a mean score that jumps, and the rules of [metrics](operations/monitoring.md#alarms): "
+        "runaway KL, collapsed entropy, "
         "rewards that are all 0, failing rewards, engine against trainer, spikes of the gradient, skipped updates, numbers that are "
         "not finite",
     )

@@ -26,7 +26,7 @@ class RemoteRewardConfig(Group):
         None,
         "where responses are posted to, such as `http://127.0.0.1:8900/score`",
         null="none",
-        more="`rlhf-mcore serve-reward` is such a server; [rewards](rewards.md#a-server) has what others have to do.",
+        more="`rlhf-mcore serve-reward` is such a server; [rewards](guide/rewards/services.md) has what others have to do.",
     )
     token_env: Optional[str] = key(None, "environment variable that holds the server's token", null="none")
     batch_size: int = key(32, "responses of a request", AT_LEAST_1)

@@ -90,8 +90,9 @@ class Config(Group):
     deterministic: bool = key(
         False,
         "deterministic kernels on CUDA (slower); on a CPU they always are",
-        more="Every library is asked for its own; docs/reliability.md lists what stays open on CUDA. On a CPU bits are equal on "
-        "processors of one kind (docs/cpu.md).",
+        more="Every library is asked for its own; docs/operations/determinism.md lists what stays open on "
+        "CUDA. On a CPU bits are equal on "
+        "processors of one kind (docs/operations/cpu.md).",
     )
     model: ModelConfig = group(
         ModelConfig, "the model that training starts from", "`model: PATH` is short for `model: {path: PATH}`."
@@ -138,12 +139,12 @@ class Config(Group):
     checkpoint: CheckpointConfig = group(
         CheckpointConfig,
         "what is saved",
-        "The last step is always saved. See [checkpoints](checkpoints.md).",
+        "The last step is always saved. See [checkpoints](operations/checkpoints.md).",
     )
     evaluate: EvaluateConfig = group(
         EvaluateConfig,
         "held-out prompts",
-        "Those of `data.eval`, always before and after training. See [evaluation](evaluation.md).",
+        "Those of `data.eval`, always before and after training. See [evaluation](guide/evaluation.md).",
     )
     logging: LoggingConfig = group(LoggingConfig, "the record of a run")
     alarms: AlarmsConfig = group(AlarmsConfig, "rules on metrics, judged after every step")

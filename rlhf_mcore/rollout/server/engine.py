@@ -112,14 +112,17 @@ class ServerEngine(Engine):
             info = await self._client.ask("GET", f"{url}/server_info?config_format=json")
         except ServerFailed as error:
             raise ConfigError(
-                f"rollout.server.urls: {error}; start the server with VLLM_SERVER_DEV_MODE=1 and the options of docs/servers.md"
+                f"rollout.server.urls: {error}; start the server with VLLM_SERVER_DEV_MODE=1 and the options "
+                "of docs/scale/external-servers.md"
             ) from error
         where = f"rollout.server.urls: {without_secrets(url)}"
         if not isinstance(info, dict):
             raise ConfigError(
                 f"{where}/server_info answers {shorten(info)}, not a JSON object; start vLLM's own server"
             )
-        fields = Fields(info, f"{where}/server_info", "start the server with the options of docs/servers.md")
+        fields = Fields(
+            info, f"{where}/server_info", "start the server with the options of docs/scale/external-servers.md"
+        )
         declared = fields.object("vllm_config").object("model_config")
         self._check_sizes(where, Path(declared.text("model", default="")))
         for name, value in self._needed.items():

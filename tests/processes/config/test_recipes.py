@@ -80,7 +80,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copy")
     for name in ("rlhf_mcore", "tools", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "mkdocs.yml", folder)
     for title in ("A policy loss", "A grader", "A tracker"):
         follow(folder, recipe(title))
     (group, line), *others = re.findall(r'^\[project\.entry-points\."(\S+)"\]\n(.*)', recipe("A tracker"), re.MULTILINE)

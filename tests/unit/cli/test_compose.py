@@ -90,4 +90,4 @@ def test_a_device_out_of_memory_is_compared_with_the_plan(
     assert "outside torch (CUDA, NCCL, other processes): 6.5 GiB" in told
     rows = {line[:13].rstrip(): line for line in told.splitlines()}
     assert "22.6" in rows["actor update"], "94 % of the device"
-    assert "moments 3.7" in told and "generate" in rows and "docs/faq.md" in told
+    assert "moments 3.7" in told and "generate" in rows and "docs/operations/troubleshooting.md" in told
