@@ -50,8 +50,8 @@ def check_first_rows(data: DataConfig, folder: str) -> None:
                 )
             if tokenizer is not None and (least := _count_least_tokens(tokenizer, prompt)) > data.max_prompt_tokens:
                 raise ConfigError(
-                    f"{field}: {place}: the prompt has {least} tokens or more, data.max_prompt_tokens={data.max_prompt_tokens}; raise "
-                    "it, or set data.overlong_prompts=drop"
+                    f"{field}: {place}: the prompt has at least {least} tokens, more than "
+                    f"data.max_prompt_tokens={data.max_prompt_tokens}; raise it, or set data.overlong_prompts=drop"
                 )
 
 

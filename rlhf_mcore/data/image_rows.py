@@ -72,10 +72,10 @@ def take_images(content: Any, column: Any, place: str) -> RowImages:
         asked.append({**message, "content": parts if has_image else text})
     if (unused := len(list(waiting))) or len(sources) > sum(source is not None for source in sources):
         there = len([source for source in sources if source is not None]) + unused
-        remedy = f"write {MARK} once where each image belongs"
+        remedy = f"write {MARK} once for each image"
         if not there:
             remedy = "name their column in data.image_key, or give the row its images"
-        raise ConfigError(f"{place}: {len(sources)} x {MARK} in the prompt, and images: {there}; {remedy}")
+        raise ConfigError(f"{place}: {len(sources)} x {MARK} in the prompt, but images: {there}; {remedy}")
     return RowImages(asked, written if isinstance(content, list) else content, sources)
 
 

@@ -23,7 +23,7 @@ from rlhf_mcore.observability.figures import explain_labels, step_line
 from rlhf_mcore.observability.files import json_line
 from rlhf_mcore.observability.live_display import LiveDisplay
 
-MAX_WARNINGS = 20  # of other ranks
+MAX_WARNINGS = 20  # maximum number of printed warnings of other ranks
 
 
 class Console:

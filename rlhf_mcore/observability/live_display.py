@@ -58,7 +58,7 @@ CURVES = (
 
 
 class LiveDisplay:
-    """Draws the state of a run, in its own thread between ``start`` and ``stop``.
+    """Displays the state of a run, in its own thread between ``start`` and ``stop``.
 
     ``first_step`` is the number of steps before a resume.
     """
@@ -77,7 +77,7 @@ class LiveDisplay:
         self._started = self._phase_started = clock()
         self._phase = Spinner("dots", text="starting", style="cyan")
         self._phase_name, self._progress_text, self._request = "starting", "", ""
-        # Replaced, never changed in place, because another thread draws the display.
+        # Replaced, never changed in place, because another thread renders the display.
         self._recent: tuple[tuple[int, Mapping[str, Any]], ...] = ()
         self._curves: dict[str, tuple[float, ...]] = {}  # by metric
         self._sample: tuple[int, str, str, float | None] | None = None
@@ -85,11 +85,11 @@ class LiveDisplay:
 
     @property
     def is_live(self) -> bool:
-        """Return whether the display is being drawn."""
+        """Return whether the display is active."""
         return self._live is not None
 
     def start(self) -> None:
-        """Start drawing."""
+        """Start the display."""
         self._started = self._phase_started = self._clock()
         self._live = Live(
             get_renderable=lambda: _CursorAtStart(self.render()),
@@ -100,7 +100,7 @@ class LiveDisplay:
         self._live.start()
 
     def stop(self, last_phase: str) -> None:
-        """Draw for the last time. A second call does nothing."""
+        """Show the final state and stop. A second call does nothing."""
         live, self._live = self._live, None
         if live is not None:
             self._phase_name, self._request = last_phase, ""

@@ -32,7 +32,7 @@ LOGS = "logs"
 PROFILE = "profile"
 TRACKED_AS = "tracker_run_id"  # the run's id in trackers, stored in a file for a resume
 MAX_METRICS_BYTES = 4 * 2**30  # about a million steps
-_REMEDY = "move the file away: the run's record then begins anew"
+_REMEDY = "move the file away; the run then starts a new record"
 OTHER_TRACKERS = "trackers"  # one subdirectory per tracker of another package
 _RECORDS = (ROLLOUTS, *TRACKERS, OTHER_TRACKERS)  # directories that are moved together with the metrics
 OWN_DIRECTORIES = (*_RECORDS, LOGS, PROFILE, "archive", "quarantine", "pins")
@@ -181,7 +181,7 @@ class RunDirectory:
         """Return the id of this run in trackers. It stays the same after a restart, and changes for a new run."""
         path = self.path / TRACKED_AS
         if os.path.lexists(path):
-            text = read_bytes(path, limit=SMALL.num_bytes, remedy="remove it: trackers then begin another run").decode(
+            text = read_bytes(path, limit=SMALL.num_bytes, remedy="remove it; trackers then start a new run").decode(
                 "ascii", "replace"
             )
             if re.fullmatch("[0-9a-f]{32}", text.strip()):

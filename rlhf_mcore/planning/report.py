@@ -64,7 +64,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _head(plan: RunPlan) -> Iterator[str]:
     gpu, verdict = plan.gpu, "fits" if plan.fits else "does not fit"
     spans = f" (each on {plan.engine_nodes} nodes)" if plan.engine_nodes > 1 else ""
-    apart = f" and {plan.engine_devices} of engines{spans}" if plan.engine_devices else ""
+    apart = f" and {plan.engine_devices} for engines{spans}" if plan.engine_devices else ""
     yield f"{plan.world_size}{apart} x {gpu.name} ({gib(gpu.memory_bytes)} GiB each, {gpu.per_node} a node), {plan.dtype}: {verdict}"
 
 
@@ -85,9 +85,7 @@ def _roles(plan: RunPlan) -> list[str]:
     lines = table(("model", "parameters", "layout", "recompute", "microbatches", "bubble"), cut)
     lines += ["", *table(("on the first rank (GiB)", "weights", "grads", "masters", "moments"), sizes)]
     if plan.roles[0].computed_share < 1.0:
-        lines += _wrap(
-            f"(what responses to a prompt share is computed once: {plan.roles[0].computed_share:.0%} of the tokens)", 1
-        )
+        lines += _wrap(f"(shared prefixes are computed once: {plan.roles[0].computed_share:.0%} of the tokens)", 1)
     away = [f"{role.name}: {', '.join(role.offload)}" for role in plan.roles if role.offload]
     return [*lines, *_wrap(f"(on the device only while they are used: {'; '.join(away)})", 1)] if away else lines
 
@@ -113,22 +111,22 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
     sync = plan.sync
     if sync is not None:
         way = "between nodes" if sync.crosses_nodes else "within nodes"
-        yield from _wrap(f"sync        at most {gib(sync.received)} GiB to each rank of an engine, {way}")
+        yield from _wrap(f"sync        at most {gib(sync.received)} GiB to each engine rank, {way}")
     if plan.later_sync_bytes is not None:
         later = plan.later_sync_bytes
         size = f"{gib(later)} GiB" if later >= GIB else f"{later / 2**20:.1f} MiB"
-        yield f"later syncs {size} to each engine: what adapters change"
+        yield f"later syncs {size} to each engine: adapted weights only"
     saved = sum(role.checkpoint_bytes for role in plan.roles)
-    yield from _wrap(f"checkpoint  {gib(saved)} GiB; pinned host memory of a rank {gib(plan.pinned_bytes)} GiB")
+    yield from _wrap(f"checkpoint  {gib(saved)} GiB; pinned host memory per rank {gib(plan.pinned_bytes)} GiB")
     if plan.route_bytes:
         whole = plan.route_bytes * plan.work.tokens
         size = f"{gib(whole)} GiB" if whole >= GIB else f"{whole / 2**20:.1f} MiB"
-        yield from _wrap(f"routes      {plan.route_bytes} bytes of a token, {size} of a step on all hosts together")
+        yield from _wrap(f"routes      {plan.route_bytes} bytes per token, {size} per step over all hosts")
     if not plan.kv_tokens:
         return
     longest = plan.work.prompt_tokens + plan.work.response_tokens + plan.state_tokens
     sequences = f"about {plan.kv_tokens / longest:.0f} sequences of the expected length"
-    yield from _wrap(f"cache       {plan.kv_tokens} tokens an engine: {sequences}")
+    yield from _wrap(f"cache       {plan.kv_tokens} tokens per engine: {sequences}")
 
 
 def _time(plan: RunPlan) -> list[str]:

@@ -187,7 +187,7 @@ class HttpPool(ABC):
         if not stop_at_failure and self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
             self._lost_in_a_row = 0
             raise ConfigError(
-                f"{self.name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row or more; for the last response it "
+                f"{self.name} gave no result for at least {MAX_LOST_IN_A_ROW} responses in a row; for the last response it "
                 f"{failed.cause}. Check the server, or raise {self._key}.timeout_s"
             )
         return [Outcome(lost=failed.cause, timed_out=failed.timed_out)] * count

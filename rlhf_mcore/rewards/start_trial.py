@@ -176,7 +176,7 @@ def _finding(cfg: RewardConfig, report: TrialReport) -> str:
     if cfg.on_error == "fail" and failures == {"error"} and first.truth is not None:
         raise ConfigError(f"{first.truth.cause}. All {tried} tested rows failed in this way; correct it")
     finding = (
-        f"{scoring_keys(cfg)} gives none of {tried} ground truths of {report.key} the full mark; the first is "
+        f"{scoring_keys(cfg)} gives none of {tried} ground truths of {report.key} the full score; the first is "
         f"{shorten(first.prompt.ground_truth)} ({first.place})"
     )
     if is_opaque(cfg):

@@ -226,7 +226,7 @@ def answered_text(rows: Sequence[TrialRow], name: str) -> str | None:
 
 
 def shorten(value: Any) -> str:
-    """Return a value as text for a message, at most 81 characters long."""
+    """Return a value as text for a message, at most 80 characters long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:76]}...{text[-1]}"
 

@@ -129,7 +129,7 @@ def _call(text: str, order: dict[str, Any]) -> None:
 def _unknown(name: str, content: Any) -> Any:
     if name == "array":
         return array_from_json(content, _unknown)
-    raise ValueError(f"no value is called {name!r}")
+    raise ValueError(f"unknown value type {name!r}")
 
 
 # ------------------------------------------------------------------------------------------------ the code under test

@@ -328,7 +328,7 @@ class _Running:
         if sandbox.has_ended:
             sandbox.close()
             if sandbox._keeps:
-                raise OSError("what was in it is lost")
+                raise OSError("its files are lost")
             sandbox._start()
         self.sandbox, self.limits, self.cancelled = sandbox, limits, cancelled
         self.deadline = time.monotonic() + limits.deadline_s

@@ -100,7 +100,7 @@ def from_json(value: Any, kept: Callable[[str, Any], Any]) -> Any:
 
 def _of_type(content: Any, kind: type) -> Any:
     if type(content) is not kind:
-        raise TypeError(f"a {type(content).__name__} in the place of a {kind.__name__}")
+        raise TypeError(f"expected {kind.__name__}, found {type(content).__name__}")
     return content
 
 
@@ -108,7 +108,7 @@ def _hashable(items: list[Any]) -> list[Any]:
     """Check that items can quickly be put into a set or become the keys of a dict. Return them."""
     hashes = sorted(map(hash, items))
     if any(first == last for first, last in zip(hashes, hashes[MAX_SAME_HASHES:], strict=False)):
-        raise ValueError(f"more than {MAX_SAME_HASHES} items have one hash")
+        raise ValueError(f"more than {MAX_SAME_HASHES} items share one hash")
     return items
 
 
@@ -125,7 +125,7 @@ def _float(text: str) -> float:
 def _decimal(text: str) -> Decimal:
     match = _DECIMAL.fullmatch(text)
     if match is None or len(text) > MAX_TERM_CHARS or abs(int(match[1] or 0)) > MAX_EXPONENT:
-        raise ValueError(f"{text:.40} is no Decimal, or too large")
+        raise ValueError(f"{text:.40} is not a Decimal, or too large")
     return Decimal(text)
 
 
@@ -134,7 +134,7 @@ def _of_numbers(name: str, content: list[Any]) -> complex | Fraction | range:
     numbers = [from_json(item, _no_number) for item in content]
     kinds = (int, float) if name == "complex" else (int,)
     if any(type(number) not in kinds for number in numbers) or len(numbers) != (3 if name == "range" else 2):
-        raise TypeError(f"{name} is made of other values")
+        raise TypeError(f"{name}: wrong number or type of values")
     if name == "Fraction":
         if max(number.bit_length() for number in numbers) > 4 * MAX_TERM_CHARS:
             raise ValueError("a Fraction of too many digits")
@@ -143,7 +143,7 @@ def _of_numbers(name: str, content: list[Any]) -> complex | Fraction | range:
 
 
 def _no_number(name: str, content: Any) -> Any:
-    raise TypeError(f"a {name} is no number")
+    raise TypeError(f"{name} is not a number")
 
 
 _DECIMAL = re.compile(
@@ -161,7 +161,7 @@ def array_from_json(content: Any, kept: Callable[[str, Any], Any]) -> Any:
     """Convert the content of an "array" object of ``to_json`` back to a NumPy array."""
     kind, items = content
     if not re.fullmatch(r"[<>|=]?[biufc][0-9]{1,2}", kind):
-        raise ValueError(f"no array has the type {kind!r:.20}")
+        raise ValueError(f"array type {kind!r:.20} is not supported")
     return importlib.import_module("numpy").array(from_json(items, kept), dtype=kind)
 
 

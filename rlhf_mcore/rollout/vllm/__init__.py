@@ -80,7 +80,7 @@ KIND = _VLLM(
     sleeps=True,
     reserves_cache=True,
     holds_8_bits=True,
-    # VLLM samples at the lower limit for any smaller value, and rejects values above the upper limit.
+    # vLLM samples at the lower limit for any smaller value, and rejects values above the upper limit.
     temperatures=(0.01, 2.0),
     own_keys=(
         "rollout.max_num_batched_tokens",

@@ -233,7 +233,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         """
         in_flight = self._in_flight.get(self._by_number.pop(int(output.request_id), -1))
         if in_flight is None or list(output.prompt_token_ids) != list(in_flight.request.prompt_ids):
-            other = in_flight and f"another prompt than that of {in_flight.request.name}"
+            other = in_flight and f"a prompt that differs from {in_flight.request.name}"
             raise RuntimeError(f"the engine answered {other or 'an unknown request'}")
         [drawn], support = output.outputs, None
         if in_flight.request.sampling.records_support:

@@ -89,7 +89,7 @@ def engine_start(rank: int, world_size: int, *, eager: bool) -> Iterator[list[st
     launcher = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     local = {name: value for name, value in launcher.items() if name not in os.environ}
     if eager:
-        # Torch.compile reads it when it decorates, which is while modules are imported.
+        # torch.compile reads it when it decorates, which is while modules are imported.
         local["TORCHDYNAMO_DISABLE"] = "1"
     import torch
 

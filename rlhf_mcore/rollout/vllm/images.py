@@ -45,7 +45,7 @@ class EngineImages:
     """The images of requests, from the run's store."""
 
     def __init__(self, model: EngineModel) -> None:
-        assert model.images is not None, "a model that sees images"
+        assert model.images is not None, "requests with images require a vision model"
         self._store, self._tokens = ImageStore(Path(model.images)), ImageTokens.of(model.model_dir)
 
     def enqueue(

@@ -67,7 +67,7 @@ def adapter_problems(cfg: RolloutConfig, geometry: ModelGeometry) -> Iterator[st
     from rlhf_mcore.families.adapters import EMBEDDING, OUTPUT, is_target
 
     if any(is_target(module, geometry) for module in (EMBEDDING, OUTPUT)):
-        yield "adapters of the embedding and of the output layer are merged for vLLM"
+        yield "vLLM does not support adapters of the embedding or the output layer"
     if geometry.experts is not None:
         yield from _mixture_problems(geometry)
     if isinstance(geometry.attention, LatentSizes):
@@ -80,7 +80,7 @@ def adapter_problems(cfg: RolloutConfig, geometry: ModelGeometry) -> Iterator[st
         which = "twice actor.lora.rank" if geometry.adapter.fixed else "actor.lora.rank"
         yield f"vLLM supports the ranks {', '.join(map(str, ADAPTER_RANKS))}, not {which}={geometry.adapter.rank}"
     if cfg.quantization is not None:
-        yield f"adapters are added before weights are quantised (rollout.quantization={cfg.quantization})"
+        yield f"adapters cannot be added to quantised weights (rollout.quantization={cfg.quantization})"
     if (layout := cfg.layout).num_ranks > layout.tp or layout.ep > 1:
         yield "adapters are not tested with rollout.layout.pp, dp or ep above 1"
     if cfg.speculative.method != "off":

@@ -138,7 +138,7 @@ def test_engines_of_their_own_are_planned_beside_the_trainer(run_yaml: str, caps
     apart = ["rollout.placement=disaggregated", "rollout.num_engines=2", "trainer.max_staleness=1"]
     assert plan.main([run_yaml, "--world-size", "8", "actor.layout.tp=2", *apart]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("8 and 2 of engines x H100") and "generation meanwhile" in out
+    assert out.startswith("8 and 2 for engines x H100") and "generation meanwhile" in out
 
 
 def test_memory_outside_torch_is_that_of_an_earlier_run(

@@ -58,7 +58,7 @@ def test_a_prompt_that_is_too_long_is_named_with_its_row(
     tokens = len(tokenizer.encode(TEXT, add_special_tokens=False))
     assert tokens == 12
     assert str(problem("data.max_prompt_tokens=11")).startswith(
-        "data.train: train.jsonl, line 2: the prompt has 12 tokens or more, data.max_prompt_tokens=11; raise it"
+        "data.train: train.jsonl, line 2: the prompt has at least 12 tokens, more than data.max_prompt_tokens=11; raise it"
     )
     assert problem("data.max_prompt_tokens=12") is None  # a template's tokens are counted by the ranks
     assert problem("data.max_prompt_tokens=11", "data.overlong_prompts=drop") is None
@@ -76,7 +76,7 @@ def test_nothing_is_refused_that_the_ranks_take(
 def test_the_marks_of_images_are_not_counted_as_text(workspace: Any, model: Path) -> None:
     write(workspace, f"<image>{TEXT}<image>")
     assert problem("data.max_prompt_tokens=12") is None
-    assert "has 12 tokens or more" in str(problem("data.max_prompt_tokens=11"))
+    assert "has at least 12 tokens" in str(problem("data.max_prompt_tokens=11"))
 
 
 def test_padding_and_truncation_of_the_file_do_not_count(workspace: Any, model: Path) -> None:
@@ -94,7 +94,7 @@ def test_padding_and_truncation_of_the_file_do_not_count(workspace: Any, model: 
     assert problem("data.max_prompt_tokens=12") is None
     truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
     (model / "tokenizer.json").write_text(json.dumps(content | {"truncation": truncation}))
-    assert "has 12 tokens or more" in str(problem("data.max_prompt_tokens=11"))
+    assert "has at least 12 tokens" in str(problem("data.max_prompt_tokens=11"))
 
 
 def test_messages_need_a_template(workspace: Any, model: Path) -> None:

@@ -255,8 +255,8 @@ def test_more_images_than_allowed_are_refused_before_any_is_read(tmp_path: Path,
 @pytest.mark.parametrize(
     "content, column, expected",
     [
-        (ask("a<image>"), [b"1", b"2"], "1 x <image> in the prompt, and images: 2"),
-        (ask("<image><image>"), [b"1"], "2 x <image> in the prompt, and images: 1"),
+        (ask("a<image>"), [b"1", b"2"], "1 x <image> in the prompt, but images: 2"),
+        (ask("<image><image>"), [b"1"], "2 x <image> in the prompt, but images: 1"),
         (ask([{"type": "video"}]), None, "parts with the types"),
         (ask("a<image>"), 5, "contains int 5, not images"),
         (ask("a<image>"), None, "images: 0; name their column in data.image_key, or give the row its images"),
@@ -282,7 +282,7 @@ def test_a_place_without_an_image_is_refused_where_the_column_has_another_name(
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt, "image": ["b.png"], "response": "c"}) + "\n")
     files, images = [str(tmp_path / "a.jsonl")], reader(tmp_path, model_dir)
-    expected = "a.jsonl, line 1: 1 x <image> in the prompt, and images: 0; name their column in data.image_key"
+    expected = "a.jsonl, line 1: 1 x <image> in the prompt, but images: 0; name their column in data.image_key"
     assert expected in message_of(lambda: load_prompts(files, picture_tokenizer, DataConfig(), images=images))
     given = {"max_tokens": 99, "drop_longer": False, "images": images}
     assert expected in message_of(lambda: load_examples(files, picture_tokenizer, CONVERSATIONS, **given))

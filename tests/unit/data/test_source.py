@@ -132,7 +132,7 @@ def test_overlong_prompts_are_counted_and_the_remedy_is_named(
         ({"prompt": None}, "found NoneType"),
         ({"prompt": 5}, "found int 5"),
         ({"prompt": [{"role": "user"}]}, "a text role and a text content"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "1 x <image> in the prompt, and images: 0"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "1 x <image> in the prompt, but images: 0"),
         ({"prompt": "a\x00b"}, "a NUL character at character 1"),
         ({"prompt": [{"role": "user", "content": "ab\ud800"}]}, r"a lone surrogate \(U\+D800\) at character 2"),
         ({"prompt": "x", "answer": "\udfff"}, r"line 2, ground_truth: a lone surrogate"),

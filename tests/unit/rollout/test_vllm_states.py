@@ -151,7 +151,7 @@ def test_fault_25_outputs_of_vllm_are_matched_by_its_own_numbers() -> None:
     ]
     assert drawn[0].logprobs.tolist() == [-0.5]
     llm.outputs = [output(43, [5, 6, 7], 10)]
-    with pytest.raises(RuntimeError, match="the engine answered another prompt than that of prompt 'q'"):
+    with pytest.raises(RuntimeError, match="the engine answered a prompt that differs from prompt 'q'"):
         which.generate(requests)
     assert llm.told[-1] == ("abort", "42-random", "43-random")  # nothing of a call that failed is left
     llm.outputs = [output(43, [5, 6, 7], 10)]
