@@ -14,6 +14,7 @@ from pathlib import Path
 
 import mkdocs
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
@@ -57,6 +58,7 @@ def on_config(config: MkDocsConfig) -> None:
     expand(config.nav or [])
 
 
+@event_priority(100)  # before the redirects look for their targets
 def on_files(files: Files, *, config: MkDocsConfig) -> None:
     """Add pages from outside docs/ and the scripts to the site."""
     for path, uri in PAGES.items():
