@@ -1,4 +1,4 @@
-"""Faults of Megatron-core that nothing here meets: what it computes where they are. The table is in docs/compatibility.md."""
+"""Faults of Megatron-core that nothing here meets: what it computes where they are. The table is in docs/design/megatron-faults.md."""
 
 from __future__ import annotations
 

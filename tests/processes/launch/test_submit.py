@@ -239,8 +239,8 @@ def test_a_mistake_in_a_later_stage_submits_nothing(folder: Path) -> None:
 
 
 def documented() -> list[list[str]]:
-    """Commands of docs/cluster.md that call a script for jobs, in words."""
-    text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    """Commands of docs/scale/cluster.md that call a script for jobs, in words."""
+    text = (ROOT / "docs" / "scale" / "cluster.md").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.startswith("    ./launch/slurm/")]
     return [shlex.split(line) for line in lines]
 

@@ -25,7 +25,7 @@ RULE = BestRule(ACCURACY)
 
 
 def pin(run: Path, step: int, name: str) -> None:
-    """Make the link of docs/checkpoints.md."""
+    """Make the link of docs/operations/checkpoints.md."""
     (run / "pins").mkdir(exist_ok=True)
     (run / "pins" / name).symlink_to(f"../checkpoint-{step}")
 
