@@ -29,7 +29,7 @@ def test_weights_may_have_8_bits(workspace: Any) -> None:
     ("overrides", "words"),
     [
         (["bridge.method=gather"], ["bridge.method=gather", "planned"]),
-        (["actor.lora.rank=8", "actor.lora.sync=adapter"], ["before weights are quantised", "actor.lora.sync=merge"]),
+        (["actor.lora.rank=8", "actor.lora.sync=adapter"], ["quantised weights", "actor.lora.sync=merge"]),
     ],
 )
 def test_what_8_bits_do_not_go_with_is_named(workspace: Any, overrides: list[str], words: list[str]) -> None:
