@@ -302,7 +302,7 @@ class Workload:
 
 
 def workload(cfg: Config, assumed: Assumptions) -> Workload:
-    """Return the rows that a step generates and trains on, or the given rows of a supervised run."""
+    """Return the work of a step: rows that it generates and trains on, or the given rows of a supervised run."""
     trainer, sampling = cfg.trainer, cfg.rollout.sampling
     if not run_kind(cfg).generates:
         rows, longest = trainer.prompts_per_step * run_kind(cfg).rows_per_example, longest_example(cfg)

@@ -223,8 +223,12 @@ def _pass(
 def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
     """Sum the pinned host memory of a rank.
 
-    It contains offloaded parts, copies for asynchronous saves (optimizer state and a share of the weights), the weights of an
-    engine that keeps them when it sleeps, and copies of the weights last sent to disaggregated engines.
+    It contains:
+
+    - offloaded parts;
+    - copies for asynchronous saves (optimizer state and a share of the weights);
+    - the weights of an engine that keeps them when it sleeps;
+    - copies of the weights last sent to disaggregated engines.
     """
     keeps = _shares_device(inputs) and inputs.cfg.rollout.sleep_level == 1
     total = engine_weights(inputs) if keeps else 0

@@ -1,6 +1,6 @@
 """Check ``rollout.vllm``, which sets arguments of vLLM's engine by name, and report the backends that vLLM chose.
 
-The arguments are read from the source of the installed vLLM without importing it, so that a wrong name or type is found
+The arguments are read from the source of the installed vLLM, without importing it. A wrong name or type is therefore found
 before any process starts. Arguments that follow from another key are rejected, and the message names that key.
 """
 

@@ -154,8 +154,9 @@ def _make_inputs_of_stage(runner: Any) -> None:
 def _compute_own_experts() -> None:
     """Make the expert kernels compute this rank's experts only. Idempotent.
 
-    vLLM 0.32's CPU kernel receives the map from the experts of a layer to the experts of the rank, but uses the numbers of
-    the layer as numbers of the rank. Here experts of other ranks get weight zero; the sum over ranks includes them.
+    vLLM 0.32's CPU kernel receives the map from a layer's experts to the rank's experts. It does not apply the map, and takes
+    the numbers of the layer for numbers of the rank. Here experts of other ranks get weight zero. The sum over ranks includes
+    them.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
