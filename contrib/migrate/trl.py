@@ -183,7 +183,7 @@ def _reward(values: Values) -> dict[str, Any]:
     if functions:
         raise Lost(
             f"put {' and '.join(name for name in names if name not in _RULES)} into a file without the training script, and its "
-            "path in the place of FILE.py in reward.functions; they may be called as TRL does (docs/guide/rewards/index.md)",
+            "path in the place of FILE.py in reward.functions; they may be called as TRL does (docs/guide/rewards/functions.md)",
             {"reward.rules": rules, "reward.functions": functions},
         )
     return {"reward.rules": rules}

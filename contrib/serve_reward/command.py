@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore serve-reward",
         "Score responses that runs send by HTTP, with what `reward` of CONFIG asks for: rules, a function, a judge. "
-        "POST /score scores a batch, GET /health tells that the server is there. docs/guide/rewards/index.md has the format.",
+        "POST /score scores a batch, GET /health tells that the server is there. docs/guide/rewards/services.md has the format.",
         examples=[
             "rlhf-mcore serve-reward train.yaml --port 8900",
             "rlhf-mcore train train.yaml reward.remote.url=http://127.0.0.1:8900/score",

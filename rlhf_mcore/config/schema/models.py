@@ -73,7 +73,7 @@ class ModelConfig(Group):
     path: str = key(
         "???",
         "a directory in Hugging Face format: `config.json`, tokenizer, safetensors; or an id of the hub, `ORG/NAME`",
-        more="See [ids of the hub](guide/data.md). "
+        more="See [Hub ids](guide/data.md#hub-ids). "
         "The headers of the weights are compared with `config.json` (embedding, first and last layer) before any process "
         "has started.",
     )

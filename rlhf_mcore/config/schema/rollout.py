@@ -379,7 +379,7 @@ class RewardConfig(Group):
     function: Optional[str] = key(
         None,
         "`path/to/file.py:name`, called as f(data_source, solution_str, ground_truth, extra_info); replaces the rules",
-        more="It is called in worker processes ([rewards](guide/rewards/index.md)).",
+        more="It is called in worker processes ([functions](guide/rewards/functions.md)).",
     )
     functions: list[FunctionConfig] = key(
         [],

@@ -158,7 +158,8 @@ def test_a_batch_that_fails_has_no_scores(tmp_path: Path, fault: str, name: str,
 
 
 def test_the_function_of_the_page_scores_as_it_says(tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    docs = Path(__file__).resolve().parents[3] / "docs"
+    page = (docs / "guide" / "rewards" / "functions.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(def various.*?)```", page, re.DOTALL)
     (tmp_path / "mine.py").write_text(code)
     made = scores(RewardConfig(function=f"{tmp_path}/mine.py:various", workers=1), "42", "41", "41")

@@ -1,10 +1,9 @@
-"""What docs/rewards.md shows works as it is written there."""
+"""What the pages of docs/guide/rewards show works as it is written there."""
 
 from __future__ import annotations
 
 import re
 import runpy
-import textwrap
 import threading
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -19,13 +18,12 @@ from rlhf_mcore.types import Prompt, Score
 from tests.episodes import single_turn
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-PAGE = (DOCS / "rewards.md").read_text(encoding="utf-8")
-SNIPPETS = [textwrap.dedent(found) for found in re.findall(r"^    reward:\n(?:(?:     .*)?\n)+", PAGE, re.MULTILINE)]
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted((DOCS / "guide" / "rewards").glob("*.md"))}
+SNIPPETS = [code for page in PAGES.values() for code in re.findall(r"^```yaml\n(reward:\n.*?)^```$", page, re.M | re.S)]
 
 
 def test_a_server_of_your_own(tmp_path: Path) -> None:
-    section = PAGE[PAGE.index("## A server") :]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGES["services.md"], re.DOTALL)
     (tmp_path / "server.py").write_text(code)
     names = runpy.run_path(str(tmp_path / "server.py"), run_name="server")
     with ThreadingHTTPServer(("127.0.0.1", 0), names["Rewards"]) as server:
@@ -45,7 +43,7 @@ def test_a_server_of_your_own(tmp_path: Path) -> None:
         server.shutdown()
 
 
-@pytest.mark.parametrize("page", ["get-started/quickstart.md", "rewards.md"])
+@pytest.mark.parametrize("page", ["get-started/quickstart.md", "guide/rewards/functions.md"])
 def test_a_function_of_your_own(page: str, tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(def grade.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "my_reward.py").write_text(code)
