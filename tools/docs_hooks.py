@@ -36,7 +36,7 @@ def _outside_pages() -> dict[str, str]:
     }
     for path in sorted(ROOT.glob("contrib/*/README.md")):
         pages[path.relative_to(ROOT).as_posix()] = f"plugins/{path.parent.name}.md"
-    for path in sorted(ROOT.glob("benchmarks/results/*.md")):
+    for path in sorted([*ROOT.glob("benchmarks/results/*.md"), *ROOT.glob("benchmarks/results/*.svg")]):
         pages[path.relative_to(ROOT).as_posix()] = f"measurements/{path.name}"
     return pages
 
