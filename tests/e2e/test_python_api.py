@@ -104,7 +104,7 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     script = SCRIPT.replace("CONFIG", repr(config)).replace("EXAMPLE", repr(str(ROOT / "examples" / "from_python.py")))
     script = script.replace("*SMALL", "*" + repr([*SMALL, *ENGINE]))
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "python.md").read_text(encoding="utf-8")
     [longest] = re.findall(r"```python\n(import rlhf_mcore as rm\n+class Longest.*?)\n\ncfg = ", page, re.DOTALL)
     [after] = re.findall(r"## After training\n+```python\n(.*?)```", page, re.DOTALL)
     small = ", ".join(map(repr, [*SMALL, *ENGINE, "rollout.engine=hf"]))
@@ -194,7 +194,7 @@ SETTINGS = {
 def test_the_page_trains_what_it_shows_after_the_quickstart(tmp_path: Path) -> None:
     make_quickstart(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "python.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 4
     one_process = '["actor.layout.tp=1", "trainer.world_size=1"]'
