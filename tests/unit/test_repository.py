@@ -141,15 +141,41 @@ def test_readme_opens_with_the_two_commands() -> None:
         assert (ROOT / command).is_file()
 
 
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(path for folder in ("docs", "contrib", "benchmarks") for path in sorted((ROOT / folder).rglob("*.md"))),
+]
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as Python-Markdown makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    words = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    plain = [re.sub(r"[^\w\s-]", "", word.encode("ascii", "ignore").decode()).strip().lower() for word in words]
+    return {re.sub(r"[-\s]+", "-", word) for word in plain}
+
+
 def test_links_between_documents_lead_somewhere() -> None:
-    planned = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
     broken = []
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            path = Path(os.path.normpath(page.parent / target))
-            if not path.exists() and path.relative_to(ROOT).as_posix().removeprefix("docs/") not in planned:
-                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    for page in DOCUMENTS:
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+            path = page.parent / target if target else page
+            if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path.resolve())):
+                broken.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
     assert broken == []
+
+
+def test_pages_are_in_the_navigation_and_old_names_redirect() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    redirects = dict(re.findall(r"^        (\S+\.md): (\S+\.md)$", text, re.MULTILINE))
+    listed = set(re.findall(r"^ +- [^:]+: (\S+\.md)$", text.partition("\nnav:\n")[2], re.MULTILINE))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    outside = {"contributing.md", "changelog.md", "plugins/index.md", "measurements/README.md"}  # tools/docs_hooks.py
+    listed_folders = ("reference/config/", "reference/cli/")
+    assert {page for page in pages if not page.startswith(listed_folders)} == listed - outside
+    assert set(redirects.values()) - pages - outside == set() == redirects.keys() & pages
 
 
 def test_changelog_describes_this_version() -> None:
