@@ -63,7 +63,8 @@ def test_mistakes_are_rejected() -> None:
     for text, place in [
         ("trainer: {num_stepz: 3}", "trainer"),
         ("trainer: {num_steps: 0}", "trainer.num_steps"),
-        ("model: {dtype: int8}", "model.dtype"),
+        ("model: {dtype: int8}", "model"),  # a path or a group
+        ("critic: {dtype: int8}", "critic.dtype"),
         ("seeed: 1", ""),
         ("data: {train: {a: 1}}", "data.train"),
         ("reward: {rules: [{nam: math}]}", "reward.rules"),
