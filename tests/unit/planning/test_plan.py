@@ -42,7 +42,7 @@ def planned(model: str, world_size: int, *overrides: str, gpu: str = "H100") -> 
 
 def test_routes_take_two_bytes_an_expert_of_every_layer_with_experts() -> None:
     plan = planned("Qwen3-30B-A3B", 8, "actor.layout.ep=8", "actor.router_replay=rollout")
-    assert plan.route_bytes == 48 * 8 * 2 and "768 bytes of a token" in as_text(plan)
+    assert plan.route_bytes == 48 * 8 * 2 and "768 bytes per token" in as_text(plan)
     plan = planned("DeepSeek-V3", 256, "actor.layout.ep=64", "actor.router_replay=rollout")
     assert plan.route_bytes == 58 * 8 * 2, "three of 61 layers are dense"
     assert planned("Qwen3-30B-A3B", 8, "actor.layout.ep=8").route_bytes == 0
@@ -387,7 +387,7 @@ APART = ("rollout.placement=disaggregated", "rollout.num_engines=3", "rollout.la
 def test_engines_of_their_own_share_no_memory_with_the_trainer() -> None:
     apart = planned("Qwen2.5-7B", 4, *APART, "rollout.gpu_memory_utilization=0.9")
     assert apart.engine_devices == 6
-    assert as_text(apart).startswith("4 and 6 of engines x H100")
+    assert as_text(apart).startswith("4 and 6 for engines x H100")
     phases = {phase.phase: phase for phase in apart.phases}
     engine = phases[GENERATE]
     assert engine.rank == 4 and set(engine.parts) == {"reserve", "engine weights", "engine cache"}
@@ -522,7 +522,7 @@ def test_an_engine_under_ray_may_span_nodes_and_suggestions_keep_its_devices() -
     apart = ["rollout.placement=disaggregated", "rollout.num_engines=4", "trainer.max_staleness=1"]
     wide = config("Qwen3-30B-A3B", *apart, "rollout.layout.dp=16", "rollout.layout.ep=16")
     spanning = make_plan(wide, 32, H100)
-    assert as_text(spanning).startswith("32 and 64 of engines (each on 2 nodes) x H100")
+    assert as_text(spanning).startswith("32 and 64 for engines (each on 2 nodes) x H100")
     assert make_plan(wide, 32, replace(H100, per_node=6)).engine_nodes == 4
     tried = list(_engines(config("Qwen3-30B-A3B", *apart, "rollout.layout.tp=4"), 32, H100))  # 16 devices
     layouts = {tuple(vars(each.rollout.layout).values()): each.rollout.num_engines for each in tried}
