@@ -1,4 +1,4 @@
-"""From a run's configuration to its environment."""
+"""Build the environment of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ if TYPE_CHECKING:
     from rlhf_mcore.protocols import EngineRank, Generator
     from rlhf_mcore.trainer.rollouts import Decode
 
-    # environment.tool_parser, tokenizer, schemas of tools -> text of a turn -> message.
+    # (environment.tool_parser, tokenizer, tool schemas) -> function from the text of a turn to a message.
     MakeParser = Callable[[str, PreTrainedTokenizerBase, Sequence[Mapping[str, Any]]], Callable[[str], Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
-    """Hold what an engine's episodes are built from, in the process of its first rank.
+    """Settings of an engine's episodes, which the engine's first rank builds.
 
-    ``make_parser`` makes what finds calls of tools in a turn, of ``environment.tool_parser``.
-    ``folder`` is where the run was started: files are named from there. ``num_engines`` may share the cores of a machine.
+    ``make_parser`` builds the parser ``environment.tool_parser``, which finds the tool calls in a turn.
+    ``folder`` is the directory in which the run was started; relative paths start there.
+    ``num_engines`` engines may share the cores of a machine.
     """
 
     own: EnvironmentConfig
@@ -64,13 +65,13 @@ class EpisodeSpec:
     overlap: bool
     folder: str
     num_engines: int
-    max_total: int  # tokens of a sequence, its prompt included
-    make_reader: Callable[[], ImageReader] | None  # of a model that sees images
-    variables: Mapping[str, str] = field(repr=False)  # those of environment.env
+    max_total: int  # tokens per sequence, including the prompt
+    make_reader: Callable[[], ImageReader] | None  # None if the model reads no images
+    variables: Mapping[str, str] = field(repr=False)  # environment.env; repr=False because they may be secret
 
     @classmethod
     def of(cls, cfg: Config, num_engines: int, make_parser: MakeParser) -> EpisodeSpec:
-        """Return the environment of a run."""
+        """Return the spec of a run's episodes."""
         own, in_time = cfg.environment, cfg.trainer.max_staleness > 0 and not cfg.rollout.deterministic_order
         return cls(
             own,
@@ -88,7 +89,7 @@ class EpisodeSpec:
         )
 
     def build(self) -> EpisodeDriver:
-        """Build the episodes."""
+        """Build the driver of the episodes, for an environment or for an agent."""
         own, tokenizer = self.own, load_tokenizer(self.tokenizer_dir)
         if own.function in ASKING:
             return self._agents(tokenizer)
@@ -110,9 +111,9 @@ class EpisodeSpec:
 
         own, parse = self.own, None
         if (name := own.tool_parser) is not None:
-            # A parser takes the schemas of its tools, and a tenth of a second to be made: agents have few lists of them.
+            # Building a parser for a list of tool schemas takes 0.1 s. An agent uses few different lists.
             parser_of = lru_cache(maxsize=64)(lambda tools: self.make_parser(name, tokenizer, json.loads(tools)))
-            parser_of("[]")  # one that does not fit is refused now
+            parser_of("[]")  # reject a parser that does not support this tokenizer before the run starts
 
             def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 return dict(parser_of(json.dumps(tools))(text))
@@ -126,7 +127,7 @@ class EpisodeSpec:
         rules = AgentRules(limits, self.max_total, self.fails, own.score != "reward", own.branches)
         os.environ.update(self.variables)
         sessions = sessions_of(own, self.num_engines, self.folder)
-        # JSON writes a character with up to 6 bytes. Images are data URLs, whose size does not depend on the context.
+        # JSON uses up to 6 bytes per character. Images are data URLs, so their size does not depend on the context length.
         max_bytes = MAX_BYTES if images is not None else min(6 * most_characters(self.max_total), MAX_BYTES)
         endpoint = Endpoint(own.agent.host, max_bytes)
         episodes = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, parse, images), rules)
@@ -135,7 +136,7 @@ class EpisodeSpec:
 
 
 def _reader_of(run: Path, model_dir: str, data: DataConfig) -> Callable[[], ImageReader] | None:
-    """Return what makes the reader of images of an engine's episodes."""
+    """Return a function that builds the image reader of an engine's episodes; None if the model reads no images."""
     if not sees_images(model_dir):
         return None
     from rlhf_mcore.data.image_rows import ImageReader
@@ -145,14 +146,14 @@ def _reader_of(run: Path, model_dir: str, data: DataConfig) -> Callable[[], Imag
 
 
 def episode_worker(spec: EpisodeSpec, generator: Generator, engine: EngineRank, decode: Decode) -> RolloutWorker:
-    """Build the worker that plays episodes on this rank's engine. Collective over the world."""
+    """Build the rollout worker that runs episodes on this rank's engine. Collective over the world."""
     episodes = on_every_rank(lambda: spec.build() if engine.is_lead else None)
     plays = EpisodeGenerator(generator, episodes, _engine_group(engine))
     return RolloutWorker(plays, engine, decode, episode_request)
 
 
 def _engine_group(engine: EngineRank) -> dist.ProcessGroup | None:
-    """Build the group of the ranks of this rank's engine; None where it has one rank. Collective over the world."""
+    """Build the process group of this rank's engine; None if the engine has one rank. Collective over the world."""
     size = dist.get_world_size() // engine.num_engines
     if size == 1:
         return None
@@ -164,10 +165,10 @@ def _engine_group(engine: EngineRank) -> dist.ProcessGroup | None:
 
 
 def warm_containers(cfg: EnvironmentConfig, data: DataConfig) -> None:
-    """Read the tasks of all rows, and have what their containers need on this machine.
+    """Read the tasks of all rows, and prepare everything their containers need on this machine, for example images.
 
     Raises:
-        ConfigError: naming the row whose task cannot be read, or what cannot be had.
+        ConfigError: a task cannot be read, or something cannot be prepared. The message names the row or the missing part.
     """
     containers = containers_of(options_of(cfg))
     different = {(task.image, tuple(sorted(task.context.items()))): task for task in _tasks(data)}

@@ -1,4 +1,4 @@
-"""Texts of environments as tokens: what stands in them for a control token of the model is text like any other."""
+"""Encode texts of environments. Names of the model's control tokens in such a text are encoded as ordinary text."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-CUT = "\ue0ff"  # a letter of private use, behind the first one of a control token's name that is only a name
+# A private-use character. ``ControlTokens.cut`` inserts it after the first character of a control token's name, so that
+# the tokenizer does not encode the name as the token.
+CUT = "\ue0ff"
 
 
-MIN_CHARACTERS = 2**16  # of a text that is tokenised, however short the context is
+MIN_CHARACTERS = 2**16  # texts up to this length are tokenised even if the context is short
 
 
 def most_characters(max_tokens: int) -> int:
-    """Return the most characters of a text that is tokenised for a sequence of ``max_tokens``.
+    """Return the maximum number of characters of a text that is tokenised for a sequence of ``max_tokens``.
 
-    Texts have about 4 characters per token, and runs of spaces up to 16. A longer text does not fit.
+    Text uses about 4 characters per token, runs of spaces up to 16. A longer text does not fit into the sequence.
     """
     return max(MIN_CHARACTERS, 16 * max_tokens)
 
@@ -32,9 +34,10 @@ class UnreadableText(ValueError):
 
 
 class ControlTokens:
-    """The tokens that structure a conversation: special ones, and other added ones that the chat template writes.
+    """The tokens that structure a conversation: special tokens, and other added tokens that the chat template writes.
 
-    A page that a tool returns may hold ``<|im_end|>``; as the token it would end the message, and begin one of the user's.
+    A page that a tool returns may contain ``<|im_end|>``. Encoded as the token, it would end the message, and the page could
+    start a message of the user.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -44,12 +47,12 @@ class ControlTokens:
         texts |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special or str(t) in template}
         texts = {text for text in texts if text.strip()}
         known = {int(tokenizer.convert_tokens_to_ids(text)) for text in texts}
-        self._ids = known - {tokenizer.unk_token_id}  # which any unknown letter becomes
+        self._ids = known - {tokenizer.unk_token_id}  # any unknown character is encoded as this id
         longest_first = sorted(texts, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def encode(self, pieces: Sequence[str], contents: Sequence[str]) -> list[int]:
-        """Encode ``pieces`` with ``contents`` between them; control tokens come of the pieces alone.
+        """Encode ``pieces`` with ``contents`` between them. Only the pieces produce control tokens.
 
         Raises:
             UnreadableText: the tokenizer cannot split a content.
@@ -58,7 +61,7 @@ class ControlTokens:
             whole = token_ids(self._tokenizer, ["".join(map("".join, zip(pieces, [*contents, ""], strict=True)))])[0]
             if not any(map(self._pattern.search, contents)):
                 [own] = token_ids(self._tokenizer, ["x".join(pieces)])
-                if self._count(whole) == self._count(own):  # else a normalised text has become one
+                if self._count(whole) == self._count(own):  # else normalisation made a token of a content
                     return whole
             tokens = list[int]()
             for piece, content in zip(pieces, [*contents, ""], strict=True):
@@ -68,11 +71,11 @@ class ControlTokens:
             raise UnreadableText(f"returned an observation that cannot be encoded: {error}") from error
 
     def cut(self, content: str) -> str:
-        """Mark the names of control tokens in a content before a template writes it; ``encode_cut`` takes the marks out."""
+        """Mark the names of control tokens in a content, before a template writes it; ``encode_cut`` removes the marks."""
         return self._pattern.sub(lambda name: name[0][:1] + CUT + name[0][1:], content.replace(CUT, "\ufffd"))
 
     def encode_cut(self, text: str) -> list[int]:
-        """Encode a text with marks of ``cut``, whose other names of control tokens are tokens.
+        """Encode a text with marks of ``cut``. Unmarked names of control tokens become these tokens.
 
         Raises:
             UnreadableText: the tokenizer cannot split it.
@@ -86,7 +89,7 @@ class ControlTokens:
         return sum(token in self._ids for token in tokens)
 
     def _as_text(self, text: str) -> list[int]:
-        """Encode a text without control tokens: it is cut inside each, and its parts are encoded by themselves."""
+        """Encode a text without control tokens. It is split inside each name of a control token, and each part is encoded alone."""
         parts = []
         while token_text := self._pattern.search(text):
             parts.append(text[: token_text.start() + 1])

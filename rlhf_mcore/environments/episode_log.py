@@ -1,4 +1,4 @@
-"""When what has happened in an episode: turns of the policy, calls of tools, and the time in which neither was under way."""
+"""Times of an episode: turns of the policy, tool calls, and the time in which neither was in progress."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.types import Completion
 
-MAX_ARGUMENTS = 2000  # characters of a call's arguments that are kept
+MAX_ARGUMENTS = 2000  # characters stored of a call's arguments
 
 Interval = tuple[float, float]
 
 
 @dataclass(slots=True)
 class TurnTimes:
-    """Seconds since the episode began: when a turn was asked for, given to the engine, and drawn. nan: that has not happened."""
+    """Seconds from the start of the episode until a turn was requested, sent to the engine, and sampled; nan if not yet."""
 
     asked: float
     begun: float
@@ -30,7 +30,7 @@ class TurnTimes:
 
 @dataclass(slots=True)
 class CallTimes:
-    """A call of a tool by the turn of node ``node``: from the answer that has it to the request that has its result."""
+    """A tool call in the turn of node ``node``. It lasts from the answer with the call to the request with its result."""
 
     node: int
     name: str
@@ -41,34 +41,34 @@ class CallTimes:
 
 @dataclass(slots=True)
 class EpisodeLog:
-    """The times of an episode, as the engine's side sees them."""
+    """The times of an episode, measured in the process of the engine."""
 
     began: float = field(default_factory=time.monotonic)
     unix_time: float = field(default_factory=time.time)
-    turns: dict[int, TurnTimes] = field(default_factory=dict)  # by the ids of requests
-    calls: dict[str, CallTimes] = field(default_factory=dict)  # by their own ids
-    nodes: dict[int, TurnTimes] = field(default_factory=dict)  # of turns that are in the tree, by their places
+    turns: dict[int, TurnTimes] = field(default_factory=dict)  # by request id
+    calls: dict[str, CallTimes] = field(default_factory=dict)  # by call id
+    nodes: dict[int, TurnTimes] = field(default_factory=dict)  # turns in the tree, by node index
 
     def now(self) -> float:
-        """Seconds since the episode began."""
+        """Return the seconds since the episode began."""
         return time.monotonic() - self.began
 
     def begin_turn(self, number: int, asked_at: float | None = None) -> None:
-        """Note that an engine is asked for a turn. ``asked_at``: when a client asked, by ``time.monotonic``."""
+        """Store the time at which a turn is sent to an engine. ``asked_at``: ``time.monotonic`` of the client's request."""
         now = self.now()
         self.turns[number] = TurnTimes(now if asked_at is None else asked_at - self.began, now)
 
     def end_turn(self, number: int) -> None:
-        """Note that a turn is drawn."""
+        """Store the end of a turn."""
         self.turns[number].ended = self.now()
 
     def add_node(self, node: int, number: int, calls: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Note that a turn has become node ``node``, with calls of tools: {"id", "function": {"name", "arguments"}}."""
+        """Store a turn as node ``node``, with its tool calls: {"id", "function": {"name", "arguments"}}."""
         self.nodes[node] = self.turns[number]
         self.add_calls(node, calls)
 
     def add_calls(self, node: int, calls: Iterable[Mapping[str, Any]]) -> None:
-        """Note that node ``node`` has called tools."""
+        """Store the start of the tool calls of node ``node``."""
         for place, call in enumerate(calls):
             function = call["function"]
             arguments = str(function.get("arguments") or "")[:MAX_ARGUMENTS]
@@ -76,7 +76,7 @@ class EpisodeLog:
             self.calls.setdefault(key, CallTimes(node, str(function["name"]), arguments, self.now()))
 
     def answer_calls(self, keys: Iterable[str], at: float | None = None) -> None:
-        """Note that calls have their results. Those that are not known, or have theirs already, are ignored."""
+        """Store the end of calls. Unknown calls, and calls that already ended, are ignored."""
         now = self.now() if at is None else at - self.began
         for key in keys:
             call = self.calls.get(key)
@@ -84,17 +84,17 @@ class EpisodeLog:
                 call.ended = max(now, call.begun)
 
     def begin_step(self, node: int, action: Any) -> None:
-        """Note that an environment answers a turn: with the calls of tools in it, or else as a call of ``step``."""
+        """Store the start of an environment's answer to a turn: as its tool calls, or as a call ``step`` if it has none."""
         calls = action.get("tool_calls") if isinstance(action, Mapping) else None
         named = [{"function": call["function"]} for call in calls or ()]
         self.add_calls(node, named or [{"function": {"name": "step"}}])
 
     def end_step(self) -> None:
-        """Note that an environment has answered."""
+        """Store the end of an environment's answer."""
         self.answer_calls(self.calls)
 
     def summary(self) -> dict[str, Any]:
-        """Return when the episode began and how long it was, with the parts of that as ``split_time`` has them."""
+        """Return the start and duration of the episode, with the duration split as in ``split_time``."""
         total = self.now()
         drawing = [(turn.begun, turn.ended) for turn in self.turns.values() if turn.ended == turn.ended]
         calling = [(call.begun, call.ended) for call in self.calls.values() if call.ended == call.ended]
@@ -108,7 +108,7 @@ class EpisodeLog:
         }
 
     def node_record(self, node: int) -> dict[str, Any]:
-        """Return the times of a node, and its calls."""
+        """Return the times of a node and of its tool calls."""
         times = self.nodes[node]
         calls = [
             {"name": call.name, "arguments": call.arguments, "begun_s": call.begun, "ended_s": _known(call.ended)}
@@ -119,7 +119,10 @@ class EpisodeLog:
 
 
 def node_texts(context: str, said: str, num_context: int, turn: Completion) -> dict[str, Any]:
-    """Return what a node's record tells beside its times. ``context`` is the text before the turn, of ``num_context`` tokens."""
+    """Return the fields of a node's record other than its times.
+
+    ``context`` is the text of the ``num_context`` tokens before the turn, and ``said`` the text of the turn.
+    """
     return {
         "context": context,
         "said": said,
@@ -134,7 +137,7 @@ def node_texts(context: str, said: str, num_context: int, turn: Completion) -> d
 def linear_record(
     log: EpisodeLog, prompt: str, written: Sequence[Completion | NDArray[np.int32]], texts: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the record of an episode whose turns follow one another. ``texts``: of what was ``written`` after the prompt."""
+    """Return the record of an episode without branches. ``texts`` are the texts of the parts ``written`` after the prompt."""
     nodes: list[dict[str, Any]] = []
     context, num_context = prompt, 0
     for part, text in zip(written, texts, strict=True):
@@ -149,7 +152,7 @@ def linear_record(
 
 
 def split_time(drawing: Sequence[Interval], calling: Sequence[Interval]) -> tuple[float, float]:
-    """Return the seconds in which a turn was being drawn, and those in which none was and a tool was at work."""
+    """Return the seconds in which a turn was sampled, and the seconds in which a tool ran and no turn was sampled."""
     drawn = _length(drawing)
     return drawn, _length([*drawing, *calling]) - drawn
 

@@ -1,4 +1,4 @@
-"""Episodes on their way: whose turn it is in each, and what the next requests to an engine are."""
+"""Episodes in progress: the state of each episode, and the next requests to an engine."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ if TYPE_CHECKING:
     from rlhf_mcore.data.image_rows import ImageReader
     from rlhf_mcore.protocols import RewardFunction
 
-PART = "environment"  # of a score: the rewards of all turns
+PART = "environment"  # part of a score: the sum of the rewards of all turns
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """``max_tokens``: of everything after the prompt, the environment's included; None: as the longest response of the sampling."""
+    """Limits of an episode.
+
+    ``max_tokens`` counts all tokens after the prompt, including the environment's. None means the sampling's ``max_new_tokens``.
+    """
 
     max_turns: int
     max_tokens: int | None = None
@@ -44,34 +47,34 @@ class EpisodeLimits:
 @dataclass(slots=True, eq=False)
 class _Episode:
     asked: EpisodeRequest
-    prompt: Prompt  # with the first observation
+    prompt: Prompt  # includes the first observation
     max_tokens: int
     started: float
     written: list[Completion | NDArray[np.int32]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)  # of what was written
-    rewards: list[float] = field(default_factory=list)  # of the policy's turns
+    texts: list[str] = field(default_factory=list)  # one for each element of written
+    rewards: list[float] = field(default_factory=list)  # one for each turn of the policy
     log: EpisodeLog = field(default_factory=EpisodeLog)
-    request: Request | None = None  # that is being answered
-    failure: StepResult | None = None  # before the first turn
+    request: Request | None = None  # in progress at the engine
+    failure: StepResult | None = None  # a failure before the first turn
 
     @property
     def num_tokens(self) -> int:
-        """After the prompt."""
+        """Return the number of tokens after the prompt."""
         return sum(len(part.token_ids if isinstance(part, Completion) else part) for part in self.written)
 
 
 class Episodes:
-    """The episodes of an engine, in its leading rank: an :class:`rlhf_mcore.episode_driver.EpisodeDriver`.
+    """The episodes of an engine, on its lead rank: an :class:`rlhf_mcore.episode_driver.EpisodeDriver`.
 
-    A turn is asked for under the id of its episode, which has one turn at a time.
+    An episode has one turn in flight at most. The turn's request has the id of the episode.
 
     Args:
-        fails: an environment without an answer ends the run; else its episode ends without a score.
-        overlap: an engine draws while environments compute. Which turns it draws together then depends on the time, and so may the
-            last bits of logprobs; without it, nothing does.
-        action_of: what ``step`` gets, from the text of a turn and its tokens.
-        pays: whether rewards of the environment are learned from.
-        images: takes those of observations; None: the model sees none.
+        fails: whether an environment that gives no answer ends the run. Otherwise its episode ends without a score.
+        overlap: whether the engine samples while environments compute. The batch composition then depends on timing, and the last
+            bits of logprobs may too. Without overlap, neither does.
+        action_of: returns the action for ``step`` from the text of a turn and the turn.
+        pays: whether the policy learns from the environment's rewards.
+        images: reads the images of observations; None if the model reads no images.
     """
 
     def __init__(
@@ -94,22 +97,23 @@ class Episodes:
 
     @property
     def num_open(self) -> int:
-        """Episodes that ``take`` has not returned."""
+        """Return the number of episodes that ``take`` has not returned yet."""
         return len(self._open) + len(self._finished)
 
     @property
     def num_waiting(self) -> int:
-        """Episodes that wait for their environment."""
+        """Return the number of episodes that wait for their environment."""
         return self._sessions.num_calls
 
     def begin(self, requests: Sequence[Request]) -> list[Request]:
-        """Reset an environment for each request of an episode. Returns the others, which are single turns."""
+        """Reset an environment for each episode request. Returns the other requests, which are single turns."""
         for request in requests:
             if isinstance(request, EpisodeRequest):
                 prompt, sampling = request.prompt, request.sampling
                 max_tokens = self._limits.max_tokens or sampling.max_new_tokens
                 self._open[request.request_id] = _Episode(request, prompt, max_tokens, time.monotonic())
-                # All responses to a prompt face the same task: groups are compared. Its further occurrences in a step have others.
+                # All responses of a group get the same task, because their scores are compared. If a prompt occurs again in the
+                # step, its next group gets another seed.
                 seed = request_seed(sampling.seed, request.step, prompt.index, -1 - prompt.occurrence)
                 row = row_of(prompt)
                 if self._images is not None and prompt.images:
@@ -118,20 +122,20 @@ class Episodes:
         return [request for request in requests if not isinstance(request, EpisodeRequest)]
 
     def watch(self, drawn: Callable[[Collection[int]], Mapping[int, Sequence[int]]], slots: int | None = None) -> None:
-        """Do nothing: an environment gets whole turns, and the engine all that are due."""
+        """Do nothing. An environment receives whole turns, and the engine receives all due turns at once."""
 
     num_held = 0
 
     def abandoned_turns(self) -> Collection[int]:
-        """Return none: a turn is asked for under the id of its episode, and cancelled with it."""
+        """Return nothing. A turn has the id of its episode, and is cancelled with the episode."""
         return ()
 
     def lend(self, most: int) -> list[Request]:
-        """Return []: nothing is held back."""
+        """Return []. No turn is held back."""
         return []
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        """Forget these episodes; unknown ids are ignored."""
+        """Drop these episodes. Unknown ids are ignored."""
         for key in self._open.keys() & set(request_ids):
             del self._open[key]
             self._sessions.close(key)
@@ -139,16 +143,16 @@ class Episodes:
         self._finished = [each for each in self._finished if each.request_id not in request_ids]
 
     def abandon(self) -> None:
-        """Forget all episodes."""
+        """Drop all episodes."""
         self.cancel(list(self._open))
 
     def due(self, engine_draws: bool, wait_s: float | None) -> list[Request] | None:
-        """Return the turns to draw (:class:`rlhf_mcore.episode_driver.EpisodeDriver`).
+        """Return the turns to sample (:class:`rlhf_mcore.episode_driver.EpisodeDriver`).
 
-        None where an engine has nothing to draw, or must not draw yet.
+        None if the engine has nothing to sample, or must not sample yet.
 
         Raises:
-            ConfigError: an environment gave no answer, and that ends the run.
+            ConfigError: an environment gave no answer, and ``fails`` is set.
         """
         if self.num_waiting:
             self._poll(0.0 if self._overlap and (engine_draws or self._requests) else wait_s)
@@ -158,11 +162,11 @@ class Episodes:
         return requests
 
     def take(self, completions: Iterable[Completion]) -> list[Completion]:
-        """Take the texts of turns to their environments. Returns episodes that have ended, and completions of other requests.
+        """Send the texts of turns to their environments. Returns the episodes that ended, and completions of other requests.
 
         Raises:
-            LostTrajectory: a turn was not asked for.
-            RuntimeError: a turn must not be trained on.
+            LostTrajectory: a turn was not requested.
+            RuntimeError: a turn is not valid for training.
         """
         others = []
         for completion in completions:
@@ -193,7 +197,7 @@ class Episodes:
             self._sessions.step(key, action)
 
     def _poll(self, timeout_s: float | None) -> None:
-        """Continue episodes whose environment has answered. Waits for one of them, but no longer than ``timeout_s``."""
+        """Continue the episodes whose environment has answered. Waits at most ``timeout_s`` for the first answer."""
         for key, answer in self._sessions.poll(timeout_s):
             each = self._open[key]
             each.log.end_step()
@@ -246,7 +250,7 @@ class Episodes:
             new = prompt.images[len(each.prompt.images) :]
             tokens = self._expand(self._text.after(turn, answer.messages, special=answer.special), new)
             if new and self._has_drawn_images(each):
-                self._finish(key, "length")  # no image has a place behind such a token
+                self._finish(key, "length")  # see _has_drawn_images
                 return
             if each.num_tokens + len(tokens) >= each.max_tokens:
                 self._finish(key, "length")  # no token is left after the observation
@@ -258,10 +262,10 @@ class Episodes:
             self._ask(key, each)
 
     def _seen(self, prompt: Prompt, answer: StepResult) -> Prompt:
-        """Return the prompt of an episode with the images of an observation behind its own.
+        """Return the prompt of an episode with the images of an observation appended to its own images.
 
         Raises:
-            UnreadableText: they cannot be used.
+            UnreadableText: the images cannot be used.
         """
         sources = [source for message in answer.messages for source in message.get("images", ())]
         if not sources:
@@ -277,7 +281,7 @@ class Episodes:
         return replace(prompt, images=(*prompt.images, *taken))
 
     def _expand(self, tokens: list[int], images: Sequence[str]) -> list[int]:
-        """Return tokens with those of each image."""
+        """Return the tokens with the tokens of each image inserted."""
         if self._images is None or not images:
             return tokens
         try:
@@ -286,7 +290,7 @@ class Episodes:
             raise UnreadableText(f"returned what does not go with images: {error}") from error
 
     def _has_drawn_images(self, each: _Episode) -> bool:
-        """Tell whether the policy has drawn the token of an image, behind which the next one would not be told from it."""
+        """Return whether the policy sampled an image token. A later image could not be distinguished from that token."""
         drawn = [part.token_ids for part in each.written if isinstance(part, Completion)]
         return self._images is not None and any((ids == self._images.tokens.token_id).any() for ids in drawn)
 
@@ -305,12 +309,16 @@ class Episodes:
         self._requests.append(each.request)
 
     def _fail(self, key: int, answer: StepResult) -> None:
-        """End an episode whose environment gave no answer: nobody answers the last turn."""
+        """End an episode whose environment gave no answer. Its last turn stays without an observation.
+
+        Raises:
+            ConfigError: ``fails`` is set.
+        """
         each = self._open[key]
         cause = f"{self._sessions.name} on {each.asked.name}, turn {len(each.rewards)}, {answer.error}"
         if self._fails:
             raise ConfigError(f"{cause}. Correct it, or set reward.on_error=zero to score such an episode 0")
-        if not each.written:  # a row needs a turn of the policy
+        if not each.written:  # a trajectory needs at least one turn of the policy
             each.failure = answer
             self._ask(key, each)
             return
@@ -320,7 +328,8 @@ class Episodes:
     def _finish(self, key: int, reason: str, score: Score | None = None) -> None:
         """End an episode.
 
-        Its score is the sum of the rewards: the last reward is the rest of it, those before belong to their turns.
+        Its score is the sum of all rewards. Rewards before the last are also stored at their turns; the last reward is the
+        remainder of the score.
         """
         each = self._open.pop(key)
         self._sessions.close(key)
@@ -340,16 +349,16 @@ def _num_characters(answer: StepResult) -> int:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Derive the seed of a later turn of an episode from the first turn's ``seed``: unrelated to those of all others."""
+    """Derive the seed of a later turn of an episode from the first turn's ``seed``. Seeds of different turns are unrelated."""
     digest = hashlib.blake2b(struct.pack("<2q", seed, turn), digest_size=8, person=b"turn").digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def row_of(prompt: Prompt) -> Mapping[str, Any]:
-    """Build what ``reset`` gets, as JSON values.
+    """Build the row for ``reset``, as JSON values.
 
     Raises:
-        ConfigError: the ground truth or extra_info are no JSON.
+        ConfigError: the ground truth or extra_info cannot be written as JSON.
     """
     row = {
         "prompt_id": prompt.prompt_id,
@@ -375,13 +384,20 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentReward:
-    """``graders``: of the last turn; None: the environment's rewards are all. ``adds``: these count beside the graders."""
+    """The reward of a run with an environment.
+
+    ``graders`` score the last turn; None means that only the environment's rewards count. ``adds``: whether the environment's
+    rewards are added to the graders' score.
+    """
 
     graders: RewardFunction | None = None
     adds: bool = True
 
     def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """Submit episodes to the graders. The result waits for them. An episode whose environment failed has no score."""
+        """Submit episodes to the graders. Returns a function that waits for their scores.
+
+        An episode whose environment failed keeps its failure as the score.
+        """
         graded = self.graders.submit(trajectories) if self.graders is not None else None
 
         def finish() -> list[Score]:
@@ -391,7 +407,7 @@ class EnvironmentReward:
         return finish
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Submit, and wait."""
+        """Score episodes: submit them, and wait."""
         return self.submit(trajectories)()
 
     def _score(self, trajectory: Trajectory, graded: Score | None) -> Score:

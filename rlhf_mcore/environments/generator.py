@@ -1,4 +1,4 @@
-"""An engine in the trainer's process that plays episodes: to the trainer one more generator."""
+"""A generator that runs episodes on an engine in the trainer's process."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ if TYPE_CHECKING:
     from rlhf_mcore.protocols import Generator
     from rlhf_mcore.types import Sampling
 
-TURNS = 2**40  # ids of turns are that of their episode and a multiple of it, where an episode has several under way
+# An episode may have several turns in flight. The id of a turn is then the episode's id plus a multiple of this number.
+TURNS = 2**40
 
 
 class EpisodeGenerator:
-    """A Generator for requests of episodes: while some wait for their environment, the engine draws the turns of others.
+    """A Generator for episode requests. While some episodes wait for their environment, the engine samples turns of others.
 
     Args:
-        engine: of this rank. It has no other requests.
-        episodes: on the rank that leads the engine; others draw what it decides.
-        group: of the ranks of the engine, where there are several.
+        engine: engine of this rank. It receives no other requests.
+        episodes: episode driver, on the engine's lead rank only. The other ranks sample the turns that the lead rank selects.
+        group: process group of the engine's ranks; None if the engine has one rank.
     """
 
     def __init__(
@@ -34,16 +35,16 @@ class EpisodeGenerator:
     ) -> None:
         self._engine, self._episodes, self._group = engine, episodes, group
         self._open: dict[int, Sampling] = {}
-        if episodes is not None and hasattr(engine, "drawn"):  # an engine of a process of its own tells whole turns
+        if episodes is not None and hasattr(engine, "drawn"):  # an engine in another process reports whole turns only
             episodes.watch(engine.drawn)
 
     @property
     def num_in_flight(self) -> int:
-        """Episodes that were not collected."""
+        """Return the number of episodes that are not collected yet."""
         return len(self._open)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Generate (:class:`rlhf_mcore.protocols.Generator`). No other episodes are under way."""
+        """Generate (:class:`rlhf_mcore.protocols.Generator`). No other episodes may be in flight."""
         assert not self._open, "one call at a time"
         self.submit(requests)
         completions: list[Completion] = []
@@ -52,13 +53,15 @@ class EpisodeGenerator:
         return completions
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begin episodes."""
+        """Start episodes."""
         self._open |= {request.request_id: request.sampling for request in requests}
         if self._episodes is not None:
             self._episodes.begin(requests)
 
     def collect(self, timeout_s: float) -> list[Completion]:
-        """Collect episodes that have ended since the last call; wait for one, however long. [] on ranks that do not lead.
+        """Return the episodes that ended since the last call; [] on ranks that do not lead.
+
+        Waits without a limit until an episode ends; ``timeout_s`` is not used.
 
         Raises:
             ConfigError: an environment failed, and ``reward.on_error`` is fail.
@@ -76,10 +79,10 @@ class EpisodeGenerator:
                     del self._open[request_id]
                 if ended_ids:
                     break
-                waits = episodes is not None and episodes.num_waiting  # while it draws: that depends on the time
+                waits = episodes is not None and episodes.num_waiting  # then the batch composition depends on timing
                 drawn = self._engine.collect(0.0 if waits else math.inf)
                 ended += episodes.take(drawn) if episodes is not None else []
-            while not self._open and self._engine.num_in_flight:  # turns that nobody waits for any more
+            while not self._open and self._engine.num_in_flight:  # turns whose client disconnected
                 self._engine.collect(math.inf)
         except BaseException:
             self._open.clear()
@@ -89,7 +92,7 @@ class EpisodeGenerator:
         return ended
 
     def _due(self, ended: list[Completion]) -> list[Request]:
-        """List turns to be drawn, and add episodes that have ended to ``ended``."""
+        """Return the turns to sample, and append the episodes that ended to ``ended``."""
         assert self._episodes is not None
         turns = None
         while turns is None and not ended:
@@ -100,7 +103,7 @@ class EpisodeGenerator:
     def _agree(
         self, turns: list[Request], unheard: list[int], ended: list[int]
     ) -> tuple[list[Request], list[int], list[int]]:
-        """Broadcast what the lead has to all ranks of the engine."""
+        """Broadcast the lead rank's decisions to all ranks of the engine."""
         if self._group is None:
             return turns, unheard, ended
         plain = [(r.request_id, r.name, list(r.prompt_ids), r.sampling.max_new_tokens, r.seed) for r in turns]
@@ -112,7 +115,7 @@ class EpisodeGenerator:
         return agreed, unheard, ended
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        """Forget episodes; ids that are not under way are ignored."""
+        """Drop episodes. Unknown ids are ignored."""
         known = self._open.keys() & set(request_ids)
         self._engine.cancel(known)
         if self._episodes is not None:

@@ -1,6 +1,6 @@
-"""Environments in worker processes: each session belongs to one of them, and moves to another one where that is lost.
+"""Environments in worker processes. Each session belongs to one process, and moves to another if that process is lost.
 
-Nothing runs beside the caller: what has happened is noticed in ``poll``.
+There is no background thread. Answers and lost processes are handled in ``poll``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema import EnvironmentConfig
 
 PROGRAM = "rlhf_mcore.environments.worker"
-MAX_CONCURRENT = 256  # calls at a time in a process whose environments are asynchronous
+MAX_CONCURRENT = 256  # concurrent calls per process if the environments are asynchronous
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Hold what came of a reset or of a step: ``messages`` of {"role", "content"}; or an error, with the cause in words.
+    """The result of a reset or step: ``messages`` of {"role", "content"}, or an error that explains the cause.
 
-    ``special``: the environment writes special tokens into its messages.
+    ``special``: whether names of special tokens in the messages are encoded as these tokens.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -46,15 +46,15 @@ class StepResult:
 
 @dataclass(slots=True, eq=False)
 class _Host:
-    """A process, the calls that wait for it, and those that it was given, with their deadlines."""
+    """A worker process, the calls that wait for it, and the calls that it runs, with their deadlines."""
 
     process: WorkerProcess
-    deadline: float  # for loading
+    deadline: float  # for loading the class
     ready: bool = False
     capacity: int = 1
     waiting: deque[int] = field(default_factory=deque)
     calls: dict[int, float] = field(default_factory=dict)
-    sessions: set[int] = field(default_factory=set)  # that it has, or will have
+    sessions: set[int] = field(default_factory=set)  # assigned to this process, whether opened there yet or not
 
 
 @dataclass(slots=True)
@@ -63,18 +63,18 @@ class _Session:
     seed: int
     actions: list[Any] = field(default_factory=list)
     host: _Host | None = None
-    is_there: bool = False  # the host has it
-    tries: int = 0  # of the call that is under way
+    is_there: bool = False  # the session is open in the host's process
+    tries: int = 0  # of the current call
 
 
 class Sessions:
-    """Sessions of one class, by keys that the caller chooses.
+    """Sessions of one environment class. The caller chooses the key of each session.
 
     Args:
-        spec: of ``environment.function``, or the name of a built-in class.
-        options: of its constructor.
-        limits: of its processes; ``timeout_s`` of one call.
-        folder: their working directory; None: this process's.
+        spec: ``environment.function``: a class in a file, or the name of a built-in class.
+        options: arguments of its constructor.
+        limits: limits of the worker processes. ``timeout_s`` limits one call.
+        folder: working directory of the processes; None: the directory of this process.
     """
 
     def __init__(self, spec: str, options: Mapping[str, Any], limits: WorkerLimits, folder: str | None = None) -> None:
@@ -91,17 +91,17 @@ class Sessions:
         self._sessions: dict[int, _Session] = {}
         self._answers: list[tuple[int, StepResult]] = []
         self._lost_in_a_row = 0
-        self._killed_starts = 0  # in a row
+        self._killed_starts = 0  # consecutive processes that were killed while they loaded the class
         self._num_calls = 0
         self.bound = f"environment.timeout_s={limits.timeout_s:g} s"
-        self.wake: int | None = None  # a descriptor that ends a wait when it is readable
+        self.wake: int | None = None  # a file descriptor; poll stops waiting when it is readable
         self.close_all = weakref.finalize(self, _stop, self._hosts, os.getpid())
 
     def check(self) -> None:
-        """Start a process, so that what cannot be loaded is found now.
+        """Start a process and load the class, to find errors early.
 
         Raises:
-            ConfigError: it cannot be loaded.
+            ConfigError: the class cannot be loaded.
         """
         while not any(host.ready for host in self._hosts):
             if not self._hosts:
@@ -110,22 +110,22 @@ class Sessions:
 
     @property
     def num_calls(self) -> int:
-        """Calls that ``poll`` has not answered yet."""
+        """Return the number of calls whose answer ``poll`` has not returned yet."""
         return self._num_calls
 
     def open(self, key: int, row: Mapping[str, Any], seed: int) -> None:
-        """Begin to reset a new session; ``poll`` has the first observation."""
+        """Start the reset of a new session. ``poll`` returns the first observation."""
         assert key not in self._sessions, key
         self._sessions[key] = _Session(row, seed)
         self._call(key)
 
     def step(self, key: int, action: Any) -> None:
-        """Begin a step of a session."""
+        """Start a step of a session. ``poll`` returns the result."""
         self._sessions[key].actions.append(action)
         self._call(key)
 
     def close(self, key: int) -> None:
-        """Forget a session; an answer that is on its way is dropped."""
+        """Close a session. If it waits for an answer, the answer is dropped."""
         session = self._sessions.pop(key, None)
         if session is None:
             return
@@ -136,16 +136,18 @@ class Sessions:
             if key in host.waiting:
                 host.waiting.remove(key)
                 self._num_calls -= 1
-            elif key in host.calls:  # its worker still answers this, or reaches the deadline
+            elif key in host.calls:  # stays in host.calls until the worker answers or the deadline passes
                 self._num_calls -= 1
             if session.is_there:
                 host.process.send(encode({"close": key}))
 
     def poll(self, timeout_s: float | None) -> list[tuple[int, StepResult]]:
-        """Return the answers that have come, by session. Waits for one while calls are under way, no longer than ``timeout_s``.
+        """Return the received answers, with the keys of their sessions.
+
+        If calls are in flight, waits for an answer, but at most ``timeout_s`` (None: no limit).
 
         Raises:
-            ConfigError: the class cannot be loaded, or call after call is lost.
+            ConfigError: the class cannot be loaded, or too many calls in a row get no answer.
         """
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -192,12 +194,15 @@ class Sessions:
                 host.calls[key] = time.monotonic() + self._limits.timeout_s * num_calls
 
     def _is_suspect(self, key: int) -> bool:
-        """Return whether a call was there when processes were lost, among others: it is made alone, so that the guilty one shows."""
+        """Return whether a call was in flight, among others, each time a process was lost.
+
+        Such a call runs alone, so that the next loss shows which call is the cause.
+        """
         session = self._sessions.get(key)
         return session is not None and session.tries > self._limits.retries
 
     def _round(self, end: float | None) -> bool:
-        """Wait until something has happened or ``end``, and take note of it. Returns whether ``wake`` is readable."""
+        """Wait for an event, at most until ``end``, and handle it. Returns whether ``wake`` is readable."""
         poll = select.poll()
         deadlines = [math.inf if end is None else end]
         for host in self._hosts:
@@ -244,13 +249,15 @@ class Sessions:
             self._answer(message.pop("session"), StepResult(**message))
 
     def _answer(self, key: int, answer: StepResult) -> None:
-        if key in self._sessions:  # and was not closed in the meantime
+        if key in self._sessions:  # not closed in the meantime
             self._answers.append((key, answer))
 
     def _lose(self, host: _Host, cause: str, guilty: list[int], timed_out: bool = False) -> None:
-        """End a process. Its sessions are played again elsewhere when they are called; the calls of ``guilty`` once more at most.
+        """Stop a lost process, and repeat its calls in other processes.
 
-        Of several that may have ended it each is made alone then; of those beyond their deadlines each is known.
+        Its sessions are replayed there. ``guilty`` are the calls that may have caused the loss. If there is one such call, or if
+        the calls passed their deadlines (``timed_out``), each is repeated ``limits.retries`` times at most and then gets an error.
+        If several calls may be the cause, each is repeated alone after that (``_is_suspect``).
         """
         self._hosts.remove(host)
         was_killed = host.process.was_killed
@@ -279,17 +286,17 @@ class Sessions:
 
 
 def _stop(hosts: list[_Host], owner: int) -> None:
-    if os.getpid() == owner:  # and not in a process that was forked from it
+    if os.getpid() == owner:  # a forked process must not stop the workers of its parent
         for host in hosts:
             host.process.stop()
 
 
 def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessions:
-    """Make sessions of the configured class, for one of ``num_engines`` that may share a machine."""
+    """Build the sessions of the configured class for one engine. ``num_engines`` engines may share a machine."""
     assert own.function is not None
     workers = own.workers or default_workers(num_engines)
     options, timeout_s, name = own.options or {}, own.timeout_s, f"{KEY}={own.function}"
-    if own.function == AGENT:  # the only step is an episode, with all tries
+    if own.function == AGENT:  # one step runs a whole episode, including all tries
         agent = own.agent
         shown = {"command": (agent.command or [""])[0], "function": agent.function, "url": redact(agent.url)}
         name = next((f"environment.agent.{kind}={what}" for kind, what in shown.items() if what), name)
@@ -306,17 +313,17 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessio
     limits = WorkerLimits(workers, timeout_s, own.memory_gib, tuple(variables))
     sessions = Sessions(own.function, options, limits, folder)
     sessions.name = name
-    if own.function in ASKING:  # it keeps its deadlines itself, where its worker is not kept from that
+    if own.function in ASKING:  # it enforces its own deadlines, unless the agent blocks the worker's event loop
         keys = "environment.agent.timeout_s and environment.timeout_s"
         sessions.bound = f"the {timeout_s:g} s of {keys} (a coroutine waits with await alone)"
     return sessions
 
 
 def check_loads(own: EnvironmentConfig) -> None:
-    """Load the configured class once, in a process of its own.
+    """Load the configured class once, in a separate process.
 
     Raises:
-        ConfigError: naming ``environment.function`` or its options.
+        ConfigError: the class cannot be loaded. The message names ``environment.function`` or its options.
     """
     sessions = sessions_of(own, 1, os.getcwd())
     try:

@@ -1,6 +1,6 @@
-"""Tools that the policy calls: a calculator, Python in the sandbox, search, functions of a file.
+"""Tools that the policy calls: a calculator, Python in the sandbox, search, and functions from a file.
 
-A call is ``<tool>NAME ARGUMENT</tool>`` in the text of a turn; with ``environment.tool_parser`` what the parser finds.
+A call is ``<tool>NAME ARGUMENT</tool>`` in the text of a turn. If ``environment.tool_parser`` is set, the parser finds the calls.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ _WORD = re.compile(r"\w+")
 
 BUILT_IN = ("calculator", "python", "search")
 Tool = Callable[..., Any]
-_Call = tuple[str, list[Any], dict[str, Any]]  # of a tool: its name and arguments, named ones last
+_Call = tuple[str, list[Any], dict[str, Any]]  # name of the tool, positional arguments, named arguments
 
 
 class Tools:
-    """An episode ends with the first turn that calls no tool. It gives no rewards: use ``environment.score: reward``.
+    """An environment that runs the policy's tool calls. An episode ends with the first turn that calls no tool.
+
+    All rewards are 0. Use ``environment.score: reward`` to score the last turn.
 
     Args:
-        tools: ``calculator``, ``python``, ``search``, or functions of a file, ``path/to/file.py:name``, that take
-            a text, or what a parsed call names.
-        corpus: of ``search``: a .jsonl file with "text" in each line, or a text file whose lines are the documents.
-        role: of the messages that hold results.
-        results: documents that a search returns.
-        cpu_s: of a program.
-        isolation: the least that a program of the policy's is run with: rlimits, filters or namespaces.
-        max_chars: of a result; the rest is cut.
+        tools: ``calculator``, ``python``, ``search``, or functions from a file as ``path/to/file.py:name``. A function takes
+            one text, or the named arguments of a parsed call.
+        corpus: documents of ``search``: a .jsonl file with "text" in each line, or a text file with a document in each line.
+        role: role of the messages with results.
+        results: number of documents that a search returns.
+        cpu_s: CPU seconds of a program of the policy.
+        isolation: minimum isolation of a program of the policy: rlimits, filters or namespaces.
+        max_chars: maximum characters of a result; the rest is cut off.
     """
 
     def __init__(
@@ -71,10 +73,10 @@ class Tools:
                 )
 
     def reset(self, row: Any, seed: int) -> None:
-        """Begin an episode; the prompt tells of the tools, if need be."""
+        """Return no observation. The prompt must describe the tools if the policy does not know them."""
 
     def step(self, action: str | Mapping[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
-        """Answer each call with a message."""
+        """Return one message for each tool call, reward 0, and whether the turn has no calls."""
         if isinstance(action, str):
             calls: list[_Call] = [(name, [argument.strip()], {}) for name, argument in _CALL.findall(action)]
         else:
@@ -82,7 +84,11 @@ class Tools:
         return [{"role": self._role, "content": self._call(*call)} for call in calls], 0.0, not calls
 
     def _parse(self, function: Mapping[str, str]) -> _Call:
-        """Parse arguments: a built-in tool gets its only one as a text, a function of a file gets them by name."""
+        """Parse the arguments of a call.
+
+        A built-in tool gets its only argument as a text. A function from a file gets named arguments. Arguments that cannot be
+        parsed are passed as one text.
+        """
         name, given = function["name"], function["arguments"]
         try:
             arguments = json.loads(given)
@@ -109,7 +115,7 @@ class Tools:
 
 # ---------------------------------------------------------------------------------------------------------------- python
 def run_program(code: str, cpu_s: float, isolation: str) -> str:
-    """Run a program. Returns what it prints, and how it ended if not well."""
+    """Run a program. Returns its standard output, followed by the error if it failed."""
     from rlhf_mcore.sandbox.run import Limits, run_python
 
     result = run_python(code, Limits(cpu_s=cpu_s), minimum=isolation)
@@ -121,14 +127,14 @@ def run_program(code: str, cpu_s: float, isolation: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- search
 class Index:
-    """Documents by words, ranked by BM25 (Robertson and Zaragoza 2009, The Probabilistic Relevance Framework, eq. 3.15)."""
+    """An index of documents, ranked by BM25 (Robertson and Zaragoza 2009, The Probabilistic Relevance Framework, eq. 3.15)."""
 
     k1, b = 1.2, 0.75
 
     def __init__(self, documents: Sequence[str]) -> None:
         self._documents = list(documents)
         self._lengths: list[int] = []
-        self._places: dict[str, list[tuple[int, int]]] = {}  # word -> documents and how often it is in them
+        self._places: dict[str, list[tuple[int, int]]] = {}  # word -> (index of a document, occurrences in it)
         for place, document in enumerate(self._documents):
             words = Counter(_words(document))
             self._lengths.append(words.total())
@@ -137,7 +143,7 @@ class Index:
         self._mean_length = sum(self._lengths) / max(len(self._lengths), 1) or 1.0
 
     def search(self, query: str, results: int) -> list[str]:
-        """Search the best documents, the best one first; of equals the earlier one."""
+        """Return the best documents, best first. Ties keep the order of the corpus."""
         scores: Counter[int] = Counter()
         for word in set(_words(query)):
             places = self._places.get(word, [])
@@ -150,7 +156,7 @@ class Index:
 
 
 def find_documents(index: Index, results: int, query: str) -> str:
-    """Find the best documents, and write a line about each."""
+    """Return the best documents as lines of a text."""
     return "\n".join(index.search(query, results)) or "nothing was found"
 
 
@@ -160,10 +166,10 @@ def _words(text: str) -> list[str]:
 
 @lru_cache(maxsize=4)
 def read_corpus(path: str) -> Index:
-    """Read the documents of a file, once in a process.
+    """Read the documents of a file, once per process.
 
     Raises:
-        ConfigError: it cannot be read, or a line of a .jsonl file has no "text".
+        ConfigError: the file cannot be read, or a line of a .jsonl file has no "text".
     """
     try:
         lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]

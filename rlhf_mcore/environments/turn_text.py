@@ -1,4 +1,4 @@
-"""Observations as tokens: between the markers of the chat template, behind tokens that were sampled and stay as they are."""
+"""Encode observations between the chat template's markers, after sampled tokens, which are never tokenised again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.types import Completion, Prompt
 
-Messages = Sequence[Mapping[str, Any]]  # with "texts" where there are images between them
+Messages = Sequence[Mapping[str, Any]]  # a message with images has "texts", the texts around the images
 REMEDY = (
     "use a template that leaves earlier turns as they are, or set environment.rewritten_history=keep, which goes on from what was "
     "sampled"
@@ -26,18 +26,18 @@ REMEDY = (
 
 
 def _stand_in(number: int) -> str:
-    """Make a content that no template changes, to find it again in the rendered text."""
+    """Return a placeholder content that no template changes, so that it can be found in the rendered text."""
     return f"standin{number}in"
 
 
 class TurnText:
-    """Tokens of observations, and texts of what was sampled.
+    """Encode observations, and decode sampled tokens.
 
-    A template is applied once for each sequence of roles, to stand-ins; contents are put in their places.
+    The template is applied once for each sequence of roles, to placeholders. Contents then replace the placeholders.
 
     Args:
-        mode: ``data.apply_chat_template``; "false", or a tokenizer without a template: observations are plain text.
-        keep: go on from what was sampled where the template would write it differently into the history.
+        mode: ``data.apply_chat_template``. With "false", or without a chat template, observations are plain text.
+        keep: whether to continue from the sampled tokens if the template would rewrite an earlier turn in the history.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: str = "auto", *, keep: bool = False) -> None:
@@ -48,22 +48,22 @@ class TurnText:
         self._of_image: str | None = None
 
     def text_of(self, tokens: NDArray[np.int32]) -> str:
-        """Decode tokens without the special ones."""
+        """Decode tokens, without special tokens."""
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
     def written_text_of(self, turn: Completion) -> str:
-        """Decode all that the policy has written, with special tokens, but not the one that ends the turn."""
+        """Decode the policy's turn with its special tokens, except the token that ends the turn."""
         tokens = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
 
     def opening(self, prompt: Prompt, messages: Messages, *, special: bool = False) -> tuple[list[int], str]:
-        """Render a prompt that is followed by a first observation. Returns its tokens and its text.
+        """Render a prompt followed by a first observation. Returns its tokens and its text.
 
-        ``special``: what stands in a message for a special token is one.
+        ``special``: whether names of special tokens in the messages are encoded as these tokens.
 
         Raises:
-            ConfigError: the template refuses the messages.
-            UnreadableText: the tokenizer cannot split them.
+            ConfigError: the template rejects the messages.
+            UnreadableText: the tokenizer cannot split the messages.
         """
         pieces = [""] * (len(messages) + 1)
         before = prompt.text
@@ -75,13 +75,13 @@ class TurnText:
         return self._encode(pieces, messages, special), _fill(*self._with_images(pieces, messages))
 
     def after(self, completion: Completion, messages: Messages, *, special: bool = False) -> list[int]:
-        """Encode what is between a turn of the policy and its next one: the end of the turn, unless it was sampled, and ``messages``.
+        """Encode the tokens between two turns of the policy: ``messages``, and before them the turn's end if it was not sampled.
 
-        ``special``: what stands in a message for a special token is one.
+        ``special``: whether names of special tokens in the messages are encoded as these tokens.
 
         Raises:
-            ConfigError: the template refuses the messages, or writes an earlier turn differently.
-            UnreadableText: the tokenizer cannot split them.
+            ConfigError: the template rejects the messages, or rewrites an earlier turn.
+            UnreadableText: the tokenizer cannot split the messages.
         """
         if self._plain:
             return self._encode([""] * (len(messages) + 1), messages, special)
@@ -97,7 +97,7 @@ class TurnText:
         return self._control.encode(pieces, contents)
 
     def _with_images(self, pieces: Sequence[str], messages: Messages) -> tuple[list[str], list[str]]:
-        """Return pieces of the template and texts between them, with a piece for each image."""
+        """Return the pieces of the template and the texts between them, with an additional piece for each image."""
         around, contents = list[str](), list[str]()
         for piece, message in zip(pieces, messages, strict=False):
             texts = message.get("texts") or [message["content"]]
@@ -106,7 +106,7 @@ class TurnText:
         return [*around, pieces[-1]], contents
 
     def _image(self) -> str:
-        """Return what the template writes for an image, with one token of its kind."""
+        """Return the text that the template writes for an image, with a single image token."""
         if self._of_image is None:
             if self._plain:
                 raise UnreadableText("returned an image, which only a chat template can write")
@@ -116,9 +116,9 @@ class TurnText:
         return self._of_image
 
     def _between(self, roles: tuple[str, ...], *, first: bool) -> tuple[str, list[str]]:
-        """Find the text that asks for an answer at the end of a prompt, and those around the contents of messages with ``roles``.
+        """Return the generation prompt at the end of a prompt, and the texts around the contents of messages with ``roles``.
 
-        ``first``: they follow the prompt and not a turn of the policy.
+        ``first``: whether the messages follow the prompt; otherwise they follow a turn of the policy, and the first text is "".
         """
         known = self._pieces.get((roles, first))
         if known is None:

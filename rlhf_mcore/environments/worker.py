@@ -1,6 +1,6 @@
-"""A worker process: it holds environments of a user's class, one for each session, and calls them.
+"""A worker process, which creates an instance of the user's environment class for each session, and calls it.
 
-Started by ``rlhf_mcore.environments.sessions``.
+``rlhf_mcore.environments.sessions`` starts it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ BUILT_IN = {
 }
 _RECEIVE_BYTES = 2**16
 _MESSAGES = 'None, a text, a message {"role", "content"} whose role is a word, or a list of messages; content may be parts with images'
-_ROLE = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # it stands in the template's markers
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what tokenizers and files of UTF-8 do not take
+_ROLE = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # the template writes it between its markers
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # characters that tokenizers and UTF-8 files reject
 
 
 class EnvironmentFailed(Exception):
-    """A call has failed as the message tells, which needs no name of an exception. ``timed_out``: it took too long."""
+    """A call failed. The message explains the cause without the name of an exception. ``timed_out``: it took too long."""
 
     def __init__(self, message: str, timed_out: bool = False) -> None:
         super().__init__(message)
@@ -47,12 +47,12 @@ class EnvironmentFailed(Exception):
 
 
 def main(descriptor: int) -> None:
-    """Serve the sessions at the other end of a socket until it is closed.
+    """Serve sessions over a socket until the other end closes it.
 
-    The first message tells what to load: ``{"spec", "options", "memory_bytes", "folder"}``. It is answered by ``{"ready": true,
-    "concurrent"}`` or by ``{"problem": text}``. Every later one is ``{"close": session}`` or ``{"session", "seed", "actions"}``,
-    with ``"row"`` where this process does not have the session yet: it resets it, takes the actions, and answers with what came of
-    the last one.
+    The first message names the class to load: ``{"spec", "options", "memory_bytes", "folder"}``. The answer is ``{"ready": true,
+    "concurrent"}`` or ``{"problem": text}``. Every later message is ``{"close": session}`` or ``{"session", "seed", "actions"}``.
+    If the message also contains ``"row"``, the session is new in this process: the worker resets it, and runs all actions.
+    The answer is the result of the last action.
     """
     end_group_with(descriptor)
     connection = socket.socket(fileno=descriptor)
@@ -69,7 +69,7 @@ def main(descriptor: int) -> None:
     try:
         kind = load_environment(order["spec"])
         options = order["options"]
-        kind(**options)  # what is wrong with the options is found now
+        kind(**options)  # find invalid options now
     except ConfigError as error:
         connection.sendall(encode({"problem": str(error)}))
         return
@@ -81,7 +81,7 @@ def main(descriptor: int) -> None:
         return
     concurrent = any(inspect.iscoroutinefunction(getattr(kind, name, None)) for name in ("reset", "step"))
     connection.sendall(encode({"ready": True, "concurrent": concurrent}))
-    source = options.get("function") if order["spec"] == AGENT else None  # a mistake in it is told with its line
+    source = options.get("function") if order["spec"] == AGENT else None  # error messages show the line in this file
     asyncio.run(_serve(connection, Environments(lambda: kind(**options), source or order["spec"])))
 
 
@@ -89,7 +89,7 @@ def load_environment(spec: str) -> Callable[..., Any]:
     """Load the class that ``environment.function`` names.
 
     Raises:
-        ConfigError: it cannot be had, or has no ``reset`` and ``step``.
+        ConfigError: it cannot be loaded, is not a class, or has no ``reset`` or no ``step``.
     """
     if spec in BUILT_IN:
         from importlib import import_module
@@ -118,7 +118,7 @@ async def _serve(connection: socket.socket, environments: Environments) -> None:
             reply = await environments.answer(item)
         except MemoryError:
             reply = {"lost": "ran out of memory"}
-        if os.getpid() != process:  # the environment has forked, and this is the child, which answers nothing
+        if os.getpid() != process:  # the environment forked, and this is the child. Only the parent answers.
             os._exit(0)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
@@ -149,14 +149,14 @@ class _LiveSession:
 
 
 class Environments:
-    """The sessions of this process. ``make`` makes an environment; ``spec`` is for messages."""
+    """The sessions of this process. ``make`` builds an environment; ``spec`` is used in error messages."""
 
     def __init__(self, make: Callable[[], Any], spec: str) -> None:
         self._make, self._spec = make, spec
         self._sessions: dict[int, _LiveSession] = {}
 
     async def answer(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a message: ``{"messages", "reward", "done"}``, or ``{"error"}``."""
+        """Handle a message. Returns ``{"messages", "reward", "done", "special"}``, ``{"error"}``, or {} for a close."""
         try:
             return await self._answer(item)
         except MemoryError:
@@ -166,7 +166,7 @@ class Environments:
         except SystemExit as error:
             return {"error": f"called sys.exit({error.code!r}){place_of(error, self._spec)}"}
         except BaseException as error:
-            text = " ".join(traceback.format_exception_only(error)[-1].split())  # one line: it stands within a sentence
+            text = " ".join(traceback.format_exception_only(error)[-1].split())  # one line, as part of a sentence
             return {"error": f"raised {text[:2000]}{place_of(error, self._spec)}"}
 
     async def _answer(self, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class Environments:
         return reply
 
     async def _call(self, session: _LiveSession, method: str, *arguments: Any) -> Any:
-        # What an environment draws from the shared generators does not depend on the sessions beside it.
+        # Seed the global generators, so that an environment's random numbers do not depend on the other sessions of the process.
         random.seed(f"{session.seed} {session.turns}")
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed((session.seed + session.turns) % 2**32)
@@ -213,9 +213,9 @@ class Environments:
 
 
 def messages_of_observation(observation: Any) -> list[dict[str, Any]] | None:
-    """Read an observation as messages; None where it is none. NUL and lone surrogates become U+FFFD.
+    """Convert an observation to messages; None if it is not a valid observation. NUL and lone surrogates become U+FFFD.
 
-    A message with images has ``texts`` around them and ``images``, their sources, beside its ``content``.
+    A message with images has, in addition to ``content``, the ``texts`` around the images, and the image sources in ``images``.
     """
     if observation is None or observation == "":
         return []
@@ -236,10 +236,10 @@ def messages_of_observation(observation: Any) -> list[dict[str, Any]] | None:
 
 
 def _content(content: Any) -> dict[str, Any] | None:
-    """Return a message's text as ``content``, with images the ``texts`` around them and ``images``; None if it is neither."""
+    """Return ``content`` of a message, and also ``texts`` and ``images`` if it has images; None if it is invalid."""
     if isinstance(content, str):
         return {"content": _NO_TEXT.sub("\ufffd", content)}
-    from rlhf_mcore.data.image_rows import MARK, parts_of  # few environments show images
+    from rlhf_mcore.data.image_rows import MARK, parts_of  # imported here because few environments return images
 
     try:
         parts = parts_of(content, "an observation")
@@ -252,7 +252,7 @@ def _content(content: Any) -> dict[str, Any] | None:
 
 
 def _sent(source: Any) -> Any:
-    """Write the bytes of an image as a data URL, as messages between processes are JSON; a path as it is from here."""
+    """Return the source of an image as JSON: bytes become a data URL, and a relative path becomes absolute."""
     if isinstance(source, bytes):
         return f"data:image/unknown;base64,{base64.b64encode(source).decode()}"
     is_path = isinstance(source, str) and "://" not in source and not source.startswith("data:")
