@@ -256,7 +256,7 @@ def _steps(loop: TrainingLoop, shares: bool, first: int) -> dict[str, Any]:
         equal.append(metrics["rollout/logprob_exact"])
         return results, metrics
 
-    engine: Any = source.worker.generator
+    engine: Any = source.sampler.engine
     with patch.object(loop, "learner", SimpleNamespace(learn=learn)), ExitStack() as stack:
         if shares:
             stack.enter_context(sharing(engine, list(SHARED)))
@@ -278,7 +278,7 @@ def _sharpen(loop: TrainingLoop) -> None:
 def _measured(loop: TrainingLoop, row: Row, names: Sequence[str]) -> Found:
     source, learner = loop.source, loop.learner
     assert isinstance(source, SampledBatches) and isinstance(learner, PolicyLearner)
-    engine, actor = source.worker.generator, learner.roles.actor
+    engine, actor = source.sampler.engine, learner.roles.actor
     assert isinstance(engine, VLLMEngine) and isinstance(actor, Actor)
     loop.publisher.withdraw()
     loop.publisher.publish(0)  # also empties the cache of prefixes

@@ -63,8 +63,8 @@ def main() -> None:
     with loop_of(ROWS[name], steps, ["actor.optimizer.lr=1e-12"]) as loop:
         source, learner = loop.source, loop.learner
         assert isinstance(source, SampledBatches) and isinstance(learner, PolicyLearner)
-        engine, kept = KeptRequests(source.worker.generator), KeptBatch(learner)
-        loop.source = replace(source, worker=replace(source.worker, generator=engine))
+        engine, kept = KeptRequests(source.sampler.engine), KeptBatch(learner)
+        loop.source = replace(source, sampler=replace(source.sampler, engine=engine))
         loop.learner = kept
         for number in range(1, steps + 1):
             rounds.append(_round(loop, number, steps, engine, kept))

@@ -44,9 +44,11 @@ from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import RESTARTS, FleetPlan
 from rlhf_mcore.rollout.remote.host import EngineSpec
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
+from rlhf_mcore.sampling.requests import episode_request, request_of
+from rlhf_mcore.sampling.rollouts import sample_episode
 from rlhf_mcore.trainer.ahead import SamplingAhead, SamplingSchedule
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
-from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request, request_of
 from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.types import Prompt
 
@@ -64,7 +66,8 @@ def build_disaggregated(
     in_order, drain, bound = rollout.deterministic_order, rollout.at_publish == "drain", cfg.trainer.max_staleness
     last = cfg.trainer.num_steps
     schedule = SamplingSchedule(cfg.trainer.prompts_per_step, bound, rollout.oversample, in_order, drain, last)
-    make_request = request_of if cfg.environment.function is None else episode_request
+    plays = cfg.environment.function is not None
+    make_request = episode_request if plays else request_of
     first = None
     if fleet is not None:
         sampling = training_sampling(cfg)
@@ -103,17 +106,20 @@ def build_disaggregated(
             return remote.sync_again()
 
     engines = SharedEngines(first, sync_again, run.record.beat)
-    worker = RolloutWorker(engines, EngineRank(0, 1, is_lead=fleet is not None), data.decode)
+    ranks = world_group() if world_group().size() > 1 else None
+    rank = EngineRank(0, 1, is_lead=fleet is not None)
+    batch_sampler = BatchSampler(engines, rank, data.decode, ranks=ranks)
     on_error = OnError.of(cfg.reward)
     exchange = build_exchange(cfg, on_error)
     fill_step = choose_fill_step(cfg, on_error)
     resync = bridge.sync if copies is None else lambda _version: sync_again()
     source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, fill_step)
-    canary = build_canary(run, actor, worker, NoTarget())
-    worker = replace(worker, make_request=make_request)
+    canary = build_canary(run, actor, batch_sampler, NoTarget())
+    if plays:
+        batch_sampler = replace(batch_sampler, make_rollout=sample_episode)
     trained = OnDeviceBridge(changed_only(cfg, actor, remote, NoTarget()), actor.model)
     publisher = RemotePublisher(trained, run.record, source.drain if drain else None, canary)
-    return Generation(source, publisher, worker, None if first is None else first.ahead)
+    return Generation(source, publisher, batch_sampler, None if first is None else first.ahead)
 
 
 def _side(cfg: Config, model: RoleModel, keeps: bool) -> tuple[Side, KeptSources | None, AdapterSizes | None]:

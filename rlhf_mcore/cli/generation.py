@@ -26,7 +26,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.source import PromptBatches
-from rlhf_mcore.environments.build import EpisodeSpec, episode_worker
+from rlhf_mcore.environments.build import EpisodeSpec, build_episode_sampler
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.parallel.shared_store import SharedProgress, StoreClaims
@@ -39,12 +39,12 @@ from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, OF_8_BITS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.reinforcement import AddScores, EnginePublisher, SampledBatches
-from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.trainer.sampled import FillStep, take_next_batch
 from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.types import Prompt, Sampling
@@ -71,7 +71,7 @@ class Generation:
 
     source: Source
     publisher: Publisher
-    worker: RolloutWorker
+    sampler: BatchSampler
     ahead: SamplingAhead | None = None
     room: Callable[[], AbstractContextManager[None]] = nullcontext
     kernels: Mapping[str, str] = field(default_factory=dict)  # of this rank's engine, by part
@@ -95,20 +95,21 @@ def build_colocated(
     sharing.sleep_level = cfg.rollout.sleep_level
     if engine_kind(cfg.rollout.engine).has_live_weights:
         sharing.engine_bytes = storage_bytes(_live(cfg, engine).model.parameters())
-    worker = RolloutWorker(engine, engine.rank, data.decode)
-    canary = build_canary(run, actor, worker, engine)
+    batch_sampler = BatchSampler(engine, engine.rank, data.decode, ranks=engine.ranks)
+    canary = build_canary(run, actor, batch_sampler, engine)
     if cfg.environment.function is not None:
         spec = EpisodeSpec.of(cfg, engine.rank.num_engines, ToolCallParser)
-        worker = episode_worker(spec, engine, engine.rank, data.decode)
-    claims = StoreClaims(engine.rank) if cfg.rollout.order == SHARED_QUEUE else None
+        batch_sampler = build_episode_sampler(spec, engine, engine.rank, engine.ranks, data.decode)
+    claims = StoreClaims() if cfg.rollout.order == SHARED_QUEUE else None
     progress = SharedProgress(cfg.trainer.collective_timeout_s, record.beat)
     engine.on_progress = progress.note
-    worker = replace(worker, wait=progress.wait, dealer=Dealer(cfg.rollout.order, cfg.rollout.slots, claims=claims))
+    dealer = Dealer(cfg.rollout.order, cfg.rollout.slots, claims=claims)
+    batch_sampler = replace(batch_sampler, wait=progress.wait, dealer=dealer)
     sampling = training_sampling(cfg)
     on_error = OnError.of(cfg.reward)
     source = SampledBatches(
         PromptBatches(data.train, sampler),
-        worker,
+        batch_sampler,
         sampling,
         rewards.graders,
         choose_fill_step(cfg, on_error),
@@ -124,7 +125,7 @@ def build_colocated(
     with actor.model.on_device():  # a bridge makes views of what is there
         bridge = OnDeviceBridge(_build_bridge(cfg, actor, engine, traced), actor.model)
     publisher = EnginePublisher(engine, bridge, record, sharing, canary)
-    return Generation(source, publisher, worker, room=publisher.asleep, kernels=engine.kernels())
+    return Generation(source, publisher, batch_sampler, room=publisher.asleep, kernels=engine.kernels())
 
 
 @contextmanager
@@ -168,15 +169,15 @@ def choose_fill_step(cfg: Config, on_error: OnError) -> FillStep:
     return DynamicSampling(dynamic.max_batches, drop=on_error.drop).fill_step
 
 
-def build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: WeightTarget) -> Canary | None:
+def build_canary(run: RunContext, actor: Actor, sampler: BatchSampler, target: WeightTarget) -> Canary | None:
     cfg, drawn = run.cfg, run.cfg.rollout.sampling
     if not cfg.bridge.canary:
         return None
     length = min(NUM_TOKENS, cfg.data.max_prompt_tokens)
-    prompts = canary_prompts(worker.engine.num_engines, length, actor.model.spec.geometry.vocab_size)
+    prompts = canary_prompts(sampler.rank.num_engines, length, actor.model.spec.geometry.vocab_size)
     sampling = Sampling(temperature=drawn.temperature, max_new_tokens=min(MAX_NEW_TOKENS, drawn.max_new_tokens))
     tolerance = TOLERANCE[DTYPES[run.dtype]] if cfg.rollout.quantization is None else OF_8_BITS
-    return Canary(worker, target, actor, prompts, sampling, tolerance)
+    return Canary(sampler, target, actor, prompts, sampling, tolerance)
 
 
 def _live(cfg: Config, engine: Engine) -> LiveEngine:

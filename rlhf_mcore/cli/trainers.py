@@ -37,12 +37,12 @@ from rlhf_mcore.roles.reward_model import RewardModel
 from rlhf_mcore.roles.teacher import Teacher
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.trainer.advantages import AdvantageComputer
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.reinforcement import NoEvaluator, PolicyLearner, Roles, keep_scores
-from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.trainer.token_record import TokenRecord
 from rlhf_mcore.trainer.work import StepWork, TrainedWork
@@ -135,7 +135,7 @@ def rl_trainer(run: RunContext) -> TrainingLoop:
     holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
     if models.critic is not None and models.critic.normalizer is not None:
         holders["return_normalizer"] = models.critic.normalizer
-    lengths = generation.worker.dealer.lengths if cfg.rollout.placement == "colocated" else None
+    lengths = generation.sampler.dealer.lengths if cfg.rollout.placement == "colocated" else None
     checkpointer = build_checkpointer(
         run, models.saved(cfg), holders, sampler, generation.ahead, lengths, generation.room
     )
@@ -153,7 +153,7 @@ def rl_trainer(run: RunContext) -> TrainingLoop:
             _token_record(run, generation),
         ),
         publisher=generation.publisher,
-        evaluator=_build_evaluator(run, data.held_out, generation.worker, reward or graders),
+        evaluator=_build_evaluator(run, data.held_out, generation.sampler, reward or graders),
         checkpointer=checkpointer,
         recorder=record,
         counters=counters,
@@ -165,7 +165,7 @@ def _token_record(run: RunContext, generation: Generation) -> TokenRecord | None
     cfg = run.cfg.logging
     if not cfg.rollout_tokens:
         return None
-    return TokenRecord(cfg.rollout_tokens, cfg.rollouts_every, generation.worker.decode, run.record.directory)
+    return TokenRecord(cfg.rollout_tokens, cfg.rollouts_every, generation.sampler.decode, run.record.directory)
 
 
 def _build_generation(
@@ -185,14 +185,14 @@ def _build_generation(
 
 
 def _build_evaluator(
-    run: RunContext, held_out: Sequence[Prompt], worker: RolloutWorker, reward: RewardFunction
+    run: RunContext, held_out: Sequence[Prompt], sampler: BatchSampler, reward: RewardFunction
 ) -> Evaluator:
     if not held_out:
         return NoEvaluator()
     cfg, record = run.cfg, run.record
     return PolicyEvaluator(
         held_out,
-        worker,
+        sampler,
         reward,
         evaluation_sampling(cfg.evaluate, cfg.rollout.sampling.max_new_tokens, cfg.seed),
         cfg.evaluate.every,

@@ -11,8 +11,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from rlhf_mcore.config.choices import ASKING
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.questions import longest_response
@@ -30,18 +28,20 @@ from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.readers.data_columns import row_limits
 from rlhf_mcore.readers.data_rows import mapping
 from rlhf_mcore.readers.model_files import sees_images
-from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request
+from rlhf_mcore.sampling.rollouts import sample_episode
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    import torch.distributed as dist
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_mcore.config.schema import Config, DataConfig, EnvironmentConfig
     from rlhf_mcore.data.image_rows import ImageReader
     from rlhf_mcore.episode_driver import EpisodeDriver
     from rlhf_mcore.protocols import EngineRank, Generator
-    from rlhf_mcore.trainer.rollouts import Decode
+    from rlhf_mcore.sampling.rollouts import Decode
 
     # (environment.tool_parser, tokenizer, tool schemas) -> function from the text of a turn to a message.
     MakeParser = Callable[[str, PreTrainedTokenizerBase, Sequence[Mapping[str, Any]]], Callable[[str], Any]]
@@ -145,23 +145,12 @@ def _reader_of(run: Path, model_dir: str, data: DataConfig) -> Callable[[], Imag
     return partial(ImageReader, ImageStore.of(run, model_dir, data.image_pixels), model_dir, data, (0, 1))
 
 
-def episode_worker(spec: EpisodeSpec, generator: Generator, engine: EngineRank, decode: Decode) -> RolloutWorker:
-    """Build the rollout worker that runs episodes on this rank's engine. Collective over the world."""
+def build_episode_sampler(
+    spec: EpisodeSpec, generator: Generator, engine: EngineRank, ranks: dist.ProcessGroup | None, decode: Decode
+) -> BatchSampler:
+    """Build the sampler that runs episodes on this rank's engine. ``ranks``: of the engine. Collective over the world."""
     episodes = on_every_rank(lambda: spec.build() if engine.is_lead else None)
-    plays = EpisodeGenerator(generator, episodes, _engine_group(engine))
-    return RolloutWorker(plays, engine, decode, episode_request)
-
-
-def _engine_group(engine: EngineRank) -> dist.ProcessGroup | None:
-    """Build the process group of this rank's engine; None if the engine has one rank. Collective over the world."""
-    size = dist.get_world_size() // engine.num_engines
-    if size == 1:
-        return None
-    groups = [
-        dist.new_group(list(range(first, first + size)), backend="gloo")
-        for first in range(0, dist.get_world_size(), size)
-    ]
-    return groups[engine.engine_index]
+    return BatchSampler(EpisodeGenerator(generator, episodes, ranks), engine, decode, sample_episode, ranks)
 
 
 def warm_containers(cfg: EnvironmentConfig, data: DataConfig) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +18,9 @@ from rlhf_mcore.environments.control_tokens import UnreadableText, most_characte
 from rlhf_mcore.environments.episode_log import EpisodeLog, linear_record
 from rlhf_mcore.environments.sessions import Sessions, StepResult
 from rlhf_mcore.environments.turn_text import TurnText
-from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory, check_completion, request_of, request_seed
+from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory, check_completion
+from rlhf_mcore.sampling.requests import request_of
+from rlhf_mcore.sampling.seeds import request_seed, turn_seed
 from rlhf_mcore.types import Completion, EpisodeRequest, Prompt, Request, Score, Trajectory
 
 if TYPE_CHECKING:
@@ -346,12 +346,6 @@ class Episodes:
 
 def _num_characters(answer: StepResult) -> int:
     return sum(len(message["content"]) for message in answer.messages)
-
-
-def turn_seed(seed: int, turn: int) -> int:
-    """Derive the seed of a later turn of an episode from the first turn's ``seed``. Seeds of different turns are unrelated."""
-    digest = hashlib.blake2b(struct.pack("<2q", seed, turn), digest_size=8, person=b"turn").digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def row_of(prompt: Prompt) -> Mapping[str, Any]:

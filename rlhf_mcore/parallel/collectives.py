@@ -63,16 +63,27 @@ def all_gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Ten
     return torch.cat([part[:size] for part, size in zip(out, sizes, strict=True)])
 
 
+def broadcast_bytes(value: bytes | None, source: int, group: dist.ProcessGroup | None = None) -> bytes | None:
+    """Return the bytes, or None, of group rank ``source`` on every rank of the group.
+
+    None and empty bytes are one small message, others are two messages.
+    """
+    is_source = (group or world_group()).rank() == source
+    size = torch.tensor([-1 if value is None else len(value)])
+    dist.broadcast(size, group=group, group_src=source)
+    if size <= 0:
+        return None if size < 0 else b""
+    data = torch.frombuffer(bytearray(value), dtype=torch.uint8) if is_source and value else None
+    if data is None:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=source)
+    return data.numpy().tobytes()
+
+
 def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
     """Return the JSON-able value of group rank ``source``, on every rank of the group."""
     is_source = (group or world_group()).rank() == source
-    data = _encode(value if is_source else None)
-    size = torch.tensor([data.numel()])
-    dist.broadcast(size, group=group, group_src=source)
-    if not is_source:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, group=group, group_src=source)
-    return _decode(data)
+    return json.loads(broadcast_bytes(json.dumps(value if is_source else None).encode(), source, group) or b"")
 
 
 def reduce_sums(values: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import AllreduceOptions
 
 from rlhf_mcore.parallel.collectives import broadcast_json, world_group
-from rlhf_mcore.protocols import EngineRank, PeersLost
+from rlhf_mcore.protocols import PeersLost
 
 POLL_S = 1.0
 _FOREVER = timedelta(days=3650)
@@ -72,36 +72,19 @@ class SharedProgress:
 class StoreClaims:
     """Give each of the numbers 0, 1, 2, ... to one engine, in the order of requests.
 
-    All ranks build it together.
+    All ranks build it together. Only the leads of engines use it.
     """
 
-    def __init__(self, engine: EngineRank) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         # A store can serve several runs, so the counter has a random name.
         name = broadcast_json(secrets.token_hex(8), 0)
         self._store = dist.PrefixStore(f"claims/{name}", dist.distributed_c10d._get_default_store())
-        self._round = self._number = 0
+        self._round = 0
 
     def begin(self) -> None:
-        """Restart counting at 0. Every rank calls it the same number of times."""
-        self._round, self._number = self._round + 1, 0
+        """Restart counting at 0. Every engine calls it the same number of times."""
+        self._round += 1
 
     def claim(self, count: int) -> int:
-        """Return the first of ``count`` numbers.
-
-        All ranks of an engine call it; its lead claims the numbers and shares them.
-        """
-        self._number += 1
-        key = f"{self._round}/{self._engine.engine_index}/{self._number}"
-        others = dist.get_world_size() // self._engine.num_engines - 1
-        if not self._engine.is_lead:
-            first = int(self._store.get(key))
-            # A store keeps keys until they are deleted.
-            if self._store.add(f"{key}/read", 1) == others:
-                self._store.delete_key(key)
-                self._store.delete_key(f"{key}/read")
-            return first
-        first = int(self._store.add(f"{self._round}", count)) - count
-        if others:
-            self._store.set(key, str(first))
-        return first
+        """Return the first of ``count`` numbers."""
+        return int(self._store.add(f"{self._round}", count)) - count

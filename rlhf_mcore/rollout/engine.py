@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from rlhf_mcore.types import Completion, Ragged, Request
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from numpy.typing import NDArray
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
@@ -329,6 +331,17 @@ class Engine(VersionedWeights, ABC):
     def num_ranks(self) -> int:
         """Ranks that are this engine together."""
         return 1
+
+    @cached_property
+    def ranks(self) -> dist.ProcessGroup | None:
+        """Group of the engine's consecutive ranks, for messages on the host; None if there is one. They ask for it together."""
+        if self.num_ranks == 1:
+            return None
+        import torch.distributed as dist
+
+        first = dist.get_rank() // self.num_ranks * self.num_ranks
+        own = list(range(first, first + self.num_ranks))
+        return dist.new_group(own, backend="gloo", use_local_synchronization=True)
 
     @abstractmethod
     def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:

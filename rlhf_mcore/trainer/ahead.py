@@ -15,16 +15,10 @@ from typing import Any
 
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.protocols import Generator
-from rlhf_mcore.trainer.rollouts import (
-    REMEDY,
-    Decode,
-    LostTrajectory,
-    MakeRequest,
-    build_trajectories,
-    check_completion,
-    request_of,
-    sampling_of_batch,
-)
+from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory, check_completion
+from rlhf_mcore.sampling.requests import MakeRequest, request_of
+from rlhf_mcore.sampling.rollouts import Decode, build_trajectories
+from rlhf_mcore.sampling.seeds import sampling_of_batch
 from rlhf_mcore.types import DRAFTS, ROUTES, Completion, Prompt, Request, Sampling, Score, Trajectory
 
 POLL_S, IDLE_S = 1.0, 0.05  # of the thread: most that it waits for a response, and when there is none to wait for

@@ -15,8 +15,8 @@ import torch
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.protocols import LogprobModel, SyncMismatch, WeightTarget
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 
@@ -34,7 +34,7 @@ class Canary:
     ``sampling`` has the temperature at which ``actor`` computes logprobs, and draws from the whole vocabulary.
     """
 
-    worker: RolloutWorker
+    sampler: BatchSampler
     target: WeightTarget
     actor: LogprobModel
     prompts: Sequence[Prompt]
@@ -51,9 +51,9 @@ class Canary:
 
     def draw(self, version: int) -> list[Trajectory]:
         """Generate responses to the canary's prompts, each on one engine; returns those of this rank. Collective over the world."""
-        engine = self.worker.engine
+        engine = self.sampler.rank
         mine = [self.prompts[place] for place in range(engine.engine_index, len(self.prompts), engine.num_engines)]
-        return self.worker.generate(mine, self.sampling, step=version)
+        return self.sampler.sample(mine, self.sampling, step=version)
 
     def score(self, version: int, drawn: Sequence[Trajectory]) -> None:
         """Compare what was drawn with the trainer, which must have the weights of ``version`` still. Collective over the world.
@@ -72,7 +72,7 @@ class Canary:
 
     def _difference(self, trajectories: Sequence[Trajectory]) -> float:
         """Return the largest mean difference of a response over all engines, the same on every rank."""
-        engine = self.worker.engine
+        engine = self.sampler.rank
         mine = range(engine.engine_index, len(self.prompts), engine.num_engines) if engine.is_lead else ()
         rollouts = [Rollout(place, t, Score(0.0)) for place, t in zip(mine, trajectories, strict=True)]
         batch, _ = RowExchange(1)(SampledBatch(list(self.prompts), rollouts))

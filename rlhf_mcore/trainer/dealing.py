@@ -5,16 +5,14 @@ The seeds of responses do not depend on either. What does, by rounding alone, is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.trainer.longest_first import share_evenly, share_queue
 from rlhf_mcore.types import Prompt
-
-if TYPE_CHECKING:
-    from rlhf_mcore.trainer.longest_first import Claims
 
 IN_ORDER, LONGEST_FIRST, SHARED_QUEUE = "in_order", "longest_first", "shared_queue"
 _ROWS = 65536  # whose lengths are known: a checkpoint has them in JSON
@@ -65,19 +63,83 @@ def _mean(length: tuple[int, int]) -> float:
     return length[0] / length[1]
 
 
-# Takes the number of responses that an engine draws already. Returns the places of the prompts that it begins now; []: none.
-Take = Callable[[int], list[int]]
+class Claims(Protocol):
+    """Counts for all engines together. Only the leads of engines call it."""
+
+    def begin(self) -> None:
+        """Count from 0 again. Every engine calls it equally often."""
+        ...
+
+    def claim(self, count: int) -> int:
+        """Claim ``count`` numbers that no other engine gets, and return the first."""
+        ...
 
 
-def _take_at_once(places: list[int]) -> Take:
-    """Begin all of them at the first call."""
-    calls = iter([places])
-    return lambda num_in_flight: next(calls, [])
+class Share(Protocol):
+    """The prompts of a step that an engine samples responses to."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no prompt is left that the engine may take."""
+        ...
+
+    def take(self, num_in_flight: int) -> list[int]:
+        """Return the places of the prompts that the engine begins now. ``num_in_flight``: its responses that are not finished."""
+        ...
+
+
+@dataclass(slots=True)
+class FixedShare:
+    """A share that was decided beforehand. The engine begins all of it at once."""
+
+    places: list[int]
+
+    @property
+    def is_empty(self) -> bool:
+        """See :class:`Share`."""
+        return not self.places
+
+    def take(self, num_in_flight: int) -> list[int]:
+        """See :class:`Share`."""
+        taken, self.places = self.places, []
+        return taken
+
+
+@dataclass(slots=True)
+class QueuedShare:
+    """A queue of all prompts, from which the engine takes that has free slots first. ``slots``: for responses in flight."""
+
+    waiting: deque[int]
+    claims: Claims
+    num_samples: int
+    slots: int
+    first: int = 0  # the number of ``waiting[0]``
+
+    @property
+    def is_empty(self) -> bool:
+        """See :class:`Share`."""
+        return not self.waiting
+
+    def take(self, num_in_flight: int) -> list[int]:
+        """See :class:`Share`. Claims as many prompts as the free slots suffice for, at least one for an idle engine."""
+        free = (self.slots - num_in_flight) // self.num_samples
+        count = free if num_in_flight else max(free, 1)
+        if count < 1 or not self.waiting:
+            return []
+        claimed = self.claims.claim(count)
+        for _ in range(min(claimed - self.first, len(self.waiting))):  # claimed by other engines
+            self.waiting.popleft()
+        taken = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
+        self.first = claimed + count
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
 class Dealer:
-    """``order``: ``rollout.order``. ``max_in_flight``: responses that an engine draws at a time. ``claims``: for a shared queue."""
+    """Decides the shares of engines.
+
+    ``order``: ``rollout.order``. ``max_in_flight``: slots of an engine. ``claims``: for a shared queue.
+    """
 
     order: str = IN_ORDER
     max_in_flight: int = 1
@@ -89,11 +151,28 @@ class Dealer:
         if self.order != IN_ORDER:
             self.lengths.note(prompts, group_ids, lengths)
 
-    def share(self, prompts: Sequence[Prompt], num_samples: int, engine: EngineRank) -> Take:
-        """Decide what this engine draws of a step. Every rank calls it, with the same prompts."""
+    def share(self, prompts: Sequence[Prompt], num_samples: int, engine: EngineRank) -> Share:
+        """Return this engine's share of a step. The lead of every engine calls it, with the same prompts."""
         if self.order == IN_ORDER:
-            return _take_at_once(list(range(engine.engine_index, len(prompts), engine.num_engines)))
+            return FixedShare(list(range(engine.engine_index, len(prompts), engine.num_engines)))
         expected = list(map(self.lengths.of, prompts))
         if self.claims is None:
-            return _take_at_once(share_evenly(expected, engine))
-        return share_queue(expected, num_samples, engine, self.claims, self.max_in_flight).take
+            return FixedShare(share_evenly(expected, engine))
+        self.claims.begin()
+        even = -(-len(prompts) // engine.num_engines) * num_samples
+        return QueuedShare(deque(_longest_first(expected)), self.claims, num_samples, min(self.max_in_flight, even))
+
+
+def share_evenly(expected: Sequence[float], engine: EngineRank) -> list[int]:
+    """Return the places of the prompts of this engine, the longest first. The sums of expected lengths of engines are about equal."""
+    loads: list[tuple[float, int]] = [(0.0, index) for index in range(engine.num_engines)]
+    shares: list[list[int]] = [[] for _ in loads]
+    for place in _longest_first(expected):
+        load, index = loads[0]
+        shares[index].append(place)
+        heapq.heapreplace(loads, (load + expected[place], index))
+    return shares[engine.engine_index]
+
+
+def _longest_first(expected: Sequence[float]) -> list[int]:
+    return sorted(range(len(expected)), key=lambda place: -expected[place])

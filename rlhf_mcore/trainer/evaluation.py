@@ -15,7 +15,7 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.rewards.graders import answer_of
 from rlhf_mcore.trainer import statistics
-from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.trainer.statistics import Graded
 from rlhf_mcore.types import Completion, Prompt, Sampling, Score, Trajectory
@@ -36,7 +36,7 @@ class PolicyEvaluator:
     """Scores ``prompts`` with the policy that the engine holds."""
 
     prompts: Sequence[Prompt]
-    worker: RolloutWorker
+    sampler: BatchSampler
     reward: RewardFunction
     sampling: Sampling
     every: int
@@ -65,10 +65,10 @@ class PolicyEvaluator:
         """
         mine: list[Graded] = []
         causes: list[str] = []
-        share = -(-len(self.prompts) // self.worker.engine.num_engines)
-        for batch in batches(self.prompts, self.worker.engine, self.prompts_per_batch):
+        share = -(-len(self.prompts) // self.sampler.rank.num_engines)
+        for batch in batches(self.prompts, self.sampler.rank, self.prompts_per_batch):
             self.progress(f"{len(mine) // self.sampling.n} of {share} prompts")
-            for _, score, row in grade(self.worker, self.reward, self.sampling, batch):
+            for _, score, row in grade(self.sampler, self.reward, self.sampling, batch):
                 mine.append(row)
                 if score.failure is not None:
                     causes.append(score.cause or score.failure)
@@ -84,11 +84,11 @@ class PolicyEvaluator:
 
 
 def grade(
-    worker: RolloutWorker, reward: RewardFunction, sampling: Sampling, prompts: Sequence[Prompt]
+    sampler: BatchSampler, reward: RewardFunction, sampling: Sampling, prompts: Sequence[Prompt]
 ) -> list[tuple[Trajectory, Score, Graded]]:
     """Draw and score ``sampling.n`` responses per prompt; [] on ranks that are not their engine's lead."""
-    trajectories = worker.generate(prompts, sampling, step=SEED_STEP) if prompts else []
-    worker.wait()
+    trajectories = sampler.sample(prompts, sampling, step=SEED_STEP) if prompts else []
+    sampler.wait()
     scores = reward.score(trajectories)
     return [(t, s, graded(t, s)) for t, s in zip(trajectories, scores, strict=True)]
 

@@ -17,7 +17,7 @@ from rlhf_mcore.data.bundles import computed_of_row
 from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields, token_versions, turn_rewards
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.parallel.rows import move_fields, move_ragged, move_rows, owners_of, rows_by_rank
-from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory
+from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory
 from rlhf_mcore.trainer.sampled import SampledBatch
 from rlhf_mcore.trainer.scores import OnError, ScoreFacts, gather_baselines, gather_facts
 from rlhf_mcore.types import Field, Ragged, TrainBatch, Trajectory

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
@@ -133,9 +134,9 @@ class PipelinedBatches:
         together(self.first, turn, lambda: self.resync(version), self.recorder.beat)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SharedEngines:
-    """The engines as all ranks use them together, which evaluate: the first one has what is drawn.
+    """The engines as all ranks use them together, to evaluate. One batch of requests is in flight at a time.
 
     ``resync`` brings the weights that were published last to the engines again.
     """
@@ -143,34 +144,42 @@ class SharedEngines:
     first: FirstRank | None
     resync: Callable[[], object]
     beat: Callable[[], object]  # notes progress, for the watchdog
-    num_in_flight = 0
+    num_in_flight: int = field(default=0, init=False)
+    _wait: Wait | None = field(default=None, init=False)  # on the first rank, for the completions
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Draw a completion for each request. Collective over the world.
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Begin to sample. Collective over the world."""
+        first = self.first
+        assert not self.num_in_flight, "one batch at a time"
+        self._wait = on_every_rank(lambda: None if first is None else first.begin(requests))
+        self.num_in_flight = len(requests)
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        """Return the completions of all requests on the first rank, and [] on others. Collective over the world.
 
         If all engines are lost meanwhile, those that replace them get weights.
         """
-        first, drawn = self.first, list["Completion"]()
-        wait = on_every_rank(lambda: None if first is None else first.begin(requests))
+        wait, completions = self._wait, list["Completion"]()
 
         def turn(first: FirstRank) -> str:
             assert wait is not None
-            completions = wait(TURN_S)
-            if completions is None:
+            found = wait(TURN_S)
+            if found is None:
                 return "publish" if first.needs_weights() else ""
-            drawn.extend(completions)
+            completions.extend(found)
             return "done"
 
-        together(first, turn, self.resync, self.beat)
-        return drawn
+        together(self.first, turn, self.resync, self.beat)
+        self.num_in_flight = 0
+        return completions
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        raise NotImplementedError("they sample ahead, or generate")
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Submit and collect."""
+        self.submit(requests)
+        return self.collect(math.inf)
 
-    def collect(self, timeout_s: float) -> list[Completion]:
-        return []
-
-    def cancel(self, request_ids: Collection[int]) -> None: ...
+    def cancel(self, request_ids: Collection[int]) -> None:
+        """Do nothing: what is in flight is collected."""
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.checkpoint.disk import SaveError
 from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.sampling.seeds import sampling_of_batch
 from rlhf_mcore.trainer.divergence import share_results
 from rlhf_mcore.trainer.metrics import agreement_metrics, draft_metrics, rollout_metrics, source_metrics
-from rlhf_mcore.trainer.rollouts import sampling_of_batch
 from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import DRAFTS
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from rlhf_mcore.roles.critic import Critic
     from rlhf_mcore.roles.policy import Actor, Reference
     from rlhf_mcore.trainer.advantages import AdvantageComputer
+    from rlhf_mcore.trainer.batch_sampler import BatchSampler
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.record import RunRecord
-    from rlhf_mcore.trainer.rollouts import RolloutWorker
     from rlhf_mcore.trainer.sampled import FillStep
     from rlhf_mcore.trainer.token_record import TokenRecord
     from rlhf_mcore.trainer.work import StepWork
@@ -73,7 +73,7 @@ class SampledBatches:
     """
 
     prompt_source: PromptBatches
-    worker: RolloutWorker
+    sampler: BatchSampler
     sampling: Sampling
     reward: RewardFunction
     fill_step: FillStep
@@ -85,7 +85,7 @@ class SampledBatches:
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
         """Return the scored rows of a step, and metrics of them. Collective over the world."""
         sampled = self.fill_step(lambda _missing, number: self._sample(step, number))
-        batch, metrics = scored_batch(step, sampled, self.exchange, self.recorder, self.worker.dealer.note)
+        batch, metrics = scored_batch(step, sampled, self.exchange, self.recorder, self.sampler.dealer.note)
         if self.pop_preemptions is not None:
             metrics["rollout/preemptions"] = float(sum(all_gather_json(self.pop_preemptions())))
         return batch, metrics
@@ -101,13 +101,13 @@ class SampledBatches:
             waits[position] = self.reward.submit(trajectories)
             count += len(trajectories)
             longest = max(longest, *(trajectory.num_sampled for trajectory in trajectories))
-            waiting = self.worker.generator.num_in_flight
+            waiting = self.sampler.engine.num_in_flight
             self.recorder.progress(f"{count} finished · {waiting} waiting · longest {longest:,} tokens")
 
         with self.recorder.phase("generate"):
             self.recorder.progress(f"{len(prompts) * self.sampling.num_drawn} responses to {len(prompts)} prompts")
             sampling = sampling_of_batch(self.sampling, number)
-            placed = self.worker.sample_step(prompts, sampling, step=step, finished=finished)
+            placed = self.sampler.sample_step(prompts, sampling, step=step, finished=finished)
         with self.recorder.phase("score"):
             scores = [score for position in sorted(waits) for score in waits[position]()]
             scores = self.add_model([trajectory for _, trajectory in placed], scores)

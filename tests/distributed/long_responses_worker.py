@@ -18,7 +18,7 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.shared_store import SharedProgress
 from rlhf_mcore.protocols import EngineRank, PeersLost
 from rlhf_mcore.rollout.engine import Engine, VersionedWeights
-from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling
 
 LIMIT_S = 2  # of a collective, and without progress
@@ -66,11 +66,11 @@ def sample(rank: int, stuck: bool) -> tuple[str, int]:
     progress = SharedProgress(LIMIT_S, lambda: beats.append(1))
     engine = SlowEngine(rank, stuck and rank == 1)
     engine.on_progress = progress.note
-    worker = RolloutWorker(engine, engine.rank, lambda responses: [""] * len(responses), wait=progress.wait)
+    sampler = BatchSampler(engine, engine.rank, lambda responses: [""] * len(responses), wait=progress.wait)
     prompts = [Prompt(str(number), number, [1], "text") for number in range(2)]
     sampling = Sampling(max_new_tokens=int(4 / STEP_S) if rank and not stuck else 1)
     try:
-        worker.sample_step(prompts, sampling, step=1)
+        sampler.sample_step(prompts, sampling, step=1)
     except PeersLost as error:
         return str(error), len(beats)
     return "", len(beats)

@@ -28,7 +28,7 @@ from rlhf_mcore.types import ROUTES, Prompt, Request, Sampling, Score, TrainBatc
 from tests.distributed import models
 from tests.distributed.replay_worker import own_routes
 from tests.distributed.setting import Settings, build, finish, load_hf, start
-from tests.e2e.rollout.drawing import worker_of
+from tests.e2e.rollout.drawing import sampler_of
 from tests.e2e.rollout.tiny import save_tokenizer
 
 TEMPERATURE, NEW_TOKENS = 0.8, 60
@@ -98,13 +98,13 @@ def main(directory: Path) -> None:
         engine.load_weights(iter(weights.items()), version=0)
         preempted = count_calls(engine._scheduler, "_preempt_request")
         sampling = Sampling(**vars(drawn), seed=3, records_routes=True)
-        placed = worker_of(engine).sample_step(prompts, sampling, step=1)
+        placed = sampler_of(engine).sample_step(prompts, sampling, step=1)
         trajectories = [trajectory for _, trajectory in placed]
         findings[name] = against_routers(trajectories, hf)
         findings[name]["preempted"] = max(all_gather_json(len(preempted)))
         findings[name]["cached"] = max(all_gather_json(sum(each.num_cached for each in trajectories)))
         findings[name] |= turns(engine, hf, weights, sampling) if name in ("in parts", "preempted") else {}
-        others = worker_of(engine).generate(prompts, Sampling(max_new_tokens=4), step=1)
+        others = sampler_of(engine).sample(prompts, Sampling(max_new_tokens=4), step=1)
         findings[name]["without"] = all(not each.fields for each in others)
         rollouts = [Rollout(place, trajectory, Score(0.0)) for place, trajectory in placed]
         batch, _ = RowExchange(sampling.n)(SampledBatch(prompts, rollouts))

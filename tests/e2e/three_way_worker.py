@@ -51,7 +51,7 @@ from tests.distributed.setting import (
     start,
 )
 from tests.e2e.plain_load import sync_and_compare
-from tests.e2e.rollout.drawing import worker_of
+from tests.e2e.rollout.drawing import sampler_of
 from tests.e2e.rollout.tiny import save_tokenizer
 from tests.e2e.three_way_cases import (
     DELTA_NETS,
@@ -238,7 +238,7 @@ def eight_bits(world: World, path: Path, model: Any, engine: Any) -> list[Any]:
 
 def greedy(engine: Any, prompts: list[Prompt]) -> list[Any]:
     """What all engines say, and how likely they think it is."""
-    placed = worker_of(engine).sample_step(prompts, Sampling(n=1, temperature=0.0, max_new_tokens=8), step=0)
+    placed = sampler_of(engine).sample_step(prompts, Sampling(n=1, temperature=0.0, max_new_tokens=8), step=0)
     drawn = [trajectory for _, trajectory in placed]
     return all_gather_json([[t.sampled_ids.tolist(), t.sampled_logprobs.tolist()] for t in drawn])
 
@@ -261,7 +261,7 @@ def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, An
     engine.load_weights(iter(mixture.items()), version=11)
     prompts = canary_prompts(engine.rank.num_engines, 8, 97)
     sampling = Sampling(temperature=TEMPERATURE, max_new_tokens=8)
-    canary = Canary(worker_of(engine), engine, actor, prompts, sampling, TOLERANCE[torch.float32])
+    canary = Canary(sampler_of(engine), engine, actor, prompts, sampling, TOLERANCE[torch.float32])
     found = {
         "some_brought": [brought, greedy(engine, world.prompts)],
         "some_bytes": max(all_gather_json(stats.received_bytes + stats.local_bytes)),
@@ -297,7 +297,7 @@ def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
             cause = str(error)
     dist.barrier()
     try:
-        worker_of(engine).sample_step(prompts, Sampling(max_new_tokens=2), step=0)
+        sampler_of(engine).sample_step(prompts, Sampling(max_new_tokens=2), step=0)
     except RuntimeError as error:
         return f"{cause}; {error}"
     return "generated"
@@ -331,7 +331,7 @@ def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: in
     """
     by_noise = path.name in DELTA_NETS
     sampling = Sampling(n=2, temperature=TEMPERATURE, max_new_tokens=48 if by_noise else 8, seed=3)
-    placed = worker_of(engine).sample_step(prompts, sampling, step=step)
+    placed = sampler_of(engine).sample_step(prompts, sampling, step=step)
     rollouts = [Rollout(place, trajectory, Score(0.0)) for place, trajectory in placed]
     batch, _ = RowExchange(sampling.n)(SampledBatch(prompts, rollouts))
     batch.old_logprobs = actor.compute_logprobs(batch)

@@ -26,7 +26,7 @@ from rlhf_mcore.trainer.metrics import agreement_metrics
 from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch
 from tests.distributed.setting import Settings, algorithm, build, finish, groups_of, load_hf, start
-from tests.e2e.rollout.drawing import worker_of
+from tests.e2e.rollout.drawing import sampler_of
 from tests.e2e.rollout.tiny import save_model
 
 TEMPERATURE, NEW_TOKENS = 0.7, 300
@@ -60,12 +60,12 @@ def main(directory: Path) -> None:
         engine.load_weights(iter(list(hf.named_parameters())), version=0)
         _, actor = build(path, groups_of(layout, {}), platform, Settings(max_tokens=2048))
         sampling = Sampling(**vars(drawn), seed=3, records_support=truncates(drawn))
-        placed = worker_of(engine).sample_step(prompts, sampling, step=1)
+        placed = sampler_of(engine).sample_step(prompts, sampling, step=1)
         rollouts = [Rollout(place, trajectory, Score(0.0)) for place, trajectory in placed]
         batch, _ = RowExchange(sampling.n)(SampledBatch(prompts, rollouts))
         actor = Actor(actor.model, TEMPERATURE, algorithm())
         findings[name] = compared(batch, actor) | against_warpers(batch, hf, top_p, top_k)
-        greedy = worker_of(engine).generate(prompts, Sampling(temperature=0.0, max_new_tokens=4), step=1)
+        greedy = sampler_of(engine).sample(prompts, Sampling(temperature=0.0, max_new_tokens=4), step=1)
         findings[name]["greedy_without"] = all(each.support is None for each in greedy)
         engine.close()
     finish(findings, directory)

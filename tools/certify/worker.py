@@ -32,9 +32,9 @@ from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
 from rlhf_mcore.trainer.advantages import AdvantageComputer
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.canary import canary_prompts
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import Sampling, Score, TrainBatch
 
@@ -136,14 +136,14 @@ def _agreement(platform: Platform, cfg: Config, actor: Actor, engine: Engine) ->
 def _rollouts(cfg: Config, engine: Engine) -> TrainBatch:
     """Draw rows from the engines, the same under every layout. Their scores alternate, so every group has a gradient."""
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
-    placed = _worker(engine).sample_step(PROMPTS, sampling, step=0)
+    placed = _sampler(engine).sample_step(PROMPTS, sampling, step=0)
     rollouts = [Rollout(place, trajectory, Score(float(trajectory.sample % 2))) for place, trajectory in placed]
     batch, _ = RowExchange(sampling.n)(SampledBatch(PROMPTS, rollouts))
     return batch
 
 
-def _worker(engine: Engine) -> RolloutWorker:
-    return RolloutWorker(engine, engine.rank, lambda rows: [""] * len(rows))
+def _sampler(engine: Engine) -> BatchSampler:
+    return BatchSampler(engine, engine.rank, lambda rows: [""] * len(rows), ranks=engine.ranks)
 
 
 def _transformers(cfg: Config, platform: Platform, dtype: Any) -> Module:
@@ -182,7 +182,7 @@ def _forward_backward(model: Module, batch: TrainBatch, count: float) -> tuple[T
 
 def _greedy(engine: Engine) -> list[Any]:
     """Collect what all engines answer to fixed prompts, with its logprobs. Collective over the world."""
-    drawn = _worker(engine).generate(PROMPTS, Sampling(temperature=0.0, max_new_tokens=8), step=0)
+    drawn = _sampler(engine).sample(PROMPTS, Sampling(temperature=0.0, max_new_tokens=8), step=0)
     return list(all_gather_json([[t.sampled_ids.tolist(), t.sampled_logprobs.tolist()] for t in drawn]))
 
 

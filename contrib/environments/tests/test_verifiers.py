@@ -23,7 +23,7 @@ from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.episodes import EpisodeLimits
 from rlhf_mcore.environments.generator import EpisodeGenerator
 from rlhf_mcore.environments.sessions import sessions_of
-from rlhf_mcore.trainer.rollouts import episode_request
+from rlhf_mcore.sampling.requests import episode_request
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
 from tests.commands import ROOT, finished
 from tests.messages import refused

@@ -247,9 +247,9 @@ def _evaluate(
     if len(done) < len(task.prompts):
         watchdog.progress("start_engine")
         with working(f"{task.given}: starting the engine", console=find_console(cfg.logging.console)):
-            worker = engines.start(cfg, task.sharded, watchdog.beat)
+            sampler = engines.start(cfg, task.sharded, watchdog.beat)
         sampling = evaluation_sampling(cfg.evaluate, cfg.rollout.sampling.max_new_tokens, cfg.seed)
-        engine = worker.engine
+        engine = sampler.rank
         part = PartFile(Path(path), engine.engine_index, engine.num_engines) if engine.is_lead else None
         line = progress(cfg.logging.console, task.given, len(task.prompts), len(done), engine.num_engines)
         with nullcontext() if part is None else closing(part), line as advance:
@@ -261,7 +261,7 @@ def _evaluate(
 
             def draw(prompts: Sequence[Prompt]) -> list[Sample]:
                 watchdog.progress("generate")
-                rows = grade(worker, reward, sampling, prompts)
+                rows = grade(sampler, reward, sampling, prompts)
                 failures = [score.cause or score.failure for _, score, _ in rows if score.failure is not None]
                 OnError.of(cfg.reward).refuse_too_many(len(failures), len(rows), "".join(failures[:1]))
                 causes.extend(failures)

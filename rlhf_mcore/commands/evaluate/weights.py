@@ -31,7 +31,7 @@ from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, read_adapters
 from rlhf_mcore.readers.model_files import read_config, read_geometry
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import AddsAdapters, Engine, EngineModel
-from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 
 _OF_MODEL = ("config.json", "generation_config.json")
 RELEASE_BYTES = 2**30  # read, after which mapped pages are given back
@@ -197,7 +197,7 @@ class Engines:
         self._loaded: tuple[str, ShardedModel | None] | None = None
         self._version = 0
 
-    def start(self, cfg: Config, sharded: ShardedModel | None, on_progress: Callable[[], object]) -> RolloutWorker:
+    def start(self, cfg: Config, sharded: ShardedModel | None, on_progress: Callable[[], object]) -> BatchSampler:
         """Load the weights of ``cfg.model``, or the sharded ones in their place, into an engine. Collective."""
         added = self._adapters
         if added is not None and not (added.adds(sharded) or (sharded is None and added.is_base(cfg.model.path))):
@@ -236,12 +236,12 @@ class Engines:
         loaded = load_tokenizer(tokenizer)
         decode = partial(loaded.batch_decode, skip_special_tokens=True)
         if cfg.environment.function is not None:
-            from rlhf_mcore.environments.build import EpisodeSpec, episode_worker
+            from rlhf_mcore.environments.build import EpisodeSpec, build_episode_sampler
             from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 
             spec = EpisodeSpec.of(cfg, engine.rank.num_engines, ToolCallParser)
-            return episode_worker(spec, engine, engine.rank, decode)
-        return RolloutWorker(engine, engine.rank, decode)
+            return build_episode_sampler(spec, engine, engine.rank, engine.ranks, decode)
+        return BatchSampler(engine, engine.rank, decode, ranks=engine.ranks)
 
     def _load(self, engine: Engine, path: str, reader: DirectoryWeights | ShardedWeights) -> None:
         try:

@@ -22,10 +22,12 @@ from rlhf_mcore.environments.agents.program import NO_TURN, missing_reward
 from rlhf_mcore.environments.agents.tree import TokenTree
 from rlhf_mcore.environments.control_tokens import most_characters
 from rlhf_mcore.environments.episode_log import EpisodeLog, node_texts
-from rlhf_mcore.environments.episodes import PART, EpisodeLimits, row_of, turn_seed
+from rlhf_mcore.environments.episodes import PART, EpisodeLimits, row_of
 from rlhf_mcore.environments.generator import TURNS
 from rlhf_mcore.environments.sessions import Sessions, StepResult
-from rlhf_mcore.trainer.rollouts import check_completion, request_of, request_seed
+from rlhf_mcore.sampling.checks import check_completion
+from rlhf_mcore.sampling.requests import request_of
+from rlhf_mcore.sampling.seeds import request_seed, turn_seed
 from rlhf_mcore.types import Completion, EpisodeRequest, Ragged, Recorded, Request, Score
 
 _WORDS_S = 0.05  # between words of a stream

@@ -62,8 +62,8 @@ def evaluate(directory: Path) -> None:
         engines = weights.Engines("fp32", engine_adapters(cfg, list(models.values())))
         for name in ("small", "large", "model", "small"):
             own = checkpoint_config(cfg, str(directory / name), "evaluate.checkpoint")
-            worker = engines.start(own, models[name], lambda: None)
-            found.append({"name": name, **seen(worker.generator, reference(base, full, adapters[name]))})
+            sampler = engines.start(own, models[name], lambda: None)
+            found.append({"name": name, **seen(sampler.engine, reference(base, full, adapters[name]))})
         engines.close()
     findings = {"seen": found, "built": built.call_count, "loaded": loaded.call_count}
     (directory / "findings.json").write_text(json.dumps(findings))

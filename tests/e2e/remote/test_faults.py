@@ -16,7 +16,7 @@ from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import EnginesLost
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
-from rlhf_mcore.trainer.rollouts import episode_request
+from rlhf_mcore.sampling.requests import episode_request
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
 from tests.commands import descendants, wait_for
 from tests.e2e.remote.fleets import MAX_MODEL_LEN, collected, plan, publish, requests, running

@@ -32,7 +32,7 @@ from tests.distributed import models
 from tests.distributed.setting import Settings, build, finish, gatherer, load_hf, moe_groups_of, start
 from tests.e2e.plain_load import sync_and_compare
 from tests.e2e.rollout import drafts_of_8_bits
-from tests.e2e.rollout.drawing import worker_of
+from tests.e2e.rollout.drawing import sampler_of
 from tests.e2e.rollout.tiny import save_tokenizer
 from tests.engine_layout import engine_tensors
 from tests.planned_bridge import planned_bridge
@@ -101,7 +101,7 @@ def drawn(engine: Any, hf: torch.nn.Module) -> dict[str, Any]:
         "greedy": Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS, records_drafts=True),
         "sampled": Sampling(n=4, temperature=TEMPERATURE, max_new_tokens=NEW_TOKENS, seed=3, records_drafts=True),
     }.items():
-        trajectories = [trajectory for _, trajectory in worker_of(engine).sample_step(prompts, sampling, step=1)]
+        trajectories = [trajectory for _, trajectory in sampler_of(engine).sample_step(prompts, sampling, step=1)]
         gaps = gaps_of(trajectories, hf, sampling.temperature or 1.0)
         shares = draft_metrics(
             torch.cat([torch.zeros(0, 2), *(torch.from_numpy(t.fields[DRAFTS]) for t in trajectories)])

@@ -10,21 +10,21 @@ import torch
 
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.rollout.engine import Engine
-from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
 
 
-def worker_of(engine: Engine, tokenizer_dir: str | None = None) -> RolloutWorker:
+def sampler_of(engine: Engine, tokenizer_dir: str | None = None) -> BatchSampler:
     """Without a tokenizer responses have no text."""
     if tokenizer_dir is None:
-        return RolloutWorker(engine, engine.rank, lambda rows: [""] * len(rows))
+        return BatchSampler(engine, engine.rank, lambda rows: [""] * len(rows), ranks=engine.ranks)
     decode = partial(load_tokenizer(tokenizer_dir).batch_decode, skip_special_tokens=True)
-    return RolloutWorker(engine, engine.rank, decode)
+    return BatchSampler(engine, engine.rank, decode, ranks=engine.ranks)
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
     """Responses without their texts."""
-    return worker_of(engine).generate(prompts, sampling, step=step)
+    return sampler_of(engine).sample(prompts, sampling, step=step)
 
 
 def requests_to(prompts: Sequence[Prompt], sampling: Sampling, first_id: int = 0) -> list[Request]:

@@ -32,7 +32,7 @@ from tests.e2e.rollout.drawing import (
     generate,
     logprobs_across_a_sync,
     requests_to,
-    worker_of,
+    sampler_of,
 )
 
 NEW_TOKENS = 24
@@ -137,7 +137,7 @@ def check_parity(engine: Any, models: Models, directory: str) -> dict[str, Any]:
         ("top_k", Sampling(n=4, temperature=1.0, top_k=3, max_new_tokens=NEW_TOKENS), 3),
         ("greedy", Sampling(n=1, temperature=0.0, max_new_tokens=NEW_TOKENS), None),
     ):
-        drawn = worker_of(engine, directory).generate(prompts(4), sampling, step=3)
+        drawn = sampler_of(engine, directory).sample(prompts(4), sampling, step=3)
         seen[name] = {"gap": models.logprob_gap(drawn, sampling.temperature or 1.0, top_k), "drawn": summary(drawn)}
     return seen
 
@@ -161,7 +161,7 @@ def check_greedy_hf(models: Models, directory: str) -> list[dict[str, Any]]:
     engine = build_engine(cfg, EngineModel(directory, directory, "fp32", MAX_MODEL_LEN, seed=0))
     engine.load_weights(models.weights(models.a), version=0)
     greedy = Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS)
-    return summary(worker_of(engine, directory).generate(prompts(4), greedy, step=0))
+    return summary(sampler_of(engine, directory).sample(prompts(4), greedy, step=0))
 
 
 def check_reload(engine: Any, models: Models) -> dict[str, Any]:
@@ -174,13 +174,13 @@ def check_reload(engine: Any, models: Models) -> dict[str, Any]:
 
 
 def check_seeds(engine: Any, directory: str) -> dict[str, Any]:
-    worker = worker_of(engine, directory)
+    worker = sampler_of(engine, directory)
     sampling = Sampling(n=3, temperature=1.0, max_new_tokens=NEW_TOKENS, seed=5)
     return {
-        "together": summary(worker.generate(prompts(5), sampling, step=7)),
-        "alone": summary([t for prompt in prompts(5) for t in worker.generate([prompt], sampling, step=7)]),
-        "reversed": summary(worker.generate(prompts(5)[::-1], sampling, step=7)),
-        "next step": summary(worker.generate(prompts(5), sampling, step=8)),
+        "together": summary(worker.sample(prompts(5), sampling, step=7)),
+        "alone": summary([t for prompt in prompts(5) for t in worker.sample([prompt], sampling, step=7)]),
+        "reversed": summary(worker.sample(prompts(5)[::-1], sampling, step=7)),
+        "next step": summary(worker.sample(prompts(5), sampling, step=8)),
     }
 
 
@@ -259,7 +259,7 @@ def check_drafts(directory: str, models: Models) -> dict[str, Any]:
     drawn = generate(engine, prompts(4), sampling, step=3)
     alone = [t for prompt in prompts(4) for t in generate(engine, [prompt], sampling, step=3)]
     seen = {
-        "greedy": summary(worker_of(engine, directory).generate(prompts(4), greedy, step=0)),
+        "greedy": summary(sampler_of(engine, directory).sample(prompts(4), greedy, step=0)),
         "gap": models.logprob_gap(drawn, 0.7),
         "gap of the likeliest": models.logprob_gap(
             generate(engine, prompts(4), replace(sampling, top_k=5), step=3), 0.7, 5

@@ -49,6 +49,7 @@ class Sleeping:
         self.told: list[str] = []
         self.warnings = ("no FlashInfer",)
         self.rank, self.parts, self.engine_bytes, self.sleep_level = None, [object()], 0, 2
+        self.ranks = None
 
     @property
     def model(self) -> torch.nn.Module:
@@ -121,6 +122,6 @@ def test_an_engine_is_traced_with_its_first_weights_and_the_bridge_planned_while
     data: Any = SimpleNamespace(decode=None, train=None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     built = generation.build_colocated(run, actor, rewards, None, data)  # type: ignore[arg-type]
-    assert engine.on_progress == ("notes", cfg.trainer.collective_timeout_s) and built.worker.wait == "waits"  # type: ignore[comparison-overlap]
+    assert engine.on_progress == ("notes", cfg.trainer.collective_timeout_s) and built.sampler.wait == "waits"  # type: ignore[comparison-overlap]
     assert notes == ["vllm: no FlashInfer"] and built.kernels == {"engine attention": "CPU_ATTN"}
     assert engine.told == ["traced", *["sleeps"] * shares, "models come", "planned"]

@@ -30,7 +30,7 @@ from rlhf_mcore.environments.control_tokens import ControlTokens
 from rlhf_mcore.environments.episodes import EpisodeLimits
 from rlhf_mcore.environments.generator import EpisodeGenerator
 from rlhf_mcore.environments.sessions import StepResult
-from rlhf_mcore.trainer.rollouts import episode_request
+from rlhf_mcore.sampling.requests import episode_request
 from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
 from tests.messages import refused
 from tests.unit.environments.conftest import Scripted

@@ -21,7 +21,7 @@ from rlhf_mcore.environments.generator import TURNS
 from rlhf_mcore.environments.sessions import StepResult
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.hf.engine import HFEngine
-from rlhf_mcore.trainer.rollouts import episode_request
+from rlhf_mcore.sampling.requests import episode_request
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
 
 PROMPT = Prompt("p", 0, [1, 2], "prompt", messages=[])

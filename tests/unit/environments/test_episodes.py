@@ -23,7 +23,10 @@ from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rewards.pool import WorkerLimits
-from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request, request_seed
+from rlhf_mcore.sampling import followers
+from rlhf_mcore.sampling.rollouts import sample_episode
+from rlhf_mcore.sampling.seeds import request_seed
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import Scripted
 
@@ -75,8 +78,8 @@ def run(sessions: Sessions, turn_text: TurnText, tokenizer: PreTrainedTokenizerB
         bounds = EpisodeLimits(**{"max_turns": 5, "max_tokens": 100, **limits})
         episodes = Episodes(sessions, turn_text, bounds, fails=fails)
         plays = EpisodeGenerator(run.engine, episodes)  # type: ignore[attr-defined]
-        worker = RolloutWorker(plays, EngineRank(), lambda rows: [], episode_request)
-        return worker.generate(prompts, Sampling(n=n, max_new_tokens=new, seed=5), step=2)
+        worker = BatchSampler(plays, EngineRank(), lambda rows: [], sample_episode)
+        return worker.sample(prompts, Sampling(n=n, max_new_tokens=new, seed=5), step=2)
 
     return run
 
@@ -193,13 +196,20 @@ def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
     sessions: Sessions, turn_text: TurnText, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     told: Queue[str] = Queue()
+    passes: Queue[bytes | None] = Queue()
 
-    def broadcast(value: Any, source: int, group: str) -> Any:
+    def broadcast_json(value: Any, source: int, group: str) -> Any:
         if group == "lead":
             told.put(json.dumps(value))
         return json.loads(told.get(timeout=60)) if group == "follower" else value
 
-    monkeypatch.setattr(generator, "broadcast_json", broadcast)
+    def broadcast_bytes(value: bytes | None, source: int, group: str) -> bytes | None:
+        if group == "lead":
+            passes.put(value)
+        return passes.get(timeout=60) if group == "follower" else value
+
+    monkeypatch.setattr(generator, "broadcast_json", broadcast_json)
+    monkeypatch.setattr(followers, "broadcast_bytes", broadcast_bytes)
 
     def says(text: str, seed: int) -> str:
         return str(seed % 1000) if text.count("<assistant>") < 3 else "bye"
@@ -208,12 +218,13 @@ def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
     lead, follower = Scripted(tokenizer, says), Following(tokenizer, says)
     prompts, sampling = [prompt(tokenizer, index=index) for index in range(2)], Sampling(n=2, max_new_tokens=20)
     plays = EpisodeGenerator(lead, episodes, "lead")  # type: ignore[arg-type]
-    leading = RolloutWorker(plays, EngineRank(), lambda rows: [], episode_request)
+    leading = BatchSampler(plays, EngineRank(), lambda rows: [], sample_episode, "lead")  # type: ignore[arg-type]
     plays = EpisodeGenerator(follower, None, "follower")  # type: ignore[arg-type]
-    following = RolloutWorker(plays, EngineRank(is_lead=False), lambda rows: [], episode_request)
+    rank = EngineRank(is_lead=False)
+    following = BatchSampler(plays, rank, lambda rows: [], sample_episode, "follower")  # type: ignore[arg-type]
     with ThreadPoolExecutor() as threads:
-        heard = threads.submit(following.generate, prompts, sampling, step=1)
-        found = leading.generate(prompts, sampling, step=1)
+        heard = threads.submit(following.sample, prompts, sampling, step=1)
+        found = leading.sample(prompts, sampling, step=1)
         assert heard.result(timeout=60) == []
     assert [(t.prompt.index, t.sample, len(t.turns)) for t in found] == [(p, s, 6) for p in range(2) for s in range(2)]
     assert follower.requests == lead.requests and len(lead.requests) == 12

@@ -33,7 +33,9 @@ from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.environments.worker import messages_of_observation
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rewards.pool import WorkerLimits
-from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request
+from rlhf_mcore.sampling.requests import episode_request
+from rlhf_mcore.sampling.rollouts import sample_episode
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import SPECIAL, Scripted, character_tokenizer
 from tests.unit.environments.test_agents import Clients, post
@@ -126,10 +128,10 @@ class Played:
         prompt = Prompt("p", 0, ids, text, ground_truth=first, images=self.own)
         self.engine = Scripted(tokenizer, lambda text, seed: says[text.count("<assistant>") - 1])
         episodes = Episodes(sessions, TurnText(tokenizer), EpisodeLimits(5, 200), images=reader)
-        worker = RolloutWorker(EpisodeGenerator(self.engine, episodes), EngineRank(), lambda rows: [], episode_request)
+        worker = BatchSampler(EpisodeGenerator(self.engine, episodes), EngineRank(), lambda rows: [], sample_episode)
         self.prompt = prompt
         self.found: Trajectory
-        [self.found] = worker.generate([prompt], Sampling(n=1, max_new_tokens=20, seed=5), step=1)
+        [self.found] = worker.sample([prompt], Sampling(n=1, max_new_tokens=20, seed=5), step=1)
 
 
 def test_observations_show_images_behind_those_of_the_prompt(

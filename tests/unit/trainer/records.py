@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from rlhf_mcore.protocols import EngineRank, Generator
-from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.types import Completion, Prompt, Request, Score, TrainBatch, Trajectory
 from tests.episodes import single_turn
 from tests.rows import padded_batch
@@ -59,15 +59,15 @@ class Streaming:
         return drawn
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        raise AssertionError("nothing is cancelled")
+        assert self.drawn is None, "nothing in flight is cancelled"
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return self.draw(requests)
 
 
-def worker(generator: Generator, engine: EngineRank | None = None) -> RolloutWorker:
+def batch_sampler(generator: Generator, engine: EngineRank | None = None) -> BatchSampler:
     """It decodes what ``completions`` has as ``trajectory`` does."""
-    return RolloutWorker(
+    return BatchSampler(
         generator, engine or EngineRank(), lambda rows: [f"answer {ids[0] % 1000 // 100}" for ids in rows]
     )
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
+from rlhf_mcore.sampling.checks import LostTrajectory
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingAhead, SamplingSchedule
-from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Completion, Ragged, Request, Sampling, Score, Trajectory
 from tests.messages import refused
 from tests.unit.trainer.records import prompt

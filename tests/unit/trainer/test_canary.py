@@ -13,19 +13,20 @@ from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout.engine import VersionedWeights
 from rlhf_mcore.trainer.canary import TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.types import Completion, Request, Sampling, TrainBatch
-from tests.unit.trainer.records import worker
+from tests.unit.trainer.records import Streaming, batch_sampler
 
 pytestmark = pytest.mark.usefixtures("world")
 
 
-class Engine(VersionedWeights):
+class Engine(Streaming, VersionedWeights):
     def __init__(self, logprobs: list[list[float]]):
-        super().__init__()
+        Streaming.__init__(self)
+        VersionedWeights.__init__(self)
         self.logprobs = logprobs
         self.asked: list[tuple[float, int, list[Sequence[int]]]] = []
         self.commit_load(7)
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def draw(self, requests: Sequence[Request]) -> list[Completion]:
         self.require_weights()
         drawn = requests[0].sampling
         self.asked.append((drawn.temperature, drawn.max_new_tokens, [request.prompt_ids for request in requests]))
@@ -55,7 +56,7 @@ def canary(logprobs: list[list[float]], tolerance: float, actor: Actor | None = 
     engine = Engine(logprobs)
     prompts, sampling = canary_prompts(2, 3, vocab_size=50), Sampling(temperature=0.7, max_new_tokens=4)
     target: Any = engine  # of which a canary needs no more than to abandon the weights
-    return Canary(worker(engine), target, actor or Actor(), prompts, sampling, tolerance), engine
+    return Canary(batch_sampler(engine), target, actor or Actor(), prompts, sampling, tolerance), engine
 
 
 def test_an_engine_that_agrees_is_used() -> None:

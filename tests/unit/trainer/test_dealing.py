@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rlhf_mcore.protocols import EngineRank
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.dealing import IN_ORDER, LONGEST_FIRST, SHARED_QUEUE, Dealer, ExpectedLengths
-from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling
 
 
@@ -70,23 +70,24 @@ def test_a_length_is_that_of_the_row_else_of_its_source_else_of_the_longest_sour
 
 def test_engines_expect_equally_much_and_begin_with_what_takes_longest() -> None:
     prompts = [prompt(place, length=length) for place, length in enumerate([2, 9, 3, 8, 1, 7])]
-    shares = [Dealer(LONGEST_FIRST).share(prompts, 2, EngineRank(index, 2))(0) for index in range(2)]
+    shares = [Dealer(LONGEST_FIRST).share(prompts, 2, EngineRank(index, 2)).take(0) for index in range(2)]
     # 9 | 8; 8 + 7 = 15 | 9 + 3 = 12; 12 + 2 = 14; 14 + 1 = 15
     assert shares == [[1, 2, 0, 4], [3, 5]]
-    assert [Dealer().share(prompts, 2, EngineRank(index, 2))(0) for index in range(2)] == [[0, 2, 4], [1, 3, 5]]
+    assert [Dealer().share(prompts, 2, EngineRank(index, 2)).take(0) for index in range(2)] == [[0, 2, 4], [1, 3, 5]]
 
 
 def test_an_engine_takes_what_waits_when_it_has_room_for_a_whole_group() -> None:
     prompts, claims = [prompt(place) for place in range(5)], Counter()
     first, second = (Dealer(SHARED_QUEUE, 4, claims=claims).share(prompts, 2, EngineRank(i, 2)) for i in range(2))
-    assert (first(0), second(0)) == ([0, 1], [2, 3])
-    assert first(3) == []  # of the two samples of a prompt only one would have room
-    assert (second(2), first(0), second(0)) == ([4], [], [])
+    assert (first.take(0), second.take(0)) == ([0, 1], [2, 3])
+    assert first.take(3) == []  # of the two samples of a prompt only one would have room
+    assert (second.take(2), first.take(0), second.take(0)) == ([4], [], [])
+    assert first.is_empty and second.is_empty
 
 
 def test_a_prompt_with_more_samples_than_an_engine_draws_at_a_time_is_begun_alone() -> None:
-    take = Dealer(SHARED_QUEUE, 2, claims=Counter()).share([prompt(0), prompt(1)], 8, EngineRank())
-    assert (take(0), take(1), take(0)) == ([0], [], [1])
+    share = Dealer(SHARED_QUEUE, 2, claims=Counter()).share([prompt(0), prompt(1)], 8, EngineRank())
+    assert (share.take(0), share.take(1), share.take(0)) == ([0], [], [1])
 
 
 @pytest.mark.parametrize("order", [IN_ORDER, LONGEST_FIRST, SHARED_QUEUE])
@@ -96,7 +97,7 @@ def test_the_responses_to_a_step_are_the_same_in_every_order(order: str) -> None
     def draw(dealer: Dealer, num_engines: int) -> dict[tuple[int, int], list[int]]:
         found = {}
         for index in range(num_engines):
-            by = RolloutWorker(Clocked(), EngineRank(index, num_engines), lambda rows: [""] * len(rows), dealer=dealer)
+            by = BatchSampler(Clocked(), EngineRank(index, num_engines), lambda rows: [""] * len(rows), dealer=dealer)
             placed = by.sample_step(prompts, Sampling(n=2, seed=3), step=4)
             assert [place for place, _ in placed] == sorted(place for place, _ in placed)
             for place, trajectory in placed:
@@ -113,7 +114,7 @@ def test_what_takes_longest_is_begun_first_and_what_waits_when_others_have_ended
     engine = Clocked()
     prompts = [prompt(place, length=length) for place, length in enumerate([1, 5, 2, 6])]
     dealer = Dealer(SHARED_QUEUE, 2, claims=Counter())
-    by = RolloutWorker(engine, EngineRank(), lambda rows: [""] * len(rows), dealer=dealer)
+    by = BatchSampler(engine, EngineRank(), lambda rows: [""] * len(rows), dealer=dealer)
     by.sample_step(prompts, Sampling(), step=1)
     assert engine.begun == [6, 5, 2, 1]
     assert engine.now == 7  # 6, then 1; 5, then 2

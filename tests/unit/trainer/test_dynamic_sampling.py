@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.sampling.seeds import request_seed, sampling_of_batch
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.rollouts import request_seed, sampling_of_batch
 from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score
-from tests.unit.trainer.records import Streaming, completions, prompt, rows_of, trajectory, worker
+from tests.unit.trainer.records import Streaming, batch_sampler, completions, prompt, rows_of, trajectory
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -242,7 +242,7 @@ def test_it_goes_with_the_engines_of_the_loop() -> None:
 
     def sample(missing: int, number: int) -> SampledBatch:
         prompts, sampling = [prompt(i) for i in range(4)], sampling_of_batch(Sampling(n=SAMPLES, seed=5), number)
-        placed = worker(Engine()).sample_step(prompts, sampling, step=3)
+        placed = batch_sampler(Engine()).sample_step(prompts, sampling, step=3)
         return SampledBatch(
             prompts, [Rollout(place, t, Score(float(t.sample and t.prompt.index < 2))) for place, t in placed]
         )

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.protocols import EngineRank, RewardFunction
+from rlhf_mcore.sampling.seeds import request_seed
+from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.evaluation import (
     TOKENS,
     PolicyEvaluator,
@@ -25,25 +27,23 @@ from rlhf_mcore.trainer.evaluation import (
     with_tokens,
 )
 from rlhf_mcore.trainer.model_reward import PART
-from rlhf_mcore.trainer.rollouts import RolloutWorker, request_seed
 from rlhf_mcore.trainer.statistics import Graded
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score, Trajectory
-from tests.unit.trainer.records import Streaming, completions, prompt, trajectory, worker
+from tests.unit.trainer.records import Streaming, batch_sampler, completions, prompt, trajectory
 
 
 class Engine(Streaming):
     """Answers prompt i with i + 1 tokens; prompt 3 runs into the limit."""
 
-    def __init__(self, is_lead: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.is_lead = is_lead
         self.asked: list[list[int]] = []
         self.seeds: list[int] = []
 
     def draw(self, requests: Sequence[Request]) -> list[Completion]:
         self.asked.append(list(dict.fromkeys(request.prompt_ids[0] - 100 for request in requests)))
         self.seeds += [request.seed for request in requests]
-        return completions(requests, lambda index: index + 1, truncated=[3]) if self.is_lead else []
+        return completions(requests, lambda index: index + 1, truncated=[3])
 
 
 class Reward:
@@ -57,7 +57,7 @@ def prompts(count: int = 4) -> list[Prompt]:
 
 def evaluator(every: int, count: int = 4, size: int = 3) -> PolicyEvaluator:
     sampling = Sampling(temperature=0.0)
-    return PolicyEvaluator(prompts(count), worker(Engine()), Reward(), sampling, every, size)
+    return PolicyEvaluator(prompts(count), batch_sampler(Engine()), Reward(), sampling, every, size)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_responses_without_a_score_are_counted_and_told() -> None:
 @pytest.mark.usefixtures("world")
 def test_the_seeds_are_those_of_step_0_whatever_the_step_is() -> None:
     engine = Engine()
-    which = replace(evaluator(1), worker=worker(engine))
+    which = replace(evaluator(1), sampler=batch_sampler(engine))
     which.run(5)
     assert engine.asked == [[0, 1, 2], [3]]
     assert engine.seeds == [request_seed(0, 0, index, 0) for index in range(4)]
@@ -154,7 +154,7 @@ def test_every_prompt_is_in_one_batch_of_one_engine() -> None:
     assert found == [[0, 2, 4], [6], [1, 3, 5], []], "all engines have equally many batches"
 
 
-def records_of(by: RolloutWorker, sampling: Sampling, asked: Sequence[Prompt]) -> list[dict[str, Any]]:
+def records_of(by: BatchSampler, sampling: Sampling, asked: Sequence[Prompt]) -> list[dict[str, Any]]:
     return [sample_record(*row) for row in grade(by, Reward(), sampling, asked)]
 
 
@@ -166,7 +166,7 @@ def run_command(engine: Engine, kept: list[list[dict[str, Any]]], stop_after: in
         if stop_after is not None and len(kept) >= stop_after:
             raise KeyboardInterrupt
 
-    draw = partial(records_of, worker(engine), Sampling(n=2, temperature=1.0))
+    draw = partial(records_of, batch_sampler(engine), Sampling(n=2, temperature=1.0))
     evaluate(prompts(7), draw, EngineRank(), 3, {records[0]["index"] for records in kept}, keep)
 
 
@@ -189,11 +189,11 @@ def test_killed_and_started_again_no_prompt_is_drawn_twice_and_batches_are_cut_a
     assert sorted(kept, key=lambda records: records[0]["index"]) == whole
 
 
-def test_ranks_that_follow_take_part_and_keep_nothing() -> None:
-    engine, rank = Engine(is_lead=False), EngineRank(1, 2, is_lead=False)
+def test_ranks_that_do_not_lead_keep_nothing() -> None:
+    engine, rank = Engine(), EngineRank(1, 2, is_lead=False)
     kept: list[Any] = []
-    evaluate(prompts(4), partial(records_of, worker(engine, rank), Sampling()), rank, 8, set(), kept.append)
-    assert (engine.asked, kept) == ([[1, 3]], [])
+    evaluate(prompts(4), partial(records_of, batch_sampler(engine, rank), Sampling()), rank, 8, set(), kept.append)
+    assert (engine.asked, kept) == ([], [])
 
 
 def test_a_record_is_what_statistics_need() -> None:
@@ -211,14 +211,12 @@ def test_engines_take_turns_and_only_their_leads_own_trajectories() -> None:
     five = [prompt(i) for i in range(5)]
     seen = []
     for index in range(2):
-        placed = worker(Engine(), EngineRank(index, 2)).sample_step(five, Sampling(n=2), step=3)
+        placed = batch_sampler(Engine(), EngineRank(index, 2)).sample_step(five, Sampling(n=2), step=3)
         positions = [place for place, _ in placed]
         assert [t.prompt.index for _, t in placed] == positions
         seen.append(positions)
     assert seen == [[0, 0, 2, 2, 4, 4], [1, 1, 3, 3]]
-    follower = Engine(is_lead=False)
-    assert worker(follower, EngineRank(1, 2, is_lead=False)).sample_step(five, Sampling(n=2), step=3) == []
-    assert follower.asked == [[1, 3]]  # it takes part in the engine's work all the same
+    assert batch_sampler(Engine(), EngineRank(1, 2, is_lead=False)).sample_step(five, Sampling(n=2), step=3) == []
 
 
 PROMPTS = [prompt(i) for i in range(5)]
@@ -293,8 +291,8 @@ class Function:
 @pytest.mark.usefixtures("world")
 def test_the_command_ends_with_the_numbers_of_training() -> None:
     sampling = Sampling(n=2, temperature=1.0)
-    in_training = PolicyEvaluator(PROMPTS, worker(Engine()), LastToken(Function()), sampling, 1, 2).run(1)
-    drawn = grade(worker(Engine()), Function(), sampling, PROMPTS)
+    in_training = PolicyEvaluator(PROMPTS, batch_sampler(Engine()), LastToken(Function()), sampling, 1, 2).run(1)
+    drawn = grade(batch_sampler(Engine()), Function(), sampling, PROMPTS)
     kept = [with_tokens(sample_record(*row), row[0]) for row in drawn]
     by_command = metrics([graded_of(r) for r in score_records(PROMPTS, kept, EngineRank(), 2, LastToken)])
     assert by_command == in_training

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.sampling.checks import LostTrajectory
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import rollout_metrics
-from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.trainer.scores import OnError, ScoreFacts
 from rlhf_mcore.types import Score, TrainBatch, Trajectory
 from tests.episodes import sampled_batch, single_turn

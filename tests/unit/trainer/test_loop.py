@@ -19,17 +19,17 @@ from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import MEMORY, SyncStats
 from rlhf_mcore.residency.sharing import DeviceSharing
+from rlhf_mcore.sampling.checks import LostTrajectory
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.divergence import DivergedError
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, Roles, SampledBatches
-from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.trainer.sampled import Rollout, take_next_batch
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory, UpdateResult
 from tests.messages import refused
-from tests.unit.trainer.records import Streaming, completions, prompt, worker
+from tests.unit.trainer.records import Streaming, batch_sampler, completions, prompt
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -222,7 +222,7 @@ def make(
     )
     models = {name: Model(log, name, SAYS[name]) for name in ("actor", *beside_the_actor)}
     prompts = PromptBatches([prompt(i) for i in range(4)], sampler or Sampler())
-    by = worker(Generating(log, lose))
+    by = batch_sampler(Generating(log, lose))
     roles = Roles(models["actor"], models.get("critic"), models.get("reference"), **settings)
     source = SampledBatches(prompts, by, Sampling(n=2), reward, take_next_batch, RowExchange(2), watch)
     made = TrainingLoop(

@@ -14,15 +14,15 @@ import pytest
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.protocols import SyncStats
+from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingSchedule
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
 from rlhf_mcore.trainer.reinforcement import SampledBatches
-from rlhf_mcore.trainer.rollouts import request_of
 from rlhf_mcore.trainer.sampled import FillStep, Rollout, take_next_batch
 from rlhf_mcore.types import Completion, EngineWork, Request, Sampling, Score, Trajectory
-from tests.unit.trainer.records import Streaming, worker
+from tests.unit.trainer.records import Streaming, batch_sampler
 from tests.unit.trainer.test_ahead import PROMPTS, SAMPLES, Engines, ahead_of, completion
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -207,7 +207,7 @@ def test_without_staleness_prompts_and_seeds_are_those_of_colocated_engines() ->
         sampler, reward = PromptSampler(len(PROMPTS), 2, seed=5, shuffle=True), SimpleNamespace(submit=half_teach)
         prompts, sampling = PromptBatches(PROMPTS, sampler), Sampling(n=SAMPLES, seed=9)
         together: Any = (
-            worker(Beside()),
+            batch_sampler(Beside()),
             sampling,
             reward,
             DynamicSampling(10).fill_step,

@@ -14,9 +14,9 @@ from rlhf_mcore.data.episodes import episode, flat_support
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
 from rlhf_mcore.parallel.rows import split_tokens
+from rlhf_mcore.sampling.checks import check_completion
 from rlhf_mcore.trainer.ahead import SamplingAhead, SamplingSchedule
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.rollouts import check_completion
 from rlhf_mcore.types import Completion, Prompt, Ragged, Request, Sampling, Score, Trajectory
 from tests.episodes import sampled_batch
 from tests.unit.parallel.world import ThreadGroup, run_ranks

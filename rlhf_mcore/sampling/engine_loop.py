@@ -1,0 +1,207 @@
+"""An engine whose responses are awaited: rollouts are coroutines, and the engine makes a pass when all of them wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlhf_mcore.config.errors import shortened
+from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory, check_completion
+from rlhf_mcore.sampling.followers import EnginePass, send_pass
+from rlhf_mcore.sampling.running import cancel_all
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from rlhf_mcore.protocols import Generator
+    from rlhf_mcore.types import Completion, Request
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A coroutine that the loop runs. It is busy while ``num_waits`` is 0: then the engine must wait for it."""
+
+    number: int  # in the order in which they began
+    num_waits: int = 0  # for the engine, or for coroutines that wait for it
+
+
+_CURRENT: ContextVar[_Worker] = ContextVar("worker")
+
+
+class EngineLoop:
+    """Runs coroutines on the rank that leads an engine, and the engine's passes in between.
+
+    In a pass the engine samples until a response has finished. It makes no pass while a coroutine is busy. So all requests of a
+    moment begin in one pass, in the order of their coroutines, whatever the time that these take. The bits of responses depend on
+    that, because kernels round differently for other batches.
+
+    Args:
+        engine: of this rank. Nothing else uses it meanwhile.
+        ranks: of the engine, if there are several. The others are in :func:`rlhf_mcore.sampling.followers.follow`.
+    """
+
+    def __init__(self, engine: Generator, ranks: dist.ProcessGroup | None = None) -> None:
+        self._engine, self._ranks = engine, ranks
+        self._open: dict[int, tuple[Request, asyncio.Future[Completion], _Worker]] = {}
+        self._due: list[tuple[int, Request]] = []  # to be submitted in the next pass, with the numbers of their workers
+        self._cancelled: list[int] = []  # to be cancelled in the next pass
+        self._answered: dict[int, str] = {}  # names of requests
+        self._pass_waits: list[tuple[asyncio.Future[None], _Worker]] = []
+        self._num_begun = self._num_busy = 0
+        self._changed = asyncio.Event()
+        self._is_followed = ranks is not None  # the other ranks wait for a message
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have no completion yet."""
+        return len(self._open)
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end, and the passes that it and its ``begin`` wait for. The other ranks stop to follow then.
+
+        Raises:
+            LostTrajectory: the engine answers a request twice, or never, or answers what was not asked for.
+            RuntimeError: a response must not be trained on.
+        """
+        task = self.begin(coroutine)
+        try:
+            while not task.done():
+                if self._num_busy:
+                    self._changed.clear()
+                    await self._changed.wait()
+                else:
+                    self._make_pass()
+            return task.result()
+        finally:
+            await cancel_all([task])
+            if self._cancelled and (self._is_followed or self._ranks is None):
+                self._run_engine(EnginePass(self._cancelled))
+            if self._is_followed:
+                send_pass(None, self._ranks)
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begin a coroutine that may ``sample``. ``join`` waits for it."""
+        worker = _Worker(self._num_begun)
+        self._num_begun += 1
+        self._num_busy += 1
+
+        async def work() -> T:
+            _CURRENT.set(worker)
+            return await coroutine
+
+        def ended(_: asyncio.Task[T]) -> None:
+            coroutine.close()  # if it was cancelled before it began
+            self._num_busy -= 1
+            self._changed.set()
+
+        task = asyncio.ensure_future(work())
+        task.add_done_callback(ended)
+        return task
+
+    async def join(self, tasks: Sequence[asyncio.Task[T]]) -> list[T]:
+        """Wait for tasks of ``begin`` and return their results, in order. The first error is raised, and ends the others."""
+        try:
+            if waiting := [task for task in tasks if not task.done()]:
+                joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                worker, left = _CURRENT.get(), len(waiting)
+
+                def ended(task: asyncio.Task[T]) -> None:
+                    nonlocal left
+                    left -= 1
+                    if (not left or task.cancelled() or task.exception() is not None) and not joined.done():
+                        self._resolve(joined, None, worker)
+
+                for task in waiting:
+                    task.add_done_callback(ended)
+                await self._wait(joined, worker)
+            failed = [task for task in tasks if task.done() and (task.cancelled() or task.exception() is not None)]
+            return [task.result() for task in failed or tasks]
+        finally:
+            await cancel_all(tasks)
+
+    async def sample(self, request: Request) -> Completion:
+        """Return the engine's completion of a request. If the caller is cancelled, the request is cancelled in the next pass."""
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        worker = _CURRENT.get()
+        self._open[request.request_id] = request, future, worker
+        self._due.append((worker.number, request))
+        try:
+            return await self._wait(future, worker)
+        except asyncio.CancelledError:
+            if self._open.pop(request.request_id, None) is not None:
+                still_due = [due for due in self._due if due[1] is not request]
+                if len(still_due) == len(self._due):
+                    self._cancelled.append(request.request_id)
+                self._due = still_due
+            raise
+
+    async def next_pass(self) -> None:
+        """Wait until the engine has made a pass, in which a response has finished."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        worker = _CURRENT.get()
+        self._pass_waits.append((future, worker))
+        await self._wait(future, worker)
+
+    def _make_pass(self) -> None:
+        assert self._open, "coroutines wait for what no pass will bring"
+        due, self._due = sorted(self._due, key=lambda due: due[0]), []
+        cancelled, self._cancelled = self._cancelled, []
+        for completion in self._run_engine(EnginePass(cancelled, [request for _, request in due])):
+            self._take(completion)
+        if self._open and not self._engine.num_in_flight:
+            missing = [f"none for {request.name}" for request, *_ in self._open.values()]
+            raise LostTrajectory(
+                f"the engine returned {len(self._answered)} completions for {len(self._answered) + len(missing)} requests: "
+                f"{shortened(missing)}. {REMEDY}"
+            )
+        waits, self._pass_waits = self._pass_waits, []
+        for future, worker in waits:
+            if not future.done():
+                self._resolve(future, None, worker)
+
+    def _run_engine(self, made: EnginePass) -> Sequence[Completion]:
+        """Run a pass on all ranks of the engine. If it fails, the other ranks do not wait for a message any more."""
+        self._is_followed = False
+        send_pass(made, self._ranks)
+        completions = made.run(self._engine)
+        self._is_followed = self._ranks is not None
+        return completions
+
+    def _take(self, completion: Completion) -> None:
+        number = completion.request_id
+        if number not in self._open:
+            if number in self._answered:
+                raise LostTrajectory(f"the engine returned 2 completions for {self._answered[number]}. {REMEDY}")
+            raise LostTrajectory(f"the engine answered request {number}, which was not made. {REMEDY}")
+        request, future, worker = self._open.pop(number)
+        check_completion(request, completion)
+        self._answered[number] = request.name
+        self._resolve(future, completion, worker)
+
+    async def _wait(self, future: asyncio.Future[T], worker: _Worker) -> T:
+        """Wait for a future that ``_resolve`` resolves. The worker is not busy meanwhile."""
+        worker.num_waits += 1
+        if worker.num_waits == 1:
+            self._num_busy -= 1
+            self._changed.set()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.cancelled():  # by the task that waits: nothing has resolved it
+                self._wake(worker)
+            raise
+
+    def _resolve(self, future: asyncio.Future[T], value: T, worker: _Worker) -> None:
+        """Resolve a future. Its worker is busy from here on, and not only when its task goes on."""
+        future.set_result(value)
+        self._wake(worker)
+
+    def _wake(self, worker: _Worker) -> None:
+        worker.num_waits -= 1
+        if not worker.num_waits:
+            self._num_busy += 1

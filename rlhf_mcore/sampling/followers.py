@@ -1,0 +1,82 @@
+"""Engines of several ranks: the lead decides what the engine does in a pass, and the other ranks follow."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhf_mcore.parallel.collectives import broadcast_bytes
+from rlhf_mcore.types import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from rlhf_mcore.protocols import Generator
+
+_SIZE_BYTES = 8  # of the size that a message begins with
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePass:
+    """One pass of an engine: it drops requests, begins others, and samples until a response has finished."""
+
+    cancelled: Sequence[int] = ()
+    requests: Sequence[Request] = ()
+
+    def run(self, engine: Generator) -> Sequence[Completion]:
+        """Make the pass. All ranks of an engine call it together. Returns [] on ranks that do not lead."""
+        if self.cancelled:
+            engine.cancel(self.cancelled)
+        if self.requests:
+            engine.submit(self.requests)
+        return engine.collect(math.inf) if engine.num_in_flight else []
+
+    def encode(self) -> bytes:
+        """Encode for the other ranks. The tokens of a prompt are sent once for all its samples; no bytes: there is nothing new."""
+        if not self.cancelled and not self.requests:
+            return b""
+        samplings, prompts, tokens = dict[tuple[Any, ...], int](), dict[int, int](), [np.zeros(0, np.int32)]
+        listed = []
+        for request in self.requests:
+            if id(request.prompt_ids) not in prompts:
+                prompts[id(request.prompt_ids)] = len(prompts)
+                tokens.append(np.array(request.prompt_ids, np.int32))
+            prompt = prompts[id(request.prompt_ids)]
+            sampling = samplings.setdefault(astuple(request.sampling), len(samplings))
+            listed.append((request.request_id, request.name, prompt, sampling, request.seed, request.images))
+        lengths = [len(ids) for ids in tokens[1:]]
+        head = json.dumps([list(self.cancelled), listed, list(samplings), lengths]).encode()
+        return len(head).to_bytes(_SIZE_BYTES, "little") + head + np.concatenate(tokens).tobytes()
+
+    @classmethod
+    def decode(cls, message: bytes) -> EnginePass:
+        """Decode what ``encode`` has returned."""
+        if not message:
+            return cls()
+        size = int.from_bytes(message[:_SIZE_BYTES], "little")
+        cancelled, listed, samplings, lengths = json.loads(message[_SIZE_BYTES : _SIZE_BYTES + size])
+        tokens = np.frombuffer(message[_SIZE_BYTES + size :], np.int32)
+        prompts = [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])] if lengths else []
+        known = [Sampling(*fields) for fields in samplings]
+        requests = [
+            Request(number, name, prompts[prompt], known[sampling], seed, images=tuple(images))
+            for number, name, prompt, sampling, seed, images in listed
+        ]
+        return cls(cancelled, requests)
+
+
+def send_pass(made: EnginePass | None, ranks: dist.ProcessGroup | None) -> None:
+    """Send a pass to the other ranks of an engine; None: there are no more. Called on the lead, their first rank."""
+    if ranks is not None:
+        broadcast_bytes(None if made is None else made.encode(), 0, ranks)
+
+
+def follow(engine: Generator, ranks: dist.ProcessGroup) -> None:
+    """Make the passes that the lead of this rank's engine sends, until there are no more."""
+    while (message := broadcast_bytes(None, 0, ranks)) is not None:
+        EnginePass.decode(message).run(engine)

@@ -1,0 +1,52 @@
+"""Seeds of responses. They follow from the run's seed and the names of things, and from nothing that an engine does."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlhf_mcore.types import Prompt, Sampling
+
+_SEED_BITS = 63  # torch.Generator and vLLM both take any non-negative int64
+
+
+def request_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
+    """Derive the seed of response ``sample`` to the prompt in row ``prompt_index`` at ``step``.
+
+    It is the first 63 bits of BLAKE2b over the four numbers (little-endian int64, in the order of the arguments), so
+    it is the same on every machine and Python version, and responses of neighbouring prompts, samples or steps are
+    unrelated. Samples are counted over all occurrences of the row in the step. Nothing else enters it: a rollout depends
+    neither on the engine that ran it nor on its neighbours in a batch.
+
+    Raises:
+        struct.error: an argument does not fit in a signed 64-bit integer.
+    """
+    digest = hashlib.blake2b(struct.pack("<4q", seed, step, prompt_index, sample), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Derive the seed of a later turn of an episode from the first turn's ``seed``: unrelated to those of all others."""
+    digest = hashlib.blake2b(struct.pack("<2q", seed, turn), digest_size=8, person=b"turn").digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def sampling_of_batch(sampling: Sampling, number: int) -> Sampling:
+    """Return the sampling of batch ``number`` of a step. The first batch keeps the seed, later ones get other seeds.
+
+    A data set smaller than the batches of a step gives a prompt again, which must not get the same responses.
+    """
+    return replace(sampling, seed=sampling.seed + (number << 32))
+
+
+def number_occurrences(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Number the prompts of a step that hold the same row: each gets the count of those before it."""
+    seen: Counter[int] = Counter()
+    numbered = []
+    for prompt in prompts:
+        numbered.append(replace(prompt, occurrence=seen[prompt.index]) if seen[prompt.index] else prompt)
+        seen[prompt.index] += 1
+    return numbered

@@ -1,0 +1,189 @@
+"""Rollouts are coroutines: the engine samples when all of them wait for it, whatever the time that they take."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_mcore.sampling.checks import LostTrajectory
+from rlhf_mcore.sampling.engine_loop import EngineLoop
+from rlhf_mcore.sampling.followers import EnginePass, follow
+from rlhf_mcore.sampling.policy import Job, Policy
+from rlhf_mcore.sampling.requests import request_of
+from rlhf_mcore.sampling.running import run
+from rlhf_mcore.types import Completion, Prompt, Request, Sampling
+from tests.unit.parallel.world import ThreadGroup, rank_threads, run_ranks
+
+__all__ = ["rank_threads"]
+PROMPTS = [Prompt(f"p{index}", index, [10 + index] * (1 + index % 3), "") for index in range(6)]
+SAMPLING = Sampling(n=2, max_new_tokens=4, seed=3)
+
+
+class BatchDependent:
+    """An engine whose tokens depend on all requests in flight, as rounding makes it. A response of n tokens takes n steps."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, tuple[Request, list[int]]] = {}
+        self.log: list[Any] = []
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.states)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.log.append([request.request_id for request in requests])
+        self.states |= {request.request_id: (request, []) for request in requests}
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        self.log.append(("cancel", sorted(request_ids)))
+        for request_id in request_ids:
+            self.states.pop(request_id, None)
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        finished: list[Completion] = []
+        while not finished:
+            batch = sum(request.seed % 97 for request, _ in self.states.values())
+            for request_id, (request, tokens) in list(self.states.items()):
+                tokens.append((batch + request.seed + len(request.prompt_ids)) % 1000)
+                if len(tokens) == 1 + request.seed % request.sampling.max_new_tokens:
+                    ids = np.array(tokens, np.int32)
+                    finished.append(Completion(request_id, ids, np.zeros(len(ids), np.float32), ((0, 1),), "stop"))
+                    del self.states[request_id]
+        return finished
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        raise AssertionError("the loop makes passes")
+
+
+def jobs() -> list[Job]:
+    return [
+        Job(2 * place + sample, prompt, sample, SAMPLING, 1)
+        for place, prompt in enumerate(PROMPTS)
+        for sample in (0, 1)
+    ]
+
+
+def of_three_turns(delay: Callable[[], float]) -> Callable[[EngineLoop, Job], Coroutine[Any, Any, list[int]]]:
+    async def rollout(engine: EngineLoop, job: Job) -> list[int]:
+        policy, tokens = Policy(engine, job), list(job.prompt.prompt_ids)
+        for _ in range(3):
+            tokens += (await policy.sample(list(tokens))).token_ids.tolist()
+            await asyncio.sleep(delay())  # an environment
+        return tokens
+
+    return rollout
+
+
+def all_of(rollout: Callable[[EngineLoop, Job], Coroutine[Any, Any, Any]], engine: Any, ranks: Any = None) -> list[Any]:
+    async def together() -> list[Any]:
+        return await loop.join([loop.begin(rollout(loop, job)) for job in jobs()])
+
+    loop = EngineLoop(engine, ranks)
+    return run(loop.run(together()))
+
+
+def test_tokens_do_not_depend_on_the_time_that_rollouts_take() -> None:
+    chance = random.Random(0)
+    wanted = all_of(of_three_turns(lambda: 0), BatchDependent())
+    assert len({tuple(found) for found in wanted}) == 12
+    for _ in range(3):
+        assert all_of(of_three_turns(lambda: chance.random() / 200), BatchDependent()) == wanted
+
+
+def test_a_rollout_that_samples_twice_at_once_is_waited_for_as_a_whole() -> None:
+    async def rollout(engine: EngineLoop, job: Job) -> list[int]:
+        policy = Policy(engine, job)
+        pair = await asyncio.gather(policy.sample([1]), policy.sample([2]))
+        await asyncio.sleep(0.001 * (job.number % 3))
+        return [token for completion in pair for token in completion.token_ids.tolist()]
+
+    assert all_of(rollout, BatchDependent()) == all_of(rollout, BatchDependent())
+
+
+def test_turns_have_seeds_of_their_own_and_the_first_has_that_of_the_prompt() -> None:
+    asked: list[Request] = []
+
+    class Asked(BatchDependent):
+        def submit(self, requests: Sequence[Request]) -> None:
+            asked.extend(requests)
+            super().submit(requests)
+
+    all_of(of_three_turns(lambda: 0), Asked())
+    assert len({request.seed for request in asked}) == len({request.request_id for request in asked}) == 36
+    for job in jobs():
+        first = request_of(job.number, job.prompt, job.sample, job.sampling, job.step)
+        assert [request for request in asked if request.request_id == job.number] == [first]
+    [later] = [request for request in asked if request.request_id == 3 + 2**40]
+    assert later.name == "prompt 'p1', sample 1, turn 1"
+
+
+@pytest.mark.usefixtures("rank_threads")
+def test_ranks_of_an_engine_make_the_same_passes() -> None:
+    def rank(group: ThreadGroup) -> tuple[list[Any], list[Any]]:
+        engine = BatchDependent()
+        if group.rank():
+            follow(engine, group)  # type: ignore[arg-type]
+            return engine.log, []
+        return engine.log, all_of(of_three_turns(lambda: 0.001), engine, group)
+
+    (lead, found), *others = run_ranks(3, rank)
+    assert found == all_of(of_three_turns(lambda: 0), BatchDependent())
+    assert len(lead) > 3 and all(log == lead for log, _ in others)
+
+
+@pytest.mark.usefixtures("rank_threads")
+def test_an_error_of_a_rollout_ends_the_others_and_lets_the_other_ranks_go() -> None:
+    async def rollout(engine: EngineLoop, job: Job) -> None:
+        completion = await Policy(engine, job).sample(job.prompt.prompt_ids)
+        if job.number == 3:
+            raise ValueError(f"no good: {len(completion.token_ids)}")
+        await Policy(engine, replace(job, number=job.number + 100)).sample([1])
+
+    def rank(group: ThreadGroup) -> int:
+        engine = BatchDependent()
+        if group.rank():
+            follow(engine, group)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(ValueError, match="no good"):
+                all_of(rollout, engine, group)
+        return engine.num_in_flight
+
+    assert run_ranks(2, rank) == [0, 0]  # what was in flight is cancelled
+
+
+def test_a_response_that_the_engine_loses_is_named() -> None:
+    class Losing(BatchDependent):
+        def collect(self, timeout_s: float) -> list[Completion]:
+            return [found for found in super().collect(timeout_s) if found.request_id != 7]
+
+    with pytest.raises(LostTrajectory, match="11 completions for 12 requests: none for prompt 'p3', sample 1"):
+        all_of(lambda engine, job: Policy(engine, job).sample(job.prompt.prompt_ids), Losing())
+
+
+def test_a_pass_arrives_as_it_was_sent() -> None:
+    first, second = ([*prompt.prompt_ids] for prompt in PROMPTS[:2])
+    requests = [
+        Request(2**50, "a 'name'", first, SAMPLING, 2**63 - 1, images=("x", "y")),
+        Request(1, "b", first, replace(SAMPLING, temperature=0.0), 0),
+        Request(2, "c", second, SAMPLING, 5),
+    ]
+    made = EnginePass([4, 5], requests)
+    assert EnginePass.decode(made.encode()) == made
+    assert EnginePass.decode(EnginePass().encode()) == EnginePass() and not EnginePass().encode()
+
+
+def test_coroutines_run_inside_of_a_running_loop() -> None:
+    async def inner() -> int:
+        await asyncio.sleep(0)
+        return 5
+
+    async def outer() -> int:
+        return run(inner()) + await inner()
+
+    assert asyncio.run(outer()) == 10
