@@ -6,6 +6,7 @@ import os
 import re
 
 GENERATED = "<!-- Written by {}. Do not edit. -->"
+WIDE = "---\nhide: [toc]\n---\n\n"  # front matter of pages that are one wide table
 
 
 def relative_links(markdown: str, page: str) -> str:

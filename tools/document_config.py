@@ -27,7 +27,7 @@ from rlhf_mcore.config.keys import KEYS, type_name, walk  # noqa: E402
 from rlhf_mcore.config.schema import Config  # noqa: E402
 from rlhf_mcore.config.schema.group import Group  # noqa: E402
 from rlhf_mcore.config.schema.key import Choices, Description, Range, description_of  # noqa: E402
-from tools.doc_links import GENERATED, relative_links  # noqa: E402
+from tools.doc_links import GENERATED, WIDE, relative_links  # noqa: E402
 
 BASE, SCHEMA = ROOT / "configs" / "base.yaml", ROOT / "configs" / "schema.json"
 PAGES = ROOT / "docs" / "reference" / "config"
@@ -161,9 +161,8 @@ def pages() -> dict[str, str]:
 
 
 def _page(title: str, intro: str, table: str) -> str:
-    return "\n\n".join(
-        part for part in (f"# {title}", GENERATED.format("tools/document_config.py"), intro, table) if part
-    )
+    parts = [f"# {title}", GENERATED.format("tools/document_config.py"), *([intro] if intro else []), table]
+    return WIDE + "\n\n".join(parts)
 
 
 def _table(described: list[Item], group: Group, prefix: str) -> str:

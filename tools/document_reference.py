@@ -29,7 +29,7 @@ from rlhf_mcore.metrics.catalogue import GROUPS, Metric  # noqa: E402
 from rlhf_mcore.metrics.rules import MEASURES, RULES, MetricRule  # noqa: E402
 from tests.faults import FAULTS, find_fault_tests  # noqa: E402
 from tools import document_config  # noqa: E402
-from tools.doc_links import GENERATED, relative_links  # noqa: E402
+from tools.doc_links import GENERATED, WIDE, relative_links  # noqa: E402
 
 PAGES = ROOT / "docs" / "reference"
 HEAD = GENERATED.format("tools/document_reference.py")
@@ -133,7 +133,7 @@ def metrics_page() -> str:
         "[Monitoring](operations/monitoring.md) explains where metrics are written. "
         "[Health rules](reference/health-rules.md) lists the bounds."
     )
-    return _page("Metrics", intro, *parts)
+    return WIDE + _page("Metrics", intro, *parts)
 
 
 def _metric(metric: Metric) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ def health_page() -> str:
         "policy-gradient training of language models. Recent: the mean of the last tenth of the values, at most 20 of them."
     )
     head = ("rule", "metric", "judged number", "watch from", "trouble from", "alarm after", "what to do")
-    return _page("Health rules", intro, _table(head, list(map(_rule, RULES))))
+    return WIDE + _page("Health rules", intro, _table(head, list(map(_rule, RULES))))
 
 
 def _rule(rule: MetricRule) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def presets_page() -> str:
         "`algorithm: NAME`, or `algorithm.preset: NAME` together with other keys, sets these keys of the group `algorithm`. "
         "Keys that you set yourself win. [Choose an algorithm](algorithms/choose.md) compares them and names the papers."
     )
-    return _page("Presets", intro, _table(("preset", "sets"), rows))
+    return WIDE + _page("Presets", intro, _table(("preset", "sets"), rows))
 
 
 def exit_codes_page() -> str:
