@@ -167,6 +167,17 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_pages_that_code_and_messages_name_exist() -> None:
+    broken = []
+    for name in git_files("rlhf_mcore", "contrib", "launch", "examples", "configs", "tests"):
+        if (ROOT / name).suffix in (".py", ".sh", ".yaml"):
+            text = (ROOT / name).read_text(encoding="utf-8")
+            for page, anchor in re.findall(r"(?<![\w/])(docs/[\w/-]+\.md)(?:#([\w-]+))?", text):
+                if not (ROOT / page).is_file() or (anchor and anchor not in anchors(ROOT / page)):
+                    broken.append(f"{name}: {page}#{anchor}")
+    assert broken == []
+
+
 def test_pages_are_in_the_navigation_and_old_names_redirect() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     redirects = dict(re.findall(r"^        (\S+\.md): (\S+\.md)$", text, re.MULTILINE))
