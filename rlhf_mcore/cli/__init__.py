@@ -1,4 +1,5 @@
-"""The command line and the composition root: the one place that picks concrete classes.
+"""The command line and the composition root, the only place that chooses concrete classes.
 
-Modules here import torch inside functions only, so that help and configuration errors are instant.
+The modules that parse and check the command line import torch inside functions only, so that help and configuration errors
+appear at once.
 """

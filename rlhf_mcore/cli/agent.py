@@ -1,7 +1,7 @@
-"""One node's share of a run on several nodes: ``python -m rlhf_mcore.cli.agent ... CONFIG [a.b=c ...]``, once per node.
+"""Start one node of a run on several nodes: ``python -m rlhf_mcore.cli.agent ... CONFIG [a.b=c ...]``, once per node.
 
-It starts torchrun for this node's ranks. Scripts start it: ``launch/slurm/train.sbatch`` through srun, ``contrib/ssh``
-through ssh. With ``--meet`` it prints where the nodes should meet instead.
+The agent starts torchrun for this node's ranks. Scripts start the agent: ``launch/slurm/train.sbatch`` through srun,
+``contrib/ssh`` through ssh. With ``--meet`` it only prints the rendezvous address of the nodes.
 """
 
 from __future__ import annotations
@@ -56,32 +56,34 @@ def _parser() -> argparse.ArgumentParser:
         exits=exit_codes.EPILOG,
         config="YAML file, as for train",
     )
-    parser.add_argument("--run-id", required=True, metavar="NAME", help="of this attempt; logs go to logs/NAME")
+    parser.add_argument(
+        "--run-id", required=True, metavar="NAME", help="name of this attempt; its logs are in logs/NAME"
+    )
     parser.add_argument("--nodes", type=int, default=1, metavar="N")
     parser.add_argument(
         "--node-rank", type=int, default=0, metavar="K", help="0 to N-1; ranks are numbered in this order"
     )
     parser.add_argument("--ranks-per-node", type=int, default=1, metavar="M")
-    parser.add_argument("--address", default=LOOPBACK, help="of the first node")
-    parser.add_argument("--port", type=int, default=0, help="of the first node, where its store listens")
-    parser.add_argument("--module", default=TRAIN, help=f"what every rank runs (default: {TRAIN})")
+    parser.add_argument("--address", default=LOOPBACK, help="address of the first node")
+    parser.add_argument("--port", type=int, default=0, help="port of the store on the first node")
+    parser.add_argument("--module", default=TRAIN, help=f"module that every rank runs (default: {TRAIN})")
     parser.add_argument(
-        "--control", action="store_true", help="take names of signals from stdin, and end when it closes"
+        "--control", action="store_true", help="read signal names from stdin, and end when stdin closes"
     )
     parser.add_argument(
         "--meet",
         metavar="PEER",
-        help="print 'ADDRESS PORT MAX_RESTARTS LOGS' for a run whose other nodes reach this one as they reach PEER, and stop",
+        help="print 'ADDRESS PORT MAX_RESTARTS LOGS' with the address of this node on the route to the node PEER, and stop",
     )
-    parser.add_argument("--interface", help="with --meet: the interface to meet on (default: the one towards PEER)")
+    parser.add_argument("--interface", help="with --meet: network interface (default: the interface towards PEER)")
     return parser
 
 
 def logs_directory(cfg: Config, run_id: str) -> Path:
-    """Return the directory of an attempt's logs: in the run directory.
+    """Return the directory for an attempt's logs, which is inside the run directory.
 
     Raises:
-        ConfigError: a name leads out of it, or its ``logs`` is a link.
+        ConfigError: a name leads out of the run directory, or ``logs`` is a link.
     """
     root = Path(os.path.realpath(cfg.output_dir))
     logs = Path(os.path.realpath(root / cfg.project / cfg.experiment)) / "logs"
@@ -95,7 +97,7 @@ def logs_directory(cfg: Config, run_id: str) -> Path:
 
 
 def prune_logs(logs: Path) -> None:
-    """Keep the logs of the newest attempts, ``KEPT_STARTS`` with the next one. What no agent has made stays."""
+    """Remove old logs, so that ``KEPT_STARTS`` attempts remain with the next attempt. Directories of other programs stay."""
     with contextlib.suppress(OSError):
         attempts = [path for path in logs.iterdir() if not path.is_symlink() and (path / "node-0").is_dir()]
         for path in sorted(attempts, key=lambda path: path.stat().st_mtime)[: -(KEPT_STARTS - 1)]:
@@ -103,7 +105,7 @@ def prune_logs(logs: Path) -> None:
 
 
 def meeting_address(peer: str, interface: str | None) -> str:
-    """Return the address at which other nodes find this one: of ``interface``, or of the one on the way to ``peer``.
+    """Return this node's address for other nodes: the address of ``interface``, or of the interface towards ``peer``.
 
     Raises:
         ConfigError: there is no such interface, or no such host.
@@ -111,13 +113,15 @@ def meeting_address(peer: str, interface: str | None) -> str:
     if interface is not None:
         addresses = interface_addresses()
         if interface not in addresses:
-            raise ConfigError(f"--interface {interface}: {socket.gethostname()} has {', '.join(addresses)}")
+            raise ConfigError(
+                f"--interface {interface}: not an interface of {socket.gethostname()}; use {', '.join(addresses)}"
+            )
         return addresses[interface]
     try:
         return source_address(peer)
     except OSError as error:
         raise ConfigError(
-            f"{peer!r} is not a host that {socket.gethostname()} finds ({error}); check the name"
+            f"{socket.gethostname()} cannot resolve the host {peer!r} ({error}); check the name"
         ) from error
 
 
@@ -139,7 +143,7 @@ def _run(cfg: Config, args: argparse.Namespace) -> int:
     if unknown:
         names = ", ".join(number.name for number in FORWARDED)
         raise ConfigError(
-            f"--control: standard input has {shorten(unknown[0], 80)!r}, which is none of {names}; write one a line"
+            f"--control: unknown signal {shorten(unknown[0], 80)!r} on standard input; write one of {names} per line"
         )
     if code != exit_codes.DONE:
         _record(logs / OUTCOME, code, args.node_rank, time.monotonic() - started)
@@ -147,7 +151,7 @@ def _run(cfg: Config, args: argparse.Namespace) -> int:
 
 
 def torchrun_options(args: argparse.Namespace, local: str, logs: Path) -> list[str]:
-    """List the options that make torchrun this node's part of the run. ``local`` is this node's own address."""
+    """Return the options of torchrun for this node. ``local`` is this node's address."""
     return [
         f"--nnodes={args.nodes}",
         "--rdzv-backend=bound",
@@ -157,26 +161,29 @@ def torchrun_options(args: argparse.Namespace, local: str, logs: Path) -> list[s
         f"--local-addr={local}",
         f"--log-dir={logs}",
         "--redirects=3",
-        *(["--tee=0:1"] if args.node_rank == 0 else []),  # what the first rank prints is also heard here
+        *(["--tee=0:1"] if args.node_rank == 0 else []),  # also show the output of the first rank here
     ]
 
 
 def _record(path: Path, code: int, node_rank: int, seconds: float) -> None:
-    """Leave the exit code for whoever has started the nodes. The first node to fail is the cause, so only it writes."""
+    """Write the exit code for the program that started the nodes. Only the first node that fails writes, as it is the cause."""
     line = f"{code} node {node_rank} ({socket.gethostname()}) ended with exit code {code} after {seconds:.0f} s\n"
     with contextlib.suppress(OSError):  # standard error may be a file on a full disk
         say(line.partition(" ")[2], end="", file=sys.stderr)
-    with contextlib.suppress(OSError), path.open("x", encoding="utf-8") as file:  # it is there, or does not fit
+    with (
+        contextlib.suppress(OSError),
+        path.open("x", encoding="utf-8") as file,
+    ):  # the file exists already, or the disk is full
         file.write(line)
 
 
 def obey_stdin(unknown: list[str]) -> None:
-    """Send ourselves the signals whose names are read, and SIGHUP at the end: the connection is then gone.
+    """Read signal names from stdin and send these signals to this process; send SIGHUP when stdin closes.
 
-    A line that is none of those names is added to ``unknown``, and is the end too.
+    An unknown name is added to ``unknown``, and ends the reading as a closed stdin does.
     """
     signals = {number.name: number for number in FORWARDED}
-    # Not its buffer: a thread that reads the buffer holds a lock. Python aborts when the process ends meanwhile.
+    # Do not read stdin's buffer: the reading thread would hold a lock, and Python aborts if the process ends meanwhile.
     assert isinstance(sys.stdin, io.TextIOWrapper)
     sys.stdin.reconfigure(errors="replace")
     for line in sys.stdin:

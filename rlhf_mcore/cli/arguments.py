@@ -1,4 +1,4 @@
-"""Command lines: what all commands have in common."""
+"""Parsers and arguments that all commands share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class _SettingsParser(argparse.ArgumentParser):
-    """The parser of a command that takes a configuration: an unknown option is most likely a setting with dashes."""
+    """The parser of a command with a configuration. It assumes that an unknown option is a setting with dashes."""
 
     def error(self, message: str) -> NoReturn:
-        """Name the setting that an unknown option stands for. Ends the process with exit code 2."""
+        """Name the setting that an unknown option probably means. Ends the process with exit code 2."""
         start, _, unknown = message.partition("unrecognized arguments: ")
         is_option = (
             any(known.startswith(unknown.split()[0]) for known in self._option_string_actions) if unknown else True
@@ -45,7 +45,7 @@ def command_parser(
     Args:
         examples: command lines for the end of its help.
         exits: the part of the help about exit codes.
-        config: help of the first argument, for a command that takes a configuration and overrides.
+        config: help of the argument CONFIG; "" for a command without a configuration and overrides.
     """
     shown = ["examples:", *(f"  {line}" for line in examples), ""] if examples else []
     parser = (_SettingsParser if config else argparse.ArgumentParser)(
@@ -57,19 +57,17 @@ def command_parser(
     )
     if config:
         parser.add_argument("config", metavar="CONFIG", help=config)
-        parser.add_argument(
-            "overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's"
-        )
+        parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that override the file")
     return parser
 
 
 def accept_document(parser: argparse.ArgumentParser) -> None:
-    """Add the option with the address of the resolved CONFIG: ranks take it from their starter and do not read it again."""
+    """Add the option with the path of the resolved CONFIG, so that ranks do not read and resolve CONFIG again."""
     parser.add_argument("--resolved", metavar="DOCUMENT", help=argparse.SUPPRESS)
 
 
 def configuration(args: argparse.Namespace) -> Config:
-    """Return the starter's document, or without one what the file and the settings come to."""
+    """Return the resolved configuration of the parent process, else load CONFIG with the overrides."""
     if args.resolved:
         from rlhf_mcore.cli.document import receive
 

@@ -1,6 +1,6 @@
-"""``rlhf-mcore completion bash|zsh``, and what the shell asks on a TAB: commands, options, files, keys and their values.
+"""``rlhf-mcore completion bash|zsh``, and the answers to the shell on a TAB: commands, options, files, keys and values.
 
-The library (argcomplete) is imported for these alone.
+The library argcomplete is imported only for these two uses.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 
-ASKED = "_ARGCOMPLETE"  # is set by the shell where it asks
+ASKED = "_ARGCOMPLETE"  # the shell sets this variable when it asks for completions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what the shell has to run once. Returns the exit code."""
+    """Print the script that the shell must run once. Returns the exit code."""
     args = _parser().parse_args(argv)
     import argcomplete
 
@@ -32,16 +32,19 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore completion",
         "Print a script that makes TAB complete commands, options, files, and the keys and values of a configuration.",
         examples=[
-            'eval "$(rlhf-mcore completion bash)"    # for ever: the same line in ~/.bashrc',
+            'eval "$(rlhf-mcore completion bash)"    # to keep it, add this line to ~/.bashrc',
             'eval "$(rlhf-mcore completion zsh)"     # in ~/.zshrc, after compinit',
         ],
     )
-    parser.add_argument("shell", choices=("bash", "zsh"), help="whose script")
+    parser.add_argument("shell", choices=("bash", "zsh"), help="shell that will run the script")
     return parser
 
 
 def answer(commands: Mapping[str, str], module_of: Callable[[str], str]) -> None:
-    """Answer what the shell asks, and end the process. The parser of one command is made, the one on the line."""
+    """Answer the shell's request for completions, and end the process.
+
+    Only the parser of the command on the line is built, because building all parsers would import all commands.
+    """
     import argcomplete
 
     words = os.environ.get("COMP_LINE", "").split()
@@ -56,11 +59,11 @@ def answer(commands: Mapping[str, str], module_of: Callable[[str], str]) -> None
         _teach(own)
         chosen.choices[command] = own
     argcomplete.autocomplete(parser, default_completer=argcomplete.FilesCompleter())
-    sys.exit(exit_codes.DONE)  # it was not asked
+    sys.exit(exit_codes.DONE)  # reached only if the shell asked for nothing
 
 
 def _teach(parser: argparse.ArgumentParser) -> None:
-    """Give completers to the arguments that name keys and metrics, here and in subcommands."""
+    """Add completers to the arguments for keys and metrics, also in subcommands."""
     completers: dict[str, Any] = {"overrides": _settings, "key": _keys}
     if parser.prog == "rlhf-mcore metrics":
         completers["name"] = _metrics
@@ -73,7 +76,7 @@ def _teach(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(prefix: str, **_: object) -> Iterable[str]:
-    """List ``key=`` of every key, and behind it the values that it may have."""
+    """List ``key=`` for every key, or ``key=value`` for every allowed value if ``prefix`` contains a key."""
     from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, is_group
     from rlhf_mcore.config.schema.key import Choices
 

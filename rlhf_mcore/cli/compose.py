@@ -1,4 +1,4 @@
-"""The composition root: from a checked configuration to a run with a record, which begins, trains and ends."""
+"""The composition root: build a run with its record from a checked configuration, and train."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ TRAINERS: dict[RunKind, Callable[[RunContext], TrainingLoop]] = {
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """A run that is ready for its next step. ``trainer`` is None where the last step was made already."""
+    """A run that is ready for its next step. ``trainer`` is None if the last step is already done."""
 
     cfg: Config
     record: RunRecord
@@ -76,7 +76,7 @@ class OpenRun:
     first_step: int
 
     def finish(self) -> None:
-        """Print what the run has come to."""
+        """Print the result of the run."""
         if self.record.console is not None:
             _summary(self.cfg, self.record)
 
@@ -84,10 +84,10 @@ class OpenRun:
 def run(cfg: Config, announced: int = 0) -> int:
     """Train. Every rank of the world calls it, under torchrun. Returns the exit code: DONE, REQUEUE or STOPPED.
 
-    ``announced``: the step after which the run continues, where the launcher has printed it already.
+    ``announced``: the step after which the run continues, if the launcher has already printed it.
 
     Raises:
-        ConfigError: found in the loaded data or the built models; raised on every rank.
+        ConfigError: the loaded data or the built models show an error; raised on every rank.
     """
     with open_run(cfg, announced) as opened:
         if opened.trainer is None:
@@ -103,10 +103,10 @@ def run(cfg: Config, announced: int = 0) -> int:
 
 
 def build_trainer(run: RunContext) -> TrainingLoop:
-    """Build the trainer of a run, resumed where it begins after a checkpoint. Collective over the world.
+    """Build the trainer of a run, and restore the checkpoint that it continues from. Collective over the world.
 
     Raises:
-        ConfigError: what only the loaded data and the built models can show; raised on every rank.
+        ConfigError: the loaded data or the built models show an error; raised on every rank.
     """
     return TRAINERS[run.kind](run)
 
@@ -118,12 +118,12 @@ def open_run(
     trackers: Sequence[Tracker] = (),
     on_save: Callable[[int, Path], None] | None = None,
 ) -> Iterator[OpenRun]:
-    """Open a run between its beginning and its end. Collective over the world.
+    """Open a run for the duration of the block. Collective over the world.
 
-    On the first rank ``trackers`` get its metrics too, and ``on_save`` every checkpoint that is whole.
+    On the first rank, ``trackers`` also receive the metrics, and ``on_save`` is called with step and path of every checkpoint.
 
     Raises:
-        ConfigError: as ``run``.
+        ConfigError: as in ``run``.
     """
     timeout = timedelta(seconds=cfg.trainer.collective_timeout_s)
     with rank.join_world(cfg, timeout) as process, ExitStack() as stack:
@@ -141,7 +141,7 @@ def open_run(
             memory=sharing,
             alarm=RewardAlarm() if cfg.alarms.defaults else None,
             throughput=Throughput(dist.get_world_size(), cfg.logging.peak_tflops or peak_tflops(device)),
-            without_score="leave the step, with the other responses to their prompts" if drops else "count as 0",
+            without_score="are dropped with the other responses to their prompts" if drops else "count as 0",
             mark=process.platform.range,
             samples_every=SAMPLES_EVERY,
             on_save=on_save,
@@ -165,14 +165,14 @@ def open_run(
         if cfg.trainer.profile.steps:
             record.profiler = _profiler(cfg, record, start.step)
         trainer = build_trainer(RunContext(cfg, process.platform, record, start, requests, stack))
-        timers.pop()  # of the phases before the first step
+        timers.pop()  # discard the times before the first step
         sharing.pop()
         yield OpenRun(cfg, record, trainer, start.step + 1)
 
 
 @contextmanager
 def explain_out_of_memory(cfg: Config, record: RunRecord, sharing: DeviceSharing) -> Iterator[None]:
-    """Compare a device that runs out of memory in the block with the plan.
+    """Explain an out-of-memory error in the block by a comparison with the plan.
 
     Raises:
         OutOfDeviceMemory: instead of torch's error.
@@ -194,7 +194,7 @@ def _with_sequences(cfg: Config, memory_bytes: int, device: str) -> Config:
 
 @contextmanager
 def _collect_warnings(warnings: list[str]) -> Iterator[None]:
-    """Collect in ``warnings`` what libraries warn of by ``logging`` on this rank, for the first rank to show."""
+    """Collect the ``logging`` warnings of libraries on this rank in ``warnings``, for the first rank to print."""
 
     class Collector(logging.Handler):
         def emit(self, entry: logging.LogRecord) -> None:
@@ -202,7 +202,7 @@ def _collect_warnings(warnings: list[str]) -> Iterator[None]:
                 warnings.append(f"{entry.levelname.lower()}: {entry.getMessage()}")
 
     root, collector = logging.getLogger(), Collector(logging.WARNING)
-    # Without any handler Python itself would write to stderr.
+    # Without another handler Python writes warnings to stderr. Our handler would suppress that, so we add one for stderr.
     own = [collector] if root.handlers else [collector, logging.StreamHandler()]
     for handler in own:
         handler.setLevel(logging.WARNING)
@@ -235,7 +235,7 @@ def _open_record(
     requests: SignalRequests,
     ask: Ask,
 ) -> Start:
-    """Take the run directory, find out where the run begins, and open its record there. On the first rank."""
+    """Lock the run directory, find the starting point of the run, and open its record. Called on the first rank."""
     directory = stack.enter_context(closing(RunDirectory.create(cfg.output_dir, cfg.project, cfg.experiment)))
 
     def checker() -> SharedChecker:
@@ -277,7 +277,7 @@ def _open_record(
 
 
 def _broadcast(start: Start) -> Start:
-    """Send the first rank's start to every rank. Notes stay there."""
+    """Send the first rank's start to every rank, without its notes."""
     weights = {role: str(path) for role, path in start.weights.items()}
     received = broadcast_json([str(start.checkpoint or ""), start.step, weights, start.continues, start.is_over], 0)
     checkpoint, step, weights, continues, over = received
@@ -286,7 +286,7 @@ def _broadcast(start: Start) -> Start:
 
 
 def _summary(cfg: Config, record: RunRecord) -> None:
-    """Print the table that a run ends with: before and after, where everything is, and what to try next."""
+    """Print the final table of a run: metrics before and after, output paths, and a hint if every reward was 0."""
     assert record.console is not None and record.directory is not None
     rows: list[tuple[str, ...]] = []
     for name, values in (("training reward", record.rewards), ("training loss", record.losses)):
@@ -309,7 +309,7 @@ def _summary(cfg: Config, record: RunRecord) -> None:
         f"trained model   {directory}/{chosen}/{run_kind(cfg).saved_as}  ({kind})",
         f"report          rlhf-mcore report {directory}",
     ]
-    if record.all_zero and not has_teacher(cfg):  # whose gradients need no reward
+    if record.all_zero and not has_teacher(cfg):  # a teacher's gradients need no reward
         footer.append(
             "every reward was 0, so nothing was learned: read rollouts/ in the run directory, and try the reward with "
             "`rlhf-mcore reward-test CONFIG`"

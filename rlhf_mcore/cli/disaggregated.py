@@ -1,4 +1,4 @@
-"""From a run's configuration to engines of their own, under Ray: what ``cli/generation.py`` builds where they are not colocated."""
+"""Build disaggregated engines under Ray, and the sampling side of their run. ``cli/generation.py`` builds colocated engines."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def build_disaggregated(
     data: Data[Prompt],
     fleet: Fleet | None,
 ) -> Generation:
-    """Build engines of their own, which sample while the trainer learns."""
+    """Build the sampling side of a run with disaggregated engines, which sample while the trainer trains."""
     cfg, rollout = run.cfg, run.cfg.rollout
     in_order, drain, bound = rollout.deterministic_order, rollout.at_publish == "drain", cfg.trainer.max_staleness
     last = cfg.trainer.num_steps
@@ -123,7 +123,7 @@ def build_disaggregated(
 
 
 def _side(cfg: Config, model: RoleModel, keeps: bool) -> tuple[Side, KeptSources | None, AdapterSizes | None]:
-    """Return this rank's side, copies of its weights where it ``keeps`` some, and the sizes of adapters that engines add."""
+    """Return this rank's side of the bridge, its kept copies of weights (if ``keeps``), and the adapter sizes for engines."""
     sent = select_sent(cfg, model)
     side = Side(sent.parameters, NoTarget(), sources=sent.sources)
     if not keeps or sent.kept is not None:
@@ -133,13 +133,13 @@ def _side(cfg: Config, model: RoleModel, keeps: bool) -> tuple[Side, KeptSources
 
 
 def start_fleet(run: RunContext) -> Fleet:
-    """Begin to start the engines under Ray. Called on the first rank alone."""
+    """Start the engines under Ray, and do not wait for them. Called on the first rank only."""
     spec = load_spec(run.cfg.model.path)
     geometry = sent_geometry(run.cfg, replace(spec.geometry, mtp_layers=getattr(spec.hf_config, MTP_KEY, 0)))
     model = EngineModel.of(run.cfg, run.dtype, hf_shapes(geometry), engine_adapters(run.cfg, geometry))
     cfg, rollout, on_cuda = run.cfg, run.cfg.rollout, run.platform.name == "cuda"
     spare: list[str] = []
-    if on_cuda and rollout.ray.address is None:  # ranks have the first devices, engines the others
+    if on_cuda and rollout.ray.address is None:  # ranks use the first devices, engines the others
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         spare = visible.split(",")[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
     cluster = Cluster(rollout.ray.address, rollout.ray.cpus_per_rank, gpus=int(on_cuda), own_gpus=spare)

@@ -1,7 +1,8 @@
-"""Hand the resolved configuration from the process that starts a run to its ranks.
+"""Pass the resolved configuration from the process that starts a run to its ranks.
 
-The document lives in memory of the starter, as a file without a name: a kill leaves nothing behind, and other users cannot read the
-secrets in it. Ranks open it by the starter's process id, and import the schema, not what reads and checks files.
+The document is an unnamed file in the memory of the starting process. If that process is killed, no file remains, and other
+users cannot read the secrets in it. Ranks open the document by the process id. They import only the schema, not the modules that
+read and check files.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.redaction import FromEnvironment
 
-_ENVIRONMENT = "!environment"  # a text from there, and how it was written
+_ENVIRONMENT = "!environment"  # a value from an environment variable, with its original notation
 
 
 class _Dumper(yaml.SafeDumper):
-    """Plain values, and texts from the environment."""
+    """Dump plain values, and values from environment variables."""
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Read what ``_Dumper`` writes."""
+    """Load documents of ``_Dumper``."""
 
 
 _Dumper.add_representer(
@@ -36,7 +37,7 @@ _Loader.add_constructor(_ENVIRONMENT, lambda loader, node: FromEnvironment(*load
 
 @contextmanager
 def offer(cfg: Config) -> Iterator[Path]:
-    """Offer ``cfg`` to processes that this one starts. Yields the path that they call ``receive`` with."""
+    """Offer ``cfg`` to child processes within the block. Yields the path that they pass to ``receive``."""
     with os.fdopen(os.memfd_create("rlhf_mcore-config"), "w", encoding="utf-8") as file:
         yaml.dump(to_dict(cfg), file, _Dumper)
         file.flush()
@@ -44,6 +45,6 @@ def offer(cfg: Config) -> Iterator[Path]:
 
 
 def receive(path: str | Path) -> Config:
-    """Build the configuration that the starter of this process offers."""
+    """Return the configuration that the parent process offers at ``path``."""
     text = Path(path).read_text(encoding="utf-8")
     return Config.read(yaml.load(text, _Loader))  # noqa: S506 (a SafeLoader with one more tag)

@@ -1,4 +1,4 @@
-"""Check what the ranks of a run check before they build models, in this process, and change nothing."""
+"""Run the checks that ranks run before they build models, in this process and without changing anything."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rlhf_mcore.trainer.resume import Checker, find_start
 
 
 def check_as_ranks(cfg: Config, directory: Path, announced: int) -> list[str]:
-    """Check the checkpoint that a run continues from, and every row of its data. Returns what the run would print of them.
+    """Check the checkpoint that a run continues from, and every row of its data. Returns the lines that the run would print.
 
-    ``announced``: the step after which the run continues, as it was printed already.
+    ``announced``: the step after which the run continues, if it was already printed.
 
     Raises:
-        ConfigError: as the ranks would.
+        ConfigError: a check fails, as on the ranks.
     """
     notes: list[str] = []
     platform = current_platform()
@@ -46,22 +46,22 @@ def check_as_ranks(cfg: Config, directory: Path, announced: int) -> list[str]:
 
 
 class _UnchangedDisk(Disk):
-    """Changes nothing."""
+    """A disk that ignores every change."""
 
     def perform(self, name: str, action: Callable[[], Any], path: Path) -> Any:
         return None
 
 
 class _Checker(Checker):
-    """Checks checkpoints with the content of models and optimizers. Weights are restored in ``scratch``."""
+    """Check checkpoints with the values of models and optimizers. Weights of deltas are restored in ``scratch``."""
 
     def __init__(self, cfg: Config, scratch: Path):
         self._cfg, self._scratch = cfg, scratch
 
     def readable(self, checkpoint: Path, model: str, scratch: Path) -> Path:
-        """Do what ``delta.readable`` does."""
+        """Call ``delta.readable`` with the scratch directory of this dry run."""
         return super().readable(checkpoint, model, self._scratch)
 
     def check_saved(self, checkpoint: Path, weights: Mapping[str, Path]) -> None:
-        """Do what ``saved_checkpoint.check_saved`` does."""
+        """Call ``saved_checkpoint.check_saved`` in this process."""
         check_saved(checkpoint, weights, values=self._cfg.checkpoint.verify, base=self._cfg.model.path)

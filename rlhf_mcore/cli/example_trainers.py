@@ -1,4 +1,4 @@
-"""From the configuration of a run on given responses to its trainer: supervised fine-tuning, reward models and preferences."""
+"""Build the trainers of runs on given responses: supervised fine-tuning, reward models and preference learning."""
 
 from __future__ import annotations
 
@@ -46,39 +46,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _ComparedModels:
-    """A frozen policy, and what adds its logprobs to a batch."""
+    """A frozen policy, and the function that adds its logprobs to a batch."""
 
     reference: Reference
     compute: Callable[[TrainBatch], None]
 
 
 def sft_trainer(run: RunContext) -> TrainingLoop:
-    """Build supervised fine-tuning: a policy that imitates given responses."""
+    """Build the trainer for supervised fine-tuning, which trains a policy on given responses."""
     data = _load_data(run)
     actor = SupervisedActor(_build_on_examples(run, "actor"))
     return _example_trainer(run, data, actor, partial(likelihood, actor), likelihood_metrics)
 
 
 def reward_model_trainer(run: RunContext) -> TrainingLoop:
-    """Build the training of a reward model from pairs of a better and a worse response."""
+    """Build the trainer of a reward model from pairs of a better and a worse response."""
     data = _load_data(run)
     model = RewardModelTrainer(_build_on_examples(run, "reward_model"), run.cfg.algorithm.centering)
     return _example_trainer(run, data, model, partial(preference, model.compute_scores), preference_metrics)
 
 
 def preference_trainer(run: RunContext) -> TrainingLoop:
-    """Build the training of a policy from pairs of a better and a worse response."""
+    """Build the trainer of a policy from pairs of a better and a worse response."""
     data = _load_data(run)
     has_reference = needs_reference(run.cfg)
     cfg = decide_offload(run) if has_reference else run.cfg
-    if cfg.reference.precompute:  # nothing of it waits on the host
+    if cfg.reference.precompute:  # the reference is released after its logprobs are computed
         cfg = with_values(cfg, {"reference.offload": "never"})
     models = _models(run, cfg)
-    once, is_actor = cfg.reference.precompute, cfg.actor.lora.rank is not None  # without its adapters
+    once, is_actor = (
+        cfg.reference.precompute,
+        cfg.actor.lora.rank is not None,
+    )  # the reference is the actor without adapters
     if once and not is_actor:
         _precompute(run, data, models)
         models.release()
-        gc.collect()  # it is gone before the actor needs the device
+        gc.collect()  # free the reference before the actor needs the device
     with run.record.phase("build_model"):
         model = models.on_examples(run.kind, "actor")
         reference = models.reference() if has_reference and not once else None
@@ -93,7 +96,7 @@ def preference_trainer(run: RunContext) -> TrainingLoop:
 
 
 def _precompute(run: RunContext, data: Data[TokenizedExample], models: ModelBuilder) -> None:
-    """Add the reference's logprobs to all pairs. Nothing of it is left here. Collective over the world."""
+    """Add the reference's logprobs to all pairs, and keep no link to the reference. Collective over the world."""
     with run.record.phase("reference"):
         reference = models.reference()
         for examples in (data.train, data.held_out):
@@ -101,7 +104,7 @@ def _precompute(run: RunContext, data: Data[TokenizedExample], models: ModelBuil
 
 
 def _build_on_examples(run: RunContext, name: str) -> TrainedModel:
-    """Build the one model of a run on given responses. ``name`` prefixes its metrics."""
+    """Build the model of a run on given responses. ``name`` prefixes its metrics."""
     with run.record.phase("build_model"):
         model = _models(run, run.cfg).on_examples(run.kind, name)
     note_kernels(run, model)
@@ -124,7 +127,7 @@ def _example_trainer(
     build: Callable[[Sequence[TokenizedExample]], TrainBatch] = example_batch,
     compared: _ComparedModels | None = None,
 ) -> TrainingLoop:
-    """Build a trainer. ``measure`` and ``named`` evaluate the role, on what ``build`` makes: see :class:`ExampleEvaluator`."""
+    """Build a trainer. ``measure`` and ``named`` evaluate the role on batches from ``build``, see :class:`ExampleEvaluator`."""
     cfg, record, counters = run.cfg, run.record, Counters()
     assert record.throughput is not None
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)

@@ -1,4 +1,4 @@
-"""Define what a command's exit code means, and how an error reaches the user."""
+"""Exit codes of commands, and the report of errors to the user."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ P = ParamSpec("P")
 DONE = 0
 FAILED = 1
 USER_ERROR = 2
-# EX_UNAVAILABLE; between commands of ours: the port of a meeting was taken meanwhile, choose another one
+# EX_UNAVAILABLE, between our own commands only: the rendezvous port was taken in the meantime, choose another one
 PORT_TAKEN = 69
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: saved and not finished, start the same command again
-STOPPED = 76  # by an alarm, after a save: nothing starts it again by itself
-INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
+STOPPED = 76  # an alarm stopped the run after a save: nothing restarts it automatically
+INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
 EPILOG = """\
 exit codes:
-  0          done: the last step was made and saved
-  2          a mistake in the configuration, the command line or the data; the message names it
+  0          done: the last step is saved
+  2          an error in the configuration, the command line or the data; the message names it
   75         Ctrl-C, a signal or the time limit ended the run after a save; start the same command again
   76         an alarm with the action stop ended the run after a save
   others     failure (128 + N: ended by signal N)"""
@@ -45,12 +45,12 @@ exit codes:
 TOOL_EPILOG = """\
 exit codes:
   0          done
-  2          a mistake in the command line or in what it names; the message names it
+  2          an error in the command line or in a file that it names; the message names it
   others     failure (128 + N: ended by signal N)"""
 
-OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)  # its disk is full, or its reader has gone
+OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)  # the disk of the output is full, or its reader has closed it
 
-# How the end of another rank shows on this one.
+# Errors that this rank raises after another rank has ended.
 _CONSEQUENCES = ("RanksFailed", "DistBackendError", "DistNetworkError", "DistStoreError")
 _LOST_PEER = re.compile(r"gloo/|Connection (closed|reset) by peer")
 _OF_PATHS = frozenset(
@@ -69,18 +69,18 @@ _OF_PATHS = frozenset(
         errno.EROFS,
     }
 )
-_MAX_LINES = 12  # of an error's own text
+_MAX_LINES = 12  # of the text of a library's error
 _LIBRARIES = re.compile(r"site-packages|/lib/python3|<frozen")
 
 
 def to_shell_code(returncode: int) -> int:
-    """Turn a child's return code into a shell's: -N (ended by signal N) becomes 128 + N."""
+    """Convert a child's return code to a shell's exit code: -N (ended by signal N) becomes 128 + N."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 @contextlib.contextmanager
 def end_on_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the block as an exception does, so that nothing half and nobody is left behind."""
+    """Make SIGTERM and SIGHUP raise SystemExit in the block, so that no partial file and no child process is left behind."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -94,15 +94,15 @@ def end_on_signals() -> Iterator[None]:
 
 
 def report(error: Exception) -> int:
-    """Report what went wrong, once, and return the exit code for it.
+    """Report an error once, and return its exit code.
 
-    A rank under a command of ours tells that command, which prints one message for all ranks. The traceback goes to the rank's
-    stderr, which is a log file then. Under the user's own torchrun, and without any, the message is printed here; a user's mistake by
-    rank 0, for all ranks know it. In both cases torchrun's file for the rank gets the message (``observability.rank_file``).
+    The message is always written to torchrun's error file of the rank (``observability.rank_file``). If one of our commands started
+    the rank, that command prints one message for all ranks, and the traceback goes to the rank's log. Under the user's own torchrun,
+    or without torchrun, the message is printed here. A user error occurs on every rank, so only rank 0 prints it.
     """
     kind, text = kind_of(error), without_secrets(cause(error))
     note_error(kind, text)
-    with contextlib.suppress(OSError):  # a log on a full disk
+    with contextlib.suppress(OSError):  # the log may be on a full disk
         if kind == FAILURE or (is_read() and kind == CONSEQUENCE):
             say(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     with contextlib.suppress(OSError):
@@ -113,9 +113,9 @@ def report(error: Exception) -> int:
 
 
 def report_of_tool(error: ConfigError | OSError) -> int:
-    """Report an error of a command that is given paths, like ``report``.
+    """Report an error of a command that takes paths, like ``report``.
 
-    A path that cannot be is the user's mistake; a full disk is none.
+    An invalid path is a user error; a full disk is not.
     """
     if not isinstance(error, OSError):
         return report(error)
@@ -127,7 +127,7 @@ def report_of_tool(error: ConfigError | OSError) -> int:
 
 
 def report_errors(main: Callable[P, int]) -> Callable[P, int]:
-    """Make a command report a mistake of the user, or a path that cannot be, in one message, and return its exit code."""
+    """Decorate a command to report user errors and invalid paths in one message, and to return their exit code."""
 
     @functools.wraps(main)
     def reported(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -135,14 +135,14 @@ def report_errors(main: Callable[P, int]) -> Callable[P, int]:
             return main(*args, **kwargs)
         except (ConfigError, OSError) as error:
             if isinstance(error, OSError) and error.errno in OF_OUTPUT and not isinstance(error, FullDiskError):
-                raise  # ``cli.main`` knows what to do with the rest of the output
+                raise  # ``cli.main`` discards the rest of the output
             return report_of_tool(error)
 
     return reported
 
 
 def kind_of(error: BaseException) -> str:
-    """Classify an error: USER, FAILURE, or CONSEQUENCE of another rank's end."""
+    """Return the kind of an error: USER, FAILURE, or CONSEQUENCE if another rank has ended."""
     if isinstance(error, ConfigError):
         return USER
     lost = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error))
@@ -150,7 +150,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """Describe an error in a few lines: our own explain themselves; of others the class, and where it was raised."""
+    """Describe an error in a few lines: our own errors by their message, others also by class and source line."""
     lines = str(error).strip().splitlines()
     text = "\n".join(lines if isinstance(error, ConfigError | OutOfDeviceMemory) else lines[:_MAX_LINES])
     if type(error).__module__.startswith("rlhf_mcore"):
@@ -162,13 +162,13 @@ def cause(error: BaseException) -> str:
 
 
 def full_disks_here() -> str:
-    """Name the full ones among the disks that any process writes to: of its output, its temporary folder, its shared memory."""
+    """Name the full disks among those that every process writes to: output, working and temporary directory, shared memory."""
     outputs = [f"/proc/self/fd/{number}" for number in (1, 2)]
     files = [os.path.dirname(os.path.realpath(each)) for each in outputs if os.path.isfile(each)]
     return full_disks([*files, os.environ.get("TMPDIR", "/tmp"), ".", "/dev/shm"])
 
 
 def _is_told_by_another(environment: Mapping[str, str]) -> bool:
-    """Tell whether the first rank is another process: this one's number is one of the others."""
+    """Return whether this process is not rank 0, so that rank 0 reports the error."""
     rank, world_size = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "")
     return rank.isdecimal() and world_size.isdecimal() and 0 < int(rank) < int(world_size)

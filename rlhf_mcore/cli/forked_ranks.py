@@ -1,11 +1,12 @@
-"""Fork ranks from torchrun's process after its imports: importing takes longer than the first steps of a small run.
+"""Fork ranks from torchrun's process after its imports, because importing takes longer than the first steps of a small run.
 
-Two ranks of the quickstart take 33 s of a core for a run of one step, and 71 s if each imports for itself. On a CPU only,
-since a process that has touched CUDA cannot be forked; and only if importing has started no thread, since a fork has none but the one
-that forks. Otherwise, and if a module has no ``preload``, ranks are started as torchrun starts them.
+Two forked ranks of the quickstart take 33 core-seconds for a run of one step; they take 71 if each rank imports for itself.
+Ranks are forked only on a CPU, because a process that has initialised CUDA cannot be forked. They are forked only if the imports
+have started no thread, because a fork copies only the thread that forks. In other cases, and if a module defines no ``preload``,
+torchrun starts the ranks as usual.
 
-This uses private API, which a new version may change: of torch ``elastic.multiprocessing.api.get_subprocess_handler`` with
-``SubprocessHandler``, of Python ``threading._shutdown`` and ``atexit._run_exitfuncs``.
+This module uses private API, which a new version may change: ``elastic.multiprocessing.api.get_subprocess_handler`` and
+``SubprocessHandler`` of torch, ``threading._shutdown`` and ``atexit._run_exitfuncs`` of Python.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from rlhf_mcore.cli import rank
 
 _POLL_S = 0.02
-_OF_THE_AGENT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # which it handles, and a rank does not
+_OF_THE_AGENT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # torchrun's agent handles these, a rank does not
 
 
 def preload(module: str, arguments: Sequence[str]) -> bool:
-    """Have ``module`` import what its ranks will. Returns whether they can be forks of this process.
+    """Import the modules that the ranks of ``module`` need. Returns whether the ranks can be forked from this process.
 
-    What is wrong with the arguments is not told here: the ranks tell it.
+    Errors in the arguments are ignored here, because the ranks report them.
     """
     if any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
         return False
@@ -49,14 +50,14 @@ def preload(module: str, arguments: Sequence[str]) -> bool:
 
 
 def fork_ranks() -> None:
-    """Make torchrun's ranks forks of this process from now on."""
+    """Make torchrun fork its ranks from this process from now on."""
     gc.collect()
-    gc.freeze()  # a collection would copy the memory that ranks share
+    gc.freeze()  # a garbage collection would copy the memory that the ranks share
     api.get_subprocess_handler = ForkedRank  # type: ignore[assignment]
 
 
 class ForkedRank(SubprocessHandler):
-    """A rank for torchrun. Its command is ``python ... -m MODULE ARGUMENT...``, and is not run."""
+    """A forked rank for torchrun. The module of its command ``python ... -m MODULE ARGUMENT...`` runs in the fork."""
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         start = args.index("-m") + 1
@@ -75,7 +76,7 @@ class ForkedRank(SubprocessHandler):
 
 
 class _Fork:
-    """As much of a ``subprocess.Popen`` as torchrun uses."""
+    """The part of ``subprocess.Popen`` that torchrun uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -85,7 +86,7 @@ class _Fork:
         if self.returncode is None:
             try:
                 ended, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # it was killed and waited for elsewhere
+            except ChildProcessError:  # other code killed the rank and waited for it
                 self.returncode = -signal.SIGKILL
             else:
                 self.returncode = os.waitstatus_to_exitcode(status) if ended else None
@@ -102,7 +103,7 @@ class _Fork:
 
 @contextlib.contextmanager
 def _block_signals() -> Iterator[None]:
-    """Block signals until both processes have their handlers. One that comes meanwhile waits."""
+    """Block signals until both processes have installed their handlers. Signals are delivered after that."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield
@@ -111,7 +112,7 @@ def _block_signals() -> Iterator[None]:
 
 
 def _become_rank(env: Mapping[str, str], streams: tuple[IO[str] | None, IO[str] | None]) -> None:
-    """Take a session, an environment, streams and signals like a process that torchrun has started."""
+    """Set session, environment, streams and signal handlers as in a process that torchrun has started."""
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
@@ -122,19 +123,19 @@ def _become_rank(env: Mapping[str, str], streams: tuple[IO[str] | None, IO[str] 
     for number in _OF_THE_AGENT:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with contextlib.suppress(OSError):  # a name for people: there are sandboxes without it
+    with contextlib.suppress(OSError):  # only a readable process name; some sandboxes do not support it
         Path("/proc/self/comm").write_text(f"rank {env['RANK']}", encoding="utf-8")
 
 
 def _run(module: ModuleType, arguments: Sequence[str]) -> NoReturn:
-    """Run the rank, from here to its end. Code that follows in torchrun's process does not follow here."""
+    """Run the rank and end this process. The fork must not continue with the code of torchrun's process."""
     code = 1
     try:
         sys.argv = [str(module.__file__), *arguments]
         code = rank.run(module.main)
     except BaseException:
         traceback.print_exc()
-    finally:  # as Python ends a process, without the destructors of what is the parent's
+    finally:  # end as Python does, but without destructors, because the objects belong to the parent
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""From a run's configuration to what samples for it: engines, the bridge to them, and the source of its batches."""
+"""Build the sampling side of a run from its configuration: engines, the bridge to them, and the source of batches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """Hold who scores: ``graders`` as responses finish, then a reward model, for all ranks together."""
+    """The scorers of a run: ``graders`` score each finished response, then ``add_model`` scores the batches of all ranks."""
 
     graders: RewardFunction
     add_model: AddScores
@@ -64,9 +64,9 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The sampler of a run. ``ahead``: samples for coming steps, on the rank that keeps them.
+    """The sampling side of a run. ``ahead``: the samples for later steps, on the rank that stores them.
 
-    The sampler is not on the trainer's devices while ``room`` is entered. Collective.
+    While ``room`` is entered (collectively), the engines are not on the trainer's devices.
     """
 
     source: Source
@@ -80,17 +80,17 @@ class Generation:
 def build_colocated(
     run: RunContext, actor: Actor, rewards: Rewards, sampler: Sampler, data: Data[Prompt]
 ) -> Generation:
-    """Build engines in the trainer's processes, which sample and learn in turns."""
+    """Build engines in the trainer's processes, which alternate between sampling and training."""
     cfg, record = run.cfg, run.record
     sharing = record.memory or DeviceSharing(run.platform)
     sharing.settle()
-    record.progress(f"{cfg.rollout.engine}: its libraries, the model, the cache")
+    record.progress(f"{cfg.rollout.engine}: libraries, model and cache")
     geometry = sent_geometry(cfg, actor.model.spec.geometry)
     sent_shapes, adapters = hf_shapes(geometry), engine_adapters(cfg, geometry)
     engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, sent_shapes, adapters))
     for text in dict.fromkeys(text for texts in all_gather_json(engine.warnings) for text in texts):
         record.note(f"{cfg.rollout.engine}: {text}")
-    record.progress("the bridge of weights to it")
+    record.progress("the weight bridge")
     run.stack.enter_context(_close_at_end(engine))
     sharing.sleep_level = cfg.rollout.sleep_level
     if engine_kind(cfg.rollout.engine).has_live_weights:
@@ -118,11 +118,11 @@ def build_colocated(
         rewards.add_model,
         engine.pop_preemptions if engine_kind(cfg.rollout.engine).reserves_cache else None,
     )
-    # While it has the weights that it started with: a sleep may discard them.
+    # Trace the engine while it still has its first weights, because a sleep may discard them.
     traced = _trace(cfg, sent_shapes, adapters, engine)
     if sharing.parts:
-        sharing.sleep(engine)  # it starts awake, and its cache has taken the room that the models left
-    with actor.model.on_device():  # a bridge makes views of what is there
+        sharing.sleep(engine)  # it starts awake, and its cache takes the memory that the models left
+    with actor.model.on_device():  # a bridge makes views of the tensors on the device
         bridge = OnDeviceBridge(_build_bridge(cfg, actor, engine, traced), actor.model)
     publisher = EnginePublisher(engine, bridge, record, sharing, canary)
     return Generation(source, publisher, batch_sampler, room=publisher.asleep, kernels=engine.kernels())
@@ -130,9 +130,10 @@ def build_colocated(
 
 @contextmanager
 def _close_at_end(engine: Engine) -> Iterator[None]:
-    """Close the engine at the end.
+    """Close the engine at the end of the block.
 
-    The process may make another run, after a failed one too; but ranks of a world that has failed wait for nobody.
+    After an error, the engine is closed only in a world of one process, which may start another run. In a larger world
+    closing is collective and could wait forever for a failed rank.
     """
     try:
         yield
@@ -186,7 +187,7 @@ def _live(cfg: Config, engine: Engine) -> LiveEngine:
 
 
 def _trace(cfg: Config, shapes: Shapes, adapters: Shapes | None, engine: Engine) -> EngineMap | None:
-    """Map what an engine holds, for the planned bridge."""
+    """Map the weights of an engine for the planned bridge; None if no planned bridge is used."""
     kind = engine_kind(cfg.rollout.engine)
     if cfg.bridge.method == "gather" or kind.weights == "full":
         return None
@@ -215,7 +216,7 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
 
 
 def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge, target: WeightTarget) -> WeightBridge:
-    """Have a bridge send again what changes from one sync to the next only."""
+    """Limit a bridge to the weights that change: after the first sync it sends only adapted or trained tensors."""
     model, geometry = actor.model, actor.model.spec.geometry
     if model.adapter_geometry is not None:
         names = ADAPTERS if sends_adapters(cfg, geometry) else adapted_weights(model.adapter_geometry)
@@ -228,7 +229,7 @@ def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge
 
 @dataclass(frozen=True, slots=True)
 class OnDeviceBridge:
-    """Keeps ``model`` on the device while a bridge reads its weights."""
+    """Keep ``model`` on the device while a bridge reads its weights."""
 
     bridge: WeightBridge
     model: RoleModel
@@ -239,16 +240,16 @@ class OnDeviceBridge:
 
 
 def find_machines() -> list[int] | None:
-    """List the machine of every rank, as torchrun has numbered them; None on a single one. Collective over the world."""
+    """Return the machine number of every rank, as torchrun assigns them; None on one machine. Collective over the world."""
     numbers: list[int] = all_gather_json(int(os.environ.get("GROUP_RANK", 0)))
     return numbers if len(set(numbers)) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class SyncSources:
-    """Name what a rank sends, see :class:`PlannedBridge`. ``kept`` is the same as it was when it was last taken.
+    """The tensors that a rank sends, see :class:`PlannedBridge`. ``kept`` keeps the values of the last sync.
 
-    Without ``sources`` the parameters are sent as they are.
+    Without ``sources`` the parameters are sent unchanged.
     """
 
     parameters: Sequence[LocalParameter]
@@ -258,14 +259,14 @@ class SyncSources:
 
 
 def engine_adapters(cfg: Config, geometry: ModelGeometry) -> Shapes | None:
-    """Return the names and shapes of the adapters that engines add themselves; None where they get merged weights."""
+    """Return the names and shapes of the adapters that engines add themselves; None if engines receive merged weights."""
     if not sends_adapters(cfg, geometry):
         return None
     return hf_shapes(replace(geometry.trunk, adapter=adapter_sizes(cfg.actor.lora)))
 
 
 def select_sent(cfg: Config, model: RoleModel) -> SyncSources:
-    """Choose what engines get (``actor.lora.sync``): merged weights, or adapters beside weights that are sent once."""
+    """Choose the tensors to send to engines (``actor.lora.sync``): merged weights, or weights once and then adapters."""
     geometry, whole = model.adapter_geometry, model.spec.geometry
     if geometry is None:
         return SyncSources(part_of(model.local_parameters(), whole, sent_geometry(cfg, whole)))
@@ -279,6 +280,6 @@ def select_sent(cfg: Config, model: RoleModel) -> SyncSources:
 
 
 def _gains_of(model: RoleModel) -> Callable[[], Mapping[str, Tensor]]:
-    """Return a function that computes what the rows of this rank's weights are multiplied by, with DoRA."""
+    """Return a function that computes the DoRA gains: the factors for the rows of this rank's weights."""
     compute_gains = load_plugin("adapters", "dora", "actor.lora.use_dora=true").compute_gains
     return partial(compute_gains, [] if model.model is None else model.model.chunks)

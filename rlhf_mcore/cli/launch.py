@@ -1,8 +1,8 @@
-"""Start torchrun on this machine as a child, without torch in this process: signals are forwarded, the exit code is returned.
+"""Start torchrun on this machine as a child process, forward signals to it, and return its exit code, without importing torch.
 
-A run on one machine listens on the loopback only. torchrun's usual stores listen on every interface, and its rendezvous
-unpickles what it finds there; so the store is ours (``rendezvous``), at a port that is picked when it is opened. Nothing of it
-is a file, so a kill leaves none behind. For several machines see ``agent``.
+A run on one machine listens on the loopback only. torchrun's own stores listen on every interface, and its rendezvous unpickles
+the data that it receives there. We therefore use our own store (``rendezvous``) at a free port. The store uses no files, so no
+file remains after a kill. For several machines see ``agent``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rlhf_mcore.redaction import REDACTED, redact_arguments
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAIN = "rlhf_mcore.cli.train"
-SHOWN = "--shown"  # to cli/torchrun.py: the start is shown on the terminal
-UNSAVED = "--unsaved"  # to cli/torchrun.py: its ranks have nothing to save, so SIGTERM ends them
+SHOWN = "--shown"  # option for cli/torchrun.py: show the start on the terminal
+UNSAVED = "--unsaved"  # option for cli/torchrun.py: the ranks have nothing to save, so SIGTERM ends them
 _GRACE_S = 5.0
 SHOW_CURSOR = b"\x1b[?25h"
 ENDED_FROM_OUTSIDE = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
-# Exit codes after which nothing is started again: the run asks for that, or it was ended from outside.
+# Exit codes without a restart: the run is over, a restart would not help, or a signal from outside ended it.
 FINAL = (DONE, USER_ERROR, REQUEUE, STOPPED, *ENDED_FROM_OUTSIDE)
 
 
@@ -50,8 +50,10 @@ def launch(
 ) -> int:
     """Run ``python -m module *arguments`` in ``world_size`` processes. Returns the exit code of the last attempt.
 
-    With ``logs``, stderr of all ranks, and stdout of all but the first, go to files in that directory. ``console`` is
-    the run's: where it is live, so is the start. ``engines`` is the address of Ray's head where engines may be on other machines.
+    Args:
+        logs: directory for files with the stderr of all ranks, and the stdout of all ranks except the first.
+        console: the run's ``logging.console``. If the run has a live display, the start has one too.
+        engines: address of Ray's head, if engines may run on other machines.
     """
 
     def attempt(_number: int) -> int:
@@ -66,28 +68,28 @@ def launch(
     code = with_restarts(attempt, max_restarts)
     if code in (REQUEUE, STOPPED):
         again = format_command()
-        hidden = f"  (with your own in the place of {REDACTED})" if REDACTED in again else ""
+        hidden = f"  (replace {REDACTED} with your own value)" if REDACTED in again else ""
         say(f"to continue: {again}{hidden}", file=sys.stderr)
     return code
 
 
 def list_log_options(logs: Path | None, world_size: int) -> list[str]:
-    """List the options of torchrun for a run whose first rank's stdout is the terminal."""
+    """Return the log options of torchrun for a run whose first rank prints to the terminal."""
     if logs is None:
         return [
             f"--log-dir={os.devnull}"
-        ]  # without it torchrun makes a directory in the temporary folder, and leaves it
+        ]  # without this option torchrun creates a temporary directory and does not remove it
     return [f"--log-dir={logs}", f"--redirects={','.join(['0:2', *(f'{rank}:3' for rank in range(1, world_size))])}"]
 
 
 def format_command() -> str:
-    """Return the command line of this process, to be typed again. A secret in it is not printed."""
+    """Return the command line of this process for the user to repeat. Secrets are redacted."""
     is_script = os.access(sys.argv[0], os.X_OK) and not sys.argv[0].endswith(".py")
     return shlex.join(redact_arguments(sys.argv if is_script else sys.orig_argv))
 
 
 def with_restarts(attempt: Callable[[int], int], max_restarts: int) -> int:
-    """Call ``attempt`` (with 0, 1, ...) until it ends in a way that another attempt would not change. Returns its exit code."""
+    """Call ``attempt`` with 0, 1, ... until its exit code is in ``FINAL`` or no restart is left. Returns the last exit code."""
     for number in range(max_restarts):
         code = attempt(number)
         if code in FINAL:
@@ -99,13 +101,13 @@ def with_restarts(attempt: Callable[[int], int], max_restarts: int) -> int:
 def torchrun_command(
     options: Sequence[str], ranks_per_node: int, arguments: Sequence[str], module: str = TRAIN
 ) -> list[str]:
-    """Return the command line of torchrun, through the module that keeps the workers' exit code."""
+    """Return the command line of ``cli.torchrun``, which returns the exit code of the workers."""
     torchrun = [sys.executable, "-m", "rlhf_mcore.cli.torchrun", f"--nproc-per-node={ranks_per_node}"]
     return [*torchrun, *options, "-m", module, *arguments]
 
 
 def list_rendezvous_options() -> list[str]:
-    """List the options of torchrun for a run on this machine alone."""
+    """Return the rendezvous options of torchrun for a run on this machine only."""
     return [
         "--nnodes=1",
         "--rdzv-backend=bound",
@@ -117,7 +119,7 @@ def list_rendezvous_options() -> list[str]:
 
 
 def _interface_to(address: str | None) -> str | None:
-    """Name the interface on the way to ``host:port``; None where there is no such host, which is told by whoever joins it."""
+    """Return the network interface towards ``host:port``; None without an address or host. Connecting reports a wrong host."""
     if address is None:
         return None
     with suppress(OSError, ValueError):
@@ -132,11 +134,11 @@ def build_environment(
     interface: str | None = None,
     nccl_interface: str | None = None,
 ) -> dict[str, str]:
-    """Return the environment of torchrun and its workers, which talk over one interface (None: the loopback).
+    """Return the environment of torchrun and its workers, which communicate over one interface (None: the loopback).
 
-    NCCL reads its variable once in a process, so ranks that send weights to other machines need ``nccl_interface`` from the start.
+    NCCL reads its variable once per process, so ranks that send weights to other machines need ``nccl_interface`` from the start.
 
-    The user's settings win, except for the number of threads, and for an interface that only reaches this machine.
+    The user's settings take precedence, except the number of threads, and an interface that reaches only this machine.
     """
     child = dict(environment)
     child["OMP_NUM_THREADS"] = str(threads_per_rank)
@@ -155,11 +157,12 @@ def build_environment(
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str], beside: Callable[[], None] | None = None) -> int:
-    """Run a command to its end, passing on the signals that ask us to stop. Returns its exit code.
+    """Run a command to its end, and forward the signals in ``FORWARDED`` to it. Returns its exit code.
 
-    ``beside`` is called in a thread of its own, from when signals are passed on.
+    ``beside`` is called in a separate thread as soon as signals are forwarded.
 
-    Whatever it leaves running is ended, also when it is killed: a rank that outlives it would still write into the run directory.
+    Processes that the command leaves running are ended, even if the command was killed. A rank that outlives the command would still
+    write to the run directory.
     """
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []
@@ -176,7 +179,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], beside: Ca
     try:
         if beside is not None:
             threading.Thread(target=beside, daemon=True).start()
-        # A session of its own: Ctrl-C at the terminal then reaches the child once, through us, and not twice.
+        # The child gets its own session, so that Ctrl-C at the terminal reaches it once, through this process.
         environment = {**environment, STARTED_BY: str(os.getpid())}
         child = start(command, env=environment)
         for number in early:
@@ -185,15 +188,18 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], beside: Ca
     finally:
         end_rest(others)
         if sys.stdout.isatty():
-            os.write(sys.stdout.fileno(), SHOW_CURSOR)  # a live display that was killed has hidden it
+            os.write(sys.stdout.fileno(), SHOW_CURSOR)  # a killed live display leaves the cursor hidden
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def end_rest(others: set[int]) -> None:
-    """End what a child has left running, but not ``others``. What ends by itself, as Ray does with its files, has a moment for it."""
+    """End the processes that a child has left running, except ``others``.
+
+    They first get some time to end by themselves, because Ray removes its files when it ends.
+    """
     end = time.monotonic() + _GRACE_S
     while not all(map(has_ended, set(children()) - others)) and time.monotonic() < end:
         time.sleep(0.05)
-    for _ in range(3):  # children of a process that ends become ours
+    for _ in range(3):  # children of an ended process become children of this one
         end_all(set(children()) - others)

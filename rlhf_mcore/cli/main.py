@@ -1,7 +1,7 @@
-"""The console script ``rlhf-mcore COMMAND ...``. Each command has a room in ``commands``, but those that start runs.
+"""The console script ``rlhf-mcore COMMAND ...``. Each command is a package in ``commands``, except ``train`` and ``completion``.
 
-Exit codes: 0 done; 2 a mistake of the user (configuration, command line, data), with one readable message; 75 saved and to be
-started again; others are a failure, and 128 + N means that signal N ended the run.
+Exit codes: 0 is success. 2 is a user error (configuration, command line or data), with one readable message. 75 means that the
+run was saved and should be started again. Other codes are failures; 128 + N means that signal N ended the run.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ COMMANDS = {
     "train": "train a policy; starts torchrun on this machine",
     "completion": "make TAB complete commands, options, keys and values in bash and zsh",
 }
-# The others have rooms of their own: their folders make them known.
+# Every package in ``commands`` is a command.
 ROOMS = {room.name.replace("_", "-") for room in pkgutil.iter_modules(import_module("rlhf_mcore.commands").__path__)}
 COMMANDS |= {name: import_module(f"rlhf_mcore.commands.{name.replace('-', '_')}").SUMMARY for name in ROOMS}
-PLUGINS = {name: point.value for name, point in find_plugins("commands").items()}  # packages like the folders of ours
+PLUGINS = {name: point.value for name, point in find_plugins("commands").items()}  # commands of other packages
 COMMANDS |= {name: import_module(package).SUMMARY for name, package in PLUGINS.items()}
 COMMANDS = dict(sorted(COMMANDS.items(), key=lambda item: (item[0] != "train", item[0])))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Call the command with the arguments after its name. Returns the exit code."""
+    """Run the command that ``argv`` names, with the remaining arguments. Returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     if completion.ASKED in os.environ:
         completion.answer(COMMANDS, module_of)
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"error: there is no command {shorten(args[0])}; {hint}", file=sys.stderr)
         return USER_ERROR
     command = _parser().parse_args(args[:1]).command
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold bytes that are no text
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may contain bytes that are not text
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         os.getcwd()
@@ -68,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # which is written once more when the process ends
+        )  # Python flushes stdout again when the process ends
         return 128 + signal.SIGPIPE if error.errno == errno.EPIPE else report_of_tool(error)
     return code
 
 
 def module_of(command: str) -> str:
-    """Name the module of a command, which has its ``main`` and its ``_parser``."""
+    """Return the module name of a command. The module defines ``main`` and ``_parser``."""
     if command in PLUGINS:
         return f"{PLUGINS[command]}.command"
     name = command.replace("-", "_")

@@ -1,4 +1,4 @@
-"""From a checked configuration to the models of a run, each under its own layout."""
+"""Build the models of a run from a checked configuration, each under its own layout."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SAVED_AS = "teacher"
 
 @dataclass(frozen=True, slots=True)
 class TrainedPlan:
-    """A model with an optimizer before it is built. Each of ``FEATURES`` may change it."""
+    """The plan for a model with an optimizer. Each function of ``FEATURES`` may change the plan before the model is built."""
 
     role: str  # actor or critic, for messages
     cfg: ActorConfig | CriticConfig
@@ -79,7 +79,7 @@ class TrainedPlan:
 
 
 def predict_further_tokens(plan: TrainedPlan) -> TrainedPlan:
-    """Train the model's layers for multi-token prediction (``actor.mtp``)."""
+    """Add the training of the model's layers for multi-token prediction (``actor.mtp``)."""
     if not isinstance(plan.cfg, ActorConfig) or plan.cfg.mtp.mode not in MTP_TRAINED:
         return plan
     spec, alone = plan.spec, plan.cfg.mtp.mode == "train"
@@ -89,7 +89,7 @@ def predict_further_tokens(plan: TrainedPlan) -> TrainedPlan:
 
 
 def add_low_rank_adapters(plan: TrainedPlan) -> TrainedPlan:
-    """Train adapters instead of the weights (``lora``)."""
+    """Add adapters, which are trained instead of the weights (``lora``)."""
     sizes = adapter_sizes(plan.cfg.lora)
     if sizes is None:
         return plan
@@ -99,7 +99,7 @@ def add_low_rank_adapters(plan: TrainedPlan) -> TrainedPlan:
 
 
 def freeze_tensors(plan: TrainedPlan) -> TrainedPlan:
-    """Leave tensors as they are: those of ``freeze``, and those of an image tower that is not trained."""
+    """Exclude tensors from training: the tensors in ``freeze``, and an image tower that is not trained."""
     geometry = plan.spec.geometry
     if plan.adapter is not None or not (patterns := _frozen_tensors(plan.cfg, geometry)):
         return plan
@@ -115,7 +115,7 @@ FEATURES: tuple[Callable[[TrainedPlan], TrainedPlan], ...] = (
 
 
 def _frozen_tensors(group: ActorConfig | CriticConfig, geometry: ModelGeometry) -> list[str]:
-    """List names and patterns of tensors of files that are not trained: those of ``freeze``, and of a tower."""
+    """List names and patterns of the tensors that are not trained, as in model files: ``freeze`` and the image tower."""
     freeze, train = (group.freeze, group.vision.train) if isinstance(group, ActorConfig) else ([], "none")
     vision = FAMILIES[geometry.family].vision
     return freeze if vision is None else [*freeze, *vision.frozen(geometry, train)]
@@ -123,17 +123,17 @@ def _frozen_tensors(group: ActorConfig | CriticConfig, geometry: ModelGeometry) 
 
 @dataclass(slots=True)
 class ModelBuilder:
-    """Builds the models of a run; a rank builds those that it holds a part of. Every method is collective over the world.
+    """Build the models of a run. A rank builds only models of which it has a shard. Every method is collective over the world.
 
-    ``weights``: directories that models are loaded from, by their names in a checkpoint; others are loaded from the configuration's
-    paths. Models whose axes join the same ranks share their process groups.
+    ``weights`` maps names in a checkpoint to the directories to load from; other models are loaded from the configuration's paths.
+    Models whose axes contain the same ranks share their process groups.
     """
 
     cfg: Config
     platform: Platform
     weights: Mapping[str, Path] = field(default_factory=dict)
-    sharing: DeviceSharing | None = None  # of the device, among the models and the engine; None: among these models
-    progress: Callable[[str], None] = lambda text: None  # how far the loading is
+    sharing: DeviceSharing | None = None  # shares the device among the models and the engine; None: among these models
+    progress: Callable[[str], None] = lambda text: None  # receives the progress of loading
     _pool: GroupPool = field(init=False)
     _built: list[MegatronModel] = field(default_factory=list)
     _actor: TrainedModel | None = None
@@ -145,11 +145,11 @@ class ModelBuilder:
 
     @property
     def _temperature(self) -> float:
-        """Return the temperature of policies; given responses have none."""
+        """Return the sampling temperature of policies; 1 for runs on given responses."""
         return self.cfg.rollout.sampling.temperature if run_kind(self.cfg).generates else 1.0
 
     def release(self) -> None:
-        """Let the models go that were built so far: the run has ended, or they are needed no longer."""
+        """Release the models that were built so far, because the run has ended or no longer needs them."""
         for model in self._built:
             model.release()
         self._built.clear()
@@ -203,7 +203,7 @@ class ModelBuilder:
         return RewardModel(model)
 
     def on_examples(self, kind: RunKind, name: str) -> TrainedModel:
-        """Build the model of a run that learns from given responses: a step is one update. ``name`` prefixes its metrics."""
+        """Build the model of a run on given responses, where a step is one update. ``name`` prefixes its metrics."""
         cfg, path = self.cfg, self.cfg.model.path
         aggregation, constant = cfg.algorithm.loss_aggregation, cfg.algorithm.constant_length
         plan = MinibatchPlan(cfg.trainer.prompts_per_step, 1, aggregation, constant)
@@ -266,7 +266,7 @@ class ModelBuilder:
     def _fill_adapters(
         self, plan: TrainedPlan, model: MegatronModel | None, path: str, source: str | Path | None
     ) -> None:
-        """Load adapters from ``source``; without one begin with new ones."""
+        """Load adapters from ``source``; without a source, initialise new adapters."""
         lora, adapters = plan.cfg.lora, replace(plan.spec.geometry, adapter=plan.adapter)
         parameters = model.adapter_parameters() if model is not None else []
         if source is None and lora.init == "pissa":
@@ -297,7 +297,7 @@ class ModelBuilder:
         dtype: str | None = None,
         saved_as: str | None = None,
     ) -> RoleModel:
-        """Build a model that no optimizer updates. ``saved_as``: its name in checkpoints, if it is there."""
+        """Build a model without an optimizer. ``saved_as``: its name in checkpoints, or None if it is not saved."""
         model = self._model(spec, path, layout, replace(self._options(dtype), overrides=overrides), saved_as)
         if model is not None and is_offloaded(cfg.offload):
             assert self.sharing is not None
@@ -308,9 +308,9 @@ class ModelBuilder:
     def _model(
         self, spec: ModelSpec, path: str, layout: ParallelLayout, options: BuildOptions, saved_as: str | None
     ) -> MegatronModel | None:
-        """Build a model on the ranks of ``layout``, None on others.
+        """Build a model on the ranks of ``layout``; other ranks return None.
 
-        Its weights are those of ``path``, or a checkpoint's of ``saved_as``.
+        Its weights are loaded from the checkpoint if it contains ``saved_as``, else from ``path``.
         """
         groups = build_groups(layout, self._pool)
         saved = self.weights.get(saved_as) if saved_as is not None else None
@@ -334,7 +334,7 @@ class ModelBuilder:
         return model
 
     def _options(self, dtype: str | None) -> BuildOptions:
-        """Return the build options of a frozen model. ``dtype``: its own; null or auto: that of ``model.dtype``."""
+        """Return the build options of a frozen model. ``dtype``: its dtype; None or auto means ``model.dtype``."""
         return BuildOptions(
             dtype=self.platform.dtype(self.cfg.model.dtype if dtype in (None, "auto") else dtype),
             layer_spec=self.cfg.model.layer_spec,
@@ -348,7 +348,7 @@ class ModelBuilder:
         )
 
     def _images(self) -> dict[str, Any]:
-        """Return where models get images from, and what keeps their features; nothing where the policy sees none."""
+        """Return the image store and the cache of image features; empty if the policy sees no images."""
         if not sees_images(self.cfg.model.path):
             return {}
         self._kept = self._kept or StepFeatures()
@@ -357,7 +357,7 @@ class ModelBuilder:
 
 
 def build_teacher(models: ModelBuilder, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> Teacher:
-    """Build the teacher, and give the actor its divergence where that is part of the loss. Collective over the world."""
+    """Build the teacher, and set the actor's divergence if it is part of the loss. Collective over the world."""
     cfg, geometry = models.cfg.teacher, actor.model.spec.geometry
     if cfg.divergence != "k1":
         actor.divergence = Divergence(cfg.divergence, cfg.beta, cfg.coef)
@@ -389,7 +389,7 @@ def _of_path(models: ModelBuilder, path: str, source: str) -> RoleModel:
 
 
 def _average(models: ModelBuilder, actor: Actor) -> RoleModel:
-    """Build a copy of the actor in its layout: in bf16 a small share of a step would be rounded away, so it is in fp32."""
+    """Build a copy of the actor in its layout. The copy is in fp32, because bf16 would round small updates of the average to 0."""
     cfg, spec = models.cfg, load_spec(models.cfg.model.path)
     overrides = Overrides("actor.megatron", cfg.actor.megatron or {})
     dtype = "fp32" if cfg.teacher.dtype in (None, "auto") else cfg.teacher.dtype

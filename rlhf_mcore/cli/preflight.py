@@ -1,4 +1,4 @@
-"""Checks before any process is started, in well under a second: the run directory, how far the run is, free memory."""
+"""Checks before any process is started, which take well under a second: run directory, progress, packages and free memory."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.readers.model_files import inspect_model, read_config
 from rlhf_mcore.redaction import redact_arguments
 
-LAUNCH_LOCK = "launch.lock"  # held while a launcher of the run lives
-KEPT_STARTS = 20  # whose logs a run directory holds
+LAUNCH_LOCK = "launch.lock"  # locked while a launcher of the run is alive
+KEPT_STARTS = 20  # number of starts whose logs are kept
 _STAMP = re.compile(
     r"(\d{8}-\d{6})(?:\.(\d+))?"
-)  # the name of a start's logs; the second start of a second has a number
+)  # directory name of a start's logs; further starts in the same second add a number
 RANK_BYTES = 200 * 2**20  # a low estimate for a rank after its imports
 
 
 def check_packages(cfg: Config) -> None:
-    """Check that the packages of the configuration are installed.
+    """Check that the packages that the configuration needs are installed.
 
     Raises:
-        ConfigError: naming the key, the package and the command that installs it.
+        ConfigError: a package is missing; the message names the key, the package and the command that installs it.
     """
     if cfg.actor.fp8 is not None:
         from rlhf_mcore.config.rules.fp8 import machine_problem
@@ -89,7 +89,11 @@ def check_packages(cfg: Config) -> None:
 
 
 def check_engine(cfg: Config) -> None:
-    """Check that the engine can draw with the model on this machine. On a CPU its cache must hold a response."""
+    """Check that the engine supports the model on this machine. On a CPU its KV cache must hold a prompt and a response.
+
+    Raises:
+        ConfigError: the engine does not support the model, or the cache is too small.
+    """
     run, engine = run_kind(cfg), engine_kind(cfg.rollout.engine)
     geometry = inspect_model(cfg.model.path, "model.path", run.starting_heads)[0] if run.generates else None
     if geometry is None:
@@ -102,10 +106,12 @@ def check_engine(cfg: Config) -> None:
 
 
 def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
-    """Check that an engine's cache on a CPU holds the longest prompt and response. With windows of attention it needs less.
+    """Check that an engine's KV cache on a CPU holds the longest prompt and response.
+
+    Models with sliding-window attention or delta nets need less, and are not checked.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the cache is too small.
     """
     from rlhf_mcore.planning.engines import kv_bytes_per_token
     from rlhf_mcore.planning.inputs import engine_grid
@@ -129,7 +135,7 @@ def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
 
 @contextmanager
 def take_directory(cfg: Config) -> Iterator[Path]:
-    """Keep other launchers out of the run directory within the block: the ranks take its lock only when they have started.
+    """Lock the run directory against other launchers within the block, because the ranks lock it only after they have started.
 
     Raises:
         ConfigError: the directory cannot be written, or is in use.
@@ -141,12 +147,12 @@ def take_directory(cfg: Config) -> Iterator[Path]:
 
 
 def announce(cfg: Config, directory: Path) -> int | None:
-    """Look at the run directory, and print where the run begins if it has begun before.
+    """Print the step that the run continues after, if its directory contains a checkpoint.
 
-    Returns the step that was printed, 0 where nothing was printed; None: the run is complete, which was printed.
+    Returns the printed step, 0 if nothing was printed, or None if the run is finished (which is printed).
 
     Raises:
-        ConfigError: its newest checkpoint does not fit the configuration, or an input such as the reward is another one now.
+        ConfigError: the newest checkpoint does not fit the configuration, or an input such as the reward has changed.
     """
     own, resume = scan(directory), cfg.checkpoint.resume
     if not own or resume == NEVER or Path(resume).resolve().parent == directory:
@@ -163,7 +169,7 @@ def announce(cfg: Config, directory: Path) -> int | None:
         damaged = any(problem.is_damage for problem in verify_chain(newest.path, hashes=False))
         if not damaged:
             read_inputs(newest.path)
-    except ConfigError:  # the ranks find out what is wrong with it, and whether another one will do
+    except ConfigError:  # the ranks report the error, or choose another checkpoint
         return 0
     refuse(newest.path, fixed)
     if damaged:
@@ -177,7 +183,7 @@ def announce(cfg: Config, directory: Path) -> int | None:
 
 
 def say(cfg: Config, text: str) -> None:
-    """Print what a launcher has to tell, in the way of ``logging.console``."""
+    """Print a text of the launcher in the format of ``logging.console``."""
     if cfg.logging.console == "json":
         text = json_line({"note": text}).decode("utf-8").rstrip()
     if cfg.logging.console != "off":
@@ -186,7 +192,7 @@ def say(cfg: Config, text: str) -> None:
 
 @contextmanager
 def remove_empty_directory(cfg: Config, *, is_kept: bool = True) -> Iterator[None]:
-    """Remove the run directory that a start has made if the start is refused or interrupted in the block, or unless ``is_kept``."""
+    """Remove an empty run directory that this start has created, if the block fails or is interrupted, or if not ``is_kept``."""
     path = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment
     folders = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
@@ -204,10 +210,10 @@ def remove_empty_directory(cfg: Config, *, is_kept: bool = True) -> Iterator[Non
 
 
 def check_environment(cfg: Config) -> None:
-    """Load the environment's class, where there is one, once in a process of its own.
+    """Load the environment's class, if the run has one, once in a separate process.
 
     Raises:
-        ConfigError: naming ``environment.function`` or its options.
+        ConfigError: it cannot be loaded; the message names ``environment.function`` or its options.
     """
     if cfg.environment.function is not None:
         from rlhf_mcore.environments.sessions import check_loads
@@ -217,38 +223,38 @@ def check_environment(cfg: Config) -> None:
     if cfg.environment.container.kind is not None:
         from rlhf_mcore.environments.build import warm_containers
 
-        with working("having what containers need", console=find_console(cfg.logging.console)):
+        with working("preparing the containers", console=find_console(cfg.logging.console)):
             warm_containers(cfg.environment, cfg.data)
 
 
 def check_world(world_size: int, name: str = "trainer.world_size") -> None:
-    """Check that this machine can start so many processes.
+    """Check that this machine can start ``world_size`` processes.
 
     Raises:
-        ConfigError: its free memory is not enough for what each takes before it has a model.
+        ConfigError: the free memory is too small for these processes, even before they build models.
     """
     free = memory_bytes().get("MemAvailable") or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = max(free // RANK_BYTES, 1)
     if world_size > most:
         raise ConfigError(
             f"{name}={shorten(str(world_size))}: this machine has {free / 2**30:.0f} GiB of free memory, enough for {most} processes "
-            f"of {RANK_BYTES >> 20} MiB, which each takes without a model; lower it (or the layouts that it follows from), or start "
+            f"of {RANK_BYTES >> 20} MiB each (without a model); lower it (or the layouts that it follows from), or start "
             "the run on several machines (docs/scale/cluster.md)"
         )
 
 
 def check_devices(cfg: Config, world_size: int) -> None:
-    """Check that there is a GPU for each process of this machine. GPUs that the run does not compute on are told.
+    """Check that there is a GPU for each process of this machine, and warn if the run does not use the GPUs.
 
     Raises:
-        ConfigError: there are fewer.
+        ConfigError: there are fewer GPUs than processes.
     """
     if not has_gpu():
         if has_driver() and is_torch_for_cpu():
             say(
                 cfg,
-                "warning: this machine has a GPU, and the torch that is installed is built for CPUs: the run is on the CPU; use the "
-                "image of Dockerfile (docs/get-started/install.md#images), or a Python with torch for CUDA",
+                "warning: this machine has a GPU, but the installed torch is built for CPUs, so the run uses the CPU; use the image "
+                "of Dockerfile (docs/get-started/install.md#images), or a Python with torch for CUDA",
             )
         return
     rollout, ranks = cfg.rollout, {"trainer.world_size": world_size}
@@ -265,12 +271,12 @@ def check_devices(cfg: Config, world_size: int) -> None:
 
 
 def logs_directory(cfg: Config) -> Path:
-    """Make ``<run directory>/logs/<time>`` for the logs of a start, with ``launch.json``: command, host, time and versions.
+    """Create ``<run directory>/logs/<time>`` for the logs of a start, with ``launch.json``: command, host, time and versions.
 
-    Of earlier starts the newest are kept, ``KEPT_STARTS`` with this one.
+    The logs of the newest ``KEPT_STARTS`` starts, including this start, are kept.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the directory cannot be written.
     """
     logs = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment / "logs"
     _prune(logs)
@@ -291,12 +297,12 @@ def logs_directory(cfg: Config) -> Path:
 
 
 def _prune(logs: Path) -> None:
-    """Remove the logs of the oldest starts. Other files stay, and so do files that cannot be removed."""
+    """Remove the logs of the oldest starts. Other files, and files that cannot be removed, stay."""
     with suppress(OSError):
         starts = [(match, path) for path in logs.iterdir() if (match := _STAMP.fullmatch(path.name))]
         old = sorted(starts, key=lambda each: (each[0][1], int(each[0][2] or 1)))[: -(KEPT_STARTS - 1)]
         for _, path in old:
-            shutil.rmtree(path, ignore_errors=True)  # which refuses a link
+            shutil.rmtree(path, ignore_errors=True)  # it does not follow a link
 
 
 def _launch_record(now: float) -> dict[str, object]:
@@ -313,7 +319,7 @@ def _launch_record(now: float) -> dict[str, object]:
 
 
 def _git_commit() -> str | None:
-    """Commit of this package, with ``-dirty`` where files differ from it; None outside of a clone."""
+    """Return the commit of this package, with ``-dirty`` if files differ from it; None outside of a clone."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -324,9 +330,9 @@ def _git_commit() -> str | None:
 
 
 def is_over(cfg: Config, run: Path, step: int) -> bool:
-    """Tell whether nothing is left to do after ``step``, that of the newest checkpoint.
+    """Return whether the run is finished after ``step``, the step of the newest checkpoint.
 
-    A run that ends with its best model (``checkpoint.load_best_model_at_end``) has to evaluate it after its last step.
+    A run with ``checkpoint.load_best_model_at_end`` must still evaluate its best model after the last step.
     """
     if step != cfg.trainer.num_steps or not cfg.checkpoint.load_best_model_at_end:
         return step >= cfg.trainer.num_steps
@@ -341,13 +347,13 @@ def is_over(cfg: Config, run: Path, step: int) -> bool:
 
 
 def continues_text(cfg: Config, checkpoint: Path, step: int) -> str:
-    """Say that a run which has begun before goes on."""
+    """Return the message for a run that continues."""
     where = f"step {step} of {cfg.trainer.num_steps}" if step < cfg.trainer.num_steps else "its last step"
     return f"the run continues after {where}, from {shown_path(checkpoint)}"
 
 
 def finished_text(cfg: Config, checkpoint: Path, step: int) -> str:
-    """Say that a run is done, where it is started again."""
+    """Return the message for a finished run that is started again."""
     return (
         f"this run is finished: {step} steps were made, and trainer.num_steps={cfg.trainer.num_steps}\n"
         f"trained model   {shown_path(checkpoint / run_kind(cfg).saved_as)}\n"

@@ -1,4 +1,4 @@
-"""A process that torchrun has started: how it begins, and that it does not end unnoticed."""
+"""A process that torchrun has started: its setup, and the report of its end."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ DUMP_STACKS = signal.SIGQUIT
 
 
 def torchrun_world_size(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Number of processes of the torchrun that started this one, or None without torchrun.
+    """Return the number of processes of the torchrun that started this one, or None without torchrun.
 
     Raises:
-        ConfigError: ``RANK`` is set and what torchrun sets beside it is missing or wrong; each variable is named.
+        ConfigError: ``RANK`` is set, but other variables of torchrun are missing or invalid; the message names each of them.
     """
     if "RANK" not in environment:
         return None
@@ -66,8 +66,8 @@ def torchrun_world_size(environment: Mapping[str, str] = os.environ) -> int | No
 def run(main: Callable[[], int]) -> int:
     """Run ``main`` of a module that torchrun starts. Returns the exit code.
 
-    The process ends with torchrun's agent, Ctrl-C ends it at once until the run handles it, ``DUMP_STACKS`` prints the stacks of all
-    threads, and whatever is raised becomes a message (``exit_codes.report``).
+    The process ends when torchrun's agent ends. Ctrl-C ends it at once until the run installs its own handler. ``DUMP_STACKS``
+    prints the stacks of all threads. Every exception becomes a message (``exit_codes.report``).
     """
     try:
         if torchrun_world_size() is None:
@@ -76,7 +76,7 @@ def run(main: Callable[[], int]) -> int:
         return exit_codes.report(error)
     end_with_parent(signal.SIGKILL)
     raise_open_files()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the locale does not have must not end a run
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that the locale cannot encode must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGINT, _end_at_once)
     faulthandler.enable()
@@ -94,10 +94,10 @@ def run(main: Callable[[], int]) -> int:
 
 @contextmanager
 def forbid_early_exit() -> Iterator[None]:
-    """Make an error of a ``sys.exit`` in somebody's code: a run that ends early must not look finished.
+    """Turn a ``sys.exit`` in code that the run calls into an error, because a run that ends early must not look finished.
 
     Raises:
-        EarlyExit: in its place.
+        EarlyExit: instead of SystemExit.
     """
     try:
         yield
@@ -107,7 +107,7 @@ def forbid_early_exit() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A rank that has met the others: its device, and the watchdog that ends it when it stands still."""
+    """A connected rank: its device, and the watchdog that ends it if it makes no progress."""
 
     platform: Platform
     watchdog: Watchdog
@@ -115,7 +115,7 @@ class Process:
 
 @contextmanager
 def join_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
-    """Claim the device and meet the other ranks, which leave each other at the end of the block. Collective over the world."""
+    """Claim the device and connect to the other ranks for the duration of the block. Collective over the world."""
     import torch.distributed as dist
 
     from rlhf_mcore.cli.rendezvous import connect
@@ -123,7 +123,7 @@ def join_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
     from rlhf_mcore.parallel.joint_group import connect_device
     from rlhf_mcore.platform import current_platform
 
-    if cfg.actor.fp8 is not None:  # Transformer Engine reads it where it is imported
+    if cfg.actor.fp8 is not None:  # Transformer Engine reads the variable on import
         os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
     platform = current_platform()
     platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank, cfg.deterministic)
@@ -132,27 +132,27 @@ def join_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
     if cfg.deterministic and os.environ["RANK"] == "0" and (reason := platform.varying()):
         say(f"warning: deterministic=true: {reason}", file=sys.stderr)
     connect(platform.collective_backend, collective_timeout)
-    gc.freeze()  # what is imported lives as long as the process: no collection in the middle of a step looks at it
+    gc.freeze()  # imported objects live as long as the process, so garbage collections during a step can skip them
     try:
         with Watchdog(cfg.trainer.watchdog_s) as watchdog:
-            connect_device()  # before an engine measures how much memory is free
+            connect_device()  # before an engine measures the free memory
             yield Process(platform, watchdog)
     finally:
         dist.destroy_process_group()
 
 
 class EarlyExit(RuntimeError):
-    """Code that a run calls has ended the process."""
+    """Code that a run calls has called ``sys.exit``."""
 
 
 def _end_at_once(_number: int, _frame: FrameType | None) -> None:
     if os.environ["RANK"] == "0" and not rank_file.is_read():
-        os.write(2, b"interrupted: ended before the first step, nothing was to be saved\n")
+        os.write(2, b"interrupted: ended before the first step; there was nothing to save\n")
     os._exit(exit_codes.INTERRUPTED)
 
 
 def _flush(code: int) -> None:
-    """Python would replace the exit code by 120 where standard error is a file on a full disk."""
+    """Flush stdout and stderr, and keep the exit code: Python would exit with 120 if stderr is a file on a full disk."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""Read what ranks tell the process that started them (``observability.rank_file``): errors, standstill, and ends."""
+"""Read the ranks' reports to their parent process (``observability.rank_file``): errors, progress and ends."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 _POLL_S = 0.5
-_SILENT_S = 10.0  # a rank without a sign of life for so long holds Python's lock
+_SILENT_S = 10.0  # a rank that is silent for longer holds Python's lock
 _GONE_S = (
-    45.0  # torchrun ends the others within 30 s of a failure; it took a rank that is gone for longer for a success
+    45.0  # torchrun ends the others within 30 s of a failure. If it has not, it saw the end of this rank as a success.
 )
 
 
 @dataclass(slots=True)
 class Standstill:
-    """Seconds for which a rank has shown nothing new, as far as this process was running itself."""
+    """Seconds since a rank last reported something new. Only the time while this process was running counts."""
 
     progress: int = -1
     alive: int = -1
@@ -29,7 +29,7 @@ class Standstill:
     gone_s: float = 0.0
 
     def count(self, told: dict[str, Any], seconds: float, is_gone: bool) -> None:
-        """Count ``seconds``, or from 0 where the rank has told something new."""
+        """Add ``seconds`` to each counter, or reset the counter to 0 if the rank has reported something new."""
         alive = told.get("alive", 0)
         self.since_alive_s = self.since_alive_s + seconds if alive == self.alive else 0.0
         self.since_progress_s = self.since_progress_s + seconds if told["progress"] == self.progress else 0.0
@@ -38,10 +38,10 @@ class Standstill:
 
 
 class RankFiles:
-    """The files of the ranks of this node. They are in memory: a kill leaves none behind, and a full disk changes nothing.
+    """The report files of the ranks of this node. They are in memory, so a kill leaves no files and a full disk does not matter.
 
     Args:
-        has_ended: whether a process is gone.
+        has_ended: returns whether a process has ended.
         clock: monotonic seconds.
     """
 
@@ -51,7 +51,7 @@ class RankFiles:
         self._still: dict[int, Standstill] = {}
 
     def make(self, local_rank: int) -> str:
-        """Make the file of a rank, and return its path."""
+        """Create the file of a rank, and return its path."""
         descriptor = os.memfd_create(f"rank-{local_rank}")
         os.write(
             descriptor, json.dumps({"message": "", "timestamp": int(time.time()), "local_rank": local_rank}).encode()
@@ -60,10 +60,10 @@ class RankFiles:
         return f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def read(self) -> dict[int, dict[str, Any]]:
-        """Return what ranks that have started tell, by their global numbers."""
+        """Return the reports of the ranks that have started, by global rank."""
         found = {}
         for descriptor in self._files.values():
-            with suppress(ValueError):  # it is written just now, and read again soon
+            with suppress(ValueError):  # the rank is writing at this moment; the next read will succeed
                 told = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
                 if "rank" in told:
                     found[int(told["rank"])] = told
@@ -74,14 +74,14 @@ class RankFiles:
         return any(told.get("training") for told in self.read().values())
 
     def watch(self, stalled: Callable[[str, list[int]], None]) -> None:
-        """Look at the ranks in a thread, and call ``stalled(message, ranks to blame)`` once the run makes no progress."""
+        """Watch the ranks in a thread, and call ``stalled(message, ranks to blame)`` once if the run makes no progress."""
 
         def look() -> None:
             last = self._clock()
             while True:
                 time.sleep(_POLL_S)
                 now = self._clock()
-                # The whole job may have been suspended meanwhile: that time is not counted.
+                # The whole job may have been suspended in the meantime. That time does not count.
                 problem = self.count(min(now - last, 2 * _POLL_S))
                 last = now
                 if problem is not None:
@@ -91,7 +91,7 @@ class RankFiles:
         threading.Thread(target=look, name="watch ranks", daemon=True).start()
 
     def count(self, seconds: float) -> tuple[str, list[int]] | None:
-        """Count seconds. Returns a message and whom to blame when the run stands still."""
+        """Count ``seconds`` for every rank. Returns a message and the ranks to blame if the run makes no progress, else None."""
         ranks = self.read()
         for number, told in ranks.items():
             self._still.setdefault(number, Standstill()).count(told, seconds, self._has_ended(told["pid"]))
@@ -100,13 +100,13 @@ class RankFiles:
         if ended and living and not any("kind" in told for told in ranks.values()):
             return f"{_name_ranks(ended)} ended in the middle of the run", ended
         watched = {number: told for number, told in living.items() if told["limit_s"]}
-        # A rank alone may have nothing to do for a while; once it is needed, the others stand still with it.
+        # A single rank may be idle for a while. If the others need it, they stop too, so all watched ranks must be stalled.
         if not watched or any(self._still[n].since_progress_s < told["limit_s"] for n, told in watched.items()):
             return None
         return self._blame(watched)
 
     def _blame(self, ranks: dict[int, dict[str, Any]]) -> tuple[str, list[int]]:
-        """Blame silent ranks, else the ranks that are furthest behind."""
+        """Return a message that blames the silent ranks, else the ranks that are furthest behind."""
         limit = f"for {max(told['limit_s'] for told in ranks.values())} s (trainer.watchdog_s)"
         if silent := [number for number in ranks if self._still[number].since_alive_s > _SILENT_S]:
             verbs = "is stopped, or holds" if len(silent) == 1 else "are stopped, or hold"
@@ -114,8 +114,8 @@ class RankFiles:
         fewest = min(told["phases"] for told in ranks.values())
         behind = [number for number, told in ranks.items() if told["phases"] == fewest]
         if len(behind) < len(ranks):
-            return f"{_name_ranks(behind)} did not come to the end of a phase {limit}, the others wait", behind
-        return f"no rank has begun a new phase or drawn a token {limit}", behind
+            return f"{_name_ranks(behind)} did not finish a phase {limit}, and the others wait", behind
+        return f"no rank has started a new phase or sampled a token {limit}", behind
 
 
 def _name_ranks(ranks: list[int]) -> str:

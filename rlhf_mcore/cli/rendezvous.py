@@ -1,7 +1,7 @@
-"""Where the processes of a run meet: the ranks (``connect``), and before them the nodes (a rendezvous of torchrun).
+"""Connect the processes of a run: the nodes by a rendezvous of torchrun, then the ranks by ``connect``.
 
-Both stores listen on one address only. torch's and torchrun's own listen on every interface, and torchrun's default one unpickles what
-it finds there.
+Both stores listen on one address only. The stores of torch and torchrun listen on every interface, and torchrun's default
+rendezvous unpickles the data that it receives there.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.addresses import LOOPBACK, listener
 
 NAME = "bound"
-TIMEOUT_S = 300  # for all nodes to arrive
-PASSED_S = 3  # for all to pass the last barrier
+TIMEOUT_S = 300  # for all nodes to connect
+PASSED_S = 3  # for all nodes to pass the last barrier
 
 
 def connect(backend: str, timeout: timedelta) -> None:
-    """Initialise torch.distributed from torchrun's environment. Blocks until all processes are there.
+    """Initialise torch.distributed from torchrun's environment. Blocks until all processes are connected.
 
-    On one machine (MASTER_ADDR is the loopback and torchrun holds no store of its own) the store listens on the
-    loopback only. torch would let it listen on every interface, where anybody may write.
+    On one machine (MASTER_ADDR is the loopback and torchrun has no store) the store listens on the loopback only. torch's default
+    store would listen on every interface, and anyone on the network could write to it.
 
     Raises:
-        ConfigError: the processes do not find each other; the variables that define where they meet are named.
+        ConfigError: the processes cannot connect; the message names the variables with the address.
     """
     address, rank, world_size = os.environ["MASTER_ADDR"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     port = int(os.environ["MASTER_PORT"])
     try:
-        if world_size == 1:  # nobody else is met: no port is opened
+        if world_size == 1:  # no port is needed
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
             return
         if address != LOOPBACK or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            socket.getaddrinfo(address, port)  # torch would ask for the name until its timeout
+            socket.getaddrinfo(address, port)  # fails at once for a wrong name; torch would retry it until the timeout
             dist.init_process_group(backend, timeout=timeout)
             return
         listening = listener(LOOPBACK, port).detach() if rank == 0 else None  # the store closes it
@@ -55,15 +55,15 @@ def connect(backend: str, timeout: timedelta) -> None:
             address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening
         )
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except (OSError, UnicodeError, dist.DistError) as error:  # UnicodeError: no name of a host
+    except (OSError, UnicodeError, dist.DistError) as error:  # UnicodeError: not a valid host name
         raise ConfigError(
-            f"rank {rank} of WORLD_SIZE={world_size} does not meet the others at MASTER_ADDR={address} MASTER_PORT={port} "
-            f"({str(error).splitlines()[0]}); check these variables, and that so many processes were started"
+            f"rank {rank} of WORLD_SIZE={world_size} cannot connect to the other ranks at MASTER_ADDR={address} MASTER_PORT={port} "
+            f"({str(error).splitlines()[0]}); check these variables, and that {world_size} processes were started"
         ) from error
 
 
 class RendezvousError(Exception):
-    """The nodes do not meet; the message says why. ``code`` is the exit code for it."""
+    """The nodes cannot connect; the message gives the reason. ``code`` is the exit code."""
 
     def __init__(self, text: str, code: int = FAILED) -> None:
         super().__init__(text)
@@ -71,10 +71,10 @@ class RendezvousError(Exception):
 
 
 class BoundRendezvous(StaticTCPRendezvous):
-    """Torch's static rendezvous over a store that we have opened. Port 0 of the first node is one that is free.
+    """Torch's static rendezvous over our own store. For port 0 the first node chooses a free port.
 
     Raises:
-        RendezvousError: the port cannot be had, or the others have not come.
+        RendezvousError: the port is not available, or the other nodes have not connected in time.
     """
 
     def __init__(self, address: str, port: int, rank: int, num_nodes: int, run_id: str) -> None:
@@ -95,17 +95,17 @@ class BoundRendezvous(StaticTCPRendezvous):
         except DistError as error:
             reason = str(error).partition("\n")[0]
             raise RendezvousError(
-                f"node {rank} of {num_nodes} does not meet the others at {address}:{port} ({reason})"
+                f"node {rank} of {num_nodes} cannot connect to the other nodes at {address}:{port} ({reason})"
             ) from error
 
     def shutdown(self) -> bool:
-        """Keep the store of the first node until the others have passed torchrun's last barrier, which reads from it.
+        """Keep the store of the first node until the other nodes have passed torchrun's last barrier, which reads the store.
 
-        The first node passes it first, and the others would print the traceback of a store that is gone.
+        The first node passes the barrier first. Without this wait the others would print a traceback of the closed store.
         """
         assert self._store is not None
         names = [f"{NAME}/passed/{rank}" for rank in range(1, self.world_size)]
-        with suppress(DistError):  # another node has failed: the launcher tells of it
+        with suppress(DistError):  # another node has failed; the launcher reports it
             if self.rank:
                 self._store.set(names[self.rank - 1], "")
             elif names:
@@ -113,7 +113,7 @@ class BoundRendezvous(StaticTCPRendezvous):
         return True
 
     def get_backend(self) -> str:
-        """Return the name by which torchrun knows it."""
+        """Return the name of this backend in torchrun."""
         return NAME
 
 
@@ -126,7 +126,7 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def register() -> None:
-    """Make ``--rdzv-backend=bound --rdzv-conf=rank=N`` known to torchrun in this process."""
+    """Register ``--rdzv-backend=bound --rdzv-conf=rank=N`` with torchrun in this process."""
     rendezvous_handler_registry.register(NAME, _create)
 
 

@@ -1,4 +1,4 @@
-"""Start the workers that score the responses of a run: beside their rank, or by Ray."""
+"""Start the workers that score the responses of a run, on the machine of each rank or with Ray."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KEY = "reward.pool"
 
 
 def build_graders(cfg: Config, pools: Pools = local_pool) -> RewardFunction:
-    """Build what scores the responses of a run, but for a reward model. ``pools`` makes the workers of graders.
+    """Build the reward function of a run, without a reward model. ``pools`` creates the workers of graders.
 
     Raises:
-        ConfigError: naming the key of ``reward``.
+        ConfigError: a value of ``reward`` is invalid; the message names its key.
     """
     images = None
     if cfg.reward.judge.images:
@@ -35,10 +35,10 @@ def build_graders(cfg: Config, pools: Pools = local_pool) -> RewardFunction:
 
 
 def check_environment(cfg: Config) -> None:
-    """Load the environment, where there is one, once in a process of its own.
+    """Load the environment, if the run has one, once in a separate process.
 
     Raises:
-        ConfigError: naming ``environment.function``, its options, or ``environment.tool_parser``.
+        ConfigError: it cannot be loaded; the message names ``environment.function``, its options or ``environment.tool_parser``.
     """
     if cfg.environment.function is None:
         return
@@ -51,15 +51,15 @@ def check_environment(cfg: Config) -> None:
 
 
 def reward_pools(cfg: RewardConfig) -> Pools:
-    """Choose the maker of this rank's workers. Collective over the world, where there is one.
+    """Choose how this rank's workers are created. Collective over the world, if torch.distributed is initialised.
 
-    Without an address the first rank of each machine starts Ray there, and the others join it.
+    Without an address, the first rank of each machine starts Ray, and the other ranks of the machine join it.
 
     Raises:
-        ConfigError: there is no Ray at the address; on every rank.
+        ConfigError: no Ray runs at the address; raised on every rank.
     """
     if cfg.pool == "local":
-        return local_pool  # no torch is imported: a server of rewards starts at once
+        return local_pool  # torch is not imported, so that a reward server starts at once
     import torch.distributed as dist
 
     from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
@@ -81,7 +81,7 @@ def reward_pools(cfg: RewardConfig) -> Pools:
     addresses = all_gather_json([machine, own.joined, os.environ[TOKEN_VARIABLE]] if own is not None else [])
     address = cfg.ray_address
     if own is None and address is None:
-        os.environ.update(SETTINGS)  # with which the first rank has started it, on the loopback
+        os.environ.update(SETTINGS)  # the first rank has started Ray with these settings, on the loopback
         address, os.environ[TOKEN_VARIABLE] = next(entry[1:] for entry in addresses if entry[:1] == [machine])
     cluster = on_every_rank(lambda: own or connect(address))
     return RayPools(cluster.problem, cfg.ray.cpus_per_worker)

@@ -1,4 +1,4 @@
-"""What every part of a training run is built from: its context, and its data. In a dry run one process loads them, else all ranks."""
+"""The context and the data of a training run. All ranks load the data together; in a dry run one process loads them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from rlhf_mcore.types import Prompt
 T = TypeVar("T", Prompt, TokenizedExample)
 V = TypeVar("V")
 Note = Callable[[str], None]
-Group = dist.ProcessGroup | None  # ranks that share the work, collectively; None: this process alone
+Group = dist.ProcessGroup | None  # ranks that share the work, collectively; None: only this process
 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """A resolved configuration with its process, its record and its start.
+    """A resolved configuration with its process, its record and its starting point.
 
-    ``stack`` closes what the run has started, when it ends.
+    At the end of the run ``stack`` closes everything that the run has started.
     """
 
     cfg: Config
@@ -57,7 +57,7 @@ class RunContext:
 
     @property
     def dtype(self) -> str:
-        """Return the dtype of models that do not have their own: fp32, bf16 or fp16."""
+        """Return the dtype of models whose configuration sets none: fp32, bf16 or fp16."""
         return self.platform.dtype(self.cfg.model.dtype)
 
     @property
@@ -67,28 +67,28 @@ class RunContext:
 
 @dataclass(frozen=True, slots=True)
 class Data(Generic[T]):
-    """Prompts or examples to learn from, and others to evaluate on."""
+    """Prompts or examples for training, and others for evaluation."""
 
     tokenizer: PreTrainedTokenizerBase
     train: list[T]
     held_out: list[T]
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
-        """Decode texts of responses without special tokens."""
+        """Return the texts of responses, without special tokens."""
         return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
 
 
 def load_prompt_data(cfg: Config, note: Note, group: Group) -> Data[Prompt]:
-    """Load prompts.
+    """Load the prompts of a run.
 
     Raises:
-        ConfigError: anything is wrong with the tokenizer or with the data; raised on every rank.
+        ConfigError: the tokenizer or the data are invalid; raised on every rank.
     """
     return _load_data(cfg, note, group, _load_prompts)
 
 
 def load_example_data(cfg: Config, note: Note, group: Group) -> Data[TokenizedExample]:
-    """Load given responses. See ``load_prompt_data``."""
+    """Load the examples of a run on given responses. See ``load_prompt_data``."""
     return _load_data(cfg, note, group, _load_examples)
 
 
@@ -149,7 +149,7 @@ def _load_prompts(
 def _load_examples(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, note: Note, group: Group
 ) -> tuple[list[TokenizedExample], list[TokenizedExample]]:
-    from rlhf_mcore.mcore.model_spec import load_spec  # imports Megatron-core, which prompts do not need
+    from rlhf_mcore.mcore.model_spec import load_spec  # imports Megatron-core, which loading prompts does not need
 
     data = cfg.data
     spec = _together(lambda: load_spec(cfg.model.path, run_kind(cfg).head), group)

@@ -1,4 +1,4 @@
-"""Judge a checkpoint whose files are intact: a run must be able to have saved it."""
+"""Check that the content of a checkpoint with intact files is valid, that is, that a run can have saved it."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def check_saved(
     base: str | None = None,
     known: Known = lambda path: None,
 ) -> None:
-    """Read models, optimizers and random generators as a run that resumes does, before anything is built.
+    """Read models, optimizers and random generators as a resuming run does, before anything is built.
 
     Args:
-        checkpoint: its files are those of its manifest.
-        weights: by model the Hugging Face directory with its weights.
-        values: false: names, shapes and places only.
-        base: the adapters' model, where the one that they name is not here.
+        checkpoint: a checkpoint whose files match its manifest.
+        weights: for each model, the Hugging Face directory with its weights.
+        values: whether to check the values too; if false, only names, shapes and offsets.
+        base: path of the adapters' base model, if the path in the adapters' files does not exist here.
         known: as in ``check_saved_model``.
 
     Raises:
-        ConfigError: a file holds what no run can have saved; the message names file and tensor.
+        ConfigError: a file has content that no run can have saved; the message names file and tensor.
     """
     check_states(checkpoint)
     for model, directory in weights.items():
@@ -66,12 +66,12 @@ def check_saved(
 
 
 class SharedChecker(Checker):
-    """Checks checkpoints on the first rank, with the help of all ranks.
+    """Check checkpoints on the first rank; all ranks share the reading.
 
     Args:
-        ask: sends a request to all ranks, which ``serve`` it.
-        values: look at the values of models and optimizers too.
-        base: the adapters' model, where the one that they name is not here.
+        ask: sends a request to all ranks, which answer it with ``serve``.
+        values: whether to check the values of models and optimizers too.
+        base: path of the adapters' base model, if the path in the adapters' files does not exist here.
     """
 
     def __init__(self, ask: Ask, *, values: bool, base: str | None = None):
@@ -80,17 +80,17 @@ class SharedChecker(Checker):
         self._found: dict[Path, FileValues] = {}
 
     def verify(self, checkpoint: Path, *, hashes: bool) -> list[Problem]:
-        """Do what ``verify_chain`` does."""
+        """Call ``verify_chain``; all ranks compute the hashes."""
         if hashes:
             self._read(checkpoint, _list_files(checkpoint))
         return verify_chain(checkpoint, hashes=hashes, hash_of=lambda path: self._hashes.get(path) or hash_file(path))
 
     def readable(self, checkpoint: Path, model: str, scratch: Path) -> Path:
-        """Do what ``delta.readable`` does."""
+        """Call ``delta.readable``; all ranks restore files."""
         return readable(checkpoint, model, scratch, self._restore)
 
     def check_saved(self, checkpoint: Path, weights: Mapping[str, Path]) -> None:
-        """Do what ``saved_checkpoint.check_saved`` does."""
+        """Call ``saved_checkpoint.check_saved``; all ranks read the values."""
         if self._values:
             made = {model: path for model, path in weights.items() if path != checkpoint / model}
             paths = [(file.resolve(), model) for model, path in made.items() for file in path.glob("*.safetensors")]
@@ -98,7 +98,7 @@ class SharedChecker(Checker):
         check_saved(checkpoint, weights, values=self._values, base=self._base, known=self._found.get)
 
     def _read(self, checkpoint: Path, files: Sequence[tuple[Path, int, str]]) -> None:
-        """Have all ranks read files, given by path, size and model, which is "" if the values do not matter."""
+        """Let all ranks read ``files``: tuples of path, size and model. The model is "" if the values are not checked."""
         request = []
         for path, size, model in files:
             judged = model if self._values else ""
@@ -122,15 +122,15 @@ class SharedChecker(Checker):
 
 
 def serve(request: Any) -> list[Any]:
-    """Serve a request of a ``SharedChecker`` on this rank."""
+    """Answer a request of a ``SharedChecker`` on this rank."""
     try:
         return answer(request, dist.get_rank(), dist.get_world_size())
-    except Exception:  # the first rank does it, and raises the error
+    except Exception:  # the first rank then reads the files itself, and raises the error
         return []
 
 
 def answer(request: Any, rank: int, num_ranks: int) -> list[Any]:
-    """Read, or restore, a rank's share of the files of a request. Returns what could be read or restored."""
+    """Read or restore a rank's share of the files of a request. Returns the files that could be read or restored."""
     if "restore" in request:
         return [
             name for _, name, *sources in share(request["restore"], rank, num_ranks) if _is_restored(name, *sources)
@@ -141,9 +141,10 @@ def answer(request: Any, rank: int, num_ranks: int) -> list[Any]:
 
 
 def share(files: Sequence[Sequence[Any]], rank: int, num_ranks: int) -> list[Sequence[Any]]:
-    """Choose a rank's files, each given as its size in bytes, its path and more: at most an equal part of all bytes and one file.
+    """Return a rank's share of the files: at most an equal part of all bytes plus one file.
 
-    The first rank has the least, because it also reads the headers of all files.
+    Each file is a sequence that starts with its size in bytes and its path. The first rank gets the smallest share, because it also
+    reads the headers of all files.
     """
     loads, mine = [0] * num_ranks, []
     for file in sorted(files, key=lambda file: (-file[0], file[1])):
@@ -155,7 +156,7 @@ def share(files: Sequence[Sequence[Any]], rank: int, num_ranks: int) -> list[Seq
 
 
 def _read_file(file: Sequence[Any], compared: Mapping[str, Types]) -> list[Any] | None:
-    """Return the path, the hash and the values of a file."""
+    """Return path, hash and values of a file; the values are None if they are not checked. Returns None if reading fails."""
     size, name, model = file
     try:
         with open_unbuffered(Path(name)) as content:
@@ -170,7 +171,7 @@ def _read_file(file: Sequence[Any], compared: Mapping[str, Types]) -> list[Any] 
 def _is_restored(target: str, index: str, base: str) -> bool:
     try:
         restore_file(Path(index), Path(base), Path(target))
-    except Exception:  # the first rank tries it again, and raises the error
+    except Exception:  # the first rank tries again, and raises the error
         return False
     return True
 
@@ -200,7 +201,7 @@ def _base(checkpoint: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
 
 
 def _compared_types(checkpoint: Path) -> dict[str, Types]:
-    """Find the tensors with master weights in a checkpoint that may be damaged: by model the dtype and the shape of each."""
+    """Return dtype and shape of each tensor with master weights, for each model of a checkpoint that may be damaged."""
     found = {}
     for path in sorted(checkpoint.glob(f"*/{TRAINING}/{STATE_INDEX}")):
         model = path.parent.parent
@@ -208,13 +209,13 @@ def _compared_types(checkpoint: Path) -> dict[str, Types]:
             tensors = read_json(path, limits=INDEX).object("tensors").content
             types = _stored_types(model)
             found[model.name] = {name: types[name] for name, entry in tensors.items() if MASTER in entry["kinds"]}
-        except Exception:  # their values are compared by the first rank, if nothing else is wrong
+        except Exception:  # the first rank compares these values, if it finds no other error
             continue
     return {model: types for model, types in found.items() if types}
 
 
 def _stored_types(model: Path) -> Types:
-    """Read dtypes and shapes of a model's tensors, whether or not they are stored as differences."""
+    """Return dtype and shape of each tensor of a model, from full files and from deltas."""
     types: dict[str, tuple[str, Sequence[int]]] = {}
     for path in model.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:

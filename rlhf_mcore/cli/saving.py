@@ -1,4 +1,4 @@
-"""From a run's models and its objects with a state to what saves them, and brings them back to a checkpoint."""
+"""Build the objects that save and restore a run's models and state."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """A model under its name in checkpoints. ``path``: the source of its files beside the weights."""
+    """A model with its name in checkpoints. ``path``: the directory with its other files, such as the tokenizer."""
 
     name: str
     model: RoleModel
@@ -65,10 +65,13 @@ def build_checkpointer(
     lengths: ExpectedLengths | None = None,
     room: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> RunCheckpointer:
-    """Build the savers of the run, and restore its beginning. Collective over the world.
+    """Build the checkpointer of the run, and restore the checkpoint that the run starts from. Collective over the world.
 
-    ``holders`` are the objects with a state, beside models and sampler; ``ahead`` is what is sampled for coming steps, on the first
-    rank; ``lengths`` are those of the responses so far; others leave the device while ``room`` is entered.
+    Args:
+        holders: objects with state, in addition to the models and the sampler.
+        ahead: samples for later steps; on the first rank only.
+        lengths: lengths of the responses so far.
+        room: while this context is entered, the engine is not on the device.
     """
     cfg, record, directory = run.cfg, run.record, run.directory
     files = [_role_files(run, saved) for saved in models]
@@ -111,8 +114,8 @@ def build_checkpointer(
 
 
 def _role_files(run: RunContext, saved: SavedModel) -> RoleFiles:
-    """Build what writes a model's files. Collective over the world."""
-    # MTP layers predict tokens from hidden states, which a scalar head has no use for.
+    """Build the writer of a model's files. Collective over the world."""
+    # MTP layers predict tokens, which a model with a scalar head does not use.
     has_tokens = saved.model.spec.geometry.head == "lm" and saved.model.adapter is None
     carried = on_every_rank(partial(CarriedTensors, saved.path, saved.model.spec.geometry)) if has_tokens else None
     if carried is not None and carried.types:
@@ -121,10 +124,10 @@ def _role_files(run: RunContext, saved: SavedModel) -> RoleFiles:
 
 
 def _build_triggers(run: RunContext, sampler: Sampler) -> Triggers:
-    """Build what decides when to save, for the first rank."""
+    """Build the triggers that decide when to save, for the first rank."""
     cfg = run.cfg
     remaining_s = time_left(cfg.checkpoint.save_by, time.time(), os.environ)
-    # From here on only the monotonic clock counts: the wall clock may be set during the run.
+    # Use only the monotonic clock from here on, because the wall clock may be set during the run.
     ends = None if remaining_s is None else time.monotonic() + remaining_s
     return Triggers(cfg.checkpoint, cfg.trainer.num_steps, run.directory, ends, num_epochs=lambda: sampler.num_epochs)
 
@@ -136,7 +139,7 @@ def _run_state(
     ahead: SamplingAhead | None,
     lengths: ExpectedLengths | None,
 ) -> RunState:
-    """Register every object with a state."""
+    """Register every object that has state."""
     registry, data = Registry(), Registry()
     for name, holder in holders.items():
         registry.register(name, holder)
@@ -159,7 +162,7 @@ def _run_state(
 
 def _exporter(cfg: Config, saved: SavedModel, carried: CarriedTensors | None) -> Exporter:
     spec, adapters = saved.model.spec, saved.model.adapter_geometry
-    with saved.model.on_device():  # views are made of what is there
+    with saved.model.on_device():  # the exporter makes views of the tensors on the device
         return Exporter(
             saved.model.local_parameters() if adapters is None else saved.model.adapter_parameters(),
             adapters or spec.geometry,
@@ -174,7 +177,7 @@ def _exporter(cfg: Config, saved: SavedModel, carried: CarriedTensors | None) ->
 
 
 class _Housekeeping:
-    """Do what is to be done on the first rank after a commit, and at the end of a run."""
+    """Remove or archive old checkpoints on the first rank, after a commit and at the end of a run."""
 
     def __init__(self, cfg: Config, run: Path, record: RunRecord):
         self._run, self._record, self._disk = run, record, Disk()
@@ -191,7 +194,7 @@ class _Housekeeping:
             self._record.on_save(step, checkpoint_path(self._run, step))
 
     def at_end(self) -> None:
-        """Wait for the archives of a run that is done. One that is stopped does not wait: the next one packs them."""
+        """Wait for the archives of a finished run. A stopped run does not wait; the next start packs them."""
         if self._archiver is not None:
             self._archiver.close()
             for line in self._archiver.take_notes():
@@ -199,7 +202,7 @@ class _Housekeeping:
 
 
 class _OnFirstRank:
-    """Stands for an object that only the first rank has, where the others restore a checkpoint."""
+    """Placeholder on the other ranks for an object that only the first rank has."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -211,7 +214,7 @@ class _OnFirstRank:
 
 @dataclass(frozen=True, slots=True)
 class Restorer:
-    """Brings a run to where it was at a checkpoint. Others leave the device while ``room`` is entered."""
+    """Restore a run to a checkpoint. While ``room`` is entered, the engine is not on the device."""
 
     directory: Path  # of the run
     state: RunState
@@ -220,9 +223,9 @@ class Restorer:
     room: Callable[[], AbstractContextManager[None]]
 
     def resume(self, checkpoint: Path) -> list[str]:
-        """Restore everything but the weights, which were loaded when the models were built. Collective over the world.
+        """Restore everything except the weights, which were loaded when the models were built. Collective over the world.
 
-        Returns what the user should know.
+        Returns notes for the user.
         """
         for part in self.files:
             on_every_rank(partial(part.load_state, checkpoint))
@@ -231,17 +234,17 @@ class Restorer:
     def load_best(self, last_step: int, *, hashes: bool) -> int | None:
         """Restore the best checkpoint: weights, optimizers, counters. Collective over the world.
 
-        Returns its step; None where there is none, and where it is that of the last step.
+        Returns its step, or None if there is no best checkpoint or it is the last step's.
 
         Raises:
-            ConfigError: it is damaged.
+            ConfigError: the checkpoint is damaged.
         """
         found = on_every_rank(lambda: lead(lambda ask: self._find_best(last_step, hashes, ask), serve, None))
         best = broadcast_json(found, 0)
         if best is None:
             return None
         step, weights = best
-        # Responses of engines are compared with the weights of the engines.
+        # Entering room scores pending canary samples with the old weights; leaving it sends the best weights to the engines.
         with self.room():
             for saved in self.models:
                 if isinstance(saved.model, TrainedModel):
@@ -250,7 +253,7 @@ class Restorer:
         return int(step)
 
     def _find_best(self, last_step: int, hashes: bool, ask: Ask) -> tuple[int, dict[str, str]] | None:
-        """Return the best step, and by model the directory with its weights; on the first rank."""
+        """Return the best step, and for each model the directory with its weights. Called on the first rank."""
         step = linked_step(self.directory, BEST)
         if step is None or step == last_step:
             return None
@@ -268,7 +271,7 @@ class Restorer:
 
 def _load_weights(model: RoleModel, directory: str) -> None:
     parameters = model.local_parameters() if model.adapter is None else model.adapter_parameters()
-    if model.model is not None:  # what is not on the device is loaded into its copy on the host
+    if model.model is not None:  # offloaded tensors are loaded into their copy on the host
         parameters = [replace(each, tensor=model.model.movable.current(each.tensor)) for each in parameters]
     if model.adapter_geometry is not None:
         from rlhf_mcore.roles.adapters import load_adapters

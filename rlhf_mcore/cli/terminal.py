@@ -1,6 +1,6 @@
-"""The one way of commands to a terminal: texts, which must not command it, and progress, which is shown on a terminal only.
+"""Terminal output of all commands: texts without control characters, and progress, which is shown on a terminal only.
 
-The library (rich) is imported when progress is shown.
+The library rich is imported when progress is shown.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 T = TypeVar("T")
-ROWS_BETWEEN = 500  # two changes of a count
+ROWS_BETWEEN = 500  # rows between two updates of a counter
 
 
 def say(text: object = "", *, file: TextIO | None = None, end: str = "\n", flush: bool = True) -> None:
-    """Print a text. Lines stay lines, other control characters are escaped. ``file``: standard output."""
+    """Print a text and escape its control characters, except line ends. ``file``: None means standard output."""
     print(for_terminal(str(text)), file=sys.stdout if file is None else file, end=end, flush=flush)
 
 
 def aligned(rows: Iterable[Sequence[str]], indent: str = "") -> Iterator[str]:
-    """Write each row on a line, with its cells below those of the row before."""
+    """Yield one line per row, with the cells aligned in columns."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -37,7 +37,10 @@ def aligned(rows: Iterable[Sequence[str]], indent: str = "") -> Iterator[str]:
 
 @contextmanager
 def progress_bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar over ``total`` bytes. Yields a function of a number of bytes, for any thread."""
+    """Show a progress bar over ``total`` bytes.
+
+    Yields a function that advances the bar by a number of bytes. Any thread may call it.
+    """
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -55,10 +58,10 @@ def progress_bar(console: Console, what: str, total: int) -> Iterator[Callable[[
 
 @contextmanager
 def working(what: str, total: int | None = None, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Show a line with the time that has passed, and a bar where the number of parts is known. Yields a function to call when a
-    part begins.
+    """Show a line with the elapsed time, and a progress bar if ``total`` gives the number of parts.
 
-    It is on standard error, unless there is another ``console``.
+    Yields a function to call with the name of each part when the part begins. The line is written to ``console``, by default
+    standard error.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -78,7 +81,7 @@ def working(what: str, total: int | None = None, console: Console | None = None)
 
 
 def counted(rows: Iterable[T], what: str) -> Iterator[T]:
-    """Yield ``rows``, while a line shows how many were taken."""
+    """Yield ``rows``, and show the number of rows so far."""
     with working(what) as begin:
         for number, row in enumerate(rows):
             if number % ROWS_BETWEEN == 0:
@@ -87,7 +90,7 @@ def counted(rows: Iterable[T], what: str) -> Iterator[T]:
 
 
 def find_console(mode: str) -> Console:
-    """Return the place where a run shows its start: the terminal of its launcher and of the first rank, if any."""
+    """Return the console that shows the start of a run: the terminal on the launcher and the first rank, else a null console."""
     from rich.console import Console
 
     shown = os.environ.get("RANK", "0") == "0" and mode in ("auto", "rich") and sys.stdout.isatty()

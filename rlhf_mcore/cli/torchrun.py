@@ -1,8 +1,8 @@
-"""torchrun with one message for whatever ends a run, the exit code of its cause, and an eye on the ranks' progress.
+"""Run torchrun, print one message for the cause of a failed run, return its exit code, and watch the ranks' progress.
 
-Ctrl-C ends a run at once unless it trains; then the ranks finish the step and save, and a second one ends it at once. Requests
-to save (SIGUSR1, SIGUSR2, SIGTERM) go to the ranks, and are answered between steps. Other signals end the run, and so does SIGTERM
-where ranks save nothing.
+Ctrl-C ends a run at once before its first step. During training the ranks finish the step and save; a second Ctrl-C ends the run
+at once. Requests to save (SIGUSR1, SIGUSR2, SIGTERM) are forwarded to the ranks, which save between steps. Other signals end the
+run. If the ranks save nothing, SIGTERM ends the run too.
 """
 
 from __future__ import annotations
@@ -47,19 +47,21 @@ if TYPE_CHECKING:
 
 HELD = (signal.SIGUSR1, signal.SIGUSR2)
 FORWARDED = (*HELD, signal.SIGTERM)  # to the ranks
-LINES, MAX_LINE, MAX_TAIL_BYTES = 20, 200, 1 << 16  # of a killed rank's log
+LINES, MAX_LINE, MAX_TAIL_BYTES = 20, 200, 1 << 16  # limits for the printed end of a killed rank's log
 ENDING = ("SIGHUP", "SIGQUIT")
-# What a Ctrl-C before the first step means.
+# Messages for a Ctrl-C before the first step.
 INTERRUPTED_IN = {
-    "rlhf_mcore.cli.train": "ended before the first step, nothing was to be saved",
-    "rlhf_mcore.commands.evaluate.command": "what is scored is kept, the same command continues",
+    "rlhf_mcore.cli.train": "ended before the first step; there was nothing to save",
+    "rlhf_mcore.commands.evaluate.command": "scored prompts are kept; the same command continues",
 }
-_STACKS_S = 2.0  # that ranks get to print their stacks
+_STACKS_S = 2.0  # time for the ranks to print their stacks
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run torchrun with ``argv``. Returns 0 if every rank has done all it should, the exit code of what failed first, or 128 + N after
-    signal N."""
+    """Run torchrun with ``argv``.
+
+    Returns 0 if every rank has finished the run, the exit code of the first failure, or 128 + N after signal N.
+    """
     end_with_parent(signal.SIGHUP)
     agent = Agent(RankFiles(has_ended))
     os.environ[STARTED_BY] = str(os.getpid())
@@ -79,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         from torch.distributed.launcher.api import elastic_launch
         from torch.distributed.run import config_from_args, parse_args
 
-    # It reports the end of every worker as an error, the one that was asked for too. Failures are printed here, with their ranks.
+    # torchrun reports the end of every worker as an error, even a requested end. This module prints failures with their ranks.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     args = parse_args([f"--signals-to-handle={','.join(ENDING)}", *argv])
     agent.module = args.training_script
@@ -94,11 +96,11 @@ def main(argv: Sequence[str]) -> int:
         assert config.logs_specs is not None, "made from args"
         config.logs_specs = with_files_in_memory(config.logs_specs, agent.ranks)
         elastic_launch(config, command)(*arguments)
-    except SignalException as ended:  # the workers have been ended with the same signal
+    except SignalException as ended:  # torchrun has ended the workers with the same signal
         return to_shell_code(-ended.sigval)
     except ChildFailedError as error:
         return agent.report(error.failures)
-    except OSError as error:  # torchrun makes folders and files for the ranks' logs
+    except OSError as error:  # torchrun creates folders and files for the ranks' logs
         if error.errno not in FULL:
             raise
         return report_of_tool(error)
@@ -109,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def with_files_in_memory(logs: LogsSpecs, ranks: RankFiles) -> LogsSpecs:
-    """Give torchrun the logs of ``logs``, and for the errors of ranks the files that ``ranks`` makes."""
+    """Return torchrun's ``logs`` with the in-memory error files of ``ranks``."""
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class FilesInMemory(LogsSpecs):
@@ -127,33 +129,33 @@ def with_files_in_memory(logs: LogsSpecs, ranks: RankFiles) -> LogsSpecs:
 
 
 class Agent:
-    """Hold what this process knows of its ranks, and reports about them."""
+    """The supervisor of this process's ranks: it handles signals and reports failures."""
 
     def __init__(self, ranks: RankFiles) -> None:
         self.ranks = ranks
         self.log_dir: Path | None = None
-        self.module = ""  # what the ranks run
-        self.saves = True  # whether they answer what asks for a save
+        self.module = ""  # the module that the ranks run
+        self.saves = True  # whether the ranks save on request
         self._interrupted = False
 
     def handle_signals(self) -> None:
-        """Take the signals that torchrun is not to take, from now on."""
+        """Handle the signals that torchrun should not handle, from now on."""
         signal.signal(signal.SIGINT, self._interrupt)
         signal.signal(signal.SIGTERM, self._terminate)
         forward_signals()
 
     def report(self, failures: Mapping[int, ProcessFailure]) -> int:
-        """Print what ended the run, once. Returns the exit code.
+        """Print the cause of the end of the run, once. Returns the exit code.
 
-        The cause is the first reported error that is no consequence of another rank's end; else a killed rank; else a rank that left
-        without an error; else torchrun's first failure.
+        The cause is the first reported error that is not a consequence of another rank's end. Without one, it is a killed rank, then
+        a rank that ended early without an error, then torchrun's first failure.
         """
         errors = {number: told for number, told in self.ranks.read().items() if "kind" in told}
         own = {number: told for number, told in errors.items() if told["kind"] != CONSEQUENCE}
         if own:
             cause = min(own, key=lambda number: own[number]["time"])
             self._say(own[cause]["message"], cause)
-            # By its own report: torchrun may have ended the rank before its own exit.
+            # Use the reported kind, because torchrun may have ended the rank before it could exit.
             return USER_ERROR if own[cause]["kind"] == USER else FAILED
         rank, failure = find_first_failure({n: each for n, each in failures.items() if n not in errors} or failures)
         if failure.exitcode in (REQUEUE, STOPPED):
@@ -172,14 +174,14 @@ class Agent:
         return to_shell_code(failure.exitcode)
 
     def check_done(self) -> int:
-        """Exit code 0 is for runs whose ranks have all come to their end."""
+        """Return exit code 0 only if all ranks have finished the run."""
         if unfinished := self._unfinished():
             self._say(_LEFT.format(unfinished[0]), unfinished[0])
             return FAILED
         return DONE
 
     def _unfinished(self) -> list[int]:
-        """List ranks that have begun and have not told that the run is done."""
+        """List the ranks that have started and have not reported the end of the run."""
         return sorted(number for number, told in self.ranks.read().items() if not told.get("done"))
 
     def stalled(self, message: str, blamed: list[int]) -> None:
@@ -215,7 +217,7 @@ class Agent:
         say("\n".join(lines), file=sys.stderr)
 
     def _terminate(self, number: int, _frame: FrameType | None) -> None:
-        # In a rank SIGTERM is torchrun's way of ending it; asked from outside it means what SIGUSR1 means.
+        # torchrun ends ranks with SIGTERM. A SIGTERM from outside requests a save, as SIGUSR1 does.
         if self.saves:
             os.kill(os.getpid(), signal.SIGUSR1)
             return
@@ -228,9 +230,9 @@ class Agent:
             _forward(signal.SIGINT)
             return
         end_all(children())
-        again = "interrupted again: ended at once; what was saved before is whole\n"
+        again = "interrupted again: ended at once; earlier checkpoints are complete\n"
         first = f"interrupted: {INTERRUPTED_IN.get(self.module, 'ended')}\n"
-        start = "\n" if os.isatty(2) else ""  # a terminal has ^C, or the edge of the live display, on this line
+        start = "\n" if os.isatty(2) else ""  # on a terminal this line already shows ^C or the edge of the live display
         os.write(2, (start + (again if self._interrupted else first)).encode())
         os._exit(INTERRUPTED)
 
@@ -239,16 +241,16 @@ _LEFT = "rank {} ended with exit code 0 before the run was done; does code that 
 
 
 def find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Find the worker that failed first, with its rank. Those that torchrun ended because of it (by SIGTERM) are not the cause."""
+    """Return the rank and the failure of the worker that failed first. Workers that torchrun then ended by SIGTERM do not count."""
     causes = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
     return min((causes or failures).items(), key=lambda item: item[1].timestamp)
 
 
 def forward_signals() -> None:
-    """Forward SIGUSR1 and SIGUSR2 to the workers from now on; one that comes before there is a worker waits for it.
+    """Forward SIGUSR1 and SIGUSR2 to the workers from now on. A signal that arrives before a worker exists is kept until then.
 
-    They are blocked here, and a worker inherits that: a signal that comes while it is still starting waits until the
-    worker listens, instead of ending it. SIGTERM is not blocked, because torchrun ends workers with it.
+    This process blocks both signals, and workers inherit the block. A signal to a starting worker is therefore pending until the
+    worker listens, and does not end it. SIGTERM is not blocked, because torchrun ends workers with it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
 
@@ -263,7 +265,7 @@ def forward_signals() -> None:
 
 
 def read_last_lines(log: Path) -> list[str]:
-    """Return the end of a rank's stderr, without commands to a terminal."""
+    """Return the last lines of a rank's stderr, with control characters escaped."""
     try:
         with log.open("rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - MAX_TAIL_BYTES, 0))

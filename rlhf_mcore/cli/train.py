@@ -33,9 +33,9 @@ from rlhf_mcore.readers.hub import localize, notes_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the configuration, then train: in this process under torchrun, else in a torchrun of our own.
+    """Check the configuration, then train: in this process under torchrun, else under a torchrun that this process starts.
 
-    Returns the exit code (see ``exit_codes``). No traceback is printed for a ConfigError, wherever it was raised.
+    Returns the exit code (see ``exit_codes``). A ConfigError is printed without a traceback, even if a rank raised it.
     """
     args = _parser().parse_intermixed_args(argv)
     args.overrides += ["logging.console=off"] * args.quiet + ["logging.console=json"] * args.json
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(args: argparse.Namespace) -> int:
-    """Check the configuration of ``args``, then start its ranks, or under torchrun be one. Returns the exit code.
+    """Check the configuration of ``args``, then start its ranks, or run as a rank under torchrun. Returns the exit code.
 
     Raises:
-        ConfigError: what is wrong with it.
+        ConfigError: the configuration is invalid.
     """
     world_size = torchrun_world_size()
     try:
@@ -67,7 +67,7 @@ def _start(args: argparse.Namespace) -> int:
         validate(cfg, world_size)
     except ConfigError:
         if args.print_config:
-            _show(cfg)  # what is wrong with it is easier to see beside it
+            _show(cfg)  # the error is easier to understand with the configuration
         raise
     epochs, cfg = epochs_text(cfg), resolve(cfg)
     if args.print_config:
@@ -84,7 +84,7 @@ def _start(args: argparse.Namespace) -> int:
 
 
 def _launch(cfg: Config, arguments: Sequence[str], *, is_dry: bool) -> int:
-    """Find mistakes that need no process to be found, then start the ranks, unless the run is a dry one."""
+    """Check everything that needs no ranks, then start the ranks unless this is a dry run."""
     from rlhf_mcore.data.first_rows import check_first_rows
     from rlhf_mcore.rewards.start_trial import check_reward
 
@@ -114,7 +114,7 @@ def _launch(cfg: Config, arguments: Sequence[str], *, is_dry: bool) -> int:
 
                 notes = check_as_ranks(cfg, directory, continues_after)
                 preflight.say(cfg, "\n  ".join(["the run would print:", *"\n".join(notes).splitlines()]))
-                preflight.say(cfg, "dry run: no mistake was found, nothing was started or changed")
+                preflight.say(cfg, "dry run: no error was found; nothing was started or changed")
                 return exit_codes.DONE
         logs = preflight.logs_directory(cfg)
         count = "one process" if world_size == 1 else f"{world_size} processes"
@@ -131,13 +131,13 @@ def _launch(cfg: Config, arguments: Sequence[str], *, is_dry: bool) -> int:
 
 
 def _show(cfg: Config) -> None:
-    """Print a configuration, on rank 0 only."""
+    """Print a configuration on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         say(to_yaml(cfg), end="")
 
 
 def preload(argv: Sequence[str]) -> None:
-    """Import the modules of a rank with these arguments, in the process that it will be forked from."""
+    """Import the modules that a rank with these arguments needs, in the process that forks the ranks."""
     from rlhf_mcore.platform import eager_imports
 
     cfg = configuration(_parser().parse_intermixed_args(argv))
@@ -151,8 +151,8 @@ def preload(argv: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore train",
-        "Train a policy. Without torchrun, this starts as many processes on this machine as the layouts ask for "
-        "(trainer.world_size); under torchrun or SLURM it is one of the processes.",
+        "Train a policy. Without torchrun, this command starts one process per rank (trainer.world_size) on this machine. "
+        "Under torchrun or SLURM, it runs as one of the ranks.",
         examples=[
             "rlhf-mcore train configs/quickstart/grpo.yaml",
             "rlhf-mcore train my_run.yaml trainer.num_steps=50 experiment=short",
@@ -161,18 +161,18 @@ def _parser() -> argparse.ArgumentParser:
             "torchrun --nproc-per-node 8 -m rlhf_mcore.cli.train my_run.yaml",
         ],
         exits=exit_codes.EPILOG,
-        config="YAML file; see configs/base.yaml for all keys. Settings alone do, too",
+        config="YAML file (configs/base.yaml lists all keys); optional if the settings are complete",
     )
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--quiet", action="store_true", help="print errors alone (logging.console=off)")
-    shown.add_argument("--json", action="store_true", help="print an object per line (logging.console=json)")
+    shown.add_argument("--quiet", action="store_true", help="print only errors (logging.console=off)")
+    shown.add_argument("--json", action="store_true", help="print one JSON object per line (logging.console=json)")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check everything that needs no rank, a resume and all data too, and stop",
+        help="check everything that needs no ranks, including all data and the checkpoint to resume, and stop",
     )
-    # From the launcher to its ranks: the step after which the run continues, printed already.
+    # The launcher passes this to its ranks: the step after which the run continues, which it has already printed.
     parser.add_argument("--announced", type=int, default=0, help=argparse.SUPPRESS)
     accept_document(parser)
     return parser
@@ -190,16 +190,16 @@ def _run_rank(cfg: Config, announced: int = 0) -> int:
 
 
 def _show_on_terminal(mode: str) -> AbstractContextManager[Any]:
-    """Show that libraries are imported, where a person sees it."""
+    """Show a line while libraries are imported, if stdout is a terminal."""
     if not sys.stdout.isatty():
         return nullcontext()
     return working("importing torch and Megatron-core", console=find_console(mode))
 
 
 def quiet() -> None:
-    """Silence the libraries' import-time notes on absent kernels: they would drown the display of a run.
+    """Silence the libraries' import-time notes about missing kernels, which would hide the output of a run.
 
-    RLHF_MCORE_DEBUG keeps them.
+    If the variable RLHF_MCORE_DEBUG is set, the notes are printed.
     """
     if "RLHF_MCORE_DEBUG" not in os.environ:
         warnings.filterwarnings("ignore")

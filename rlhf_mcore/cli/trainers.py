@@ -1,4 +1,4 @@
-"""From a run's configuration to its trainer: reinforcement learning here, runs on given responses in ``example_trainers``."""
+"""Build the trainer for reinforcement learning. ``example_trainers`` builds the trainers for given responses."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class PolicyModels:
         return saved
 
     def work(self, cfg: Config, throughput: Throughput) -> StepWork:
-        """Return what counts the operations of a step."""
+        """Return the counter of a step's floating-point operations."""
         return StepWork(
             throughput,
             trained_work(self.actor.model),
@@ -98,7 +98,7 @@ class PolicyModels:
         )
 
     def roles(self, cfg: Config) -> Roles:
-        """Return the part of the models in an update."""
+        """Return the models and their settings for an update."""
         return Roles(
             self.actor,
             self.critic,
@@ -110,14 +110,14 @@ class PolicyModels:
 
 
 def rl_trainer(run: RunContext) -> TrainingLoop:
-    """Build reinforcement learning from responses that engines sample and graders or a reward model score."""
+    """Build the trainer for reinforcement learning: engines sample responses, and graders or a reward model score them."""
     cfg, record = run.cfg, run.record
     with record.phase("load_data"):
         pools = reward_pools(cfg.reward)
         graders = on_every_rank(lambda: build_graders(cfg, pools))
         on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
         data = load_prompt_data(cfg, record.note, world_group())
-    # Of a disaggregated run. The first rank alone talks to it.
+    # Only the first rank of a disaggregated run communicates with the fleet.
     has_fleet = cfg.rollout.placement == "disaggregated" and dist.get_rank() == 0
     fleet = on_every_rank(lambda: start_fleet(run) if has_fleet else None)
     with record.phase("build_model"):
@@ -161,7 +161,7 @@ def rl_trainer(run: RunContext) -> TrainingLoop:
 
 
 def _token_record(run: RunContext, generation: Generation) -> TokenRecord | None:
-    """Return what records the tokens of some responses, if the run asks for it."""
+    """Return the recorder of the tokens of some responses, or None if the run records none."""
     cfg = run.cfg.logging
     if not cfg.rollout_tokens:
         return None
@@ -176,7 +176,7 @@ def _build_generation(
     data: Data[Prompt],
     fleet: Fleet | None,
 ) -> Generation:
-    """Start the engines of a run, or wait until those of ``fleet`` have started. Collective over the world."""
+    """Start the engines of a run, or wait until the engines of ``fleet`` have started. Collective over the world."""
     with run.record.phase("start_engine"):
         if run.cfg.rollout.placement == "colocated":
             return build_colocated(run, actor, rewards, sampler, data)
@@ -204,13 +204,13 @@ def _build_evaluator(
 
 
 def decide_offload(run: RunContext) -> Config:
-    """Decide ``offload`` of every model for the devices at hand, and return that configuration. Collective over the world."""
+    """Return the configuration with ``offload`` of every model decided for this run's devices. Collective over the world."""
     smallest = min(all_gather_json(run.platform.memory_bytes() or 0))
     if not smallest:
         return run.cfg
     decided = with_offload(run.cfg, dist.get_world_size(), replace(GPUS["H100"], memory_bytes=smallest))
     for role in roles_of(decided, dist.get_world_size(), run.dtype):
-        group = role.name.partition("[")[0]  # of several teachers
+        group = role.name.partition("[")[0]  # several teachers are named teacher[SOURCE]
         key = f"{'reward.model' if group == 'reward' else group}.offload"
         if role.offload and value_of(run.cfg, key) == "auto":
             run.record.note(
@@ -224,13 +224,15 @@ def trained_work(model: TrainedModel) -> TrainedWork:
 
 
 def note_kernels(run: RunContext, trained: TrainedModel, of_engine: Mapping[str, str] | None = None) -> None:
-    of_model = {} if trained.model is None else live_kernels(trained.model)  # the first rank may have no part of it
+    of_model = (
+        {} if trained.model is None else live_kernels(trained.model)
+    )  # the first rank may have no shard of the model
     if kernels := {**of_model, **(of_engine or {})}:
         run.record.note(kernels_text(kernels))
     if trained.shares_prefixes:
-        run.record.note(f"beginnings that sequences share are computed once, from {SHORTEST} tokens on")
+        run.record.note(f"shared prefixes of at least {SHORTEST} tokens are computed once")
     elif trained.unshared_because is not None:
-        run.record.note(f"beginnings that sequences share are computed for each: {trained.unshared_because}")
+        run.record.note(f"shared prefixes are computed for each sequence: {trained.unshared_because}")
 
 
 def _prompt_sampler(cfg: Config, prompts: Sequence[Prompt]) -> Sampler:

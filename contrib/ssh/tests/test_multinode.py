@@ -141,8 +141,8 @@ def test_junk_on_the_control_line_is_a_mistake_that_ends_the_node(workspace: Pat
     assert done.returncode == 2 and b"Traceback" not in done.stderr, done.stderr
     told = [line for line in done.stderr.decode().splitlines() if line.startswith("error:")]
     assert told == [
-        "error: --control: standard input has 'SIGUSR\ufffd', which is none of SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2; "
-        "write one a line"
+        "error: --control: unknown signal 'SIGUSR\ufffd' on standard input; write one of SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 "
+        "per line"
     ]
 
 

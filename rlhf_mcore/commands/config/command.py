@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="show|diff|explain|schema", required=True)
     show = commands.add_parser("show", help="the whole configuration, with everything that follows from what is set")
     show.add_argument("config", metavar="CONFIG", help="YAML file, or the directory of a run or a checkpoint")
-    show.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
+    show.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that override the file")
     show.add_argument("--changed", action="store_true", help="only what is not the default")
     show.set_defaults(lines=_show)
     diff = commands.add_parser("diff", help="the keys in which two configurations differ")

@@ -349,6 +349,6 @@ def test_on_a_terminal_the_message_of_ctrl_c_has_a_line_of_its_own() -> None:
         os.close(ours)
         os.close(its)
     assert done.returncode == 130
-    assert shown == b"\r\ninterrupted: ended before the first step, nothing was to be saved\r\n"
+    assert shown == b"\r\ninterrupted: ended before the first step; there was nothing to save\r\n"
     logged = subprocess.run([sys.executable, "-c", INTERRUPTED], stderr=subprocess.PIPE)
-    assert logged.stderr == b"interrupted: ended before the first step, nothing was to be saved\n"
+    assert logged.stderr == b"interrupted: ended before the first step; there was nothing to save\n"

@@ -46,7 +46,7 @@ def test_where_nodes_meet_is_one_line_for_scripts(
 
 def test_an_interface_that_is_not_there_is_named() -> None:
     assert agent.meeting_address("127.0.0.1", "lo") == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"--interface ib7: .* has .*lo"):
+    with pytest.raises(ConfigError, match=r"--interface ib7: not an interface of .*; use .*lo"):
         agent.meeting_address("127.0.0.1", "ib7")
 
 

@@ -374,5 +374,5 @@ def test_a_gpu_that_torch_does_not_use_is_told(
         monkeypatch.setattr(f"rlhf_mcore.cli.preflight.{name}", lambda value=value: value)
     assert (train(), len(launched)) == (0, 1)
     assert (
-        "warning: this machine has a GPU, and the torch that is installed is built for CPUs" in capsys.readouterr().out
+        "warning: this machine has a GPU, but the installed torch is built for CPUs" in capsys.readouterr().out
     ) == told

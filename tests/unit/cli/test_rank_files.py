@@ -138,7 +138,7 @@ def test_a_rank_that_decodes_a_long_response_is_progress_of_the_run() -> None:
     world.one(1, rank_file.beat)
     assert world.wait(30, alive=(0, 1)) is None
     assert world.wait(2, alive=(0, 1)) == (
-        "no rank has begun a new phase or drawn a token for 30 s (trainer.watchdog_s)",
+        "no rank has started a new phase or sampled a token for 30 s (trainer.watchdog_s)",
         [0, 1],
     )
 
