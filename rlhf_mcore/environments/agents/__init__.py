@@ -1,5 +1,6 @@
-"""Agents: programs that ask the policy over HTTP for as many turns as they want, and end with a reward.
+"""Agents, which are programs that request turns of the policy over HTTP, as many as they want, and end with a reward.
 
-Enters: a task, for each episode. Leaves: a trajectory with the tokens of all turns. Read driver.py first: it is to an engine what
-episodes.py is for an environment. tree.py holds what was said, conversation.py finds a request's place in it, endpoint.py serves.
+The input is a task for each episode. The output is a trajectory with the tokens of all turns. Read driver.py first: it does for
+agents what episodes.py does for environments. tree.py stores the turns of an episode, conversation.py finds the place of a request
+in the tree, and endpoint.py is the HTTP server.
 """

@@ -1,4 +1,4 @@
-"""Anthropic's messages."""
+"""Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ class Messages(Dialect):
 
     @staticmethod
     def end(said: TurnOutput) -> dict[str, Any]:
-        """Return why a turn has ended."""
+        """Return the fields that explain why a turn ended."""
         reason = {"length": "max_tokens"}.get(said.finish_reason, "end_turn")
         reason = "tool_use" if said.calls else "stop_sequence" if said.stop is not None else reason
         return {"stop_reason": reason, "stop_sequence": said.stop}
 
     @staticmethod
     def blocks(said: TurnOutput) -> list[dict[str, Any]]:
-        """Return the words and the calls of a turn."""
+        """Return the text and the tool calls of a turn as content blocks."""
         blocks: list[dict[str, Any]] = (
             [{"type": "text", "text": said.content}] if said.content or not said.calls else []
         )
@@ -89,7 +89,7 @@ class Messages(Dialect):
 
 
 class MessagesStream(Stream):
-    """Write the events of Anthropic's messages. The number of prompt tokens is known at the end."""
+    """The events of a streamed Anthropic message. The number of prompt tokens is known only at the end."""
 
     def _begin(self) -> Iterator[Part]:
         begun = {
@@ -135,7 +135,7 @@ class MessagesStream(Stream):
 
 
 def _from_blocks(role: str, content: Any, where: str) -> list[dict[str, Any]]:
-    """Convert a message of Anthropic's for chat templates. Results of tools become separate messages."""
+    """Convert an Anthropic message for chat templates. Tool results become separate messages."""
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     said, calls, results = list[Any](), list[Any](), list[Any]()
     for block in blocks:

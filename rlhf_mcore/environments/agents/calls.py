@@ -1,4 +1,4 @@
-"""Calls between an endpoint and its driver: each asks for turns of the policy, and gets turns or a refusal."""
+"""Calls from an endpoint to its driver. Each call requests turns of the policy, and gets the turns or an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_mcore.foreign import is_deeper
 
-MODEL = "policy"  # its name, whatever a client calls it
+MODEL = "policy"  # the model name in answers; names in requests are ignored
 MAX_DEPTH = 64  # limit for nested values in a request and in the arguments of a call
 
 NO_PARSER = "tools are given, and environment.tool_parser is not set, so none can be called"
@@ -47,9 +47,9 @@ def parse_arguments(arguments: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TurnInput:
-    """The input of a turn: messages for the chat template, or else a text or tokens, which are used unchanged.
+    """The input of a turn: messages for the chat template, or a text or tokens, which are used unchanged.
 
-    A message with images also contains the ``texts`` around them and ``images``, their digests.
+    A message with images also contains ``texts``, the texts around the images, and ``images``, their data URLs or digests.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
@@ -59,7 +59,7 @@ class TurnInput:
 
 @dataclass(frozen=True, slots=True)
 class TurnOutput:
-    """A turn of the policy for a client. ``tokens`` are texts and logprobs. ``stop``: the stop text that ended it."""
+    """A turn of the policy for a client. ``tokens`` are (text, logprob) pairs. ``stop`` is the stop text that ended the turn."""
 
     message: Mapping[str, Any]
     tokens: Sequence[tuple[str, float]]
@@ -69,20 +69,20 @@ class TurnOutput:
 
     @property
     def content(self) -> str:
-        """The words."""
+        """Return the text of the turn, without its tool calls."""
         return str(self.message["content"] or "")
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
-        """Calls of tools: {"id", "type", "function": {"name", "arguments"}}."""
+        """Return the tool calls: {"id", "type", "function": {"name", "arguments"}}."""
         return self.message.get("tool_calls") or ()
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Ask for ``n`` turns of the episode ``key``; ``asked`` None: the episode begins again.
+    """A request for ``n`` turns in the episode ``key``. If ``asked`` is None, the call restarts the episode.
 
-    ``answer`` is called once, on the driver's thread. ``gone``: the client has disconnected.
+    ``answer`` is called once, on the driver's thread. ``gone``: the client disconnected.
     """
 
     key: int
@@ -93,7 +93,7 @@ class Call:
     stop: Sequence[str] = ()
     gone: bool = False
     hear: Callable[[int, str], None] | None = (
-        None  # receives words of turns while they are sampled, on the driver's thread
+        None  # receives the text of turns while they are sampled, on the driver's thread
     )
     asked_at: float = field(default_factory=time.monotonic)
-    turns: dict[int, Any] = field(default_factory=dict)  # the driver's: sampled turns by request id
+    turns: dict[int, Any] = field(default_factory=dict)  # written by the driver: sampled turns by request id

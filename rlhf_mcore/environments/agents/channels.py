@@ -1,8 +1,8 @@
-"""Turns in channels, as gpt-oss writes them (OpenAI's harmony format): thoughts, calls of tools, and what is for the user.
+"""Turns in channels, as gpt-oss writes them (OpenAI's harmony format): thoughts, tool calls, and text for the user.
 
-Templates of such models take a turn as ``thinking``, ``tool_calls`` and ``content``, refuse its raw text, and write it in an order of
-their own. So a template is given marks in the place of what was sampled. Where it writes all marks of a turn, and ends it as it was
-ended, it tells the turn as it was; where it leaves out the thoughts, it does not.
+Templates of such models accept a turn as ``thinking``, ``tool_calls`` and ``content``. They reject its raw text, and write the
+parts in their own order. A template therefore gets marks instead of the sampled parts. If it writes all marks of a turn and the
+sampled end token, its text reproduces the turn. If it leaves out the thoughts, its text does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TO = re.compile(r"to=functions\.([\w.-]+)")
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Hold a turn: its thoughts, and either a call of the tool ``called`` with ``words`` as arguments or words for the user."""
+    """The parts of a turn: its thoughts, and ``words``, which are the arguments of the tool ``called``, or text for the user."""
 
     thoughts: str
     words: str
@@ -27,7 +27,7 @@ class Channels:
 
     @classmethod
     def read(cls, said: str) -> Channels:
-        """Read the text of a turn, without its last token. What is cut off may have no words."""
+        """Parse the text of a turn, without its last token. A truncated turn may have no words."""
         thoughts, words, called = "", "", None
         for part in said.split(_START):
             header, _, body = part.partition(_MESSAGE)
@@ -42,7 +42,7 @@ class Channels:
         return cls(thoughts, words, called)
 
     def message(self) -> dict[str, Any]:
-        """Return the turn as a client gets it."""
+        """Return the turn as a message for a client."""
         if self.called is None:
             return {"role": "assistant", "content": self.words, "tool_calls": []}
         function = {"name": self.called, "arguments": self.words}
@@ -53,7 +53,7 @@ class Channels:
         }
 
     def marked(self, mark: str) -> dict[str, Any]:
-        """Return the turn as a template takes it, with marks that begin with ``mark``."""
+        """Return the turn as a message for a template, with marks that begin with ``mark`` instead of its parts."""
         told: dict[str, Any] = {"role": "assistant", "content": f"{mark}words;" if self.called is None else ""}
         if self.thoughts:
             told["thinking"] = f"{mark}thoughts;"
@@ -63,7 +63,7 @@ class Channels:
         return told
 
     def end_in(self, text: str, place: int, mark: str, end: str) -> int | None:
-        """Return where a template's ``text`` ends to tell this turn, which begins at ``place``; None: it does not tell all of it."""
+        """Return where this turn ends in a rendered ``text`` if it starts at ``place``; None if the text lacks a part of it."""
         words = text.find(f"{mark}words;", place)
         if words < 0 or (self.thoughts and not place <= text.find(f"{mark}thoughts;", place) < words):
             return None
@@ -71,15 +71,15 @@ class Channels:
         return found.start() if found is not None and found[0] == end else None
 
     def unmarked(self, text: str, mark: str) -> str:
-        """Write what was sampled into a text with marks."""
+        """Replace the marks in a text by the sampled parts."""
         for name, said in (("words", self.words), ("thoughts", self.thoughts)):
             own = f"{mark}{name};"
-            text = text.replace(f'"{own}"', said).replace(own, said)  # arguments are JSON, and no text of it
+            text = text.replace(f'"{own}"', said).replace(own, said)  # a template quotes the mark of arguments as JSON
         return text
 
 
 def unmark(text: str, turns: Mapping[str, Channels]) -> str:
-    """Write what was sampled into a text with marks. ``turns`` by their marks."""
+    """Replace all marks in a text by the sampled parts. ``turns`` maps marks to turns."""
     for mark, turn in turns.items():
         text = turn.unmarked(text, mark)
     return text

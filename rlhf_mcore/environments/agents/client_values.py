@@ -1,6 +1,6 @@
-"""Check values in requests of clients: messages, their texts and images, tools and their calls.
+"""Check the values in client requests: messages, their texts and images, tools and tool calls.
 
-Everything else is rejected, with the name of the value.
+Every other value is rejected with an error that names it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from rlhf_mcore.environments.agents.dialects import Body
 
 MAX_STOPS = 16
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_IMAGES = ("image_url", "input_image", "image")  # types of parts in OpenAI's two APIs and in Anthropic's
+_IMAGES = ("image_url", "input_image", "image")  # part types of OpenAI's two APIs and of Anthropic's API
 
 
 def bad_request(reason: str) -> RequestError:
-    """Make the refusal of a malformed request."""
+    """Return the error for a malformed request."""
     return RequestError(400, reason)
 
 
 def read_number(body: Body, names: Sequence[str], most: int) -> int | None:
-    """Return the first of these values that is set, a number from 1 to ``most``."""
+    """Return the value of the first name that is set, a number from 1 to ``most``; None if none is set.
+
+    Raises:
+        RequestError: the value is not such a number.
+    """
     for name in names:
         value = body.get(name)
         if value is None:
@@ -34,7 +38,11 @@ def read_number(body: Body, names: Sequence[str], most: int) -> int | None:
 
 
 def read_stops(value: Any) -> tuple[str, ...]:
-    """Return the texts that end a turn."""
+    """Return the stop texts of a request.
+
+    Raises:
+        RequestError: the value is neither a text nor a list of at most ``MAX_STOPS`` texts.
+    """
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise bad_request(f"stop is {value!r:.80}: it must be a text, or at most {MAX_STOPS} of them")
@@ -42,7 +50,11 @@ def read_stops(value: Any) -> tuple[str, ...]:
 
 
 def read_schemas(tools: Any) -> list[dict[str, Any]]:
-    """Return the schemas of tools, as OpenAI's chat API has them."""
+    """Return the tool schemas of a request, in the format of OpenAI's chat API.
+
+    Raises:
+        RequestError: the schemas are malformed.
+    """
     schemas = [] if tools is None else tools
     if not isinstance(schemas, list) or not all(
         isinstance(tool, dict)
@@ -55,13 +67,17 @@ def read_schemas(tools: Any) -> list[dict[str, Any]]:
 
 
 def check_tool_choice(choice: Any, most: Sequence[Any]) -> None:
-    """Reject a choice of tools other than these."""
+    """Reject a tool choice that is not among ``most``."""
     if choice not in most:
         raise bad_request(f"tool_choice is {choice!r:.60}: a policy in training decides itself whether it calls a tool")
 
 
 def read_object(body: Body, name: str) -> Mapping[str, Any]:
-    """Return a value that is an object, or an empty one."""
+    """Return the object ``name`` of a request; an empty object if it is missing.
+
+    Raises:
+        RequestError: the value is not an object.
+    """
     value = body.get(name)
     if not isinstance(value, dict | None):
         raise bad_request(f"{name} is {value!r:.60}: it must be an object")
@@ -69,15 +85,15 @@ def read_object(body: Body, name: str) -> Mapping[str, Any]:
 
 
 def wants_usage(body: Body) -> bool:
-    """Return whether the last part of a stream reports numbers of tokens."""
+    """Return whether the last part of a stream must report token counts."""
     return bool(read_object(body, "stream_options").get("include_usage"))
 
 
 def read_arguments(value: Any) -> Any:
-    """Return arguments as templates take them: an object if the text is one.
+    """Return the arguments of a call for chat templates: an object if the text is a JSON object, else the text.
 
     Raises:
-        RequestError: they are nested too deep.
+        RequestError: the arguments are nested too deep.
     """
     try:
         read = parse_arguments(value)
@@ -87,7 +103,7 @@ def read_arguments(value: Any) -> Any:
 
 
 def chat_messages(messages: Any) -> list[dict[str, Any]]:
-    """Check messages of OpenAI's chat API, and return them as a chat template takes them.
+    """Check messages of OpenAI's chat API, and return them in the form that chat templates accept.
 
     Raises:
         RequestError: there is no message, or one is malformed.
@@ -122,7 +138,7 @@ def _is_call(call: Any) -> bool:
 
 
 def make_call(number: Any, name: str, arguments: Any) -> dict[str, Any]:
-    """Return a call of a tool, as chat templates take it."""
+    """Return a tool call in the form that chat templates accept."""
     return {
         "id": str(number or ""),
         "type": "function",
@@ -131,7 +147,7 @@ def make_call(number: Any, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def make_schema(name: str, description: Any, parameters: Any) -> dict[str, Any]:
-    """Return the schema of a tool, as chat templates take it."""
+    """Return the schema of a tool in the form that chat templates accept."""
     own = {
         "name": name,
         "description": description or "",
@@ -141,10 +157,10 @@ def make_schema(name: str, description: Any, parameters: Any) -> dict[str, Any]:
 
 
 def text_of(content: Any, where: str) -> str:
-    """Return the text of a content: a text, None, or a list of parts that are texts.
+    """Return the text of a content, which is a text, None, or a list of text parts.
 
     Raises:
-        RequestError: it contains anything else.
+        RequestError: the content contains anything else.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -163,16 +179,16 @@ def text_of(content: Any, where: str) -> str:
 
 
 def content_of(content: Any, where: str) -> dict[str, Any]:
-    """Return the text of a user's or a tool's message as ``content``.
+    """Return the text of a user or tool message as ``content``.
 
-    With images it also contains the ``texts`` around them and ``images``, their data URLs.
+    If the message has images, the result also contains ``texts``, the texts around the images, and ``images``, their data URLs.
 
     Raises:
-        RequestError: it contains anything else, or an image that would have to be fetched.
+        RequestError: the content contains anything else, or an image that is not a data URL.
     """
     if not isinstance(content, list) or not any(map(_is_image, content)):
         return {"content": text_of(content, where)}
-    from rlhf_mcore.data.image_rows import MARK  # few agents show images
+    from rlhf_mcore.data.image_rows import MARK  # imported here because few agents send images
 
     between: list[list[Any]] = [[]]
     for part in content:
@@ -186,7 +202,7 @@ def content_of(content: Any, where: str) -> dict[str, Any]:
 
 
 def message_of(role: str, content: Any, where: str) -> dict[str, Any]:
-    """Return a message. Messages of users and tools may contain images."""
+    """Return a message in the form that chat templates accept. User and tool messages may contain images."""
     if role in ("system", "assistant"):
         return {"role": role, "content": text_of(content, where)}
     return {"role": role, **content_of(content, where)}

@@ -1,4 +1,4 @@
-"""From the messages of a request to tokens: those that were sampled as they were, the rest by the model's chat template."""
+"""Convert the messages of a request to tokens. Sampled tokens are reused unchanged; the chat template renders the rest."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 STRAY = "a token of an image is there without an image, and behind it no image is shown"
 _NO_TEMPLATE = "the tokenizer has no chat template, and nothing else writes messages: ask /v1/completions with a text"
-_THOUGHT = "<think>"  # some templates ask for an answer behind it
-# Text of a turn with special tokens, schemas of the request's tools -> message.
+_THOUGHT = "<think>"  # some templates end the generation prompt with it
+# (text of a turn with special tokens, tool schemas of the request) -> message.
 Parse = Callable[[str, Sequence[Mapping[str, Any]]], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Hold the place of a request's answer in a tree: behind ``parent``, after the tokens of ``context``, which ``text`` tells.
+    """The place of a request's answer in a tree: after ``parent`` and the tokens of ``context``, whose text is ``text``.
 
-    ``text`` is as a template has written it, marks included; ``shown`` is for people. ``images`` are the digests of those in
-    ``context``. ``is_confused``: the policy has drawn the token of an image, from which those of ``images`` would not be told.
+    ``text`` is the text as the template rendered it, including marks; ``shown`` is the text for people. ``images`` are the digests
+    of the images in ``context``. ``is_confused``: the policy sampled an image token, so image tokens cannot be assigned to images.
     """
 
     parent: Node | None
@@ -55,7 +55,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class _ToRender:
-    """The turns of the policy among the messages of a request, and the input of its template."""
+    """The turns of the policy among the messages of a request, and the input for the chat template."""
 
     nodes: list[Node]
     item: dict[str, Any]
@@ -63,16 +63,17 @@ class _ToRender:
 
 @dataclass(slots=True)
 class Conversation:
-    """The chat template and the tokenizer of a model, for the endpoint of agents.
+    """The chat template and the tokenizer of a model, for requests of agents.
 
-    ``parse`` finds calls of tools in a turn; None: a turn is all text. ``images`` takes those of requests; None: the model sees none.
+    ``parse`` finds the tool calls in a turn; None: every turn is plain text. ``images`` reads the images of requests; None: the
+    model reads no images.
     """
 
     tokenizer: PreTrainedTokenizerBase
     parse: Parse | None = None
     images: RequestImages | None = None
     control: ControlTokens = field(init=False)
-    _mark: str = field(init=False, default_factory=lambda: f"said-{secrets.token_hex(8)}-")  # nobody else writes it
+    _mark: str = field(init=False, default_factory=lambda: f"said-{secrets.token_hex(8)}-")  # clients cannot guess it
 
     _has_channels: bool = field(init=False)
     _known_ids: frozenset[int] = field(init=False, repr=False)
@@ -85,14 +86,15 @@ class Conversation:
 
     @staticmethod
     def messages_of(prompt: Prompt) -> list[dict[str, Any]] | None:
-        """Return a prompt as messages, a text as one of the user; None where it is a text that no template is applied to."""
+        """Return a prompt as messages. A text becomes a user message; None if no template is applied to the text."""
         if prompt.messages is not None:
             return prompt.messages
         return None if prompt.question is None else [{"role": "user", "content": prompt.question}]
 
     def find(self, requests: Sequence[tuple[TokenTree, TurnInput]]) -> list[Continuation | str]:
-        """Find the place of each request in its tree, or explain why it has none. All requests share one call of the template's
-        process.
+        """Find the place of each request in its tree, or explain why the request is rejected.
+
+        All requests are rendered in one call of the process that runs the chat template.
         """
         begun = [_contain(self._begin, tree, asked) for tree, asked in requests]
         items = [each.item for each in begun if isinstance(each, _ToRender)]
@@ -112,14 +114,17 @@ class Conversation:
         return places
 
     def _begin(self, tree: TokenTree, asked: TurnInput) -> Continuation | str | _ToRender:
-        """Return the place of a request for a text or tokens, and the input of the template for one with messages."""
+        """Return the place of a request with a text or tokens, or the template's input for a request with messages.
+
+        A text explains why the request is rejected.
+        """
         if asked.prompt is not None:
             return self._continued(tree, asked.prompt)
         if self.tokenizer.chat_template is None:
             return _NO_TEMPLATE
         if asked.tools and self.parse is not None:
             try:
-                self.parse("", asked.tools)  # a parser is built for these tools
+                self.parse("", asked.tools)  # builds the parser for these tools, and finds errors in their schemas
             except Exception as error:
                 return f"tools cannot be used: {printable(str(error))[:300]}"
         if any("images" in message for message in asked.messages):
@@ -141,7 +146,7 @@ class Conversation:
         return f"{self._mark}{node.place}-"
 
     def _end_of(self, node: Node, text: str, place: int) -> int | None:
-        """Return where a text ends to tell a turn that begins at ``place``; None where it does not tell it."""
+        """Return where a turn ends in a text if it starts at ``place``; None if the text differs from the turn."""
         if CHANNEL not in node.said:
             return after(text, place, node.said)
         return Channels.read(node.said).end_in(text, place, self._mark_of(node), node.end)
@@ -162,7 +167,10 @@ class Conversation:
             return str(error)
 
     def _checked(self, place: Continuation) -> Continuation | str:
-        """Return a place that an engine can continue: with a token, and with no token of an image that was not shown."""
+        """Return the place if an engine can continue it, else the reason.
+
+        It needs at least one token, and an image for each image token.
+        """
         if place.parent is None and not place.context:
             return "the prompt has no token: its text is empty for the tokenizer"
         if self.images is not None and not self.images.are_of(place.context, place.images):
@@ -170,7 +178,7 @@ class Conversation:
         return place
 
     def _placed(self, place: Continuation, channels: Mapping[str, Channels], tree: TokenTree) -> Continuation | str:
-        """Return a place with the tokens of its text, or what is wrong with that."""
+        """Return the place with the tokens of its text, or the reason why the request is rejected."""
         told, node = unmark(place.text, channels), place.parent
         images: tuple[str, ...] = ()
         if self.images is not None:
@@ -180,7 +188,7 @@ class Conversation:
         except UnreadableText as error:
             return str(error)
         if node is not None and node.end and context[:1] == [int(node.turn.token_ids[-1])]:
-            context = context[1:]  # it was sampled
+            context = context[1:]  # the end token was sampled, and is part of the node
         place = replace(place, context=context, shown=told.replace(CUT, ""), images=images)
         if self.images is None or not images:
             return self._checked(place)
@@ -193,7 +201,10 @@ class Conversation:
         return replace(place, is_confused=True) if self.images.are_drawn(tree) else problem
 
     def _render_messages(self, asked: TurnInput, nodes: Sequence[Node]) -> dict[str, Any]:
-        """Write into the messages what was sampled, where they tell it, and mark names of control tokens in what others wrote."""
+        """Build the template's input from the messages of a request.
+
+        Messages that are turns of the policy (``nodes``) get the sampled text. In other messages, names of control tokens are marked.
+        """
         said = {node.num_messages: node for node in nodes}
         messages = []
         for number, message in enumerate(asked.messages):
@@ -219,7 +230,7 @@ class Conversation:
         return str(template(item["messages"], tools=tools, tokenize=False, add_generation_prompt=True))
 
     def words_of(self, ids: Sequence[int], asked: TurnInput, stops: Sequence[str]) -> str:
-        """Return the words of a turn that is being drawn, as far as they will stay: "" where calls of tools may be among them."""
+        """Return the text of a turn in progress, as far as it is final; "" if the turn may contain tool calls."""
         if (self.parse is not None and asked.tools) or self._has_channels:
             return ""
         words = str(self.tokenizer.decode(list(ids), skip_special_tokens=True)).rstrip("\ufffd")
@@ -228,7 +239,7 @@ class Conversation:
         return words[: len(words) - max((len(stop) - 1 for stop in stops), default=0)] if stops else words
 
     def read(self, turn: Completion, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str, dict[str, Any]]:
-        """Return a turn's text with special tokens, the text of its end token ("" without one), and the message that it is."""
+        """Return a turn's text with special tokens, the text of its end token ("" if it has none), and its message."""
         ids = turn.token_ids.tolist()
         ends = turn.finish_reason == "stop"
         said = str(self.tokenizer.decode(ids[:-1] if ends else ids, skip_special_tokens=False))
@@ -245,7 +256,7 @@ class Conversation:
 
 
 def num_characters(asked: TurnInput) -> int:
-    """Return the number of characters that a template writes of a request, or its number of tokens. Images are not counted."""
+    """Return the number of characters of a request's messages and tools, or the length of its prompt. Images are not counted."""
     if asked.prompt is not None:
         return len(asked.prompt)
     size = len(json.dumps(asked.tools)) if asked.tools else 0
@@ -260,7 +271,7 @@ def _replies(asked: TurnInput) -> list[tuple[int, object]]:
 
 
 def comparable(message: Mapping[str, Any]) -> object:
-    """Return what two messages of the policy have in common if they are the same: their words, and calls with their arguments."""
+    """Return a key that is equal for two messages with the same text and the same tool calls."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     words = (message.get("content") or "").replace(CUT, "").strip()
     return words, tuple((call["name"], _canonical(call.get("arguments"))) for call in calls)
@@ -281,7 +292,7 @@ def _are_deep(calls: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _contain(step: Callable[..., Any], *arguments: Any) -> Any:
-    """Take a step for one request. An exception is an answer to that request."""
+    """Run a step for one request. An exception becomes the error text of that request only."""
     try:
         return step(*arguments)
     except Exception as error:

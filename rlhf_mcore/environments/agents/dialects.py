@@ -1,7 +1,7 @@
-"""The APIs of clients share one interface: read a request, and write its answer, whole or in parts.
+"""The interface of client APIs, which read a request and write its answer, either whole or as a stream.
 
-The run decides how a turn is sampled. Temperature, top_p, seeds and penalties of a request are not used, or the policy would learn
-from another distribution than it is trained on.
+The run decides how turns are sampled. Temperature, top_p, seeds and penalties in requests are ignored. They would change the
+distribution that the policy is trained on.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class ClientRequest:
 
 
 class Dialect(ABC):
-    """An API: how its requests are read and answered."""
+    """An API that reads requests and writes answers."""
 
     @abstractmethod
     def read(self, body: Body) -> ClientRequest:
         """Read a request.
 
         Raises:
-            RequestError: it is malformed, or asks for something that a policy in training does not give.
+            RequestError: the request is malformed, or requests a feature that is not supported in training.
         """
 
     @abstractmethod
@@ -47,45 +47,45 @@ class Dialect(ABC):
 
     @abstractmethod
     def stream(self, body: Body) -> Stream:
-        """Begin an answer in parts."""
+        """Return the writer of a streamed answer."""
 
     def refuse(self, refusal: RequestError) -> Any:
-        """Return a refusal as a JSON value."""
+        """Return an error as a JSON value."""
         kind = "authentication_error" if refusal.status == 401 else "invalid_request_error"
         return {"error": {"message": refusal.reason, "type": kind, "param": None, "code": refusal.code}}
 
 
 class Stream(ABC):
-    """The answer to a request in parts. Turns have the numbers of the whole answer."""
+    """A streamed answer to a request. Turns are numbered as in the whole answer."""
 
     def __init__(self, body: Body) -> None:
         self.body = body
         self.sent: defaultdict[int, str] = defaultdict(str)  # by turn
 
     def say(self, number: int, words: str) -> Iterator[Part]:
-        """Yield the next words of a turn."""
+        """Yield the events for the next text of a turn."""
         yield from self._words(number, words)
         self.sent[number] += words
 
     def _rest(self, number: int, said: TurnOutput) -> str:
-        """Return the words of a turn that were not sent yet."""
+        """Return the text of a turn that is not sent yet."""
         sent = self.sent[number]
         return said.content[len(sent) :] if said.content.startswith(sent) else ""
 
     @abstractmethod
     def _words(self, number: int, words: str) -> Iterator[Part]:
-        """Yield words, before they are in ``sent``."""
+        """Yield the events for text that is not in ``sent`` yet."""
 
     @abstractmethod
     def end(self, said: Sequence[TurnOutput]) -> Iterator[Part]:
-        """Yield the rest of the answer."""
+        """Yield the remaining events of the answer."""
 
 
 def make_id(kind: str) -> str:
-    """Return a random identity of an answer."""
+    """Return a random id for an answer."""
     return f"{kind}{secrets.token_hex(12)}"
 
 
 def count_tokens(said: Sequence[TurnOutput]) -> tuple[int, int]:
-    """Return the numbers of tokens of a prompt and of its turns."""
+    """Return the number of tokens of a prompt, and the number of tokens of its turns."""
     return (said[0].num_prompt if said else 0), sum(len(each.tokens) for each in said)

@@ -1,4 +1,4 @@
-"""Episodes of agents on their way: what they ask the policy, and what has come of it."""
+"""Agent episodes in progress: the turns that agents request from the policy, and the results of the episodes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.sampling.seeds import request_seed, turn_seed
 from rlhf_mcore.types import Completion, EpisodeRequest, Ragged, Recorded, Request, Score
 
-_WORDS_S = 0.05  # between words of a stream
-_PLACES_S = 0.05  # that an engine waits for the places of new requests; those that take longer are found while it draws
+_WORDS_S = 0.05  # interval between text events of a stream
+_PLACES_S = 0.05  # maximum wait of an engine for the places of new requests. Slower ones are found while it samples.
 Drawn = Callable[[Collection[int]], Mapping[int, Sequence[int]]]
 _TOO_LONG = "context_length_exceeded"
 _LIMITS = {"turns": "environment.max_turns", "length": "environment.max_tokens", "seconds": "environment.max_seconds"}
@@ -39,15 +39,18 @@ _LIMITS = {"turns": "environment.max_turns", "length": "environment.max_tokens",
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A turn of the episode ``key`` that is being drawn. ``call`` is None where nobody asked: an episode without a turn is no row."""
+    """A turn of the episode ``key`` that is being sampled.
+
+    ``call`` is None for the turn of an agent that failed before its first request. The turn is sampled because a trajectory needs one.
+    """
 
     key: int
     request: Request
     tree: TokenTree
     place: Continuation
     call: Call | None
-    number: int = 0  # among those of the call
-    heard: str = ""  # what its client has of it already
+    number: int = 0  # index among the turns of the call
+    heard: str = ""  # text already sent to the client
 
 
 @dataclass(slots=True, eq=False)
@@ -56,33 +59,33 @@ class _AgentEpisode:
     started: float
     tree: TokenTree = field(default_factory=TokenTree)
     log: EpisodeLog = field(default_factory=EpisodeLog)
-    num_turns: int = 0  # that were asked for
-    limit: str = ""  # that was met: the reason of a refusal
-    failure: StepResult | None = None  # of an agent that has asked nothing
+    num_turns: int = 0  # requested turns
+    limit: str = ""  # key of _LIMITS if the episode reached a limit
+    failure: StepResult | None = None  # failure of an agent that requested no turn
 
 
-_Waiting = tuple[_AgentEpisode, Call]  # a call whose place is not found yet
+_Waiting = tuple[_AgentEpisode, Call]  # a call whose place in the tree is not found yet
 
 
 @dataclass(frozen=True, slots=True)
 class AgentRules:
-    """Set how episodes of agents count. ``max_total``: tokens of a sequence, its first prompt included.
+    """Rules for the episodes of agents. ``max_total``: maximum tokens per sequence, including its first prompt.
 
-    ``fails``: an agent without a result ends the run. ``needs_reward``: an agent gives the score.
+    ``fails``: whether an agent without a result ends the run. ``needs_reward``: whether the agent must return the score.
     """
 
     limits: EpisodeLimits
     max_total: int
     fails: bool = True
     needs_reward: bool = True
-    branches: str = "all"  # that are learned from
+    branches: str = "all"  # the branches to train on: all, last or longest
 
 
 class AgentEpisodes:
-    """The episodes of an engine, in its leading rank: an :class:`rlhf_mcore.episode_driver.EpisodeDriver`.
+    """The episodes of an engine, on its lead rank: an :class:`rlhf_mcore.episode_driver.EpisodeDriver`.
 
-    An agent is a session that takes one step, its whole episode. Meanwhile it asks the endpoint for turns, several at a time if it
-    wants. The engine draws what is there; so which turns are drawn together depends on the time.
+    An agent is a session with a single step, which is the whole episode. During this step it requests turns from the endpoint,
+    concurrently if it wants. The engine samples the turns that are due, so the batch composition depends on timing.
     """
 
     def __init__(self, sessions: Sessions, endpoint: Endpoint, talk: Conversation, rules: AgentRules) -> None:
@@ -90,13 +93,13 @@ class AgentEpisodes:
         sessions.wake = endpoint.wake
         self._open: dict[int, _AgentEpisode] = {}
         self._turns: dict[int, _Turn] = {}
-        self._next = 1  # of turns
+        self._next = 1  # number of the next turn
         self._requests: list[Request] = []
         self._finished: list[Completion] = []
         self._drawn: Drawn | None = None
         self._slots: int | None = None
-        self._at_engine: set[int] = set()  # turns that the engine has, also those that nobody waits for any more
-        self._next_words = 0.0  # when clients of streams get their next words
+        self._at_engine: set[int] = set()  # turns in the engine, including those whose client disconnected
+        self._next_words = 0.0  # time of the next text events of streams
         self._finder = ThreadPoolExecutor(1, "places")  # renders and tokenises requests
         self._unplaced: list[_Waiting] = []
         self._finding: tuple[list[_Waiting], Future[list[Continuation | str]]] | None = None
@@ -106,7 +109,7 @@ class AgentEpisodes:
         self._drawn, self._slots = drawn, slots
 
     def abandoned_turns(self) -> Collection[int]:
-        """See :class:`rlhf_mcore.episode_driver.EpisodeDriver`: of clients that have left, and of episodes that have ended."""
+        """Return turns whose client disconnected or whose episode ended (:class:`rlhf_mcore.episode_driver.EpisodeDriver`)."""
         gone = {
             number
             for number in self._at_engine
@@ -119,11 +122,14 @@ class AgentEpisodes:
 
     @property
     def num_held(self) -> int:
-        """Turns that are held back."""
+        """Return the number of turns that are held back."""
         return len(self._requests)
 
     def lend(self, most: int) -> list[Request]:
-        """Give away turns that are held back, those first of which the engine has computed least: that would be computed again."""
+        """Remove and return at most ``most`` held turns, for other engines.
+
+        The turns with the shortest prefix in this engine are returned first, because another engine computes the prefix again.
+        """
         places = {request.request_id: self._turns[request.request_id].place for request in self._requests}
         begun = {number: place.parent is not None and len(place.tokens()) for number, place in places.items()}
         given = sorted(self._requests, key=lambda request: begun[request.request_id])[:most]
@@ -133,16 +139,16 @@ class AgentEpisodes:
 
     @property
     def num_open(self) -> int:
-        """Episodes that ``take`` has not returned."""
+        """Return the number of episodes that ``take`` has not returned yet."""
         return len(self._open) + len(self._finished)
 
     @property
     def num_waiting(self) -> int:
-        """Episodes that wait for their agent."""
+        """Return the number of episodes that wait for their agent."""
         return self._sessions.num_calls
 
     def begin(self, requests: Sequence[Request]) -> list[Request]:
-        """Start an agent for each request of an episode. Returns the others, which are single turns."""
+        """Start an agent for each episode request. Returns the other requests, which are single turns."""
         for request in requests:
             if isinstance(request, EpisodeRequest):
                 self._open[request.request_id] = _AgentEpisode(request, time.monotonic())
@@ -156,20 +162,20 @@ class AgentEpisodes:
         return [request for request in requests if not isinstance(request, EpisodeRequest)]
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        """Forget these episodes; unknown ids are ignored. Turns of theirs are ``unheard``."""
+        """Drop these episodes. Unknown ids are ignored. ``abandoned_turns`` then returns their turns."""
         for key in self._open.keys() & set(request_ids):
             self._close(key)
         self._finished = [each for each in self._finished if each.request_id not in request_ids]
 
     def abandon(self) -> None:
-        """Forget all episodes."""
+        """Drop all episodes."""
         self.cancel(list(self._open))
 
     def due(self, engine_draws: bool, wait_s: float | None) -> list[Request] | None:
-        """Return the turns to draw (:class:`rlhf_mcore.episode_driver.EpisodeDriver`).
+        """Return the turns to sample (:class:`rlhf_mcore.episode_driver.EpisodeDriver`).
 
         Raises:
-            ConfigError: an agent gave no result, and that ends the run.
+            ConfigError: an agent gave no result, and ``fails`` is set.
         """
         self._poll(0.0)
         self._take_calls()
@@ -186,10 +192,10 @@ class AgentEpisodes:
         return requests
 
     def take(self, completions: Iterable[Completion]) -> list[Completion]:
-        """Give turns to those who asked. Returns episodes that have ended, and completions of other requests.
+        """Send sampled turns to their clients. Returns the episodes that ended, and completions of other requests.
 
         Raises:
-            RuntimeError: a turn must not be trained on.
+            RuntimeError: a turn is not valid for training.
         """
         others = []
         for completion in completions:
@@ -199,7 +205,7 @@ class AgentEpisodes:
                 check_completion(turn.request, completion)
                 self._take_turn(turn, completion)
             elif completion.request_id < TURNS // 2:  # ids of episodes may be below 0
-                others.append(completion)  # else nobody waits for it any more
+                others.append(completion)  # all other completions are abandoned turns
         finished, self._finished = self._finished, []
         return others + finished
 
@@ -227,7 +233,11 @@ class AgentEpisodes:
             self._finish(key, each.limit or "stop", Score(answer.reward, {PART: answer.reward}))
 
     def _fail(self, key: int, each: _AgentEpisode, answer: StepResult) -> None:
-        """End an episode whose agent has no result. One that has met a limit has met it: the policy scores 0."""
+        """End an episode whose agent gave no result. If the episode reached a limit, the limit is the cause, and the score is 0.
+
+        Raises:
+            ConfigError: ``fails`` is set.
+        """
         if each.limit and each.tree.nodes:
             self._finish(key, each.limit, Score(0.0, {PART: 0.0}))
             return
@@ -236,7 +246,7 @@ class AgentEpisodes:
         if self._rules.fails:
             raise ConfigError(f"{cause}. Correct it, or set reward.on_error=zero to score such an episode 0")
         self._endpoint.close(key)
-        if not each.tree.nodes:  # a row needs a turn of the policy
+        if not each.tree.nodes:  # a trajectory needs at least one turn of the policy
             each.failure = answer
             prompt = each.asked.prompt
             self._ask(key, each, Continuation(None, prompt.text, list(prompt.prompt_ids), images=prompt.images), None)
@@ -268,7 +278,7 @@ class AgentEpisodes:
     # ------------------------------------------------------------------------------------------------------------ turns
     @contextmanager
     def _contained(self, call: Call) -> Iterator[None]:
-        """Answer a call whose processing raises. Neither its episode nor the run ends."""
+        """Answer a call with an error if its processing raises. The episode and the run continue."""
         try:
             yield
         except Exception as error:
@@ -276,12 +286,12 @@ class AgentEpisodes:
             call.answer(RequestError(500, reason, "internal_error"))
 
     def _take_calls(self) -> None:
-        """Take requests of agents, and ask for the turns of those whose places are found."""
+        """Receive requests of agents, and create turns for the requests whose places are found."""
         for call in self._endpoint.take():
             each = self._open.get(call.key)
             if each is None:
                 call.answer(RequestError(410, "the episode has ended"))
-            elif call.asked is None:  # its agent begins again
+            elif call.asked is None:  # the agent starts over
                 self._drop_turns(each.tree)
                 self._open[call.key] = _AgentEpisode(each.asked, each.started)
             elif not call.gone:
@@ -308,16 +318,16 @@ class AgentEpisodes:
             self._unplaced.append((each, call))
 
     def _is_current(self, each: _AgentEpisode, call: Call) -> bool:
-        """Return whether the client of a call still waits, and its agent has not begun again."""
+        """Return whether the client of a call still waits, and its agent did not start over."""
         return self._open.get(call.key) is each and not call.gone
 
     def _wake(self, found: object) -> None:
         if self._sessions.wake:
-            with suppress(OSError):  # it is readable already, or the run has ended
+            with suppress(OSError):  # it is already readable, or the run ended
                 os.eventfd_write(self._sessions.wake, 1)
 
     def _place_calls(self) -> None:
-        """Ask for turns in the places that were found."""
+        """Create turns at the places that were found."""
         if self._finding is None or not self._finding[1].done():
             return
         (waiting, found), self._finding = self._finding, None
@@ -351,7 +361,10 @@ class AgentEpisodes:
         return RequestError(400, f"the episode has reached {_LIMITS[each.limit]}", code)
 
     def _room(self, place: Continuation) -> int:
-        """Return the most tokens that a turn may have: those of a sequence, and after its first prompt those of an episode."""
+        """Return the maximum number of tokens of a turn.
+
+        ``max_total`` limits the whole sequence, and ``limits.max_tokens`` limits its tokens after its first prompt.
+        """
         num_tokens, first = len(place.tokens()), len(place.context)
         if place.parent is not None:
             first = len(place.parent.path()[0].context)
@@ -378,7 +391,7 @@ class AgentEpisodes:
         self._next, each.num_turns = self._next + 1, each.num_turns + 1
 
     def _say_words(self) -> None:
-        """Tell clients of streams what was drawn since the last time. That takes a tenth of the time at most."""
+        """Send clients of streams the text that was sampled since the last call. This uses at most a tenth of the time."""
         began = time.monotonic()
         streams = {
             number: turn
@@ -396,7 +409,10 @@ class AgentEpisodes:
         self._next_words = now + max(_WORDS_S, 10 * (now - began))
 
     def _take_turn(self, turn: _Turn, drawn: Completion) -> None:
-        """Add a turn to its tree, and answer a call whose turns are all there. What nobody heard is not learned from."""
+        """Store a sampled turn. When all turns of its call are sampled, add them to the tree and answer the call.
+
+        If the client disconnected, the turns are not added, so the policy does not learn from them.
+        """
         call, place, each = turn.call, turn.place, self._open[turn.key]
         each.log.end_turn(turn.request.request_id)
         if call is None:
@@ -410,7 +426,7 @@ class AgentEpisodes:
         if call.gone or None in call.turns.values():
             return
         with self._contained(call):
-            # All are read before one is added: a turn whose client gets an error is not learned from
+            # Read all turns before the first is added. If reading fails, the client gets an error, and no turn is trained on.
             read = [self._read(turn, call.turns[number]) for number in sorted(call.turns)]
             for cut, said, end, answer in read:
                 more: dict[str, Any] = {"reply": comparable(answer.message), "num_messages": place.num_messages}
@@ -420,14 +436,14 @@ class AgentEpisodes:
             call.answer([answer for *_, answer in read])
 
     def _read(self, turn: _Turn, drawn: Completion) -> tuple[Completion, str, str, TurnOutput]:
-        """Return what of a completion is kept, its text, the text of its end, and the turn as its client gets it."""
+        """Return the kept part of a completion, its text, the text of its end token, and the turn for the client."""
         assert turn.call is not None and turn.call.asked is not None
         place, tools = turn.place, turn.call.asked.tools
         cut, stop = self._cut(drawn, turn.call.stop)
         said, end, message = self._talk.read(cut, tools)
         if stop is not None:
             message = {**message, "content": message["content"].partition(stop)[0]}
-        # Parsers number those of a turn; in an episode each has an id of its own
+        # Parsers number the calls of each turn from 0. Ids must be unique in the episode.
         if calls := message.get("tool_calls"):
             message = {**message, "tool_calls": [{**call, "id": f"call_{secrets.token_hex(8)}"} for call in calls]}
         decode = self._talk.tokenizer.decode
@@ -439,7 +455,7 @@ class AgentEpisodes:
         return cut, said, end, TurnOutput(message, tokens, reason, len(place.tokens()), stop)
 
     def _cut(self, drawn: Completion, stops: Sequence[str]) -> tuple[Completion, str | None]:
-        """Cut a turn behind the first token with which one of ``stops`` is complete: what follows was never needed."""
+        """Cut a turn after the first token that completes one of the ``stops``. Returns also this stop text, or None."""
         decode, ids = self._talk.tokenizer.decode, drawn.token_ids.tolist()
         text = str(decode(ids, skip_special_tokens=True))
         if not any(stop in text for stop in stops):
@@ -453,13 +469,13 @@ class AgentEpisodes:
 
 
 def answered_calls(asked: TurnInput) -> list[str]:
-    """Return the ids of the calls of tools whose results are the last messages of a request."""
+    """Return the ids of the tool calls whose results are the last messages of a request."""
     results = takewhile(lambda message: message["role"] not in ("assistant", "system"), reversed(asked.messages))
     return [message["tool_call_id"] for message in results if message.get("tool_call_id")]
 
 
 def _record(each: _AgentEpisode) -> dict[str, Any]:
-    """Return the turns of an episode as a tree, with their times, as JSON values."""
+    """Return the record of an episode as JSON values: its turns with their parents, texts and times."""
     nodes = [
         {
             "parent": node.parent.place if node.parent is not None else None,
@@ -472,14 +488,14 @@ def _record(each: _AgentEpisode) -> dict[str, Any]:
 
 
 def cut_turn(drawn: Completion, count: int) -> Completion:
-    """Return the first ``count`` tokens of a turn, with all that is recorded of them."""
+    """Return the first ``count`` tokens of a turn, with all values recorded for them."""
     dropped = len(drawn.token_ids) - count
 
     def cut(values: Recorded) -> Recorded:
         if isinstance(values, Ragged):
             counts = values.counts[:count]
             return Ragged(counts, values.values[: int(np.sum(counts))])
-        return values[: len(values) - dropped]  # it may be of the tokens before the turn too
+        return values[: len(values) - dropped]  # may also contain values of tokens before the turn
 
     support = cut(drawn.support) if drawn.support is not None else None
     assert support is None or isinstance(support, Ragged)

@@ -1,4 +1,4 @@
-"""The server that agents ask for turns of the policy: HTTP on one address, with a key for each episode."""
+"""The HTTP server from which agents request turns of the policy. It has one address, and a key for each episode."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from rlhf_mcore.foreign import is_deeper
 from rlhf_mcore.plugins import find_plugins, load_plugin
 
 KEY = "environment.agent.host"
-BEGIN = "/v1/begin"  # begins an episode again; its turns are forgotten
+BEGIN = "/v1/begin"  # restarts an episode and drops its turns
 MAX_BYTES = 2**24  # limit for a request
-MAX_VALUES = 2**20  # limit for the JSON values of a request; prompts of tokens need most
+MAX_VALUES = 2**20  # limit for the number of JSON values in a request; token prompts need the most
 MAX_WAITING = 256  # limit for concurrent requests of an episode
 _TOO_LONG = TurnInput(prompt=range(2**40))
-_END_S = 2.0  # for clients that still wait when a run ends
+_END_S = 2.0  # wait for clients when a run ends
 _STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 _CHAT = ChatCompletions()
 DIALECTS: dict[str, Dialect] = {
@@ -45,13 +45,13 @@ _ENDED = "the episode of this key has ended, or there was none"
 
 
 def served_paths() -> list[str]:
-    """Return the paths of all APIs: ours, and ``/v1/<name>`` of plug-ins of the group ``rlhf_mcore.dialects``."""
+    """Return the paths of all APIs: built-in APIs, and ``/v1/<name>`` for plug-ins in the group ``rlhf_mcore.dialects``."""
     return [*DIALECTS, *(f"/v1/{name}" for name in sorted({"responses", *find_plugins("dialects")}))]
 
 
 @cache
 def dialect_at(path: str) -> Dialect:
-    """Return the API of a path. A plug-in is loaded at its first request.
+    """Return the API at a path. A plug-in is loaded at its first request.
 
     Raises:
         RequestError: the plug-in is not installed.
@@ -73,11 +73,11 @@ class _ServedEpisode:
 
 
 class Endpoint:
-    """Serve the episodes of an engine on a separate thread. Calls wait until the engine's thread takes them.
+    """Serve the episodes of an engine in a separate thread. Calls wait until the engine's thread takes them.
 
     Args:
-        host: the address to listen on, at a free port.
-        max_bytes: limit for a request.
+        host: address to listen on; the port is a free one.
+        max_bytes: limit for the size of a request.
 
     Raises:
         ConfigError: the address is not available.
@@ -135,7 +135,7 @@ class Endpoint:
         return api_key
 
     def close(self, number: int) -> None:
-        """Stop serving an episode. Waiting clients get a refusal."""
+        """Stop serving an episode. Waiting clients get an error."""
         episode = self._by_number.pop(number, None)
         if episode is None:
             return
@@ -143,7 +143,7 @@ class Endpoint:
         self._loop.call_soon_threadsafe(_refuse_all, episode)
 
     def take(self) -> list[Call]:
-        """Return the calls that arrived since the last time."""
+        """Return the calls received since the last ``take``."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.wake)
         calls = []
@@ -154,7 +154,10 @@ class Endpoint:
                 return calls
 
     def answer_nothing(self, *, calls_tools: bool = True) -> set[int]:
-        """Answer all waiting calls with empty turns instead of a policy. Returns the episodes that asked."""
+        """Answer all waiting calls with empty turns, without a policy. Returns the episodes that requested turns.
+
+        If ``calls_tools`` is false, calls with tools get the error for a missing parser.
+        """
         calls = self.take()
         for call in calls:
             refused = call.asked is not None and call.asked.tools and not calls_tools
@@ -207,7 +210,7 @@ class Endpoint:
             return _refusal(dialect, refusal)
         except web.HTTPRequestEntityTooLarge:
             with suppress(RequestError):
-                await self._ask(episode, ClientRequest([_TOO_LONG]))  # the episode reaches its limit
+                await self._ask(episode, ClientRequest([_TOO_LONG]))  # the episode then ends at its length limit
             reason = f"the request has more than {self._max_bytes} bytes"
             return _refusal(dialect, RequestError(413, reason, "context_length_exceeded"))
         except (ConnectionError, web.HTTPException):
@@ -223,10 +226,10 @@ class Endpoint:
         order: ClientRequest,
         body: dict[str, Any],
     ) -> web.StreamResponse:
-        """Answer in parts.
+        """Answer a request as a stream.
 
         Raises:
-            RequestError: before there was a word. After that a refusal is the last part.
+            RequestError: the request failed before the first event. After it, the error is sent as the last event.
         """
         heard: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
         parts, response = dialect.stream(body), web.StreamResponse(headers=_STREAM)
@@ -252,10 +255,10 @@ class Endpoint:
     async def _ask(
         self, episode: _ServedEpisode, order: ClientRequest, heard: asyncio.Queue[tuple[int, str] | None] | None = None
     ) -> list[TurnOutput]:
-        """Wait for the turns of a request. ``heard`` receives the number of a turn and its next words.
+        """Wait for the turns of a request. ``heard`` receives the number of a turn and its next text.
 
         Raises:
-            RequestError: the turns are not sampled.
+            RequestError: the request is rejected, or its episode ended.
         """
         if len(episode.waiting) + len(order.asked) > MAX_WAITING:
             raise RequestError(
@@ -307,7 +310,7 @@ def _teller(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any]) -> Cal
             answer.set_result(given)
 
     def tell(given: Any) -> None:
-        with suppress(RuntimeError):  # the loop has ended with the run
+        with suppress(RuntimeError):  # the run ended, and closed the loop
             loop.call_soon_threadsafe(settle, given)
 
     return tell
@@ -317,7 +320,7 @@ def _hearer(
     loop: asyncio.AbstractEventLoop, heard: asyncio.Queue[tuple[int, str] | None], first: int
 ) -> Callable[[int, str], None]:
     def hear(number: int, words: str) -> None:
-        with suppress(RuntimeError):  # the loop has ended with the run
+        with suppress(RuntimeError):  # the run ended, and closed the loop
             loop.call_soon_threadsafe(heard.put_nowait, (first + number, words))
 
     return hear
@@ -349,10 +352,10 @@ def _failure(error: Exception) -> RequestError:
 
 
 def _object(content: bytes) -> dict[str, Any]:
-    """Parse the body of a request, whose size, number of values and depth are bounded.
+    """Parse the body of a request.
 
     Raises:
-        RequestError: it is no JSON object within these bounds.
+        RequestError: the body is not a JSON object, has more than ``MAX_VALUES`` values, or is nested deeper than ``MAX_DEPTH``.
     """
     if sum(map(content.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise RequestError(413, f"the request has more than {MAX_VALUES} values")

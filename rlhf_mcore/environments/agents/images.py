@@ -1,6 +1,7 @@
-"""Images in requests of agents: data URLs become digests of the run's store, then marks in a rendered text, then tokens.
+"""Images in requests of agents. A data URL becomes a digest in the run's image store, then a mark in a rendered text, then tokens.
 
-A template writes the same token for every image, so the mark before it is what tells two conversations apart whose words are the same.
+A template writes the same token for every image. The mark before the token distinguishes conversations with equal texts and
+different images.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def take_images(asked: TurnInput, images: RequestImages | None) -> TurnInput:
-    """Return a request with digests in the place of data URLs. ``images``: None for a model that sees none.
+    """Return a request with digests instead of data URLs. ``images`` is None if the model reads no images.
 
     Raises:
-        RequestError: the model sees none, there are too many, or one cannot be used.
+        RequestError: the model reads no images, the request has too many images, or an image cannot be used.
     """
     urls = [url for message in asked.messages for url in message.get("images", ())]
     if not urls:
@@ -45,16 +46,16 @@ def take_images(asked: TurnInput, images: RequestImages | None) -> TurnInput:
 
 @dataclass(slots=True)
 class RequestImages:
-    """The images of requests to one engine, in the store of the run."""
+    """The images in requests to one engine. They are kept in the run's image store."""
 
     reader: ImageReader
-    _mark: str = field(init=False, default_factory=lambda: f"image-{secrets.token_hex(8)}-")  # nobody else writes it
+    _mark: str = field(init=False, default_factory=lambda: f"image-{secrets.token_hex(8)}-")  # clients cannot guess it
 
     def take(self, urls: Sequence[str]) -> tuple[str, ...]:
         """Read data URLs into the store. Returns their digests.
 
         Raises:
-            RequestError: there are too many, one cannot be used, or the model's images are supported in prompts only.
+            RequestError: there are too many images, an image cannot be used, or the model supports images in prompts only.
         """
         assert all(url.startswith("data:") for url in urls), "nothing else is read from requests"
         if self.reader.writes_around:
@@ -65,7 +66,10 @@ class RequestImages:
             raise RequestError(400, str(error)) from error
 
     def parts(self, message: Mapping[str, Any], cut: Callable[[str], str]) -> list[dict[str, str]]:
-        """Return the content of a message with images as a template takes it, a mark before each image. ``cut``: of its texts."""
+        """Return the content of a message with images for a template, with a mark before each image.
+
+        ``cut`` marks the names of control tokens in the texts.
+        """
         texts = [cut(text) for text in message["texts"]]
         parts = []
         for text, digest in zip(texts, message["images"], strict=False):
@@ -73,29 +77,29 @@ class RequestImages:
         return [*parts, {"type": "text", "text": texts[-1]}] if texts[-1] else parts
 
     def unmark(self, text: str) -> tuple[str, tuple[str, ...]]:
-        """Return a rendered text without marks, and the digests that they were of."""
+        """Return a rendered text without marks, and the digests in the marks."""
         pieces = re.split(f"{self._mark}([0-9a-f]+);", text)
         return "".join(pieces[::2]), tuple(pieces[1::2])
 
     def expand(self, tokens: list[int], images: Sequence[str]) -> list[int]:
-        """Return the tokens of a text with those of each of its images.
+        """Return the tokens of a text, with the tokens of its images inserted.
 
         Raises:
-            ConfigError: the text has not one token of an image for each.
+            ConfigError: the number of image tokens in the text differs from the number of images.
         """
         return self.reader.expand(tokens, images, "the messages") if images else tokens
 
     def are_of(self, tokens: Sequence[int], images: Sequence[str]) -> bool:
-        """Tell whether all tokens of images among ``tokens`` are those of ``images``."""
+        """Return whether ``tokens`` contains exactly the image tokens of ``images``."""
         token_id = self.reader.tokens.token_id
         return tokens.count(token_id) == len(self.reader.expand([token_id] * len(images), images, "the messages"))
 
     def are_drawn(self, tree: TokenTree) -> bool:
-        """Tell whether the policy has drawn the token of an image in an episode."""
+        """Return whether the policy sampled an image token in the episode."""
         return any((node.turn.token_ids == self.reader.tokens.token_id).any() for node in tree.nodes)
 
     def task(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-        """Return what an agent gets of a prompt with images: their files, and messages in which they are data URLs."""
+        """Return the task fields for a prompt with images: ``images``, their files, and ``messages`` with data URLs."""
         files = self.reader.files(prompt.images)
         if messages is None:
             return {"images": files}
@@ -105,7 +109,7 @@ class RequestImages:
 
 
 def _shown(content: str, urls: Iterator[str]) -> Any:
-    """Return a text with places of images as parts, as OpenAI's interface has them."""
+    """Return a text with image marks as content parts of OpenAI's API; a text without marks unchanged."""
     first, *others = content.split(MARK)
     if not others:
         return content

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions."""
+"""OpenAI's Chat Completions and Completions APIs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf_mcore.environments.agents.client_values import (
 )
 from rlhf_mcore.environments.agents.dialects import Body, ClientRequest, Dialect, Part, Stream, count_tokens, make_id
 
-MAX_N = 64  # turns of a request
+MAX_N = 64  # maximum turns per request
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class ChatCompletions(Dialect):
 
 
 class ChatStream(Stream):
-    """Write the events of OpenAI's chat completions."""
+    """The events of a streamed chat completion."""
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)
@@ -99,7 +99,7 @@ class ChatStream(Stream):
         yield self._chunk(number, {**self._opening(number), "content": words})
 
     def end(self, said: Sequence[TurnOutput]) -> Iterator[Part]:
-        """See :class:`Stream`. Logprobs come with the last words."""
+        """See :class:`Stream`. Logprobs are sent with the last text."""
         for number, each in enumerate(said):
             delta = self._opening(number) | {"content": self._rest(number, each)}
             if each.calls:
@@ -168,7 +168,7 @@ def _is_token(value: Any) -> bool:
 
 
 class CompletionsStream(Stream):
-    """Write the events of OpenAI's completions."""
+    """The events of a streamed completion."""
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)
@@ -189,11 +189,11 @@ class CompletionsStream(Stream):
 
 
 def reason_of(said: TurnOutput) -> str:
-    """Return OpenAI's name for the reason why a turn has ended."""
+    """Return OpenAI's name for the reason why a turn ended."""
     return "tool_calls" if said.calls else said.finish_reason
 
 
 def openai_usage(said: Sequence[TurnOutput]) -> dict[str, int]:
-    """Return the numbers of read and sampled tokens."""
+    """Return the numbers of prompt and sampled tokens, as OpenAI reports them."""
     prompt, drawn = count_tokens(said)
     return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}

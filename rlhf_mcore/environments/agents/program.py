@@ -1,4 +1,4 @@
-"""An agent in a worker process: a program, a function or a server that plays a whole episode, and may return a reward."""
+"""An agent in a worker process. It is a program, a function or a server that runs a whole episode and may return a reward."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from rlhf_mcore.readers.user_functions import load_function
 from rlhf_mcore.rewards.user_function import number_problem, shorten
 
 KEY = "environment.agent"
-UNGRADED = "ungraded"  # role of a message instead of an observation: the agent returned no reward
-# Their first argument is a script; a version may follow the name.
+UNGRADED = "ungraded"  # role of the message that an agent without a reward returns instead of an observation
+# Programs whose first argument is a script. A version may follow the name, for example python3.11.
 _INTERPRETERS = ("python", "bash", "sh", "node", "ruby", "perl")
 _SCRIPTS = (".py", ".sh", ".js", ".ts", ".mjs", ".rb", ".pl")
-_FLAGS = ("-u", "-B", "-E", "-I", "-O", "-P", "-S", "-s")  # options of Python; others may take an argument
+_FLAGS = ("-u", "-B", "-E", "-I", "-O", "-P", "-S", "-s")  # Python options without an argument
 _PARAMETERS = ("task", "base_url", "api_key")
 NO_TURN = "ended without a turn of the policy"
-_THREADS = ThreadPoolExecutor(256)  # run agents that are ordinary functions; each thread starts when it is needed
+_THREADS = ThreadPoolExecutor(256)  # for agents that are ordinary functions; a thread starts when it is needed
 _CANCEL_S = 10.0  # wait for a cancelled agent
 _SHOWN_CHARS = 1000  # limit for an agent's output in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Ungraded:
-    """The result of an agent without a reward. ``printed``: the last line of a program."""
+    """The result of an agent without a reward. ``printed`` is the last line that a program printed."""
 
     printed: str = ""
 
 
 @lru_cache(maxsize=1)
 def _keeper() -> ProcessGroupReaper:
-    """Make the keeper of this process's programs, once."""
+    """Return the reaper of this process, which kills its programs if the process dies."""
     return ProcessGroupReaper()
 
 
 def missing_reward(messages: Sequence[Mapping[str, str]]) -> str:
-    """Describe the end of an agent without a reward from the messages of its step; "" if it returned a reward."""
+    """Return the error for an agent that returned no reward, from the messages of its step; "" if it returned one."""
     if [message["role"] for message in messages] != [UNGRADED]:
         return ""
     how = "let it give one"
@@ -65,7 +65,7 @@ def missing_reward(messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def _missing_script(command: Sequence[str]) -> str | None:
-    """Return the script of an interpreter's command if the file does not exist. A shell also searches PATH."""
+    """Return the script in an interpreter's command if the file does not exist, in the directory or on PATH; else None."""
     if Path(command[0]).name.rstrip(".0123456789") not in _INTERPRETERS:
         return None
     first = next((argument for argument in command[1:] if argument not in _FLAGS), "")
@@ -74,10 +74,10 @@ def _missing_script(command: Sequence[str]) -> str | None:
 
 
 def _load(spec: str, has_container: bool) -> tuple[Callable[..., Any], bool]:
-    """Load an agent that is a function. Also returns whether it takes a container.
+    """Load an agent that is a function. Returns it, and whether it accepts a container.
 
     Raises:
-        ConfigError: it cannot be called with these arguments, or is a generator.
+        ConfigError: the function does not accept the arguments, requires a container that the run does not have, or is a generator.
     """
     key = f"{KEY}.function={spec}"
     function = load_function(spec, f"{KEY}.function")
@@ -96,14 +96,14 @@ def _load(spec: str, has_container: bool) -> tuple[Callable[..., Any], bool]:
 
 
 class AgentEnvironment:
-    """An environment with one step, in which an agent plays the whole episode.
+    """An environment with one step, in which an agent runs the whole episode.
 
     Args:
-        command: a program and its arguments. It reads the task as JSON from its input, finds the endpoint in variables of its
-            environment, and may print a reward, ``{"reward": number}``, as its last line.
+        command: program and its arguments. It reads the task as JSON from stdin, and the endpoint from environment variables.
+            It may print a reward, ``{"reward": number}``, as its last line.
         function: ``path/to/file.py:name`` of ``f(task, base_url, api_key)``, a coroutine or a function, which may return a reward.
-        url: a server that gets ``{"task", "base_url", "api_key"}`` posted, and answers ``{"reward": number}`` or ``{}``.
-        timeout_s: limit for a try. ``retries``: number of further tries, each from the beginning.
+        url: server that receives a POST with ``{"task", "base_url", "api_key"}``, and answers ``{"reward": number}`` or ``{}``.
+        timeout_s: limit for a try. ``retries``: number of further tries. Each try starts over.
         max_output_bytes: limit for a program's output or a server's answer.
         container: options of the container of each try (``containers.kinds.options_of``); None: no containers.
 
@@ -144,17 +144,17 @@ class AgentEnvironment:
             self._function, self._takes_container = _load(function, container is not None)
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Store the task; the agent starts with ``step``.
+        """Store the task. The agent starts in ``step``.
 
         Raises:
-            ConfigError: the row describes a container incorrectly.
+            ConfigError: the description of the row's container is invalid.
         """
         self._task = row
         if self._workplaces is not None:
             self._needs = task_of(row["extra_info"])
 
     async def step(self, action: Mapping[str, str]) -> tuple[Any, float, bool]:
-        """Play the episode at the endpoint in ``action``. If its container is lost, it gets one more try."""
+        """Run the episode at the endpoint in ``action``. If a container is lost, the episode gets one additional try."""
         tries, spare = 1 + self._retries, int(self._workplaces is not None)
         async with aiohttp.ClientSession() as web:
             while True:
@@ -174,10 +174,10 @@ class AgentEnvironment:
                         raise
 
     async def _try(self, web: aiohttp.ClientSession, base_url: str, api_key: str) -> Any:
-        """Play once. A run with containers opens one for each try, and its tests give the reward if the agent does not.
+        """Run the agent once. With containers, each try gets a new one, and the task's tests score it if the agent does not.
 
         Raises:
-            ContainerLost: the container has ended, also if the agent returned a result.
+            ContainerLost: the container ended. The agent's result is then not used.
             EnvironmentFailed: the agent failed or did not end in time.
         """
         told = {"base_url": base_url, "api_key": api_key}
@@ -197,7 +197,7 @@ class AgentEnvironment:
             return await self._workplaces.grade(workplace.container, self._needs)
 
     async def _in_time(self, playing: Coroutine[Any, Any, Any]) -> Any:
-        """Play until the deadline. Exceptions of the agent, also its own TimeoutError, are raised unchanged."""
+        """Wait for the agent until the deadline. Its exceptions, including its own TimeoutError, are raised unchanged."""
         task = asyncio.ensure_future(playing)
         try:
             if not (await asyncio.wait({task}, timeout=self._timeout_s))[0]:
@@ -220,7 +220,7 @@ class AgentEnvironment:
             raise EnvironmentFailed(f"did not answer: {error}") from error
 
     async def _post(self, web: aiohttp.ClientSession, body: Mapping[str, Any]) -> Any:
-        """Post an episode to a server, and return its answer at the end of the episode."""
+        """Send an episode to the server, and return its answer, which it sends at the end of the episode."""
         assert self._url is not None
         async with web.post(self._url, json=body, timeout=aiohttp.ClientTimeout()) as answer:
             content = b""
@@ -251,7 +251,7 @@ class AgentEnvironment:
         return await loop.run_in_executor(_THREADS, call)
 
     async def _run(self, told: Mapping[str, str], lent: Mapping[str, str]) -> Any:
-        """Run the program, and return the result in its last line."""
+        """Run the program, and return the result in its last line; ``Ungraded`` if that line is not a result."""
         assert self._command is not None
         base_url, api_key = told["base_url"], told["api_key"]
         own = {
@@ -274,7 +274,7 @@ class AgentEnvironment:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         readers = [asyncio.ensure_future(self._printed(stream)) for stream in (process.stdout, process.stderr)]
         try:
-            with suppress(ConnectionError):  # it need not read its task
+            with suppress(ConnectionError):  # a program may end without reading its task
                 process.stdin.write(json.dumps(self._task).encode() + b"\n")
                 await process.stdin.drain()
             process.stdin.close()
@@ -308,10 +308,12 @@ class AgentEnvironment:
 
     @staticmethod
     def _read(result: Any) -> tuple[Any, float, bool]:
-        """Convert the result of an agent to the result of a step. It is a number, ``{"reward": number}``, or None.
+        """Convert the result of an agent to the result of a step.
+
+        An agent returns a number, ``{"reward": number}``, or None.
 
         Raises:
-            EnvironmentFailed: the result is anything else.
+            EnvironmentFailed: the agent returned anything else.
         """
         if isinstance(result, Ungraded):
             return {"role": UNGRADED, "content": result.printed}, 0.0, True

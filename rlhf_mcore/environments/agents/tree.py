@@ -1,8 +1,9 @@
-"""Hold what the policy has said in an episode of an agent as a tree: each token is learned from once, whatever the history.
+"""The turns of an agent's episode as a tree. Each sampled token is trained on once, even if several requests contain it.
 
-A node is one turn of the policy: the tokens that led to it from its parent's end, and those that were sampled. A request whose text
-begins with all that was said on the way to a node continues the node's tokens, as they were sampled. One that tells the history
-differently (thoughts left out, a summary, another agent, a second try) begins a branch at the deepest node that it shares.
+A node is one turn of the policy: the tokens between its parent's end and the turn, and the sampled tokens. If the text of a request
+begins with the whole text on the path to a node, generation continues from the node's tokens, exactly as they were sampled. If the
+history in a request differs (thoughts left out, a summary, another agent, a second try), the request starts a branch at the deepest
+node that it shares.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ from rlhf_mcore.types import Completion, Prompt, Ragged, Recorded, Trajectory, T
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A turn of the policy. ``place`` counts the nodes of a tree; ``end`` is the text of a sampled end token, "" if there is none.
+    """A turn of the policy. ``place`` is its index in the tree; ``end`` is the text of its sampled end token, "" if it has none.
 
-    ``reply`` is the message that the agent got, in a form that can be compared, after ``num_messages`` others.
+    ``reply`` is the message that the agent received, as a key for comparison (``conversation.comparable``). In a later request it
+    is expected at the index ``num_messages``.
     """
 
     place: int
     parent: Node | None
-    text: str  # between the parent's end and this turn, as it was rendered
-    context: NDArray[np.int32]  # the tokens of it
+    text: str  # rendered text between the parent's end and this turn
+    context: NDArray[np.int32]  # tokens of text
     turn: Completion
-    said: str  # the text of what was sampled, without the end
+    said: str  # sampled text, without the end token
     end: str = ""
     reply: object = None
     num_messages: int = 0
-    shown: str = ""  # ``text`` for people
-    images: tuple[str, ...] = ()  # the digests of those in ``context``
+    shown: str = ""  # text for people
+    images: tuple[str, ...] = ()  # digests of the images in context
     children: list[Node] = field(default_factory=list)
 
     def path(self) -> list[Node]:
-        """Return the nodes from the root's child to this one."""
+        """Return the nodes from the first turn to this turn."""
         nodes, node = [self], self
         while node.parent is not None:
             node = node.parent
@@ -64,7 +66,7 @@ class TokenTree:
         self._by_messages: dict[int, list[Node]] = {}
 
     def children_of(self, node: Node | None) -> list[Node]:
-        """Return the turns that continue a node; None: those that begin with the first token."""
+        """Return the turns that continue a node; for None, the first turns."""
         return self.roots if node is None else node.children
 
     def add(
@@ -91,10 +93,11 @@ class TokenTree:
         return node
 
     def follow(self, replies: Sequence[tuple[int, object]]) -> list[Node]:
-        """Return the turns that messages of a request are: (place among the messages, message in the form of ``Node.reply``).
+        """Return the turns that the assistant messages of a request repeat.
 
-        A message that was no turn is part of the text around the others. Of turns with the same words the one that continues the turn
-        before is taken, else the latest: a template that leaves out thoughts has begun a branch in between.
+        ``replies`` are (index among the messages, message in the form of ``Node.reply``). A message that repeats no turn is treated as
+        text of the client. If several turns are equal, the turn that continues the previous one is used, else the latest. Such
+        duplicates arise when a template leaves out thoughts and so starts a branch.
         """
         nodes: list[Node] = []
         for place, reply in replies:
@@ -107,10 +110,10 @@ class TokenTree:
     def shared(
         self, text: str, nodes: Iterable[Node], end_of: Callable[[Node, str, int], int | None]
     ) -> tuple[Node | None, int]:
-        """Return the deepest of ``nodes`` up to which ``text`` tells all that was said on the way to it, and where it ends.
+        """Return the deepest of ``nodes`` whose whole path ``text`` begins with, and the position in ``text`` after it.
 
-        A template may write the spaces of a turn differently, and may write its end or not. ``end_of`` finds where a text ends to tell
-        a turn that begins at a place, or None.
+        A template may change the spaces of a turn, and may leave out its end. ``end_of`` returns where a turn that starts at a
+        position ends in the text; None if the text differs from the turn.
         """
         below: dict[Node | None, list[Node]] = {}
         for node in nodes:
@@ -127,7 +130,10 @@ class TokenTree:
         return best
 
     def shared_text(self, text: str) -> tuple[Node | None, int]:
-        """Return the deepest node that a text without messages continues, and where it ends: every letter and sampled end is there."""
+        """Return the deepest node that a plain text continues, and the position after it.
+
+        The text must contain every character and every sampled end of the path.
+        """
         best: tuple[Node | None, int] = (None, 0)
         waiting: list[tuple[Node, int]] = [(node, 0) for node in self.roots]
         while waiting:
@@ -140,7 +146,7 @@ class TokenTree:
         return best
 
     def shared_tokens(self, tokens: Sequence[int]) -> tuple[Node | None, int]:
-        """Return the deepest node that tokens continue, and how many are its."""
+        """Return the deepest node that tokens continue, and the number of tokens up to its end."""
         best: tuple[Node | None, int] = (None, 0)
         for node in self.nodes:
             own = node.tokens()
@@ -150,9 +156,9 @@ class TokenTree:
 
     # -------------------------------------------------------------------------------------------------- what is learned
     def leaves(self, branches: str = "all") -> list[Node]:
-        """Return the ends of the branches that are learned from, in the order in which they were sampled.
+        """Return the last turns of the branches to train on, in the order of sampling.
 
-        ``last``: the branch of the last turn; ``longest``: the one with most sampled tokens, the later of two.
+        ``last``: the branch of the last turn. ``longest``: the branch with the most sampled tokens; of equal branches, the later one.
         """
         ends = [node for node in self.nodes if not node.children]
         if branches == "last":
@@ -163,7 +169,7 @@ class TokenTree:
         return ends
 
     def trajectory(self, prompt: Prompt, sample: int, branches: str = "all") -> Trajectory:
-        """Return the episode: a sequence for each branch. Of tokens that branches share, those of the first one are learned from."""
+        """Return the episode, with a sequence for each branch. Tokens that branches share are trained on in the first one only."""
         assert self.nodes, "an episode needs a turn of the policy"
         learned: set[int] = set()
         parts = [self._sequence(prompt, sample, leaf, learned) for leaf in self.leaves(branches)]
@@ -173,7 +179,7 @@ class TokenTree:
         nodes = leaf.path()
         first = replace(prompt, prompt_ids=nodes[0].context.tolist(), text=nodes[0].shown, images=leaf.seen())
         written: list[Completion | NDArray[np.int32]] = []
-        texts, repeated = [""], 1  # the prompt, and what an earlier branch has shown
+        texts, repeated = [""], 1  # repeated: the prompt, and the turns that are part of an earlier branch
         for number, node in enumerate(nodes):
             if number and len(node.context):
                 written.append(node.context)
@@ -192,7 +198,7 @@ class TokenTree:
 
 
 def after(text: str, place: int, said: str) -> int | None:
-    """Return where ``said`` ends in a text from ``place`` on; None where something else is there. Templates may change spaces."""
+    """Return where ``said`` ends in a text if it starts at ``place``; None if the text differs. Spaces may differ."""
     if text.startswith(said, place):
         return place + len(said)
     letters = [letter for letter in said if not letter.isspace()]
@@ -208,7 +214,10 @@ def after(text: str, place: int, said: str) -> int | None:
 
 
 def join_sequences(parts: Sequence[Trajectory]) -> Trajectory:
-    """Join the branches of an episode into one trajectory of several sequences. The last one tells how it ended, and what was said."""
+    """Join the branches of an episode into one trajectory of several sequences.
+
+    The response text, finish reason and score are the values of the last branch.
+    """
     starts = np.cumsum([0, *(len(part.token_ids) for part in parts)]).tolist()
     turns: list[Turn] = []
     versions: list[tuple[int, int]] = []

@@ -1,1 +1,1 @@
-"""Containers in which agents work: files in, commands, files out, and tests at the end. Nothing in them reaches the host."""
+"""Containers for agents, which write and read files, run commands, and are graded by tests. Containers are isolated from the host."""

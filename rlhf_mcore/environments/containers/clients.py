@@ -1,4 +1,4 @@
-"""Call programs with a limit for their output. A program is killed if its caller stops waiting."""
+"""Call programs with a limit for their output. If the caller stops waiting, the program is killed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from contextlib import suppress
 
 from rlhf_mcore.environments.containers.container import CommandResult
 
-_END_S = 5.0  # wait for the end of a killed process
+_END_S = 5.0  # maximum wait for the end of a killed process
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
     """Kill a process if it still runs, and wait for its end.
 
-    Its output is read, because asyncio does not see the end of a process with a full pipe.
+    The output is read and dropped, because asyncio does not notice the end of a process with a full pipe.
     """
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.kill()
     streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]
-    with suppress(asyncio.TimeoutError):  # another process holds the pipe
+    with suppress(asyncio.TimeoutError):  # another process keeps the pipe open
         await asyncio.wait_for(asyncio.gather(process.wait(), *map(_drop, streams)), _END_S)
 
 
@@ -31,7 +31,7 @@ async def _drop(stream: asyncio.StreamReader) -> None:
 async def call(
     program: str, *arguments: str, stdin: bytes = b"", timeout_s: float, max_bytes: int = 2**16
 ) -> CommandResult:
-    """Call a client. Processes that it started in a container may outlive it."""
+    """Call a client program, and return its result. Processes that it started in a container may outlive it."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(program, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None

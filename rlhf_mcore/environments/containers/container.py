@@ -1,6 +1,6 @@
-"""Define what an agent has of a container, whatever it is made of: commands, files in, files out.
+"""The interface of a container for agents: run commands, write files, read files.
 
-A kind of containers is a ``Container`` with two methods, ``_execute`` and ``_end``, and a ``ContainerKind`` that opens it.
+A kind of containers consists of a ``Container`` that implements ``_execute`` and ``_end``, and a ``ContainerKind`` that opens it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _VALUE_BYTES, _VALUES_BYTES = (
     2**17 - 1,
     2**19,
 )  # Linux's limits for a variable with its name, and for all variables with ``cwd``
-# A pipe or a device might have no end.
+# Only regular files are read, because a pipe or a device may have no end.
 _GET = '''[ -f "$CONTAINER_FILE" ] || { echo "there is no regular file" >&2; exit 1; }; base64 < "$CONTAINER_FILE"'''
 _EVAL = 'CONTAINER_COMMAND=$(cat {0}) && rm -f {0} && eval "$CONTAINER_COMMAND"'
 
 
 class ContainerLost(RuntimeError):
-    """A container has ended before its episode, and its files are lost."""
+    """A container ended before its episode, and its files are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ class ShellCommand:
 
 
 class Container(ABC):
-    """An open container. ``timeout_s`` limits a command without a limit of its own; all commands start with ``cwd`` and ``env``."""
+    """An open container. ``timeout_s`` is the default limit of a command; all commands start with ``cwd`` and ``env``."""
 
     unpack = "tar -xof - -C /"  # unpacks files with absolute names
-    scratch: str | None = "/tmp"  # for long commands, which are run from a file; None: they are given as they are
+    scratch: str | None = "/tmp"  # directory for long commands, which run from a file; None: pass them unchanged
 
     def __init__(self, timeout_s: float, cwd: str, env: Mapping[str, str]) -> None:
         self.timeout_s, self.cwd, self.env = timeout_s, cwd, dict(env)
@@ -86,9 +86,9 @@ class Container(ABC):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> CommandResult:
-        """Run a command in a shell, to its end or to ``timeout_s``. If this is cancelled, the command is killed.
+        """Run a command in a shell, for at most ``timeout_s``. If the coroutine is cancelled, the command is killed.
 
-        A command that no shell can run, for example one with a NUL, ends with 126.
+        A command that no shell can run, for example a command with a NUL, ends with exit code 126.
 
         Raises:
             ContainerLost: the container has ended.
@@ -144,20 +144,20 @@ class Container(ABC):
         return base64.b64decode(ran.stdout)
 
     async def close(self) -> None:
-        """End the container and its processes. Later calls raise ``ContainerLost``."""
+        """Stop the container and its processes. Later calls raise ``ContainerLost``."""
         self.is_lost = True
         await self._end()
 
     @abstractmethod
     async def _execute(self, order: ShellCommand) -> CommandResult | None:
-        """Run a command; None: the container has ended."""
+        """Run a command. Returns its result; None if the container has ended."""
 
     @abstractmethod
     async def _end(self) -> None: ...
 
 
 def _problem(order: ShellCommand) -> str:
-    """Explain why no shell can run a command; "" if one can."""
+    """Return the reason why no shell can run a command; "" if a shell can."""
     texts = {"the command": order.command, "cwd": order.cwd}
     texts |= {f"env {shorten(name, 40)}": f"{name}={value}" for name, value in order.env.items()}
     sizes = {}
@@ -187,16 +187,16 @@ def _tar_of(files: Mapping[str, str | bytes]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class KindSettings:
-    """Hold the keys of ``environment.container`` that a kind of containers is built from."""
+    """The keys of ``environment.container`` from which a kind of containers is built."""
 
-    image: str | None = None  # for tasks that name none
+    image: str | None = None  # image for tasks that name no image
     start_timeout_s: float = 300.0
     url: str | None = None  # address of a service
     token_env: str | None = None  # name of the variable with its token
 
 
 class ContainerKind(ABC):
-    """Open containers of one kind. A plug-in of the group ``rlhf_mcore.containers`` makes one from a ``KindSettings``."""
+    """A kind of containers. A plug-in in the group ``rlhf_mcore.containers`` builds one from ``KindSettings``."""
 
     prepares = False  # whether ``open`` also writes the files of the task and runs its setup
 
@@ -211,7 +211,7 @@ class ContainerKind(ABC):
 
     @abstractmethod
     async def warm(self, task: Task) -> Task:
-        """Prepare what opening needs, for example an image. Returns the task without the prepared parts.
+        """Prepare everything that ``open`` needs, for example an image. Returns the task without the prepared parts.
 
         Raises:
             ConfigError: this kind does not support the task.
@@ -219,7 +219,7 @@ class ContainerKind(ABC):
 
 
 class Blocking:
-    """A container for an ordinary function, which runs in a thread. Its methods block."""
+    """A container for an agent that is an ordinary function and runs in a thread. The methods block."""
 
     def __init__(self, container: Container, loop: asyncio.AbstractEventLoop) -> None:
         self._container, self._loop = container, loop

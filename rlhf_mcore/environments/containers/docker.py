@@ -1,7 +1,7 @@
-"""Containers of Docker, through its command line; Podman's is the same.
+"""Docker containers, controlled with the command line. Podman has the same command line.
 
-No directory of the host is mounted, no variable is passed on, and there is no network unless the run allows it. A container ends by
-itself at the end of its lifetime.
+No directory of the host is mounted, and no variable of the host is passed on. There is no network unless the run allows it.
+A container stops itself at the end of its lifetime.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ DEFAULT_IMAGE = "python:3.11-slim"
 # Docker's default capabilities that installing packages and running tests need.
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
 _PIDS = 512
-# The first process reaps others, and ends at the end of the container's lifetime, also if all others were killed.
+# The first process reaps other processes. It stops at the end of the container's lifetime, even if all others were killed.
 _LIVES = 'end=$(($(date +%s)+{})); while [ "$(date +%s)" -lt "$end" ]; do sleep 1; done'
 _SLACK_S = 15.0  # time for the client to return after the deadline of a command
 _SHOWN_CHARS = 400
-_MARK = "CONTAINER_RUN"  # a variable of a command and of all processes that it starts
+_MARK = "CONTAINER_RUN"  # environment variable that identifies a command and all processes that it starts
 _KILL = "for each in /proc/[0-9]*; do if grep -q {0} $each/environ 2>/dev/null; then kill -9 ${{each#/proc/}}; fi; done; true"
-_MAY_BE_LOST = (1, 125, 126, 127, 137, 255)  # exit codes of a client whose container has ended
+_MAY_BE_LOST = (1, 125, 126, 127, 137, 255)  # possible exit codes of a client whose container has ended
 
 
 class DockerKind(ContainerKind):
-    """Open containers of ``program``. Each image is pulled, or built from the context of a task, once.
+    """Containers of ``program``. Each image is pulled or built once; an image is built if a task has a Dockerfile.
 
     Args:
-        program: docker, or another one with the same command line.
-        settings: the image of tasks that name none, and the time to have an image.
+        program: docker, or another program with the same command line.
+        settings: image for tasks that name no image, and limit for pulling or building an image.
 
     Raises:
         ConfigError: the program is not installed.
@@ -106,7 +106,7 @@ class DockerKind(ContainerKind):
 
 
 class DockerContainer(Container):
-    """A container that ``program`` keeps."""
+    """A container that ``program`` runs."""
 
     def __init__(self, program: str, name: str, timeout_s: float, task: Task) -> None:
         super().__init__(timeout_s, task.workdir or "", task.env)
@@ -119,7 +119,7 @@ class DockerContainer(Container):
 
         Raises:
             ContainerLost: the container ended at once.
-            OSError: the container cannot be started. The message contains the client's output.
+            OSError: the container cannot be started. The message contains the output of ``program``.
         """
         made = cls(program, f"rlhf-mcore-{secrets.token_hex(8)}", limits.timeout_s, task)
         started = await call(program, *made._start(image, limits), timeout_s=limits.start_timeout_s)
@@ -171,7 +171,7 @@ class DockerContainer(Container):
             raise
         if ran.exit_code in _MAY_BE_LOST and not await self._is_alive():
             return None
-        if ran.reason == "timeout":  # processes of a command cannot be ended separately
+        if ran.reason == "timeout":  # the command's processes cannot be stopped alone, so stop the container
             await self._end()
             return None
         if ran.exit_code in (137, 143) and time.monotonic() - begun >= order.timeout_s:

@@ -1,4 +1,4 @@
-"""The containers that a run is configured for: opened for a task, prepared, and closed."""
+"""Open, prepare and close the containers that a run is configured for."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 _SHOWN_CHARS = 600
 _WARMED_AT_A_TIME = 4
-START_TIMES = 5  # an image and a command of a setup may take this many times as long as a usual command
+START_TIMES = 5  # the limit for an image or a setup command, as a multiple of environment.container.timeout_s
 _MARGIN_S = 60.0  # added to the lifetime of a container
 
 
 def make_kind(name: str, settings: KindSettings) -> ContainerKind:
-    """Make a kind of containers: the sandbox, Docker, or one of a plug-in.
+    """Build a kind of containers: the sandbox, Docker, or a plug-in.
 
     Raises:
-        ConfigError: this machine has no such containers, or the plug-in is not installed.
+        ConfigError: this machine does not support such containers, or the plug-in is not installed.
     """
     if name == "sandbox":
         return SandboxKind()
@@ -39,16 +39,16 @@ def make_kind(name: str, settings: KindSettings) -> ContainerKind:
 
 
 class Containers:
-    """Containers of a kind, for example "sandbox" or "docker".
+    """Containers of one kind.
 
     Args:
-        kind: its name.
+        kind: name of the kind, for example "sandbox" or "docker".
         limits: limits of each container.
         url: address of a service. ``token_env``: name of the variable with its token.
-        image: image for tasks that name none.
+        image: image for tasks that name no image.
 
     Raises:
-        ConfigError: this machine has no such containers.
+        ConfigError: this machine does not support such containers.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Containers:
             await container.close()
 
     async def open(self, task: Task) -> Container:
-        """Open a container, with the files of its task, after its setup (:meth:`open_in`)."""
+        """Open a container, write the files of its task, and run its setup (:meth:`open_in`)."""
         return await self.open_in(task, self._limits)
 
     async def open_in(self, task: Task, limits: ContainerLimits) -> Container:
-        """Open a container with these limits.
+        """Open a container with these limits, write the files of its task, and run its setup.
 
         Raises:
             ContainerLost: the container has ended meanwhile.
@@ -105,7 +105,7 @@ class Containers:
                 raise ConfigError(f"the setup of a task fails in its container, {command!r:.200}: {shown}")
 
     async def warm(self, tasks: Iterable[Task]) -> None:
-        """Prepare what the containers of tasks need, for example images, a few at a time.
+        """Prepare everything that the containers of tasks need, for example images. A few tasks are prepared concurrently.
 
         Raises:
             ConfigError: something cannot be prepared, or this kind does not support a task.
@@ -120,7 +120,7 @@ class Containers:
 
 
 def options_of(own: EnvironmentConfig) -> dict[str, Any]:
-    """Return the options for ``containers_of``, as JSON, from the configuration of a run with containers."""
+    """Return the options for ``containers_of`` as JSON values, from the configuration of a run with containers."""
     given = own.container
     lives_s = START_TIMES * given.timeout_s + own.agent.timeout_s + given.tests_timeout_s + _MARGIN_S
     limits = {"timeout_s": given.timeout_s, "start_timeout_s": START_TIMES * given.timeout_s, "cpus": given.cpus}
@@ -133,14 +133,17 @@ def containers_of(options: Mapping[str, Any]) -> Containers:
     """Build containers from the options of ``options_of``.
 
     Raises:
-        ConfigError: this machine has no such containers.
+        ConfigError: this machine does not support such containers.
     """
     named = {name: options[name] for name in ("kind", "url", "token_env", "image")}
     return Containers(limits=ContainerLimits(**options["limits"]), **named)
 
 
 def longest_s(own: EnvironmentConfig) -> float:
-    """Return the seconds that containers may add to an episode: one for each try, and one more if a container is lost."""
+    """Return the maximum seconds that containers add to an episode.
+
+    Each try opens a container, and a lost container allows one additional try.
+    """
     given = own.container
     tries = own.agent.retries + 2
     return tries * (2 * START_TIMES * given.timeout_s + given.tests_timeout_s + _MARGIN_S) + own.agent.timeout_s

@@ -1,6 +1,7 @@
-"""Containers of our own: the sandbox of untrusted programs (:mod:`rlhf_mcore.sandbox.run`), whose files stay until it ends.
+"""Containers based on the sandbox for untrusted programs (:mod:`rlhf_mcore.sandbox.run`), whose files stay until it ends.
 
-They need no daemon, no image and no rights: the system's programs and this Python, read-only, a few directories in memory, no network.
+They need no daemon, no image and no privileges. They contain the system's programs and this Python, read-only, and a few
+directories in memory. There is no network.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _REASONS = {
 
 
 def check_machine() -> None:
-    """Reject a machine whose sandbox has no file system of its own.
+    """Reject a machine whose sandbox has no separate file system.
 
     Raises:
         ConfigError: the machine does not support namespaces.
@@ -43,9 +44,9 @@ def check_machine() -> None:
 
 
 class SandboxContainer(Container):
-    """A sandbox that keeps its files. Processes of a command end with the command."""
+    """A sandbox that keeps its files. The processes of a command end with the command."""
 
-    unpack = "tar -xPof - -C /scratch"  # the root itself cannot be opened
+    unpack = "tar -xPof - -C /scratch"  # the sandbox cannot open / itself
     scratch = "/scratch"  # /tmp is read-only if the interpreter is below it
 
     def __init__(self, sandbox: Sandbox, timeout_s: float, task: Task, memory_bytes: int) -> None:
@@ -80,7 +81,7 @@ class SandboxContainer(Container):
 
 
 class SandboxKind(ContainerKind):
-    """Open sandboxes.
+    """The kind "sandbox".
 
     Raises:
         ConfigError: the machine does not support namespaces.
@@ -100,7 +101,11 @@ class SandboxKind(ContainerKind):
         return SandboxContainer(sandbox, limits.timeout_s, task, limits.memory_bytes)
 
     async def warm(self, task: Task) -> Task:
-        """Read the Dockerfile of a task if it has one."""
+        """Convert the Dockerfile of a task, if it has one, to files and setup commands.
+
+        Raises:
+            ConfigError: the task names an image, or its Dockerfile is not supported.
+        """
         if task.image is not None:
             raise ConfigError(
                 f"{KEY}=sandbox has no images, and a task is made for {task.image}; use docker, podman or remote"

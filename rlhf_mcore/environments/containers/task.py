@@ -1,6 +1,6 @@
-"""Define the task of a container, and read it from a row: image, files, commands before the agent, tests after it.
+"""The task of a container: image, files, setup commands, and tests after the agent's work.
 
-A row has its task in ``extra_info.container``, an object or its JSON.
+A row contains its task in ``extra_info.container``, as an object or as JSON.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ _TESTS = {"command", "files", "env", "timeout_s"}
 
 @dataclass(frozen=True, slots=True)
 class TaskTests:
-    """Tests that grade the work of an agent. ``files`` are written before ``command`` runs; the agent does not see them.
+    """Tests that score the work of an agent. ``files`` are written before ``command`` runs; the agent does not see them.
 
-    The score is the number that the command writes into ``workplace.REWARDS``, else 1 if it ends with 0.
+    The score is the number that the command writes into the folder ``workplace.REWARDS``. If it writes none, the score is 1 for
+    exit code 0, and 0 otherwise.
     """
 
     command: str
     files: Mapping[str, bytes] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = TESTS_TIMEOUT_S
-    needs_file: bool = False  # without a written reward the score is 0, whatever the exit code
+    needs_file: bool = False  # without a written reward the score is 0, even for exit code 0
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Describe how a container begins. ``context``: files beside a Dockerfile, by their paths."""
+    """The initial state of a container, and its tests. ``context``: a Dockerfile and the files next to it, by path."""
 
     image: str | None = None
     context: dict[str, bytes] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class ContainerLimits:
-    """Limits of a container, from ``environment.container``. After ``lives_s`` it ends by itself."""
+    """Limits of a container, from ``environment.container``. After ``lives_s`` seconds it stops itself."""
 
     timeout_s: float = 60.0
     start_timeout_s: float = 300.0
@@ -63,7 +64,7 @@ USUAL = ContainerLimits()
 
 # ------------------------------------------------------------------------------------------------------- tasks of rows
 def task_of(extra_info: Mapping[str, Any]) -> Task:
-    """Read the task of a row. A row without a task gets an empty container.
+    """Read the task of a row. A row without a task gets a container without files, setup and tests.
 
     Raises:
         ConfigError: the task is not in the format of docs/guide/agents/containers.md.
@@ -78,7 +79,7 @@ def task_of(extra_info: Mapping[str, Any]) -> Task:
         return Task()
     if not isinstance(given, Mapping):
         raise ConfigError(f"{COLUMN} must be an object, found {given!r:.60}")
-    told = {name: value for name, value in given.items() if value is not None}  # parquet has the fields of all rows
+    told = {name: value for name, value in given.items() if value is not None}  # parquet adds null fields of other rows
     if unknown := sorted(told.keys() - _KEYS):
         raise ConfigError(f"{COLUMN} has unknown fields: {', '.join(unknown)}; there are {', '.join(sorted(_KEYS))}")
     base = Task()

@@ -1,4 +1,4 @@
-"""The container of each try of an episode: opened, lent to agents in other processes, and graded by the tests of its task."""
+"""Open the container of each try of an episode, share it with an agent in another process, and run its task's tests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlhf_mcore.environments.containers.kinds import containers_of
 from rlhf_mcore.environments.containers.task import Task, TaskTests
 from rlhf_mcore.plugins import load_plugin
 
-REWARDS = "/logs/verifier"  # folder into which tests of Harbor write reward.txt or reward.json
-# End the agent's processes, and remove its files from the folders of tests and rewards.
+REWARDS = "/logs/verifier"  # folder into which Harbor's tests write reward.txt or reward.json
+# Kill the agent's processes, and remove its files from the folders of tests and rewards.
 _PREPARE = (
     "for each in /proc/[0-9]*; do each=${each#/proc/}; "
     '[ "$each" = 1 ] || [ "$each" = $$ ] || [ "$each" = $PPID ] || kill -9 "$each" 2>/dev/null; done; '
@@ -26,21 +26,21 @@ _PREPARE = (
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """The container of a try. ``lent``: its address and key for an agent in another process."""
+    """The container of a try. ``lent`` contains its address and key for an agent in another process."""
 
     container: Container
     lent: Mapping[str, str] = field(default_factory=dict)
 
 
 class Workplaces:
-    """Open containers, and lend them by HTTP to agents in other processes.
+    """Open containers, and share them over HTTP with agents in other processes.
 
     Args:
-        options: from ``kinds.options_of``.
-        lends_for: the keys that need lending, for a message; "": the agent is a function of this process.
+        options: options from ``kinds.options_of``.
+        lends_for: names the keys that require sharing, for error messages; "": the agent is a function in this process.
 
     Raises:
-        ConfigError: this machine has no such containers, or the plug-in that lends them is not installed.
+        ConfigError: this machine does not support such containers, or the plug-in that shares them is not installed.
     """
 
     def __init__(self, options: Mapping[str, Any], lends_for: str = "") -> None:
@@ -53,7 +53,7 @@ class Workplaces:
 
     @asynccontextmanager
     async def opened(self, task: Task) -> AsyncIterator[Workplace]:
-        """Open a container for a task, and close it behind the block."""
+        """Open a container for a task, and close it at the end of the block."""
         async with self._containers.opened(task) as container:
             if self._lender is None:
                 yield Workplace(container)
@@ -62,18 +62,18 @@ class Workplaces:
                 yield Workplace(container, lent)
 
     async def grade(self, container: Container, task: Task) -> float | None:
-        """Run the tests of a task; None: the task has no tests."""
+        """Run the tests of a task, and return the score; None if the task has no tests."""
         return None if task.tests is None else await grade(container, task.tests, self._tests_timeout_s)
 
 
 @lru_cache(maxsize=1)
 def workplaces_of(options: str, lends_for: str) -> Workplaces:
-    """Build the workplaces of this process, once; ``options`` are JSON."""
+    """Build the workplaces of this process, once. ``options`` is a JSON text."""
     return Workplaces(json.loads(options), lends_for)
 
 
 async def grade(container: Container, tests: TaskTests, most_s: float) -> float:
-    """Run the tests for at most ``most_s`` seconds. Returns the score that they write, else 1 if they end with 0.
+    """Run tests for at most ``most_s`` seconds. Returns the score (:class:`rlhf_mcore.environments.containers.task.TaskTests`).
 
     Raises:
         ContainerLost: the container has ended.
