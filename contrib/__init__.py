@@ -1,4 +1,4 @@
 """Plug-ins that few users need. They may change in any release.
 
-One folder per plug-in: README, code, tests. ``setup.py`` registers each by an entry point.
+Each folder is one plug-in, with README, code and tests. ``setup.py`` registers each plug-in as an entry point.
 """

@@ -1,4 +1,4 @@
-"""Serve HTTP from a command until a signal comes, for nobody but those who should reach it."""
+"""Serve HTTP from a command until SIGINT or SIGTERM, on the loopback or a private address only."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from rlhf_mcore.config.errors import ConfigError
 
 
 def check_host(host: str, has_token: bool) -> None:
-    """Refuse to listen to everybody.
+    """Check that a server listens on the loopback, or on a private address with a token.
 
     Raises:
-        ConfigError: not the loopback or a private address of this machine, or no token where it is not the loopback.
+        ConfigError: ``host`` is another address, or a private address without a token.
     """
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError as error:
-        raise ConfigError(f"--host {host} is no address; give one, such as 127.0.0.1") from error
+        raise ConfigError(f"--host {host} is not an address; give an address such as 127.0.0.1") from error
     if address.is_unspecified or not (address.is_loopback or address.is_private):
         raise ConfigError(
-            f"--host {host} is not only of a private network; name the address of one interface, such as 10.0.0.5"
+            f"--host {host} is not a private address; give the private address of one interface, such as 10.0.0.5"
         )
     if not (address.is_loopback or has_token):
         raise ConfigError(
-            f"--host {host} is reached by other machines; name the environment variable with a token in --token-env"
+            f"--host {host} is reachable from other machines and requires a token; set --token-env to the name of its variable"
         )
 
 
 def serve(application: Callable[[], web.Application], host: str, port: int, tell: Callable[[str], None]) -> None:
-    """Listen until SIGINT or SIGTERM. ``port`` 0 is a free one; ``tell`` gets the address.
+    """Listen until SIGINT or SIGTERM. With ``port`` 0, use a free port. ``tell`` receives the address.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the server cannot listen on the address.
     """
     asyncio.run(_serve(application, host, port, tell))
 
@@ -56,7 +56,7 @@ async def _serve(application: Callable[[], web.Application], host: str, port: in
         tell(f"http://{shown}:{listener.getsockname()[1]}")
         await stop.wait()
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {host} --port {port}: {error}; choose another port, 0 for a free one") from error
+        raise ConfigError(f"--host {host} --port {port}: {error}; choose another port, or 0 for a free port") from error
     finally:
         with suppress(asyncio.CancelledError):
             await runner.cleanup()

@@ -1,1 +1,1 @@
-"""Archives of the checkpoints that retention drops."""
+"""Archives of the checkpoints that retention drops (``checkpoint.archive``)."""

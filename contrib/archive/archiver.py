@@ -1,6 +1,7 @@
-"""Archived checkpoints: ``archive/checkpoint-<step>.tar.zst``, packed in the background and read back before the original is removed.
+"""Pack dropped checkpoints into ``archive/checkpoint-<step>.tar.zst``, in the background.
 
-``tar --zstd -xf`` unpacks one; ``rlhf-mcore verify-checkpoint`` checks the result.
+An archive is read back before the original is removed. ``tar --zstd -xf`` unpacks an archive, and ``rlhf-mcore verify-checkpoint``
+checks the result.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def check(archive: Path, checkpoint: Path) -> None:
     """Compare the files of an archive with the manifest of its checkpoint.
 
     Raises:
-        SaveError: naming the first file that differs.
+        SaveError: a file differs or is missing; the message names the first such file.
     """
     expected = dict(read_manifest(checkpoint).files)
     with (
@@ -66,13 +67,13 @@ def check(archive: Path, checkpoint: Path) -> None:
             if name == MANIFEST or content is None:
                 continue
             if expected.pop(name, None) != hash_content(cast(BufferedReader, content), member.size):
-                raise SaveError(f"{archive.name}: {name} is not what the manifest of {checkpoint.name} names")
+                raise SaveError(f"{archive.name}: {name} differs from the manifest of {checkpoint.name}")
     if expected:
         raise SaveError(f"{archive.name}: {sorted(expected)[0]} of {checkpoint.name} is missing")
 
 
 class Archiver:
-    """Archives checkpoints in a thread, one after the other: the ``ArchiveHook`` of ``tidy``. First rank only."""
+    """Archive checkpoints one by one in a thread of the first rank. It is the ``ArchiveHook`` of ``tidy``."""
 
     def __init__(self, run: Path, disk: Disk | None = None):
         self._run = run
@@ -80,25 +81,25 @@ class Archiver:
         self._seen: set[int] = set()
         self._queue: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # Nobody waits for it when the process has to end: the next start removes a half-packed archive.
+        # A daemon, so that the process can end at any time. The next start removes a half-packed archive.
         self._thread = threading.Thread(target=self._work, name="archive", daemon=True)
         self._thread.start()
 
     def submit(self, checkpoint: Checkpoint) -> None:
-        """Archive a checkpoint, unless that is under way or has failed before."""
+        """Queue a checkpoint, unless it was submitted before, including attempts that failed."""
         if checkpoint.step not in self._seen:
             self._seen.add(checkpoint.step)
             self._queue.put(checkpoint)
 
     def take_notes(self) -> list[str]:
-        """Return one line for each checkpoint that was archived, or could not be, since the last call."""
+        """Return one line for each checkpoint whose archiving succeeded or failed since the last call."""
         notes = []
         while not self._notes.empty():
             notes.append(self._notes.get())
         return notes
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until everything is archived, for ``timeout_s`` at most."""
+        """Wait until all queued checkpoints are archived, at most ``timeout_s``."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -106,14 +107,14 @@ class Archiver:
         while (checkpoint := self._queue.get()) is not None:
             try:
                 self._notes.put(self._archive(checkpoint))
-            except Exception as error:  # whatever it is, the checkpoint is still there and the next one may fare better
+            except Exception as error:  # the checkpoint is still there, and the next one may succeed
                 self._notes.put(f"{checkpoint.path.name} could not be archived and stays: {error}")
 
     def _archive(self, checkpoint: Checkpoint) -> str:
         digest = read_manifest(checkpoint.path).digest
         archive = pack(checkpoint.path, self._run / ARCHIVE, self._disk)
         if read_manifest(checkpoint.path).digest != digest:
-            raise SaveError("it was saved again meanwhile")
+            raise SaveError("it was saved again during archiving")
         remove(checkpoint, self._disk)
         return f"{checkpoint.path.name} archived to {archive.relative_to(self._run)}"
 

@@ -1,1 +1,1 @@
-"""Containers of Podman and of a service, tasks of Harbor, Terminal-Bench and SWE-bench, and lending by HTTP."""
+"""Podman containers, containers of a service, tasks of Harbor, Terminal-Bench and SWE-bench, and lending over HTTP."""

@@ -1,4 +1,4 @@
-"""Follow a Dockerfile in a sandbox, as far as this is possible. ``FROM`` means this machine's system and Python."""
+"""Follow a Dockerfile in a sandbox, as far as possible. ``FROM`` always means this machine's system and Python."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _NOTHING = {"FROM", "LABEL", "EXPOSE", "CMD", "ENTRYPOINT", "MAINTAINER", "STOPS
 
 
 def without_docker(task: Task) -> Task:
-    """Read the Dockerfile in the context of a task as files, variables, commands and a working directory.
+    """Convert the Dockerfile in the context of a task to files, variables, commands and a working directory.
 
     Raises:
-        ConfigError: it has several stages, or an instruction that requires Docker.
+        ConfigError: the Dockerfile has several stages, or an instruction that requires Docker.
     """
     workdir, env, files, setup = "/", dict(task.env), dict[str, bytes](), list[str]()
     text = task.context["Dockerfile"].decode(errors="replace")
     if len(re.findall(r"(?im)^\s*FROM\s", text)) > 1:
-        raise ConfigError("a Dockerfile of several stages needs environment.container.kind=docker or podman")
+        raise ConfigError("a Dockerfile with several stages needs environment.container.kind=docker or podman")
     for name, rest in _instructions(text):
         if name == "WORKDIR":
             workdir = posixpath.join(workdir, rest)
@@ -80,7 +80,7 @@ def _copied(rest: str, workdir: str, context: Mapping[str, bytes]) -> dict[str, 
         prefix = "" if name == "." else f"{name}/"
         below = {path: data for path, data in context.items() if path.startswith(prefix)}
         if not below:
-            raise ConfigError(f"COPY {rest}: {source} is not beside the Dockerfile")
+            raise ConfigError(f"COPY {rest}: {source} is not in the directory of the Dockerfile")
         found |= {
             posixpath.normpath(posixpath.join(to, path.removeprefix(prefix))): data for path, data in below.items()
         }

@@ -1,6 +1,6 @@
-"""Task directories of Terminal-Bench (``task.yaml``) and of Harbor (``task.toml``), read as data.
+"""Read task directories of Terminal-Bench (``task.yaml``) and of Harbor (``task.toml``).
 
-The formats are those of their documentation (harborframework.com/docs/tasks, and /docs/task-difference for the format before).
+harborframework.com/docs/tasks describes the formats, and /docs/task-difference the older format.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def read_folder(name: str) -> Task:
     """Read the container and the tests of a task directory.
 
     Raises:
-        ConfigError: it is not a task, or needs several containers, several steps or another user.
+        ConfigError: the directory is not a task, or the task needs several containers, several steps or another user.
     """
     folder = Path(name)
     if not is_task(folder):
-        raise ConfigError(f"{folder} is no task directory: it has neither {HARBOR} nor {TERMINAL}")
+        raise ConfigError(f"{folder} is not a task directory: it contains neither {HARBOR} nor {TERMINAL}")
     task = _harbor(folder) if (folder / HARBOR).is_file() else _terminal(folder)
     if task.image is None and "Dockerfile" not in task.context:
         raise ConfigError(f"{folder}: it has neither an image nor a Dockerfile")
@@ -61,13 +61,15 @@ def _harbor(folder: Path) -> Task:
     settings = _settings(folder / HARBOR)
     environment, verifier = _group(settings, "environment"), _group(settings, "verifier")
     if (folder / "steps").is_dir():
-        raise ConfigError(f"{folder}: tasks of several steps are not read")
+        raise ConfigError(f"{folder}: tasks with several steps are not supported")
     users = {str(_group(settings, group).get("user") or "root") for group in ("agent", "verifier")}
     if users != {"root"} or verifier.get("environment_mode", "shared") != "shared":
-        raise ConfigError(f"{folder / HARBOR}: tasks with other users, or a container of the verifier, are not read")
+        raise ConfigError(
+            f"{folder / HARBOR}: tasks with other users, or with a container for the verifier, are not supported"
+        )
     context = _files_below(folder / "environment")
     if "Dockerfile" not in context and "docker-compose.yaml" in context:
-        raise ConfigError(f"{folder}: tasks of several containers are not read")
+        raise ConfigError(f"{folder}: tasks with several containers are not supported")
     tests = {f"/tests/{path}": content for path, content in _files_below(folder / "tests").items()}
     if "/tests/test.sh" not in tests:
         raise ConfigError(f"{folder}: there is no tests/test.sh")
@@ -85,7 +87,7 @@ def _terminal(folder: Path) -> Task:
     compose = context.get("docker-compose.yaml")
     told = _yaml(compose.decode(errors="replace"), str(folder / "docker-compose.yaml")) if compose else None
     if isinstance(told, dict) and len(told.get("services") or ()) > 1:
-        raise ConfigError(f"{folder}: tasks of several containers are not read")
+        raise ConfigError(f"{folder}: tasks with several containers are not supported")
     tests = {f"/{path}": content for path, content in context.items() if path.startswith("tests/")}
     command = "python -m pytest -q /tests/test_outputs.py"
     if (script := context.get("run-tests.sh")) is not None:
@@ -110,10 +112,10 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _yaml(text: str, name: str) -> Any:
-    """Load YAML that came with a data set. Aliases are rejected: a few of them can stand for gigabytes."""
+    """Load YAML from a data set. Aliases are rejected, because a few aliases can expand to gigabytes."""
     with suppress(yaml.YAMLError, RecursionError):  # load_yaml reports these
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise ConfigError(f"{name}: aliases (*name) are not read; write the values out")
+            raise ConfigError(f"{name}: aliases (*name) are not supported; write the values out")
     return load_yaml(text, name)
 
 
@@ -121,7 +123,7 @@ def _toml(text: str, path: Path) -> Any:
     try:
         import tomllib
     except ImportError as error:
-        raise ConfigError(f"{path}: Python 3.11 is the first that reads TOML; use it") from error
+        raise ConfigError(f"{path}: reading TOML requires Python 3.11 or newer") from error
     return tomllib.loads(text)
 
 
@@ -134,7 +136,7 @@ def _env(group: Mapping[str, Any], folder: Path) -> dict[str, str]:
     env = {str(name): str(value) for name, value in _group(group, "env").items()}
     if secret := next((name for name, value in env.items() if "${" in value), None):
         raise ConfigError(
-            f"{folder / HARBOR}: {secret} is a variable of the host, and nothing of it gets in; write it out"
+            f"{folder / HARBOR}: {secret} is a variable of the host, which containers do not see; write its value out"
         )
     return env
 
@@ -149,12 +151,12 @@ def _read(path: Path) -> bytes:
 
 
 def _files_below(folder: Path) -> dict[str, bytes]:
-    """Read the files below a directory by their relative paths, without links."""
+    """Read the files below a directory, by relative path. Links are skipped."""
     files, total = {}, 0
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not path.is_symlink() and path.resolve().is_relative_to(folder.resolve()):
             content = files[path.relative_to(folder).as_posix()] = _read(path)
             total += len(content)
         if total > MAX_BYTES:
-            raise ConfigError(f"{folder} has more than {MAX_BYTES >> 20} MiB; put what is large into an image")
+            raise ConfigError(f"{folder} has more than {MAX_BYTES >> 20} MiB; move large files into an image")
     return files

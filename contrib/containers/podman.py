@@ -7,7 +7,7 @@ from rlhf_mcore.environments.containers.docker import DockerKind
 
 
 def podman_kind(settings: KindSettings) -> DockerKind:
-    """Make the kind of containers that Podman keeps.
+    """Build the container kind ``podman``.
 
     Raises:
         ConfigError: Podman is not installed.

@@ -1,4 +1,4 @@
-"""The recipe ``tasks`` of ``prepare-data``: directories of Terminal-Bench and Harbor, and rows of software tasks."""
+"""The ``prepare-data`` recipe ``tasks``: directories of Terminal-Bench and Harbor, and rows of software tasks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _NAMES = ("instance_id", "task_id", "id")
 
 
 def folder_rows(root: Path) -> Iterator[PlacedRow]:
-    """Yield a row for each task directory that is ``root`` or is below it."""
+    """Yield a row for each task directory: ``root`` itself, or directories below it."""
     found = [root] if is_task(root) else sorted({path.parent for path in root.rglob("task.*") if is_task(path.parent)})
     for folder in found:
         yield str(folder), {TASK_FOLDER: str(folder.resolve())}
 
 
 def _convert(place: str, row: Mapping[str, Any]) -> PreparedExample:
-    """Convert a task for an agent in a container; ``extra_info.container`` is what the container needs."""
+    """Convert a task for an agent in a container. ``extra_info.container`` describes the container."""
     try:
         return _example(place, row)
     except ValueError as error:
@@ -54,10 +54,10 @@ def _example(place: str, row: Mapping[str, Any]) -> PreparedExample:
 
 
 def software_task(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Read a row of a set of software tasks, for example SWE-bench (arXiv 2310.06770): image, setup, tests.
+    """Read image, setup and tests from a row of software tasks, for example SWE-bench (arXiv 2310.06770).
 
-    The tests are a command (``tests``, ``test_command``, ``test_cmd``, ``eval_script``), or the names of tests that
-    must pass (``FAIL_TO_PASS`` and ``PASS_TO_PASS``) after ``test_patch``. Returns ``extra_info.container``; None: there are no tests.
+    The tests are a command (``tests``, ``test_command``, ``test_cmd``, ``eval_script``), or the names of tests that must pass after
+    ``test_patch`` (``FAIL_TO_PASS`` and ``PASS_TO_PASS``). Returns ``extra_info.container``, or None if there are no tests.
     """
     image = _first(row, "image", "docker_image", "image_name")
     told: dict[str, Any] = {"image": image, "workdir": _first(row, "workdir", "repo_path")}

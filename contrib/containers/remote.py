@@ -1,4 +1,4 @@
-"""Containers of a service by HTTP (:mod:`rlhf_mcore_contrib.containers.service`), such as one on machines of their own."""
+"""Use the containers of a service over HTTP (:mod:`rlhf_mcore_contrib.containers.service`), for example on other machines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FAILED = (aiohttp.ClientError, TimeoutError, ConnectionError)
 
 
 class RemoteContainer(Container):
-    """A container of the service at ``url``."""
+    """A container at ``url`` of a service."""
 
     scratch = None  # the service writes long commands to a file
 
@@ -42,7 +42,7 @@ class RemoteContainer(Container):
         self._url, self._headers = url, dict(headers)
 
     async def write(self, files: Mapping[str, str | bytes]) -> None:
-        """Write files, a request for each (:meth:`Container.write`)."""
+        """Write files, with one request per file (:meth:`Container.write`)."""
         for path, content in files.items():
             data = content.encode() if isinstance(content, str) else content
             status, told = await self._files("PUT", path, data)
@@ -82,16 +82,16 @@ class RemoteContainer(Container):
             return None
         told = _object(content)
         if status != 200:
-            raise OSError(f"the service of containers refuses, status {status}: {told.get('error', '')}")
+            raise OSError(f"the container service returned status {status}: {told.get('error', '')}")
         return CommandResult(told["exit_code"], told["stdout"], told["stderr"], told["reason"])
 
     async def _end(self) -> None:
-        with suppress(*_FAILED):  # it ends by itself
+        with suppress(*_FAILED):  # the container ends by itself later
             await _ask("DELETE", self._url, self._headers, None, _SLACK_S)
 
 
 class RemoteKind(ContainerKind):
-    """Opens containers of the service at ``settings.url``.
+    """Open containers of the service at ``settings.url``.
 
     Raises:
         ConfigError: the variable with the token is not set.
@@ -102,32 +102,34 @@ class RemoteKind(ContainerKind):
     def __init__(self, settings: KindSettings) -> None:
         url, variable = settings.url or "", settings.token_env
         if variable is not None and not os.environ.get(variable):
-            raise ConfigError(f"environment.container.token_env={variable}: there is no such variable, or it is empty")
+            raise ConfigError(
+                f"environment.container.token_env={variable}: this environment variable is not set or is empty; export it"
+            )
         self._url, self._shown = url.rstrip("/"), without_secrets(url)
         self._headers = {"Authorization": f"Bearer {os.environ[variable]}"} if variable is not None else {}
 
     async def open(self, task: Task, room: ContainerLimits) -> Container:
-        """Open a container, which the service prepares.
+        """Open a container. The service prepares it.
 
         Raises:
             ContainerLost: the service does not answer.
-            OSError: the service rejects the task, with its reason.
+            OSError: the service rejects the task; the message contains its reason.
         """
         body, at_most_s = {"task": task_to_json(task), "room": asdict(room)}, 2 * room.start_timeout_s
         try:
             status, content = await _ask("POST", f"{self._url}/containers", self._headers, body, at_most_s + _SLACK_S)
         except _FAILED as error:
-            raise ContainerLost(f"environment.container.url={self._shown} gives no answer: {error!r}") from error
+            raise ContainerLost(f"environment.container.url={self._shown} does not answer: {error!r}") from error
         told = _object(content)
         if status != 200 or not {"id", "key"} <= told.keys():
             why = f"status {status}: {told.get('error', '')}"
-            raise OSError(f"environment.container.url={self._shown} opens no container, {why}")
+            raise OSError(f"environment.container.url={self._shown} did not open a container, {why}")
         own = {"Authorization": f"Bearer {told['key']}"}
         url = f"{self._url}/containers/{told['id']}"
         return RemoteContainer(url, own, room, task, str(told.get("cwd") or "/"))
 
     async def warm(self, task: Task) -> Task:
-        """Leave images to the service."""
+        """Return the task unchanged, because the service loads its own images."""
         return task
 
 

@@ -1,13 +1,14 @@
 """Lend containers over HTTP: to runs by ``rlhf-mcore serve-containers``, and to agents in other processes.
 
-    POST   /containers           {"task", "room"} -> {"id", "key"}      with the token of the service, where it has one
+    POST   /containers           {"task", "room"} -> {"id", "key"}      with the token of the service, if it requires one
     POST   /containers/ID/run    {"command", "stdin" | "stdin_base64", "timeout_s", "cwd", "env"}
            -> {"exit_code", "stdout", "stderr", "reason"}
     GET    /containers/ID/files?path=PATH   -> the file
     PUT    /containers/ID/files?path=PATH   the file
     DELETE /containers/ID
 
-The header of the others is ``Authorization: Bearer KEY``. Status 410: the container has ended. A refusal is ``{"error": text}``.
+All requests but the first need the header ``Authorization: Bearer KEY``. Status 410 means that the container has ended. An error is
+``{"error": text}``.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class _Lent:
 
 
 class Service:
-    """Lends containers by HTTP.
+    """Lend containers over HTTP.
 
     Args:
-        opens: opens a container for a client; None: only containers of ``add`` are lent.
-        token: required from clients that open containers; None: not required.
+        opens: function that opens a container for a client; None: only containers of ``add`` are lent.
+        token: token that clients need to open containers; None: no token is required.
         most: upper bounds for the limits of a container.
     """
 
@@ -87,16 +88,16 @@ class Service:
     def _one(self, request: web.Request) -> _Lent:
         lent = self._lent.get(request.match_info["id"])
         if lent is None:
-            raise web.HTTPGone(text="the container has ended, or there was none")
+            raise web.HTTPGone(text="the container has ended or never existed")
         if not hmac.compare_digest(_bearer(request), lent.key.encode()):
-            raise web.HTTPUnauthorized(text="the header Authorization does not have the key of this container")
+            raise web.HTTPUnauthorized(text="the header Authorization does not contain the key of this container")
         return lent
 
     async def _open(self, request: web.Request) -> web.Response:
         if self._opens is None:
-            raise web.HTTPNotFound(text="no containers are opened here")
+            raise web.HTTPNotFound(text="this service does not open containers")
         if self._token is not None and not hmac.compare_digest(_bearer(request), self._token.encode()):
-            raise web.HTTPUnauthorized(text="the header Authorization does not have the token of this service")
+            raise web.HTTPUnauthorized(text="the header Authorization does not contain the token of this service")
         if len(self._lent) + self._opening >= MAX_CONTAINERS:
             raise web.HTTPServiceUnavailable(text=f"{MAX_CONTAINERS} containers are open")
         body = await _object(request)
@@ -124,7 +125,7 @@ class Service:
         if "stdin_base64" in body:
             stdin = base64.b64decode(str(body["stdin_base64"]), validate=True)
         if not isinstance(command, str) or not isinstance(stdin, (str, bytes)) or not isinstance(env, dict):
-            raise ValueError("the request has no text 'command', or 'stdin' is no text, or 'env' no object")
+            raise ValueError("'command' and 'stdin' must be texts, and 'env' must be an object")
         if timeout_s is not None and not (_is_number(timeout_s) and 0 < timeout_s <= MAX_COMMAND_S):
             raise ValueError(f"timeout_s must be a number from 0 to {MAX_COMMAND_S:g}")
         given = {str(key): str(value) for key, value in env.items()}
@@ -194,7 +195,7 @@ async def _refuse(request: web.Request, handler: Callable[..., Any]) -> web.Stre
 
 
 async def _while_connected(request: web.Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """Do the work that a client waits for. Cancel it if the client disconnects, whatever the options of the server."""
+    """Do the work of a request. Cancel it if the client disconnects, independently of the server's options."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done() and (transport := request.transport) is not None and not transport.is_closing():
@@ -227,10 +228,10 @@ async def _object(request: web.Request) -> dict[str, Any]:
 
 
 def _smaller(most: ContainerLimits, asked: Any) -> ContainerLimits:
-    """Return the limits that a client asks for, within ``most``.
+    """Return the limits that a client requests, at most ``most``.
 
     Raises:
-        ValueError: they are not an object, or a value has another type or is not above 0.
+        ValueError: ``asked`` is not an object, or a value has the wrong type or is not above 0.
     """
     if not isinstance(asked, dict | None):
         raise ValueError("'room' must be an object")

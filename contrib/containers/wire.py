@@ -10,7 +10,7 @@ from rlhf_mcore.environments.containers.task import Task
 
 
 def task_to_json(task: Task) -> dict[str, Any]:
-    """Write a task for a service, with files in base64. The client runs the tests, so they are left out."""
+    """Write a task for a service, with files in base64. The tests are omitted, because the client runs them."""
     return {
         "image": task.image,
         "context": _packed(task.context),
@@ -37,7 +37,7 @@ def task_from_json(told: Mapping[str, Any]) -> Task:
             tuple(map(str, _list(told["setup"]))),
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the task is not as it should be: {error!r}") from error
+        raise ValueError(f"the task is malformed: {error!r}") from error
 
 
 def _packed(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -50,5 +50,5 @@ def _unpacked(files: Mapping[str, str]) -> dict[str, bytes]:
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise TypeError("'setup' is no list")
+        raise TypeError("'setup' must be a list")
     return value

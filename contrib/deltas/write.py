@@ -33,25 +33,25 @@ from rlhf_mcore.config.errors import ConfigError
 
 T = TypeVar("T")
 
-_LEVEL = 1  # updates of bf16 weights become as small as with level 3, in two thirds of the time
+_LEVEL = 1  # for updates of bf16 weights, as small as level 3 in two thirds of the time
 _THREADS = 4
 
 
 def is_weight_file(name: str) -> bool:
-    """Return whether a path in a checkpoint is a file of a model's weights: ``actor/*.safetensors``, not its training state."""
+    """Return whether a path in a checkpoint is a weight file, ``actor/*.safetensors``, and not training state."""
     parts = name.split("/")
     return len(parts) == 2 and name.endswith(".safetensors")
 
 
 def choose_base(run: Path, full_every: int) -> Base | None:
-    """Return the base of the next save: the newest full checkpoint, or None when a full save is due.
+    """Return the newest full checkpoint as the base of the next save, or None if a full save is due.
 
     Args:
         run: the run directory.
-        full_every: number of saves from one full one to the next.
+        full_every: interval in saves between full saves.
     """
     full: Base | None = None
-    # Position of the newest delta to each base. Retention may have removed earlier ones.
+    # Position of the newest delta for each base. Retention may have removed earlier deltas.
     last: dict[str, int] = {}
     for checkpoint in scan(run):
         try:
@@ -67,9 +67,9 @@ def choose_base(run: Path, full_every: int) -> Base | None:
 
 
 def encode(directory: Path, paths: Iterable[str | Path], base: Path) -> list[Path]:
-    """Replace the weight files among ``paths`` by differences to ``base``, a full checkpoint. Returns the paths of all files now.
+    """Replace the weight files among ``paths`` by differences to ``base``, a full checkpoint.
 
-    Each rank does this for the files that it wrote. Local.
+    Each rank replaces the files that it wrote, without communication. Returns the paths of all files after the replacement.
     """
     out = []
     for path in paths:
@@ -82,7 +82,7 @@ def encode(directory: Path, paths: Iterable[str | Path], base: Path) -> list[Pat
 
 
 def encode_file(directory: Path, name: str, base: Path) -> list[Path]:
-    """Replace a weight file, ``name`` relative to a checkpoint, by its difference to ``base``. Returns the two new files."""
+    """Replace a weight file by its difference to ``base``. ``name``: its path in a checkpoint. Returns the two new files."""
     path = directory / name
     header, tensors = _read_header(path)
     known = _read_tensors(base, name.split("/")[0])
@@ -109,7 +109,7 @@ def encode_file(directory: Path, name: str, base: Path) -> list[Path]:
 
 
 def _compress(data: memoryview, tensor: Stored, base: memoryview | None, base_begin: int) -> bytes:
-    """Return one frame, which holds the byte planes of each chunk of the difference."""
+    """Return one frame with the byte planes of each chunk of the difference."""
     compressor = zstandard.ZstdCompressor(_LEVEL).compressobj(size=tensor.size)
     out = []
     for begin, end in split_into_chunks(tensor):
@@ -122,7 +122,7 @@ def _compress(data: memoryview, tensor: Stored, base: memoryview | None, base_be
 
 
 def _map_in_threads(action: Callable[[T], bytes], items: list[T]) -> Iterator[bytes]:
-    """Yield ``action`` of each item in order, computed in threads. At most ``_THREADS`` results wait."""
+    """Compute ``action`` of each item in threads and yield the results in order. At most ``_THREADS`` results wait."""
     with ThreadPoolExecutor(_THREADS) as pool:
         rest = iter(items)
         while group := list(islice(rest, _THREADS)):
@@ -130,13 +130,13 @@ def _map_in_threads(action: Callable[[T], bytes], items: list[T]) -> Iterator[by
 
 
 def _locate(known: Mapping[str, tuple[str, Stored]], tensor: Stored) -> tuple[str | None, int]:
-    """Return file and offset of the tensor of the same name and size in the base, (None, 0) if it has none."""
+    """Return file and offset of the base's tensor with the same name and size, or (None, 0) if there is none."""
     file, of_base = known.get(tensor.name, (None, tensor))
     return (file, of_base.begin) if file is not None and of_base.size == tensor.size else (None, 0)
 
 
 def _read_tensors(base: Path, role: str) -> dict[str, tuple[str, Stored]]:
-    """Return all tensors of a model of a full checkpoint, by name, each with its file."""
+    """Return name -> (file, tensor) for all tensors of a model in a full checkpoint."""
     files = sorted((base / role).glob("*.safetensors"))
     return {tensor.name: (f"{role}/{path.name}", tensor) for path in files for tensor in _read_header(path)[1]}
 

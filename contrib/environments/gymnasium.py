@@ -1,4 +1,4 @@
-"""Environments of the package gymnasium, whose observations and actions are, or can be written as, text."""
+"""Environments of the package gymnasium. Observations and actions must be text or convertible to text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ KEY = "environment.options"
 
 
 class Gymnasium:
-    """An environment as gymnasium.make knows it.
+    """An environment that gymnasium.make builds.
 
     Args:
-        id: its name; importing ``module`` may register it.
-        actions: names of the actions 0, 1, ...; a turn's first word is looked up among them. None: the text itself is the action.
-        unknown: what is said to a turn that names none of them; the environment does not notice it.
-        arguments: of gymnasium.make.
+        id: id of the environment.
+        module: a module whose import registers the environment.
+        actions: names of the actions 0, 1, ...; the first word of a turn selects an action. None: the text itself is the action.
+        unknown: reply to a turn that names no action; the environment is not called.
+        arguments: keyword arguments of gymnasium.make.
 
     Raises:
-        ConfigError: gymnasium is not installed, or does not make the environment.
+        ConfigError: gymnasium is not installed or cannot build the environment.
     """
 
     def __init__(
@@ -43,12 +44,12 @@ class Gymnasium:
         self._actions, self._unknown = actions, unknown or f"choose one of: {', '.join(actions or ())}"
 
     def reset(self, row: Any, seed: int) -> str:
-        """Return the first observation. ``options`` of the environment's reset is the row."""
+        """Return the first observation. The environment's reset receives the row as ``options``."""
         observation, _ = self._environment.reset(seed=seed % 2**31, options=dict(row))
         return str(observation)
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Give the environment a turn, and return its answer."""
+        """Send a turn to the environment and return its answer."""
         chosen: Any = action
         if self._actions is not None:
             word = action.split()[0] if action.split() else ""

@@ -1,4 +1,4 @@
-"""Environments of servers that speak OpenEnv's protocol, through the package openenv-core."""
+"""Environments of OpenEnv servers, through the package openenv-core."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlhf_mcore.config.errors import ConfigError
 
 
 class OpenEnv:
-    """A session on a server for each episode.
+    """A session on an OpenEnv server, for one episode.
 
     Args:
-        url: of the server.
-        action: the field of the server's action that gets the text of a turn.
-        observation: the field of its observation that the policy reads; None: all of it, as JSON.
-        arguments: of its reset, beside ``seed``.
-        timeout_s: for one answer.
+        url: URL of the server.
+        action: action field that receives the text of a turn.
+        observation: observation field that the policy reads; None: the whole observation as JSON.
+        arguments: arguments of reset, in addition to ``seed``.
+        timeout_s: limit for one answer, in seconds.
 
     Raises:
         ConfigError: openenv-core is not installed.
@@ -48,7 +48,7 @@ class OpenEnv:
         return self._text((await answer if inspect.isawaitable(answer) else answer).observation)
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """Give the server a turn, and return its answer."""
+        """Send a turn to the server and return its answer."""
         answer = self._client.step({self._action: action})
         result = await answer if inspect.isawaitable(answer) else answer
         return self._text(result.observation), float(result.reward or 0.0), bool(result.done)

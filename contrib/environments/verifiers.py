@@ -1,7 +1,7 @@
-"""Environments of the package verifiers (interface of version 0.4): one episode of theirs is one of ours.
+"""Environments of the package verifiers, version 0.4. One verifiers episode is one episode of the run.
 
-verifiers asks a model for each turn, in the API that a harness speaks. The model is the policy, behind the endpoint of agents
-(``rlhf_mcore.environments.agents``): whatever a harness makes of its history, what was sampled is learned from.
+verifiers calls a model for each turn, in the API of its harness. Here the model is the policy behind the agent endpoint
+(``rlhf_mcore.environments.agents``). The run learns from all sampled turns, even if a harness rewrites its history.
 
 ``python -m rlhf_mcore_contrib.environments.verifiers`` writes the prompts of a taskset.
 """
@@ -33,15 +33,15 @@ _HARNESS = "rlhf_mcore_turns"
 
 
 class Verifiers:
-    """An episode of an environment of verifiers. Its score is the reward of the last step; the steps before it have none.
+    """An episode of a verifiers environment. Only its last step has a reward, which is the score of the episode.
 
     Args:
-        taskset: configuration of the taskset, with its ``id``.
-        env: the rest of verifiers' ``EnvConfig``: ``id``, and the agents by their names.
-        packages: the folder that verifiers is installed in; None: it is installed beside this package.
+        taskset: configuration of the taskset, including its ``id``.
+        env: the other fields of verifiers' ``EnvConfig``: ``id``, and agents by name.
+        packages: folder that contains verifiers; None: verifiers is installed in this environment.
 
     Raises:
-        ConfigError: verifiers is not installed, or does not load the environment.
+        ConfigError: verifiers is not installed or cannot load the environment.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class Verifiers:
         self._task: Any = None
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Take the task with the number ``extra_info.task``; ``step`` begins it."""
+        """Select the task with the number ``extra_info.task``. ``step`` starts it."""
         number = row["extra_info"].get("task")
         if not isinstance(number, int):
             raise ValueError(
-                f"extra_info.task of this row is {number!r}: it must be the number of a task; write the rows by python -m {__name__}"
+                f"extra_info.task of this row is {number!r}, not the number of a task; write the rows with python -m {__name__}"
             )
         self._task = self._host.task(number)
 
     async def step(self, action: Mapping[str, str]) -> tuple[None, float, bool]:
-        """Play the whole episode, with the policy at the endpoint that ``action`` names."""
+        """Run the whole episode with the policy at the endpoint in ``action``."""
         aiohttp = import_module("aiohttp")
         headers = {"Authorization": f"Bearer {action['api_key']}"}
         async with aiohttp.ClientSession() as web, web.post(f"{action['base_url']}/begin", headers=headers) as answer:
@@ -70,7 +70,7 @@ class Verifiers:
 
 
 class _Host:
-    """The environment of a process, for all of its episodes."""
+    """The verifiers environment of a process, which all its episodes share."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         loaders, agents = _module("utils.loaders"), _module("configs.agent")
@@ -94,7 +94,7 @@ class _Host:
         """Return the task with this number.
 
         Raises:
-            IndexError: there are fewer.
+            IndexError: the taskset has fewer tasks.
         """
         while number >= len(self._tasks):
             task = next(self._more, None)
@@ -104,15 +104,17 @@ class _Host:
         return self._tasks[number]
 
     async def play(self, task: Any, base_url: str, api_key: str) -> float:
-        """Play an episode of verifiers from its beginning to its end. Returns the reward of the agent that the policy has played.
+        """Run a complete verifiers episode. Returns the reward of the agent that the policy played.
 
         Raises:
-            RuntimeError: the episode has failed, or the policy has played several agents, whose rewards may be opposed.
+            RuntimeError: the episode failed, or the policy played several agents, whose rewards may be opposed.
         """
         if self._ready is None:
             self._ready = asyncio.create_task(self._begin())
         await self._ready
-        variable = f"RLHF_MCORE_EPISODE_{next(self._numbers)}"  # a client of verifiers reads its key from one
+        variable = (
+            f"RLHF_MCORE_EPISODE_{next(self._numbers)}"  # a verifiers client reads its key from an environment variable
+        )
         os.environ[variable] = api_key
         try:
             client = self._v1.EvalClientConfig(base_url=base_url, api_key_var=variable)
@@ -128,13 +130,13 @@ class _Host:
         own = [trace for trace, its in clients if its is None or its.api_key_var == variable]
         if len(own) != 1:
             raise RuntimeError(
-                f"the policy has played {len(own)} agents in an episode of verifiers: give all but one a model and a client of "
+                f"the policy played {len(own)} agents in one verifiers episode; give all but one a model and a client of "
                 "their own"
             )
         return float(own[0].reward)
 
     async def _begin(self) -> None:
-        """Start what the environment serves to its agents, for as long as the process lives."""
+        """Start the services of the environment for its agents. They run until the process ends."""
         begun = asyncio.Event()
 
         async def hold() -> None:
@@ -151,13 +153,13 @@ class _Host:
 
 @lru_cache(maxsize=4)
 def _host(config: str, packages: str | None) -> _Host:
-    """Return the one host of all episodes of a process."""
+    """Return the host that all episodes of a process share."""
     if packages is not None:
         if not Path(packages).is_dir():
-            raise ConfigError(f"{KEY}.packages={packages} is no folder; install verifiers into one: {INSTALL}")
+            raise ConfigError(f"{KEY}.packages={packages} is not a folder; install verifiers into it: {INSTALL}")
         folder = str(Path(packages).resolve())
         sys.path.insert(0, folder)
-        # For servers of tools, which verifiers starts; they import the file of the taskset too.
+        # verifiers starts tool servers, which also import the module of the taskset.
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", ""), os.getcwd()])
     try:
         version = import_module("importlib.metadata").version("verifiers")
@@ -165,13 +167,13 @@ def _host(config: str, packages: str | None) -> _Host:
         raise ConfigError(f"environment.function=verifiers: {error}; install it: {INSTALL}") from error
     if not version.startswith("0.4."):
         raise ConfigError(
-            f"environment.function=verifiers: version {version} has another interface than 0.4: {INSTALL}"
+            f"environment.function=verifiers: version {version} is not supported, because its interface differs from 0.4; {INSTALL}"
         )
     try:
         return _Host(json.loads(config))
     except Exception as error:
         shown = json.dumps(redact(json.loads(config)))
-        raise ConfigError(f"{KEY}: verifiers does not load {shown} ({type(error).__name__}: {error})") from error
+        raise ConfigError(f"{KEY}: verifiers cannot load {shown} ({type(error).__name__}: {error})") from error
 
 
 def _module(name: str = "") -> Any:
@@ -179,7 +181,7 @@ def _module(name: str = "") -> Any:
 
 
 def _turns_module() -> ModuleType:
-    """Make the module of a harness that plays an agent in this process and runs no code; for tasks that configure no other one."""
+    """Build the module of a harness for tasks that configure none. It runs an agent in this process and executes no code."""
     harness, programs, wire = (_module(name) for name in ("harness", "runtimes", "dialects.chat"))
     tools_of, aiohttp = _module("harnesses.utils.mcp"), import_module("aiohttp")
 
@@ -219,7 +221,7 @@ def _turns_module() -> ModuleType:
 
 
 async def _call_tool(call_mcp: Any, function: Mapping[str, str], connections: Any, dispatch: Mapping[str, Any]) -> Any:
-    """Answer a call of a tool, also to mistakes of the policy."""
+    """Return the result of a tool call, or an error text for an invalid call of the policy."""
     name, given = function["name"], function["arguments"]
     if name not in dispatch:
         return f"error: there is no tool {name}; there is: {', '.join(dispatch)}"
@@ -234,11 +236,11 @@ async def _call_tool(call_mcp: Any, function: Mapping[str, str], connections: An
 
 # ------------------------------------------------------------------------------------------------------------------ rows
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the prompts of a taskset; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Write the tasks of a taskset of verifiers as rows of prompts.")
+    """Write the prompts of a taskset. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="Write the tasks of a verifiers taskset as prompt rows.")
     parser.add_argument("--options", required=True, help="environment.options, as JSON")
     parser.add_argument("--first", type=int, default=0, help="number of the first task")
-    parser.add_argument("--rows", type=int, required=True, help="how many tasks, if there are as many")
+    parser.add_argument("--rows", type=int, required=True, help="maximum number of tasks")
     parser.add_argument("--out", type=Path, required=True, help="the .jsonl file to write")
     parser.add_argument("--tools", type=Path, help="write the schemas of the tools to this file, for environment.tools")
     given = parser.parse_args(argv)
@@ -257,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _openings(options: dict[str, Any], first: int, rows: int) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Read what the first tasks ask the policy, as rows; and their tools, which are the same in all of them."""
+    """Return the first requests of the tasks as rows, and the tools, which all tasks share."""
     prompts: list[dict[str, Any]] = []
     tools: list[Any] = []
     endpoint = Endpoint("127.0.0.1")
@@ -269,7 +271,9 @@ async def _openings(options: dict[str, Any], first: int, rows: int) -> tuple[lis
             break
         asked = await _first_request(episode, endpoint, number)
         if prompts and list(asked.tools) != tools:
-            raise RuntimeError(f"task {number} has other tools than task {first}; a run has one list of them")
+            raise RuntimeError(
+                f"task {number} has other tools than task {first}; all tasks of a run must have the same tools"
+            )
         tools = list(asked.tools)
         prompt = [{"role": message["role"], "content": message["content"]} for message in asked.messages]
         prompts.append({"prompt": prompt, "data_source": "verifiers", "extra_info": {"task": number}})
@@ -277,7 +281,7 @@ async def _openings(options: dict[str, Any], first: int, rows: int) -> tuple[lis
 
 
 async def _first_request(episode: Verifiers, endpoint: Endpoint, number: int) -> TurnInput:
-    """Begin a task, and end it when it has asked the policy."""
+    """Start a task and stop it after its first request to the policy. Returns this request."""
     action = {"base_url": endpoint.url, "api_key": endpoint.open(number)}
     playing = asyncio.create_task(episode.step(action))
     try:
@@ -286,7 +290,7 @@ async def _first_request(episode: Verifiers, endpoint: Endpoint, number: int) ->
                 return calls[0]
             await asyncio.sleep(0.01)
         playing.result()
-        raise RuntimeError(f"task {number} has ended before it asked the policy")
+        raise RuntimeError(f"task {number} ended before it sent a request to the policy")
     finally:
         endpoint.close(number)
         playing.cancel()

@@ -1,1 +1,1 @@
-"""Recipes of ``prepare-data`` for data sets that few users need."""
+"""``prepare-data`` recipes for data sets that few users need."""

@@ -1,4 +1,4 @@
-"""The recipe ``code`` of ``prepare-data``: tasks whose answer is code that passes tests."""
+"""The ``prepare-data`` recipe ``code``: tasks whose answer is code that passes tests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FUNCTION_INSTRUCTION = "Write it in Python, and put all of the code in one ```py
 
 
 def code_task(place: str, row: Mapping[str, Any]) -> PreparedExample:
-    """Convert tasks whose answer is code that passes tests, as their data sets have them; the tests become the ground truth.
+    """Convert a row of a published set of code tasks. Its tests become the ground truth.
 
-    HumanEval (arXiv 2107.03374), MBPP (2108.07732), APPS (2105.09938), TACO (2312.14852), CodeContests (2203.07814) and LiveCodeBench
-    (2403.07974; of its private tests those that are JSON: others are pickled, and are not read).
+    Data sets: HumanEval (arXiv 2107.03374), MBPP (2108.07732), APPS (2105.09938), TACO (2312.14852), CodeContests (2203.07814) and
+    LiveCodeBench (2403.07974). Some private tests of LiveCodeBench are pickles; only its JSON tests are read.
     """
     make = next((make for key, make in _CODE_SHAPES.items() if row.get(key) is not None), None)
     if make is None:
@@ -59,7 +59,7 @@ def _humaneval(row: Mapping[str, Any]) -> _CodeTask:
 
 def _mbpp(row: Mapping[str, Any]) -> _CodeTask:
     tests = {key: row[key] for key in ("test_list", "test_setup_code", "test_imports") if row.get(key)}
-    shown = "\n".join(tests["test_list"])  # else nobody knows what the function is called
+    shown = "\n".join(tests["test_list"])  # only the tests contain the name of the function
     question = (
         f"{text_of(row, 'text' if row.get('text') else 'prompt')}\n\nThese tests have to pass:\n```python\n{shown}\n```"
     )

@@ -1,4 +1,4 @@
-"""The recipe ``open_assistant`` of ``prepare-data``: trees of messages with ranked answers."""
+"""The ``prepare-data`` recipe ``open_assistant``: message trees with ranked answers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from rlhf_mcore.commands.prepare_data.recipes import Message, PlacedRow, Prepare
 
 
 def open_assistant(rows: Iterable[PlacedRow]) -> Iterator[PreparedExample | RowError]:
-    """Convert OpenAssistant (Köpf et al. 2023, arXiv 2304.07327): a tree of messages per row, or a message per row with parent_id.
+    """Convert OpenAssistant (Köpf et al. 2023, arXiv 2304.07327).
 
-    Every turn of a user with answers becomes an example: the best-ranked answer is the response, and chosen over the worst-ranked
-    one where two are ranked. Deleted messages are left out with what follows them.
+    A row is a tree of messages, or one message with parent_id. Every user turn with answers becomes an example. Its response is the
+    best-ranked answer. If at least two answers are ranked, the worst-ranked answer is the rejected response. Deleted messages are
+    skipped together with their replies.
     """
     flat: dict[str, tuple[str, dict[str, Any]]] = {}
     for place, row in rows:

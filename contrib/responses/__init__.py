@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, at the endpoint of agents."""
+"""OpenAI's Responses API at the agent endpoint."""

@@ -1,4 +1,4 @@
-"""OpenAI's responses: each request contains the whole conversation, and nothing is stored."""
+"""OpenAI's Responses API. Nothing is stored, so each request contains the whole conversation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Responses(Dialect):
     def read(self, body: Body) -> ClientRequest:
         for name in ("previous_response_id", "conversation", "background"):
             if body.get(name):
-                raise bad_request(f"{name} is set: nothing is stored here, give the whole conversation in input")
+                raise bad_request(f"{name} is set; nothing is stored here, so send the whole conversation in input")
         check_tool_choice(body.get("tool_choice"), (None, "auto", "none"))
         messages: list[dict[str, Any]] = []
         if body.get("instructions"):
@@ -37,7 +37,7 @@ class Responses(Dialect):
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
         if not isinstance(items, list) or not items:
-            raise bad_request("input must be a text, or a list that is not empty")
+            raise bad_request("input must be a text or a non-empty list")
         for number, item in enumerate(items):
             _add_item(messages, item, f"input[{number}]")
         tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
@@ -98,7 +98,7 @@ class Responses(Dialect):
 
 
 def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
-    """Add an item of a conversation. Calls follow the words of their turn, and are one message with them."""
+    """Add an item of a conversation. Tool calls are part of the message whose text they follow."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message" and item.get("role") in ROLES:
         role = "system" if item["role"] == "developer" else item["role"]
@@ -112,11 +112,13 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         result = content_of(item.get("output"), where)
         messages.append({"role": "tool", **result, "tool_call_id": str(item.get("call_id") or "")})
     elif kind != "reasoning":
-        raise bad_request(f"{where} is of type {kind!r:.40}: the policy reads messages, calls and their results")
+        raise bad_request(
+            f"{where}: item type {kind!r:.40} is not supported; use message, function_call or function_call_output"
+        )
 
 
 class ResponsesStream(Stream):
-    """Write the events of OpenAI's responses."""
+    """Write the events of a streamed response."""
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)

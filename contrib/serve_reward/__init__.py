@@ -1,3 +1,3 @@
-"""``rlhf-mcore serve-reward CONFIG``: the reward of a configuration behind HTTP, for ``reward.remote.url`` of runs."""
+"""``rlhf-mcore serve-reward CONFIG``: serve the reward of a configuration over HTTP, for ``reward.remote.url`` of runs."""
 
 SUMMARY = "score responses that runs send by HTTP"

@@ -1,4 +1,4 @@
-"""Serve a reward over HTTP: ``POST /score`` as ``rlhf_mcore.rewards.http_pool`` describes it, and ``GET /health``."""
+"""Serve a reward over HTTP: ``POST /score`` (format: ``rlhf_mcore.rewards.http_pool``) and ``GET /health``."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from rlhf_mcore.protocols import RewardFunction
 
 MAX_REQUEST_BYTES = 2**26
-MAX_ITEMS = 4096  # of a request
-MAX_REQUESTS = 64  # that are scored at a time; others are asked to try again
-BODY_TIMEOUT_S = 60.0  # for a client to send a request
+MAX_ITEMS = 4096  # per request
+MAX_REQUESTS = 64  # scored concurrently; the server asks other clients to retry
+BODY_TIMEOUT_S = 60.0  # limit for receiving a request
 
 
 class RewardServer:
-    """Scores what it is sent with ``reward``, for whoever has ``token`` (None: for everybody who reaches it)."""
+    """Score the responses of requests with ``reward``. Requests need ``token``, unless it is None."""
 
     def __init__(self, reward: RewardFunction, token: str | None = None) -> None:
         self._reward, self._token, self._busy = reward, token, 0
         self._threads = ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="score")
 
     def application(self) -> web.Application:
-        """Build what an HTTP server runs."""
+        """Build the HTTP application."""
         application = web.Application(client_max_size=MAX_REQUEST_BYTES)
         application.add_routes([web.post("/score", self._score), web.get("/health", self._health)])
         return application
@@ -45,9 +45,9 @@ class RewardServer:
         if self._token is not None:
             given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-                return _refuse(401, "the header Authorization does not have the token of this server")
-        if request.content_type != "application/json":  # no page of a browser sends that to an address of another site
-            return _refuse(415, "the header Content-Type has to be application/json")
+                return _refuse(401, "the header Authorization does not contain the token of this server")
+        if request.content_type != "application/json":  # browsers do not let a page send this type to another site
+            return _refuse(415, "the header Content-Type must be application/json")
         if self._busy >= MAX_REQUESTS:
             return _refuse(503, f"{MAX_REQUESTS} requests are being scored", {"Retry-After": "1"})
         self._busy += 1
@@ -60,7 +60,7 @@ class RewardServer:
             return _refuse(400, f"the request {error}")
         except web.HTTPRequestEntityTooLarge:
             return _refuse(413, f"the request has more than {MAX_REQUEST_BYTES:,} bytes")
-        except ConfigError as error:  # of what was asked, such as a data source without rules
+        except ConfigError as error:  # the request is at fault, for example a data source without rules
             return _refuse(422, str(error))
         finally:
             self._busy -= 1
@@ -69,7 +69,7 @@ class RewardServer:
     def _scores(self, items: Sequence[Mapping[str, Any]]) -> list[Score]:
         rows = []
         for number, item in enumerate(items):
-            # A function that draws random numbers is seeded by the prompt's name: the same for the same response.
+            # The prompt's name seeds random numbers of a reward function, so the same response always gets the same numbers.
             name = str(item.get("seed", number))
             prompt = Prompt(
                 name, number, [], item.get("prompt", ""), item.get("data_source", "unknown"), item.get("ground_truth")
@@ -83,22 +83,22 @@ def read_items(value: Any) -> list[dict[str, Any]]:
     """Read the items of a request.
 
     Raises:
-        WireError: they are not as the head of this module shows them.
+        WireError: the request is malformed.
     """
     items = value.get("items") if isinstance(value, Mapping) else None
     if not isinstance(items, list):
         raise WireError("has no list 'items'")
     if len(items) > MAX_ITEMS:
-        raise WireError(f"has {len(items)} items; {MAX_ITEMS} are the most")
+        raise WireError(f"has {len(items)} items; at most {MAX_ITEMS} are allowed")
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
-            raise WireError(f"items[{index}] is no object")
+            raise WireError(f"items[{index}] is not an object")
         if not isinstance(item.get("solution_str"), str):
             raise WireError(f"items[{index}] has no text 'solution_str'")
         if not isinstance(item.get("data_source", ""), str) or not isinstance(item.get("prompt", ""), str):
-            raise WireError(f"items[{index}]: 'data_source' and 'prompt' have to be texts")
+            raise WireError(f"items[{index}]: 'data_source' and 'prompt' must be texts")
         if not isinstance(item.get("extra_info", {}), Mapping):
-            raise WireError(f"items[{index}]: 'extra_info' has to be an object")
+            raise WireError(f"items[{index}]: 'extra_info' must be an object")
     return items
 
 

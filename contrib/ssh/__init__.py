@@ -1,3 +1,3 @@
 """A training run on several machines over ssh."""
 
-SUMMARY = "train on several machines over ssh, where there is no SLURM"
+SUMMARY = "train on several machines over ssh, without SLURM"

@@ -1,7 +1,7 @@
 """``rlhf-mcore multinode``: start an agent on every host over ssh. ``multinode.sh`` calls it.
 
-The hosts see this directory under the same path. Each agent's stdin is its control line: signals go in by name. When it closes,
-because this process or the connection is gone, the agent ends its ranks.
+The hosts need this directory under the same path. This process sends signals to an agent by name, through the agent's stdin.
+If stdin closes because this process or the connection has ended, the agent ends its ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import kill_group, start
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "node.sh"
-GRACE_S = 30.0  # for the other nodes to end by themselves after one has
+GRACE_S = 30.0  # time for the other nodes to end by themselves after one node has ended
 POLL_S = 0.1
-MEETINGS = 3  # ports that are tried: another program may take one between its choice and its use
+MEETINGS = 3  # ports to try; another program may take a port before the ranks use it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run to the end, starting again as ``trainer.max_restarts`` allows. Returns the exit code of the node that failed first."""
+    """Train, restarting up to ``trainer.max_restarts`` times. Returns the exit code of the node that failed first."""
     args = _parser().parse_intermixed_args(argv)
     hosts = [host.strip() for host in args.hosts.split(",")]
     nodes = Nodes(
@@ -45,16 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         for host in hosts:
-            if not host or host.startswith("-"):  # ssh would take it for an option
+            if not host or host.startswith("-"):  # ssh would read it as an option
                 raise ConfigError(
-                    f"--hosts {args.hosts!r}: {host!r} is no name of a host; separate names by single commas"
+                    f"--hosts {args.hosts!r}: {host!r} is not a host name; separate names by single commas"
                 )
         if args.ranks_per_node < 1:
-            raise ConfigError(f"--ranks-per-node={args.ranks_per_node}: a host has at least one process")
+            raise ConfigError(
+                f"--ranks-per-node={args.ranks_per_node}: a host needs at least one process; give a number from 1"
+            )
         return nodes.run(args.interface)
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
-    except KeyboardInterrupt:  # while the nodes meet: later it is passed on to them
+    except KeyboardInterrupt:  # before the nodes start; later, Ctrl-C is forwarded to them
         say("\ninterrupted before any process was started", file=sys.stderr)
         return exit_codes.INTERRUPTED
 
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore multinode",
-        "Train on several machines over ssh. They see this directory under the same path.",
+        "Train on several machines over ssh. Every machine needs this directory under the same path.",
         examples=[
             "rlhf-mcore multinode --hosts node1,node2 --ranks-per-node 8 my_run.yaml",
             "rlhf-mcore multinode --hosts node1,node2 --ssh 'ssh -p 2222' my_run.yaml experiment=two",
@@ -70,10 +72,14 @@ def _parser() -> argparse.ArgumentParser:
         exits=exit_codes.EPILOG,
         config="YAML file, as for train",
     )
-    parser.add_argument("--hosts", required=True, metavar="A,B", help="names, the first holds rank 0")
+    parser.add_argument("--hosts", required=True, metavar="A,B", help="host names; the first host runs rank 0")
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="M", help="processes per host (default: 8)")
-    parser.add_argument("--interface", help="of the first host, to meet on (default: the one towards the second host)")
-    parser.add_argument("--ssh", default="ssh -o BatchMode=yes", metavar="COMMAND", help="default: %(default)s")
+    parser.add_argument(
+        "--interface", help="network interface of the first host (default: the route to the second host)"
+    )
+    parser.add_argument(
+        "--ssh", default="ssh -o BatchMode=yes", metavar="COMMAND", help="ssh command (default: %(default)s)"
+    )
     parser.add_argument("--grace", type=float, default=GRACE_S, metavar="S", help=argparse.SUPPRESS)
     parser.add_argument("--module", default=TRAIN, help=argparse.SUPPRESS)
     return parser
@@ -81,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(slots=True)
 class Nodes:
-    """The agents of a run. ``fixed`` are options of all of them, ``arguments`` what the ranks get."""
+    """The agents of a run. ``fixed``: options of every agent. ``arguments``: arguments of the ranks."""
 
     hosts: list[str]
     shell: list[str]
@@ -91,7 +97,7 @@ class Nodes:
     _agents: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def run(self, interface: str | None) -> int:
-        """Meet, start, wait; again after a failure, as often as the configuration allows."""
+        """Start the agents and wait for them. Restart after a failure, as often as the configuration allows."""
         _, _, max_restarts, _ = self._meet(interface, "meeting")
         return with_restarts(lambda number: self._attempt(interface, number), max_restarts)
 
@@ -109,7 +115,7 @@ class Nodes:
         say(f"logs of all ranks: {logs}")
         options = [*self.fixed, f"--run-id={run_id}", f"--address={address}", f"--port={port}", "--control"]
         with self._forwarding():
-            # In sessions of their own: Ctrl-C reaches them through us.
+            # Agents start in separate sessions, so Ctrl-C reaches them only through _forwarding.
             commands = [self._command(host, [*options, f"--node-rank={k}"]) for k, host in enumerate(self.hosts)]
             self._agents = [start(command, stdin=subprocess.PIPE, text=True) for command in commands]
             try:
@@ -118,7 +124,7 @@ class Nodes:
                 self._end()
 
     def _meet(self, interface: str | None, run_id: str) -> tuple[str, int, int, str]:
-        """(address, port, trainer.max_restarts, directory of logs), found out on the first host."""
+        """Ask the first host for (address, port, trainer.max_restarts, log directory)."""
         peer = self.hosts[min(1, len(self.hosts) - 1)]
         options = [f"--meet={peer.rpartition('@')[2]}", f"--run-id={run_id}"]
         options += [f"--interface={interface}"] if interface else []
@@ -128,7 +134,7 @@ class Nodes:
         words = done.stdout.strip().rpartition("\n")[2].split(maxsplit=3)
         if done.returncode != exit_codes.DONE or len(words) != 4 or not (words[1] + words[2]).isdecimal():
             raise ConfigError(
-                f"host {self.hosts[0]!r} gave no address to meet at (exit code {done.returncode}); see the message above"
+                f"host {self.hosts[0]!r} gave no address for the ranks (exit code {done.returncode}); see the message above"
             )
         return words[0], int(words[1]), int(words[2]), words[3]
 
@@ -137,7 +143,7 @@ class Nodes:
         return [*self.shell, host, f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"]
 
     def _wait(self) -> int:
-        """Wait for all, or for the first failure, which is printed, and then a while for the others."""
+        """Wait for all agents. After the first failure, print it and wait ``grace_s`` for the others."""
         while True:
             codes = [agent.poll() for agent in self._agents]
             failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
@@ -155,7 +161,7 @@ class Nodes:
         return code
 
     def _end(self) -> None:
-        """Close the control lines: this ends the agents that still run."""
+        """Close the stdin of the agents, which ends the agents that still run."""
         for agent in self._agents:
             if agent.stdin is not None:
                 with suppress(OSError):

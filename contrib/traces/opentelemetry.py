@@ -1,8 +1,8 @@
-"""The trace of an episode as OpenTelemetry's JSON.
+"""Write the trace of an episode as OpenTelemetry JSON.
 
-It is an ExportTraceServiceRequest (OTLP 1), as a collector takes it:
-https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding. Names of spans and attributes are those of the semantic conventions
-for generative AI, where these have one.
+The JSON is an ExportTraceServiceRequest (OTLP 1), which a collector accepts:
+https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding. Spans and attributes use the names of the semantic conventions for
+generative AI if these define a name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ SCOPE = "rlhf_mcore.episodes"
 
 
 def trace_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the trace of an episode from its record, a rollout's with ``episode``: a span for it, for each turn, and for each call."""
+    """Build the trace of an episode: a span for the episode, for each turn, and for each tool call.
+
+    ``record``: a recorded rollout with the field ``episode``.
+    """
     episode = record["episode"]
     name = f"{record['step']} {record['prompt_id']} {record['sample']} {episode['unix_time']}"
     trace_id = hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=16).hexdigest()
@@ -46,7 +49,7 @@ def trace_of(record: Mapping[str, Any]) -> dict[str, Any]:
     }
     status = {"code": _ERROR, "message": record["failure"]} if record["failure"] else {"code": _OK}
     spans = [span("episode", None, "episode", 0.0, episode["seconds"], attributes=whole, **status)]
-    read: list[int] = []  # by node: tokens up to its end
+    read: list[int] = []  # for each node, the number of tokens up to its end
     for place, node in enumerate(episode["nodes"]):
         before = (read[node["parent"]] if node["parent"] is not None else 0) + node["num_context"]
         read.append(before + node["num_tokens"])

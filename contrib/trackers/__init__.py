@@ -1,1 +1,1 @@
-"""Trackers of Comet, SwanLab and Trackio. Each module imports the package of its service."""
+"""Trackers for Comet, SwanLab and Trackio. Each module imports the package of its service."""

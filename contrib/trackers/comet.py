@@ -11,12 +11,12 @@ from rlhf_mcore.observability.trackers import TrackedRun
 
 
 class CometTracker:
-    """Comet, or an archive in the run's directory that ``comet upload`` brings there."""
+    """Send metrics to Comet, or write an archive to the run directory for ``comet upload``."""
 
     def __init__(self, run: TrackedRun) -> None:
         run.directory.mkdir(exist_ok=True)
-        logging.getLogger("comet_ml").setLevel(logging.WARNING)  # its summary would be printed over the display
-        # What it would read besides: source code, the command line, what is printed, versions of git.
+        logging.getLogger("comet_ml").setLevel(logging.WARNING)  # its summary would overwrite the progress display
+        # Comet would also send source code, the command line, printed output and git state.
         names = ["log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch"]
         names += ["auto_output_logging", "auto_param_logging", "auto_metric_logging", "auto_log_co2"]
         settings = comet_ml.ExperimentConfig(

@@ -10,11 +10,11 @@ from rlhf_mcore.observability.trackers import TrackedRun
 
 
 class SwanlabTracker:
-    """SwanLab, or its log in the run's directory that ``swanlab sync`` brings there."""
+    """Send metrics to SwanLab, or write its log to the run directory for ``swanlab sync``."""
 
     def __init__(self, run: TrackedRun) -> None:
         run.directory.mkdir(exist_ok=True)
-        # It asks nobody for a key, and reads neither what is printed nor the command line.
+        # SwanLab must not prompt for a key, nor record printed output or the command line.
         terminal, probe = swanlab.Settings.Terminal(proxy_type="none"), swanlab.Settings.Probe(runtime=False, git=False)
         self._run = swanlab.init(
             project=run.project,

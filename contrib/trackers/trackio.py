@@ -10,7 +10,7 @@ from rlhf_mcore.observability.trackers import TrackedRun
 
 
 class TrackioTracker:
-    """Trackio, on this machine (TRACKIO_DIR, else its cache): ``trackio show``."""
+    """Write metrics for ``trackio show`` on this machine, to TRACKIO_DIR or otherwise Trackio's cache."""
 
     def __init__(self, run: TrackedRun) -> None:
         name = f"{run.experiment}-{run.id[:6]}"

@@ -1,4 +1,4 @@
-"""``rlhf-mcore serve-containers``: containers behind HTTP, for ``environment.container.url`` of runs on other machines."""
+"""``rlhf-mcore serve-containers``: serve containers over HTTP, for ``environment.container.url`` of runs on other machines."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _HOUR = 3600.0
 _MOST = 1_000_000  # GiB or cores: no machine has more
 EXITS = """\
 exit codes:
-  0          it was ended by Ctrl-C or SIGTERM
-  2          a mistake in the command line, no such containers on this machine, or an address that cannot be had"""
+  0          stopped by Ctrl-C or SIGTERM
+  2          a mistake in the command line, no such containers on this machine, or an address that cannot be used"""
 
 
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes. Returns the exit code."""
+    """Serve until SIGINT or SIGTERM. Returns the exit code."""
     _serve(_parser().parse_args(argv))
     return exit_codes.DONE
 
@@ -34,18 +34,20 @@ def _parser() -> argparse.ArgumentParser:
         examples=["rlhf-mcore serve-containers --kind podman --host 10.0.0.7 --token-env CONTAINER_TOKEN"],
         exits=EXITS,
     )
-    parser.add_argument("--kind", choices=KINDS, default="sandbox", help="what they are made of (default: sandbox)")
+    parser.add_argument("--kind", choices=KINDS, default="sandbox", help="kind of containers (default: sandbox)")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on: the loopback, or a private one (with a token)"
+        "--host",
+        default="127.0.0.1",
+        help="loopback or private address to listen on; a private address requires a token",
     )
-    parser.add_argument("--port", type=int, default=8910, help="port to listen on; 0: a free one (default: 8910)")
+    parser.add_argument("--port", type=int, default=8910, help="port to listen on; 0: a free port (default: 8910)")
+    parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token that runs must send")
+    parser.add_argument("--image", help="image for tasks that name none (default: python:3.11-slim)")
     parser.add_argument(
-        "--token-env", metavar="NAME", help="environment variable with the token that runs have to send"
+        "--memory-gib", type=_amount, default=2.0, help="memory limit per container, in GiB (default: 2)"
     )
-    parser.add_argument("--image", help="of tasks that name none (default: python:3.11-slim)")
-    parser.add_argument("--memory-gib", type=_amount, default=2.0, help="most memory of a container (default: 2)")
-    parser.add_argument("--cpus", type=_amount, default=1.0, help="most cores of a container (default: 1)")
-    parser.add_argument("--network", action="store_true", help="containers that ask for a network get one")
+    parser.add_argument("--cpus", type=_amount, default=1.0, help="limit of cores per container (default: 1)")
+    parser.add_argument("--network", action="store_true", help="allow network access to containers that request it")
     return parser
 
 
@@ -55,7 +57,9 @@ def _amount(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text} is out of range; give a number above 0 and at most {_MOST:,}, as 2.5")
+        raise argparse.ArgumentTypeError(
+            f"{text} is out of range; give a number above 0 and at most {_MOST:,}, such as 2.5"
+        )
     return value
 
 

@@ -22,7 +22,7 @@ case "$task" in
     *'"ground_truth": "hangs"'*) sleep 600;;
     *'"ground_truth": "bye"'*) ask "$CONTAINER_KEY" '{"command": "echo bye > x.txt"}' "$CONTAINER_URL/run";;
 esac
-curl -sS -H "Authorization: Bearer $OPENAI_API_KEY" "$CONTAINER_URL/files?path=x.txt" | grep -q "does not have the key" || exit 6
+curl -sS -H "Authorization: Bearer $OPENAI_API_KEY" "$CONTAINER_URL/files?path=x.txt" | grep -q "does not contain the key" || exit 6
 """
 
 

@@ -104,7 +104,7 @@ def test_a_directory_of_terminal_bench(terminal: Path) -> None:
     assert task.tests.command == "bash /tests/run-tests.sh" and not task.tests.needs_file
     assert sorted(task.tests.files) == ["/tests/run-tests.sh", "/tests/test_outputs.py"]
     (terminal / "docker-compose.yaml").write_text("services: {client: {}, database: {}}")
-    with pytest.raises(ConfigError, match="tasks of several containers are not read"):
+    with pytest.raises(ConfigError, match="tasks with several containers are not supported"):
         read_folder(str(terminal))
 
 
@@ -112,7 +112,7 @@ def test_a_directory_of_terminal_bench(terminal: Path) -> None:
     ("before", "after", "problem"),
     [
         ("[agent]", "[agent]\nuser = 'me'", "tasks with other users"),
-        ("strict", "${SECRET}", "MODE is a variable of the host, and nothing of it gets in"),
+        ("strict", "${SECRET}", "MODE is a variable of the host, which containers do not see"),
         ("version =", "version", "cannot be read"),
     ],
 )
@@ -123,10 +123,10 @@ def test_what_a_directory_asks_for_and_there_is_not(harbor: Path, before: str, a
 
 
 def test_directories_that_are_no_tasks(harbor: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no task directory"):
+    with pytest.raises(ConfigError, match="is not a task directory"):
         read_folder(str(tmp_path))
     (harbor / "steps").mkdir()
-    with pytest.raises(ConfigError, match="tasks of several steps are not read"):
+    with pytest.raises(ConfigError, match="tasks with several steps are not supported"):
         read_folder(str(harbor))
     (harbor / "steps").rmdir()
     (harbor / "environment" / "Dockerfile").unlink()
@@ -165,7 +165,7 @@ def test_a_dockerfile_without_docker() -> None:
 def test_a_row_names_a_directory_and_its_other_fields_win(harbor: Path) -> None:
     changed = task_of({"container": {"folder": str(harbor), "setup": ["more"], "workdir": None}})
     assert changed.setup == ("more",) and changed.context == read_folder(str(harbor)).context
-    with pytest.raises(ConfigError, match="is no task directory"):
+    with pytest.raises(ConfigError, match="is not a task directory"):
         task_of({"container": {"folder": "no-such-folder"}})
 
 

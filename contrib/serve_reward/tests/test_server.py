@@ -121,8 +121,12 @@ def ask(url: str, body: bytes, **headers: str) -> tuple[int, Any]:
         (b"[1]", 400, "has no list 'items'"),
         (b'{"items": [{"solution_str": "x", "ground_truth": NaN}]}', 400, "NaN is not a JSON number"),
         (b'{"items": [{}]}', 400, "items\\[0\\] has no text 'solution_str'"),
-        (b'{"items": [{"solution_str": "x", "extra_info": 3}]}', 400, "'extra_info' has to be an object"),
-        (b'{"items": [' + b",".join([b'{"solution_str": ""}'] * 4097) + b"]}", 400, "4097 items; 4096 are the most"),
+        (b'{"items": [{"solution_str": "x", "extra_info": 3}]}', 400, "'extra_info' must be an object"),
+        (
+            b'{"items": [' + b",".join([b'{"solution_str": ""}'] * 4097) + b"]}",
+            400,
+            "4097 items; at most 4096 are allowed",
+        ),
         (b"[" * 100_000, 400, "is not JSON"),
         (b" " * (2**26 + 1), 413, "more than 67,108,864 bytes"),
         (b'{"items": [{"solution_str": "x"}]}', 422, "prompt '0' has no ground truth"),
@@ -160,10 +164,10 @@ def test_a_server_with_a_token_answers_nobody_else(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("host", "token", "problem"),
     [
-        ("0.0.0.0", True, "not only of a private network"),
-        ("::", True, "not only of a private network"),
-        ("8.8.8.8", True, "not only of a private network"),
-        ("example.com", True, "is no address"),
+        ("0.0.0.0", True, "is not a private address"),
+        ("::", True, "is not a private address"),
+        ("8.8.8.8", True, "is not a private address"),
+        ("example.com", True, "is not an address"),
         ("10.1.2.3", False, "--token-env"),
     ],
 )

@@ -12,12 +12,12 @@ from tests.unit.hostile.test_arguments import place as place
 
 def test_hosts_that_cannot_be(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in [
-        (["--hosts=-oProxyCommand=touch pwned,b"], "'-oProxyCommand=touch pwned' is no name of a host"),
-        (["--hosts=a,,b"], "'' is no name of a host"),
-        (["--hosts=a", "--ranks-per-node=0"], "a host has at least one process"),
+        (["--hosts=-oProxyCommand=touch pwned,b"], "'-oProxyCommand=touch pwned' is not a host name"),
+        (["--hosts=a,,b"], "'' is not a host name"),
+        (["--hosts=a", "--ranks-per-node=0"], "a host needs at least one process"),
         (["--hosts=a", "--ssh=no-such-program"], "no-such-program: No such file or directory"),
-        (["--hosts=a", "--ssh=echo x y z w"], "gave no address to meet at"),
-        (["--hosts=a", "--ssh=false"], "gave no address to meet at (exit code 1)"),
+        (["--hosts=a", "--ssh=echo x y z w"], "gave no address for the ranks"),
+        (["--hosts=a", "--ssh=false"], "gave no address for the ranks (exit code 1)"),
     ]:
         assert main(["run.yaml", *arguments]) == 2
         error = capsys.readouterr().err
