@@ -36,9 +36,9 @@ WIDTH = 128
 BASE_HEAD = """\
 # yaml-language-server: $schema=schema.json
 # Every key, with its default. Written by tools/document_config.py from rlhf_mcore/config/schema.
-# A config of your own starts with `base: <path to this file>` and sets what differs; a key on the command line
+# Your own config starts with `base: <path to this file>` and sets only the keys that differ. A key on the command line
 # (`trainer.num_steps=10`) wins over both. Values may refer to other keys, ${seed}, and to the environment, ${oc.env:NAME} or
-# ${oc.env:NAME,default}. `???` has to be set. Paths are relative to the working directory.
+# ${oc.env:NAME,default}. `???` must be set. Paths are relative to the working directory.
 """
 OF_PRESETS = {f"algorithm.{name}" for preset in PRESETS.values() for name in preset}  # commented out in the base
 

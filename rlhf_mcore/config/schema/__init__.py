@@ -59,7 +59,7 @@ from rlhf_mcore.config.schema.tree import Config
 
 
 def _explain(kind: type[Group], error: ValidationError) -> Exception:
-    from rlhf_mcore.config.problems import explain  # it imports the schema
+    from rlhf_mcore.config.problems import explain  # problems imports the schema
 
     return explain(kind, error)
 
@@ -71,7 +71,7 @@ def _assign_former(owner: Group, name: str, value: Any) -> bool:
 
 
 def _show(cfg: Config) -> str:
-    """Show the keys that differ from the defaults, without secrets."""
+    """Return a text with the keys that differ from their defaults, without secrets."""
     from rlhf_mcore.config.keys import changed_keys
 
     return f"Config({', '.join(f'{key}={value!r}' for key, value in changed_keys(cfg).items())})"

@@ -1,7 +1,7 @@
 """Base of the configuration's groups: a pydantic model whose errors are ``ConfigError``.
 
-A number of numpy is read as a plain one, a ``Path`` as a text, a single item as a list of it, and a text as what it spells.
-Subclasses of ``str`` are kept: a function that was given from Python, a value from the environment.
+Values are converted: numpy numbers to plain numbers, a ``Path`` to a text, a single item to a list, a text to the value that it
+spells. Subclasses of ``str`` are kept, because they mark functions from Python and values from the environment.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pydantic_core import PydanticCustomError
 from rlhf_mcore.config.schema.key import Choices, Description, description_of
 from rlhf_mcore.readers.user_functions import is_file_spec
 
-UNKNOWN, RANGE, CHOICE = "extra_forbidden", "range", "choice"  # types of errors that have messages of their own
+UNKNOWN, RANGE, CHOICE = "extra_forbidden", "range", "choice"  # types of errors with separate messages
 
 
 class Group(BaseModel):
-    """Base of every group. ``cfg.a.b = value`` raises ConfigError if there is no such key, or if it does not take the value."""
+    """Base of every group. ``cfg.a.b = value`` raises ConfigError if the key does not exist or does not allow the value."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -39,7 +39,8 @@ class Group(BaseModel):
         arbitrary_types_allowed=True,
         defer_build=True,  # most commands read no configuration
     )
-    # Build the ConfigError for wrong values, and assign a key of the last release. ``schema`` sets them: they need all keys.
+    # ``explain`` builds the ConfigError for invalid values. ``assign_former`` assigns a key of the last release, and returns
+    # False if there is none. ``schema`` sets both, because they need all keys.
     explain: ClassVar[Callable[[type[Group], ValidationError], Exception]]
     assign_former: ClassVar[Callable[[Group, str, Any], bool]]
 
@@ -73,7 +74,7 @@ G = TypeVar("G", bound=Group)
 
 
 def with_values(group: G, values: Mapping[str, Any]) -> G:
-    """Copy a group with other values for dotted keys. The values are not checked."""
+    """Return a copy of a group with other values for dotted keys. The values are not validated."""
     update: dict[str, Any] = {}
     inner: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -87,11 +88,11 @@ def with_values(group: G, values: Mapping[str, Any]) -> G:
 
 
 class Item(Group):
-    """Base of the groups that are items of a list, such as a rule. A text stands for its first key."""
+    """Base of groups that are items of a list, such as a rule. A text sets the first key."""
 
 
 def inner_types(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union without None, else the type itself."""
+    """Return the members of a union without None, or the type itself."""
     if get_origin(hint) in (Union, UnionType):
         return tuple(kind for kind in get_args(hint) if kind is not NoneType)
     return (hint,)
@@ -103,7 +104,7 @@ def is_group_type(hint: Any) -> bool:
 
 
 def to_dict(group: Group) -> dict[str, Any]:
-    """Return a group as plain dicts and lists. Texts stay what they are, as pydantic's ``model_dump`` does not keep them."""
+    """Return a group as plain dicts and lists. It keeps subclasses of str, which pydantic's ``model_dump`` does not."""
     return {name: _plain(value) for name, value in group}
 
 
@@ -118,7 +119,7 @@ def _plain(value: Any) -> Any:
 
 
 def _own_defaults(item: FieldInfo) -> dict[str, Any]:
-    """Return the defaults that a group has only in this place: the critic's learning rate is not the actor's."""
+    """Return the defaults of a group that differ in this field, such as the critic's learning rate."""
     kind = item.annotation
     if item.default_factory is kind:
         return {}
@@ -128,7 +129,7 @@ def _own_defaults(item: FieldInfo) -> dict[str, Any]:
 
 
 def _prepare(value: Any, hint: Any) -> Any:
-    """Turn a value of Python into what pydantic reads for a type."""
+    """Convert a Python value to a value that pydantic reads for a type."""
     value = unbox(value)
     if isinstance(value, bool) and not {bool, Any}.intersection(inner_types(hint)):
         raise PydanticCustomError("bool_type", "a flag")  # pydantic would read 0 or 1
@@ -158,12 +159,12 @@ def _items(value: Any) -> Any:
 
 
 def unbox(value: Any) -> Any:
-    """Turn a number of numpy or torch into a plain one."""
+    """Convert a numpy or torch number to a plain number. Other values are returned unchanged."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def unbox_all(value: Any) -> Any:
-    """Turn a value of a table into plain dicts, lists and values.
+    """Convert a value of a table to plain dicts, lists and values.
 
     Raises:
         ValueError: it contains anything else.
@@ -176,12 +177,12 @@ def unbox_all(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if value is not None and not isinstance(value, str | bool | int | float):
-        raise ValueError(f"{type(value).__name__} is no plain value")
+        raise ValueError(f"{type(value).__name__} is not a plain value")
     return value
 
 
 def _keep_texts(given: Any, read: Any) -> Any:
-    """Return what was read, with the texts that were given: pydantic copies a subclass of str to a plain one."""
+    """Return the read value with the given texts, because pydantic copies a subclass of str to a plain str."""
     if isinstance(given, str) and type(given) is not str and isinstance(read, str):
         return given
     if isinstance(given, list) and isinstance(read, list):

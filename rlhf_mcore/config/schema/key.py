@@ -1,6 +1,7 @@
-"""Describe a key once, beside its field. The models, configs/base.yaml, docs/reference/config/ and the JSON Schema follow from it.
+"""Descriptions of keys, declared with their fields.
 
-Help is a phrase in Markdown, without a full stop.
+The pydantic models, configs/base.yaml, docs/reference/config/ and the JSON Schema are generated from them. Help is a phrase in
+Markdown without a full stop.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Allowed numbers: from ``low`` to ``high``; an open end excludes the bound itself. ``off`` is allowed too."""
+    """Allowed numbers: from ``low`` to ``high``, and ``off``. An open end excludes the bound."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -26,7 +27,7 @@ class Range:
     off: float | None = None
 
     def bounds(self) -> dict[str, float]:
-        """Return the bounds as arguments of pydantic's ``Field``. With ``off`` there are none: ``Group`` checks the value."""
+        """Return the bounds as arguments of pydantic's ``Field``. With ``off`` they are empty; ``Group`` checks the value."""
         if self.off is not None:
             return {}
         low = {"gt" if self.open_low else "ge": self.low} if self.low > -math.inf else {}
@@ -49,17 +50,17 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Allowed texts with their meanings ("" if the name explains itself)."""
+    """Allowed texts with their meanings. A meaning is "" if the name explains itself."""
 
     meanings: Mapping[str, str]
-    or_function: bool = False  # or path/to/file.py:name
+    or_function: bool = False  # also allows path/to/file.py:name
     adds: Callable[[str], bool] | None = (
-        None  # whether another text is allowed, such as a name that an installed package adds
+        None  # returns whether another text is allowed, such as a name that an installed package adds
     )
-    others: str = ""  # the form of these texts, for messages
+    others: str = ""  # the form of the texts that ``adds`` allows, for messages
 
     def holds(self, value: str) -> bool:
-        """Return whether a text is one of these names, or another one that is allowed."""
+        """Return whether a text is allowed. Paths of functions are not checked here."""
         return value in self.meanings or (self.adds is not None and self.adds(value))
 
     def __str__(self) -> str:
@@ -81,22 +82,22 @@ def one_of(*names: str, **meanings: str) -> Choices:
 
 
 def function_or(names: Iterable[str]) -> Choices:
-    """Allow one of our functions, or one of a user's file."""
+    """Allow the named functions, or a function in a user's file."""
     return Choices(dict.fromkeys(names, ""), or_function=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Describe a key or a group."""
+    """The description of a key or a group."""
 
     help: str = ""
     allowed: Range | Choices | None = None
-    null: str = ""  # what null means
-    unit: str = ""  # where the name of the key does not tell
-    more: str = ""  # sentences for the documentation alone
-    # A run that resumes has the same value: with another one it would be neither the old run nor a new one
+    null: str = ""  # meaning of null
+    unit: str = ""  # only if the name of the key does not contain it
+    more: str = ""  # further sentences for the documentation
+    # A resumed run must have the same value, otherwise it would be neither the old run nor a new run
     is_fixed: bool = False
-    # "other.key=value", "other.key=value or value", or "other.key" for one that is above 0: without it the key has no effect
+    # Condition without which the key has no effect: "other.key=value", "other.key=value or value", or "other.key" (above 0)
     only_with: str = ""
 
 
@@ -111,7 +112,7 @@ def key(
     is_fixed: bool = False,
     only_with: str = "",
 ) -> Any:
-    """Declare a field that a user may set. Arguments as of ``Description``; a list as default is copied."""
+    """Declare a field that a user may set. Arguments are as in ``Description``; a list as default is copied."""
     described = Description(help, allowed, null, unit, more, is_fixed, only_with)
     bounds: dict[str, Any] = dict(allowed.bounds()) if isinstance(allowed, Range) else {}
     if isinstance(default, list):
@@ -120,7 +121,7 @@ def key(
 
 
 def group(kind: Any, help: str = "", more: str = "") -> Any:
-    """Declare a field that holds further keys. ``kind``: its class, or a function that builds one with other defaults."""
+    """Declare a field that contains further keys. ``kind`` is its class, or a function that builds it with other defaults."""
     described = Description(help, more=more)
     return Field(default_factory=kind, json_schema_extra={_OURS: described})  # type: ignore[dict-item]
 

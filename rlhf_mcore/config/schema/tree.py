@@ -1,6 +1,6 @@
-"""The tree of all groups. Every key a user may set is a field of a group, described beside it (``schema.key``).
+"""The tree of all groups. Every key of the user is a field of a group, with its description (``schema.key``).
 
-Nothing here imports torch nor anything that does: help and configuration errors must be instant.
+This package must not import torch, even indirectly, because help and configuration errors must be instant.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from rlhf_mcore.config.schema.run import (
 class Config(Group):
     """A configuration: ``rm.Config(model="my-model", algorithm="grpo", trainer={"num_steps": 5})``.
 
-    Takes a dict of settings, keywords, or both (keywords win): names of groups with dicts, or dotted keys
-    (``rm.Config({"actor.optimizer.lr": 1e-6})``). A preset fills in the keys that are not given.
+    Args:
+        settings: names of groups with dicts, or dotted keys (``rm.Config({"actor.optimizer.lr": 1e-6})``).
+        keys: the same as keywords, which win over ``settings``. A preset fills in the keys that are not given.
 
     Raises:
-        ConfigError: naming every unknown key and every value that a key does not take.
+        ConfigError: there are unknown keys or invalid values; it names all of them.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None, /, **keys: Any) -> None:
@@ -54,18 +55,18 @@ class Config(Group):
 
     @classmethod
     def read(cls, tree: Mapping[str, Any]) -> Config:
-        """Build a configuration from nested dicts. No preset is filled in.
+        """Build a configuration from nested dicts. A preset fills in nothing.
 
         Raises:
-            ValidationError: with every unknown key and every value that a key does not take.
+            ValidationError: there are unknown keys or invalid values; it lists all of them.
         """
         return cls.__pydantic_validator__.validate_python(tree, self_instance=cls.__new__(cls))
 
     def updated(self, settings: Mapping[str, Any] | None = None) -> Config:
-        """Return a checked copy in which some keys are set. Names are those of ``Config``; no preset is filled in.
+        """Return a validated copy with other values for some keys, named as in ``Config``. A preset fills in nothing.
 
         Raises:
-            ConfigError: naming every unknown key and every value that a key does not take.
+            ConfigError: there are unknown keys or invalid values; it names all of them.
         """
         try:
             return self.read(with_keys_of_today(merge(to_dict(self), nest(settings or {}))))
@@ -77,22 +78,21 @@ class Config(Group):
         """``<output_dir>/<project>/<experiment>``."""
         return Path(self.output_dir, self.project, self.experiment)
 
-    output_dir: str = key("outputs", "where run directories are made: `<output_dir>/<project>/<experiment>/`")
-    project: str = key("rlhf_mcore", "first part of the run directory's name")
-    experiment: str = key("default", "second part")
+    output_dir: str = key("outputs", "parent of run directories, `<output_dir>/<project>/<experiment>/`")
+    project: str = key("rlhf_mcore", "project; first part of the run directory's name")
+    experiment: str = key("default", "experiment; second part of the run directory's name")
     seed: int = key(
         0,
-        "of the order of prompts and of every sampled response",
+        "seed for the prompt order and for every sampled response",
         AT_LEAST_0,
-        more="The seed of a response is derived from it, the step, the prompt and the sample.",
+        more="The seed of a response is derived from this seed, the step, the prompt and the sample.",
         is_fixed=True,
     )
     deterministic: bool = key(
         False,
-        "deterministic kernels on CUDA (slower); on a CPU they always are",
-        more="Every library is asked for its own; docs/operations/determinism.md lists what stays open on "
-        "CUDA. On a CPU bits are equal on "
-        "processors of one kind (docs/operations/cpu.md).",
+        "use deterministic kernels on CUDA (slower); CPU runs are always deterministic",
+        more="Every library is set to its deterministic mode; docs/operations/determinism.md lists the exceptions on CUDA. "
+        "CPU results are equal, bit for bit, on processors of one kind (docs/operations/cpu.md).",
     )
     model: ModelConfig = group(
         ModelConfig, "the model that training starts from", "`model: PATH` is short for `model: {path: PATH}`."
@@ -101,64 +101,69 @@ class Config(Group):
     critic: CriticConfig = group(
         CriticConfig,
         "the value model",
-        "Built only when `algorithm.advantage` needs values (`gae`). Its layout, optimizer and precision are its own.",
+        "Built only if `algorithm.advantage` needs values (`gae`). Its layout, optimizer and precision are independent "
+        "of the actor's.",
     )
     reference: ReferenceConfig = group(
         ReferenceConfig,
         "the frozen policy",
-        "Built only when `algorithm.kl.coef` is not 0, or `algorithm.dpo.loss` reads it; it has the actor's layout.",
+        "Built only if `algorithm.kl.coef` is above 0, or `algorithm.dpo.loss` uses a reference. It has the actor's "
+        "layout.",
     )
     teacher: TeacherConfig = group(
         TeacherConfig,
         "a policy to learn from",
-        "Built only with `teacher.path`, whose layout and precision are its own, or with `teacher.weights`. See "
+        "Built only with `teacher.path`, which has an independent layout and precision, or with `teacher.weights`. See "
         "[distillation](algorithms/distillation.md).",
     )
     rollout: RolloutConfig = group(
-        RolloutConfig, "the engines that generate", "There are world size / (ranks of an engine) of them."
+        RolloutConfig,
+        "the engines that generate",
+        "Without `rollout.placement: disaggregated` there are world size / (ranks of an engine) engines.",
     )
-    bridge: BridgeConfig = group(BridgeConfig, "how weights reach the engines")
+    bridge: BridgeConfig = group(BridgeConfig, "weight sync from the trainer to the engines")
     algorithm: AlgorithmConfig = group(
         AlgorithmConfig,
-        "what is optimised",
-        "A preset fills in keys that are not set, and `algorithm: dr_grpo` is short for `algorithm: {preset: dr_grpo}`. "
-        "`configs/base.yaml` comments out what some preset sets.",
+        "the training objective",
+        "A preset fills in keys that are not set. `algorithm: dr_grpo` is short for `algorithm: {preset: dr_grpo}`. "
+        "`configs/base.yaml` comments out keys that a preset sets.",
     )
     reward: RewardConfig = group(
         RewardConfig,
-        "where scores come from",
-        "They are a weighted sum of rules or a function of your own, and the score of a reward model.",
+        "scores of responses",
+        "The score is a weighted sum of rules or the result of your function, plus the score of a reward model.",
     )
     environment: EnvironmentConfig = group(
         EnvironmentConfig,
-        "what answers the policy between its turns",
-        "Without `environment.function` nothing does, and a response is one turn. See [environments](guide/environments/index.md).",
+        "the environment that answers the policy between its turns",
+        "Without `environment.function` there is no environment, and a response is one turn. See "
+        "[environments](guide/environments/index.md).",
     )
     data: DataConfig = group(DataConfig, "prompts")
-    trainer: TrainerConfig = group(TrainerConfig, "size and shape of a step")
+    trainer: TrainerConfig = group(TrainerConfig, "size and shape of a training step")
     checkpoint: CheckpointConfig = group(
         CheckpointConfig,
-        "what is saved",
+        "checkpoints and resume",
         "The last step is always saved. See [checkpoints](operations/checkpoints.md).",
     )
     evaluate: EvaluateConfig = group(
         EvaluateConfig,
-        "held-out prompts",
-        "Those of `data.eval`, always before and after training. See [evaluation](guide/evaluation.md).",
+        "evaluation on held-out prompts",
+        "The prompts of `data.eval` are evaluated before and after every training. See [evaluation](guide/evaluation.md).",
     )
-    logging: LoggingConfig = group(LoggingConfig, "the record of a run")
-    alarms: AlarmsConfig = group(AlarmsConfig, "rules on metrics, judged after every step")
+    logging: LoggingConfig = group(LoggingConfig, "logging of a run")
+    alarms: AlarmsConfig = group(AlarmsConfig, "rules on metrics, checked after every step")
 
 
-SHORT = {"algorithm": "preset", "model": "path"}  # for a text instead of a group
+SHORT = {"algorithm": "preset", "model": "path"}  # the key that a text sets if it is given instead of a group
 
 
 def nest(settings: Mapping[str, Any], kind: type[Group] = Config) -> dict[str, Any]:
-    """Turn dotted keys into nested dicts. ``algorithm: dr_grpo`` stands for its preset, ``model: path`` for its path.
+    """Return nested dicts for dotted keys. ``algorithm: dr_grpo`` sets its preset, ``model: path`` its path.
 
     Args:
-        settings: keys of ``kind``. Names within a table of the user's own stay as they are.
-        kind: the group that the settings are of.
+        settings: keys of ``kind``. Names within a table of the user do not change.
+        kind: the group that contains the keys.
     """
     tree: dict[str, Any] = {}
     for name, value in settings.items():
@@ -176,17 +181,17 @@ def nest(settings: Mapping[str, Any], kind: type[Group] = Config) -> dict[str, A
 
 
 def merge(before: Any, value: Any) -> Any:
-    """Merge nested dicts; any other value replaces the earlier one."""
+    """Merge nested dicts. Any other value replaces the earlier value."""
     if isinstance(before, Mapping) and isinstance(value, Mapping):
         return {**before, **{name: merge(before.get(name), child) for name, child in value.items()}}
     return value
 
 
 def with_keys_of_today(tree: dict[str, Any]) -> dict[str, Any]:
-    """Replace former keys by those that have taken their place, with a warning for each. Keys of a Group are today's.
+    """Replace keys of the last release by current keys, with a warning for each. Keys of a Group are always current.
 
     Raises:
-        ConfigError: a former key has a value that it did not take.
+        ConfigError: a former key has a value that it never allowed.
     """
     for found in translate(dict(_settings_for_translation(tree))):
         found.warn()
@@ -197,7 +202,7 @@ def with_keys_of_today(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings_for_translation(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the former keys of a tree, and those that their translation needs."""
+    """Yield the former keys of a tree, and the keys that their translation reads."""
     for dotted in dict.fromkeys(chain.from_iterable(former.keys for former in FORMER)):
         *groups, last = dotted.split(".")
         inner: Any = tree
@@ -208,7 +213,7 @@ def _settings_for_translation(tree: Mapping[str, Any]) -> Iterator[tuple[str, An
 
 
 def _without(tree: Mapping[str, Any], dotted: str) -> dict[str, Any]:
-    """Copy a tree without a key, and without the groups that are empty then."""
+    """Copy a tree without a key, and without groups that become empty."""
     first, _, rest = dotted.partition(".")
     inner = _without(tree[first], rest) if rest else {}
     others = {name: value for name, value in tree.items() if name != first}
@@ -216,7 +221,7 @@ def _without(tree: Mapping[str, Any], dotted: str) -> dict[str, Any]:
 
 
 def with_preset(tree: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the keys of ``algorithm`` that its preset sets and the tree does not."""
+    """Return the tree with the keys of ``algorithm`` that its preset sets, unless the tree sets them."""
     algorithm = tree.get("algorithm", {})
     preset = algorithm.get("preset") if isinstance(algorithm, Mapping) else None
     if not isinstance(preset, str) or preset not in PRESETS:

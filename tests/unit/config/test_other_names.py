@@ -64,7 +64,7 @@ def test_the_table_names_keys_that_exist() -> None:
 
 def test_what_an_unknown_key_is_answered_with() -> None:
     assert hint("rollout.n") == "did you mean rollout.sampling.n?"
-    for part in ("trainer.prompts_per_step (prompts of a step", "trainer.minibatch_size (prompts per optimizer update"):
+    for part in ("trainer.prompts_per_step (prompts per step", "trainer.minibatch_size (prompts per optimizer update"):
         assert part in hint("batch_size")
     assert hint("actor.lora.rnak") == "did you mean actor.lora.rank?"
     assert hint("seed.x") == "seed has no keys of its own; give it a value: int"
