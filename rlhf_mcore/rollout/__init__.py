@@ -1,7 +1,7 @@
-"""Requests enter, completions leave; weights enter by a transaction. Engines, a folder each, and their other machines in ``remote``.
+"""Rollout engines, which take requests and return completions. Weights are loaded in a transaction.
 
-The ``KIND`` of a folder declares what its engine can do (``config/engine_kinds.py``); nothing else names an engine. Begin with
-``engine``, which all of them are.
+Each folder contains an engine; ``remote`` runs engines on other machines. ``KIND`` of a folder declares the features of its engine
+(``config/engine_kinds.py``), and no other module names an engine. Start with ``engine``, the base class of all engines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def build_engine(cfg: RolloutConfig, model: EngineModel) -> Engine:
-    """Build the engine that ``cfg.engine`` names: see :meth:`EngineKind.build`."""
+    """Build the engine that ``cfg.engine`` names (:meth:`EngineKind.build`)."""
     kind = engine_kind(cfg.engine)
     if cfg.max_num_seqs is None:
         from rlhf_mcore.platform import current_platform

@@ -1,4 +1,4 @@
-"""Base classes of engines: their model, the requests that they refuse, whether their weights are whole and when they may generate."""
+"""Base classes of engines: the model description, checks of requests and weights, and the state of the loaded weights."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from rlhf_mcore.platform.transformers_models import CheckpointTensor
 
 
-PROGRESS_S = 1.0  # seconds between two reports of progress
+PROGRESS_S = 1.0  # minimum seconds between two progress reports
 
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Hold what an engine generates with, and how long it may get.
+    """The model of an engine, and the length limit.
 
-    ``model_dir`` and ``tokenizer_dir`` are Hugging Face directories; of the model's only the configuration is read. ``dtype`` is
-    "fp32", "bf16" or "fp16". ``max_model_len`` limits the tokens of a prompt and its response together. ``seed`` is for what the
-    engine draws by itself: responses are drawn with the seeds of their requests.
+    ``model_dir`` and ``tokenizer_dir`` are Hugging Face directories. Only the configuration is read from ``model_dir``. ``dtype`` is
+    "fp32", "bf16" or "fp16". ``max_model_len`` limits the total tokens of a prompt and its response. ``seed`` is for random numbers
+    of the engine itself; responses are sampled with the seeds of their requests.
     """
 
     model_dir: str
@@ -51,16 +51,16 @@ class EngineModel:
     dtype: str
     max_model_len: int
     seed: int
-    # vLLM: names and shapes of the checkpoint's tensors. None asks transformers, which knows fewer models than vLLM.
+    # vLLM: names and shapes of the checkpoint's tensors. None: get them from transformers, which supports fewer models than vLLM.
     shapes: Mapping[str, tuple[int, ...]] | None = None
-    # vLLM: of those that it is to add itself, under the names of PEFT
+    # vLLM: names (as in PEFT) and shapes of the adapter tensors that the engine applies itself
     adapters: Mapping[str, tuple[int, ...]] | None = None
-    attention: str = "auto"  # hf: the kernel, by transformers' name; "auto" leaves it to transformers
-    records_routes: bool = False  # whether requests may ask for the experts that tokens went to
-    num_adapters: int = 1  # with ``adapters``: how many the engine holds at a time
-    # Folder of an ImageStore, from which images of requests are read; None: the model sees none
+    attention: str = "auto"  # hf: name of the attention kernel in transformers; "auto": transformers chooses
+    records_routes: bool = False  # whether requests may ask for the experts of each token
+    num_adapters: int = 1  # with ``adapters``: number of adapters that the engine stores
+    # Folder of an ImageStore with the images of requests; None: the model reads no images
     images: str | None = None
-    max_images: int = 0  # of a request
+    max_images: int = 0  # maximum images per request
 
     @classmethod
     def of(
@@ -70,7 +70,7 @@ class EngineModel:
         shapes: Mapping[str, tuple[int, ...]],
         adapters: Mapping[str, tuple[int, ...]] | None = None,
     ) -> EngineModel:
-        """Build from a resolved configuration."""
+        """Build the description from a resolved configuration."""
         assert cfg.rollout.max_model_len is not None, "resolved"
         tokenizer_dir = cfg.model.tokenizer_path or cfg.model.path
         model = cls(
@@ -93,10 +93,10 @@ class EngineModel:
 
 
 class VersionedWeights:
-    """The version of an engine's weights, or the reason why there are none that may be used.
+    """The version of an engine's weights, or the reason why they cannot be used.
 
-    A load is a transaction: the weights are unusable from ``begin_load`` until ``commit_load``, whatever happens in
-    between. ``policy_version`` is -1 before the first load, during one and after one that failed.
+    A load is a transaction. The weights are unusable from ``begin_load`` until ``commit_load``, even if an error occurs in
+    between. ``policy_version`` is -1 before the first load, during a load, and after a failed load.
     """
 
     def __init__(self) -> None:
@@ -104,22 +104,26 @@ class VersionedWeights:
         self._problem: str | None = "no weights were ever loaded"
 
     def begin_load(self) -> None:
-        """Declare the weights from before gone."""
+        """Mark the old weights as unusable, at the start of a load."""
         self.abandon("the last load of weights did not finish")
 
     def abandon(self, problem: str) -> None:
-        """Declare the weights unusable."""
+        """Mark the weights as unusable, with the reason ``problem``."""
         self.policy_version = -1
         self._problem = problem
 
     def commit_load(self, version: int) -> None:
-        """Declare the weights whole: a load has ended."""
+        """Mark the weights as complete, at the end of a load."""
         assert version >= 0, f"policy versions count from 0, got {version}"
         self.policy_version = version
         self._problem = None
 
     def require_weights(self) -> None:
-        """Raise RuntimeError with the reason if there is nothing to generate with."""
+        """Check that the weights are usable.
+
+        Raises:
+            RuntimeError: they are not. The message contains the reason.
+        """
         if self._problem is not None:
             raise RuntimeError(
                 f"the rollout engine cannot generate: {self._problem}; call load_weights with every tensor"
@@ -128,7 +132,7 @@ class VersionedWeights:
 
 @dataclass(slots=True)
 class InFlight:
-    """A request whose response is being drawn. ``versions`` as in the completion; ``handle`` is the engine's own name for it."""
+    """A request whose response is being sampled. ``versions`` as in the completion; ``handle`` is the engine's id of the request."""
 
     request: Request
     versions: list[tuple[int, int]]
@@ -136,17 +140,17 @@ class InFlight:
 
 
 class Engine(VersionedWeights, ABC):
-    """A Generator, a WeightTarget and a Sleeper, as a rank has it: the engine itself, or the client of a server.
+    """The engine on one rank: a Generator, a WeightTarget and a Sleeper. It is an engine itself, or the client of a server.
 
-    It starts without weights, and refuses to generate until it has all of them. Weights may be replaced while requests are in flight:
-    their next tokens are drawn from the new ones. A completion has the version of each token.
+    An engine starts without weights, and generates only after all weights are loaded. Weights may be replaced while requests are in
+    flight; later tokens are then sampled from the new weights. A completion stores the version of each token.
     """
 
-    on_progress: Callable[[], object] | None = None  # called after steps that have drawn tokens, at most once a second
-    _reported: tuple[float, float] = (-math.inf, -1)  # when progress was last looked at, and what it was
-    warnings: Sequence[str] = ()  # of the engine's library when it started, about kernels and communication
-    _digest = 0  # of the responses that have finished since ranks were compared
-    _preemptions = 0  # since ``pop_preemptions``
+    on_progress: Callable[[], object] | None = None  # called after steps that sampled tokens, at most once a second
+    _reported: tuple[float, float] = (-math.inf, -1)  # time and value of the last progress check
+    warnings: Sequence[str] = ()  # warnings of the engine's library at its start, about kernels and communication
+    _digest = 0  # digest of the responses that finished since the last compare_ranks
+    _preemptions = 0  # number of preemptions since the last pop_preemptions
 
     def __init__(self, model: EngineModel, rank: EngineRank, at_publish: str | None = None) -> None:
         super().__init__()
@@ -157,24 +161,24 @@ class Engine(VersionedWeights, ABC):
         self._stops = stop_token_ids(model.model_dir, self._tokenizer)
         self._at_publish = at_publish or "continue"
         self._in_flight: dict[int, InFlight] = {}
-        self._finished: list[Completion] = []  # and not returned yet
+        self._finished: list[Completion] = []  # finished, but not returned yet
         self._tokens_of_finished = 0
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Draw a completion for each request, in their order; [] on ranks that do not lead their engine.
+        """Return a completion for each request, in the same order; [] on ranks that do not lead their engine.
 
-        Each is drawn from a generator with the seed of its request, so it depends neither on the engine nor on the batch, up to
-        rounding: a kernel may sum in another order for another batch size. Logprobs are of the distribution that was sampled from:
-        after temperature, top-k and top-p. Greedy decoding (temperature 0) has none; its logprobs are those at temperature 1.
+        Each completion is sampled with the seed of its request. Except for rounding, it depends neither on the engine nor on the
+        batch; kernels may sum in another order for another batch size. Logprobs are from the sampling distribution, after
+        temperature, top-k and top-p. Greedy decoding (temperature 0) reports the logprobs at temperature 1.
 
         Raises:
-            RuntimeError: the weights are not usable, or a rank of the engine has sampled other tokens than its first one.
-            ValueError: a prompt is empty or leaves no room for a response, or a request id is in flight.
+            RuntimeError: the weights are not usable, or a rank of the engine sampled other tokens than the first rank.
+            ValueError: a prompt is empty, or fills ``max_model_len``, or a request id is in flight.
         """
         self.submit(requests)
         order = {request.request_id: place for place, request in enumerate(requests)}
         try:
-            with preserved_rng():  # vLLM's sampler also draws from torch's global generator
+            with preserved_rng():  # vLLM's sampler also uses torch's global generator
                 while not order.keys().isdisjoint(self._in_flight):
                     self._finished = self.step()
         finally:
@@ -185,7 +189,7 @@ class Engine(VersionedWeights, ABC):
         return sorted(mine, key=lambda completion: order[completion.request_id]) if self.rank.is_lead else []
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begin to draw responses; ``step`` and ``collect`` continue with them.
+        """Start to sample responses; ``step`` and ``collect`` continue.
 
         Raises:
             RuntimeError, ValueError: as ``generate``.
@@ -201,12 +205,13 @@ class Engine(VersionedWeights, ABC):
             self._in_flight[request.request_id] = InFlight(request, [(0, self.policy_version)], handle)
 
     def collect(self, timeout_s: float) -> list[Completion]:
-        """Return the completions since the last call; [] on ranks that do not lead. Steps until there is one, at least once.
+        """Return the completions since the last call; [] on ranks that do not lead.
 
-        An engine of several ranks steps until a response has finished whatever ``timeout_s`` is: its ranks must step alike.
+        Runs steps until a response finishes, or ``timeout_s`` passes, at least one step. An engine with several ranks ignores
+        ``timeout_s``, because all its ranks must run the same number of steps.
 
         Raises:
-            RuntimeError: a rank of the engine has sampled other tokens than its first one.
+            RuntimeError: a rank of the engine sampled other tokens than the first rank.
         """
         deadline = time.monotonic() + timeout_s
         with preserved_rng():
@@ -220,12 +225,12 @@ class Engine(VersionedWeights, ABC):
         return finished if self.rank.is_lead else []
 
     def compare_ranks(self) -> None:
-        """Check that the engine's ranks have sampled the same tokens since the last call. All of them call it together.
+        """Check that the engine's ranks sampled the same tokens since the last call. All ranks of the engine call it together.
 
-        Each rank samples for itself. If one differs, its cache holds other tokens than those that are trained on.
+        Each rank samples separately. If a rank differs, its cache contains other tokens than the tokens that are trained on.
 
         Raises:
-            RuntimeError: on every rank, one differs from the first.
+            RuntimeError: a rank differs from the first rank; raised on every rank.
         """
         if self.num_ranks == 1:
             return
@@ -237,14 +242,14 @@ class Engine(VersionedWeights, ABC):
             )
 
     def _gather_digests(self, own: int) -> list[int]:
-        """Return the digests of the engine's ranks; of this one alone if the engine cannot ask the others."""
+        """Return the digests of all ranks of the engine; only this rank's digest if the engine cannot gather them."""
         return [own]
 
     def step(self) -> list[Completion]:
-        """Draw about one token for each request in flight. Returns all completions that have not been returned yet, on every rank.
+        """Sample about one token for each request in flight. Returns all completions that were not returned yet, on every rank.
 
-        A request can also finish between two steps: a sync waits for the pass that vLLM has begun ahead. All ranks of an engine
-        call it together, after the same submissions and cancellations.
+        A request can also finish between two steps, because a weight sync waits for the pass that vLLM started in advance. All ranks
+        of an engine call ``step`` together, after the same submissions and cancellations.
 
         Raises:
             RuntimeError: the weights are not usable.
@@ -275,7 +280,7 @@ class Engine(VersionedWeights, ABC):
         return finished
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        """Stop to draw these. Their tokens are lost; ids that are not in flight are ignored."""
+        """Stop these requests, and drop their tokens. Ids that are not in flight are ignored."""
         in_flight = [request_id for request_id in request_ids if request_id in self._in_flight]
         if in_flight:
             self._end(in_flight)
@@ -284,7 +289,7 @@ class Engine(VersionedWeights, ABC):
         self._finished = [completion for completion in self._finished if completion.request_id not in request_ids]
 
     def begin_load(self) -> None:
-        """Declare the weights from before gone.
+        """Mark the old weights as unusable, at the start of a load.
 
         Raises:
             RuntimeError: requests are in flight, and ``rollout.at_publish`` is drain.
@@ -296,40 +301,46 @@ class Engine(VersionedWeights, ABC):
         super().begin_load()
 
     def commit_load(self, version: int) -> None:
-        """Declare the weights whole: a load has ended. Tokens drawn from here on are of ``version``."""
+        """Mark the weights as complete, at the end of a load. Later tokens are sampled from ``version``."""
         super().commit_load(version)
         for request_id, number in self._num_drawn().items():
             begin_version(self._in_flight[request_id].versions, number, version)
 
     def forget_prefixes(self) -> None:
-        """Forget all that requests have computed. None is in flight. All ranks of an engine call it together."""
+        """Drop the cached prefixes of earlier requests. No request may be in flight. All ranks of an engine call it together."""
 
     @property
     def num_in_flight(self) -> int:
-        """Requests whose completions have not been returned."""
+        """Return the number of requests whose completions were not returned yet."""
         return len(self._in_flight) + len(self._finished)
 
     @property
     def tokens_drawn(self) -> int:
-        """Count tokens drawn since the start, but those of cancelled requests. It stands still where the engine makes no progress."""
+        """Return the number of tokens sampled since the start, without tokens of cancelled requests.
+
+        It does not change while the engine makes no progress.
+        """
         return self._tokens_of_finished + sum(self._num_drawn().values())
 
     def pop_preemptions(self) -> int:
-        """Return how often a response has lost its cache to others since the last call; 0 on ranks that do not lead."""
+        """Return the number of preemptions since the last call; 0 on ranks that do not lead.
+
+        A response is preempted if the engine frees its cache for other responses.
+        """
         count, self._preemptions = self._preemptions, 0
         return count if self.rank.is_lead else 0
 
     def kernels(self) -> dict[str, str]:
-        """Name the engine's backends by part; {} if the engine does not report them."""
+        """Return the name of the backend for each part of the engine; {} if the engine does not report them."""
         return {}
 
     def drawn(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
-        """Return the tokens drawn so far of those of these requests that are in flight; {} where the engine does not tell."""
+        """Return the tokens sampled so far for the requests in flight; {} if the engine does not report them."""
         return {}
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that are this engine together."""
+        """Return the number of ranks of this engine."""
         return 1
 
     @cached_property
@@ -345,11 +356,11 @@ class Engine(VersionedWeights, ABC):
 
     @abstractmethod
     def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
-        """Take requests in, and return their handles. ``limits``: most tokens of each."""
+        """Start requests, and return their handles. ``limits`` are the maximum new tokens of each request."""
 
     @abstractmethod
     def _step(self) -> list[Completion]:
-        """Make one forward pass over the requests in flight, and return the completions that finish in it."""
+        """Run one forward pass over the requests in flight, and return the completions that finish in it."""
 
     @abstractmethod
     def _end(self, request_ids: Sequence[int]) -> None:
@@ -357,24 +368,24 @@ class Engine(VersionedWeights, ABC):
 
     @abstractmethod
     def _num_drawn(self) -> dict[int, int]:
-        """Count the tokens drawn so far of each request in flight, by its id."""
+        """Return the number of tokens sampled so far for each request in flight, by request id."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
 
     def sleep(self, level: int = 2) -> None:
-        """Do nothing: what the engine holds stays where it is."""
+        """Free device memory between rollouts. This default does nothing."""
 
     def wake(self, tags: Sequence[str] = MEMORY) -> None:
-        """Do nothing, as ``sleep`` does nothing."""
+        """Undo ``sleep``. This default does nothing."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free the engine."""
+        """Free all resources of the engine."""
 
 
 class LiveEngine(Engine):
-    """An engine whose parameters are in this process: a LiveWeights too."""
+    """An engine whose parameters are in this process. It is also a LiveWeights."""
 
     @property
     @abstractmethod
@@ -389,32 +400,35 @@ class AddsAdapters(ABC):
 
     @abstractmethod
     def load_adapter(self, number: int, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Replace one of the engine's adapters by whole As and Bs, by the names of Hugging Face modules. The scale is in B."""
+        """Replace an adapter of the engine. ``pairs`` maps names of Hugging Face modules to full A and B; B includes the scale."""
 
     @abstractmethod
     def use_adapter(self, number: int | None) -> None:
-        """Draw what is submitted from now on with one of the engine's adapters; None: with the weights alone."""
+        """Sample later requests with an adapter of the engine; None: without an adapter."""
 
 
 def ragged_ids(parts: Sequence[Sequence[int] | NDArray[np.int32]]) -> Ragged[NDArray[np.int32]]:
-    """Join token ids by the token that they belong to."""
+    """Join lists of token ids, one list per token, into a Ragged."""
     ids = [np.asarray(part, np.int32) for part in parts]
     return Ragged(np.array([len(part) for part in ids], np.int32), np.concatenate([np.zeros(0, np.int32), *ids]))
 
 
 def begin_version(versions: list[tuple[int, int]], first: int, version: int) -> None:
-    """Record that tokens from ``first`` on are of ``version``: extends the run-length code of a completion's versions in place."""
+    """Record that tokens from ``first`` on are sampled from ``version``.
+
+    ``versions``, the run-length code of a completion's versions, is changed in place.
+    """
     if versions[-1][0] == first:
-        versions.pop()  # of the version before there is no token
+        versions.pop()  # no token was sampled from the previous version
     if not versions or versions[-1][1] != version:
         versions.append((first, version))
 
 
 def new_token_limits(requests: Sequence[Request], max_model_len: int) -> list[int]:
-    """Compute the most tokens of each completion: the request's number, or the context's room.
+    """Return the maximum number of tokens of each completion: ``max_new_tokens``, or less if ``max_model_len`` requires it.
 
     Raises:
-        ValueError: a prompt is empty, or leaves no room for a token in ``max_model_len``.
+        ValueError: a prompt is empty, or fills ``max_model_len``.
     """
     limits = []
     for request in requests:
@@ -431,7 +445,7 @@ def new_token_limits(requests: Sequence[Request], max_model_len: int) -> list[in
 
 
 def stop_token_ids(model_dir: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """List the tokens that end a response, sorted: the tokenizer's and those of generation_config.json."""
+    """Return the sorted ids of the tokens that end a response: the tokenizer's EOS, and the ids in generation_config.json."""
     stops = {int(tokenizer.eos_token_id)}
     path = Path(model_dir) / "generation_config.json"
     declared = end_tokens(_read(path)) if path.is_file() else []
@@ -439,10 +453,10 @@ def stop_token_ids(model_dir: str, tokenizer: PreTrainedTokenizerBase) -> list[i
 
 
 def refuse_foreign_code(model_dir: str) -> None:
-    """Refuse a model directory that wants Python code of its own to be run.
+    """Reject a model directory whose config.json would run Python code from that directory.
 
     Raises:
-        ConfigError: there is no config.json, or it has an ``auto_map``.
+        ConfigError: config.json does not exist, or contains an ``auto_map``.
     """
     path = Path(model_dir) / "config.json"
     if not path.is_file():
@@ -460,10 +474,10 @@ def _read(path: Path) -> Fields:
 
 @dataclass(slots=True)
 class ExpectedTensors:
-    """The tensors that make a model whole, under Hugging Face names.
+    """The tensors of a complete model, under Hugging Face names.
 
-    ``shapes`` has every name a checkpoint may use. ``groups`` has the names that share one tensor (tied embeddings):
-    one of a group is enough.
+    ``shapes`` contains every name that a checkpoint may use. Each of the ``groups`` contains the names of one tensor, several if
+    names share a tensor (tied embeddings). One name of each group is required.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -471,12 +485,12 @@ class ExpectedTensors:
 
     @classmethod
     def of_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> ExpectedTensors:
-        """Expect every tensor of a checkpoint, each once."""
+        """Build from the shapes of a checkpoint. Every tensor is required."""
         return cls(dict(shapes), [{name} for name in shapes])
 
     @classmethod
     def of_model(cls, model: torch.nn.Module, parts: Sequence[CheckpointTensor] | None = None) -> ExpectedTensors:
-        """Read from a transformers model; one on the meta device will do. ``parts``: its ``checkpoint_tensors``, where known."""
+        """Build from a transformers model, which may be on the meta device. ``parts``: its ``checkpoint_tensors``, if known."""
         from rlhf_mcore.platform.transformers_models import checkpoint_tensors
 
         live = model.state_dict(keep_vars=True)
@@ -489,7 +503,7 @@ class ExpectedTensors:
 
     @classmethod
     def of_directory(cls, model_dir: str) -> ExpectedTensors:
-        """Read from config.json by building the model on the meta device: no memory, no weights file needed."""
+        """Build from config.json with a model on the meta device. This needs no memory and no weight files."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -498,10 +512,10 @@ class ExpectedTensors:
             return cls.of_model(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
 
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass ``weights`` through; every tensor of the model must come exactly once, in its full shape.
+        """Yield ``weights`` unchanged, and check that each tensor of the model occurs exactly once, in its full shape.
 
         Raises:
-            ValueError: an unknown, repeated or wrongly shaped tensor when it comes; at the end, those that never came.
+            ValueError: a tensor is unknown, repeated, or has a wrong shape. After the last tensor: tensors are missing.
         """
         names: set[str] = set()
         for name, tensor in weights:
@@ -525,12 +539,12 @@ class ExpectedTensors:
             )
 
 
-DEBUG_VARIABLE = "RLHF_MCORE_DEBUG"  # set: libraries log as they like
+DEBUG_VARIABLE = "RLHF_MCORE_DEBUG"  # if set, logs of libraries are not suppressed
 
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Leave the process's random number generators (Python, NumPy, torch on every device) as they were found."""
+    """Restore the state of the process's random number generators (Python, NumPy, torch) at the end of the block."""
     import numpy as np
     import torch
 

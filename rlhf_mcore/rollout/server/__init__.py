@@ -1,4 +1,7 @@
-"""Servers of vLLM that somebody else runs: tokens in and out over HTTP, weights from a directory. Begin with ``engine``."""
+"""The engine for external vLLM servers. Tokens are sent over HTTP, and servers read weights from a directory.
+
+Start with ``engine``.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ KIND = _Server(
 
 
 def _problems(cfg: RolloutConfig) -> Iterator[str]:
-    """Report settings that servers cannot follow. No server is asked."""
-    from rlhf_mcore.redaction import without_secrets  # it imports the schema, which imports this package
+    """Yield the problems of settings that servers do not support. No request is sent to a server."""
+    from rlhf_mcore.redaction import without_secrets  # imports the schema, which imports this package
 
     urls = cfg.server.urls
     if not urls:
@@ -70,5 +73,5 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # an open bracket, or a port that is no number
+    except ValueError:  # an open bracket, or a port that is not a number
         return False

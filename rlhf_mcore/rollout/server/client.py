@@ -1,4 +1,4 @@
-"""Ask servers over HTTP, from a thread of its own: many requests are under way at a time."""
+"""Send HTTP requests to servers, from a separate thread and many concurrently."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rlhf_mcore.config.errors import printable
 from rlhf_mcore.redaction import without_secrets
 
 T = TypeVar("T")
-MAX_BYTES = 2**20  # of an answer, unless a request says more
-_SHOWN = 300  # characters of an answer that a message quotes
+MAX_BYTES = 2**20  # default limit for the size of an answer
+_SHOWN = 300  # maximum characters of an answer in an error message
 
 
 class ServerFailed(RuntimeError):
-    """A server does not answer, or refuses. Logins in its message are hidden."""
+    """A server gave no valid answer. Credentials in the message are hidden."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(without_secrets(message))[:1000])
 
 
 class Client:
-    """Sessions to servers, in a thread with an event loop."""
+    """An HTTP session to the servers, in a thread with an event loop."""
 
     def __init__(self, token: str | None, timeout_s: float) -> None:
         self._loop = asyncio.new_event_loop()
@@ -38,10 +38,10 @@ class Client:
         self._session: aiohttp.ClientSession = self.wait(self._open(headers, timeout_s))
 
     async def _open(self, headers: Mapping[str, str], timeout_s: float) -> aiohttp.ClientSession:
-        # Who bounds the requests under way is the engine; the server closes connections that rest, so each is tried anew.
+        # limit=0: the engine limits the concurrent requests. The server closes idle connections, so reuse them for 2 s at most.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=30)
-        headers = {**headers, "Accept-Encoding": "identity"}  # the size of what is unpacked would have no bound
+        headers = {**headers, "Accept-Encoding": "identity"}  # a compressed answer could unpack to any size
         return aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=headers, trust_env=False, auto_decompress=False
         )
@@ -57,10 +57,10 @@ class Client:
     async def ask(
         self, method: str, url: str, body: Mapping[str, Any] | None = None, max_bytes: int = MAX_BYTES
     ) -> Any:
-        """Return the JSON that a server answers; None if it answers nothing.
+        """Send a request, and return the server's JSON answer; None if the answer is empty.
 
         Raises:
-            ServerFailed: with what it answered, or why it did not.
+            ServerFailed: the server gave no answer, an error, or an answer that is not JSON or exceeds ``max_bytes``.
         """
         try:
             async with self._session.request(method, url, json=body, allow_redirects=False) as answer:
@@ -80,7 +80,7 @@ class Client:
             raise ServerFailed(f"{url} answers no JSON: {type(error).__name__} {str(error)[:_SHOWN]}") from error
 
     def close(self) -> None:
-        """End the requests under way, the sessions and the thread."""
+        """Cancel the requests in flight, and close the session and the thread."""
         self.wait(self._session.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -88,5 +88,5 @@ class Client:
 
 
 def token_of(variable: str | None) -> str | None:
-    """Read the servers' key from an environment variable, which pre-flight has seen."""
+    """Return the servers' API key from an environment variable. Pre-flight checks that it is set."""
     return None if variable is None else os.environ.get(variable)

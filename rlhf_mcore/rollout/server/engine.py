@@ -1,4 +1,4 @@
-"""An engine that is a number of vLLM's servers: the first rank asks them, and all ranks bring the weights together."""
+"""An engine that consists of external vLLM servers. The first rank sends requests, and all ranks gather the weights together."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
 
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
-SHARD_BYTES = 4 * 2**30  # of a file of weights
-_TOKEN_BYTES = 1024  # of an answer, for a token and its logprob; vLLM writes a fifth of it
-_FLOAT = 3e38  # logprobs are stored in fp32
-REQUEST_TIMES = 60  # a request may take this many times rollout.engine_timeout_s
-_WAIT_S = 1.0  # for an answer, between two looks
+SHARD_BYTES = 4 * 2**30  # size of a weight file
+_TOKEN_BYTES = 1024  # allowed answer bytes per token and logprob; vLLM uses about a fifth of it
+_FLOAT = 3e38  # limit for logprobs, which are stored in fp32
+REQUEST_TIMES = 60  # the timeout of a request, as a multiple of rollout.engine_timeout_s
+_WAIT_S = 1.0  # maximum wait for an answer in one step
 
 
 class ServerEngine(Engine):
-    """All servers are one engine, which the first rank leads.
+    """All servers as one engine, which the first rank leads.
 
-    A request goes to the server with the fewest. One that fails is left out until the next weights, and its requests are drawn by the
-    others, with their seeds. Every answer names the weights that it was drawn by: those of another trainer, or those of a server that
-    was started again, are an error of that server.
+    A request is sent to the server with the fewest requests in flight. If a server fails, it gets no requests until the next weight
+    load, and its requests are sent to other servers, with the same seeds. Every answer names the weights that sampled it. If these
+    are the weights of another trainer, or of a restarted server, the server counts as failed.
     """
 
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
-        """Ask every server whether it is well.
+        """Check every server.
 
         Raises:
-            ConfigError: one is not, or cannot replace its weights; on every rank.
+            ConfigError: a server is not healthy, cannot reload weights, or does not fit the run; raised on every rank.
         """
         super().__init__(model, EngineRank(0, 1, is_lead=dist.get_rank() == 0))
         assert cfg.server.weights_dir is not None, "config.validate asks for it"
@@ -65,11 +65,11 @@ class ServerEngine(Engine):
             else ExpectedTensors.of_shapes(model.shapes)
         )
         self._urls = [url.rstrip("/") for url in cfg.server.urls]
-        self._run = f"rlhf_mcore-{secrets.token_hex(8)}"  # no other trainer's weights have this name
+        self._run = f"rlhf_mcore-{secrets.token_hex(8)}"  # unique, so that weights of other trainers are detected
         self._folder = Path(cfg.server.weights_dir).absolute() / self._run
         self._timeout_s = REQUEST_TIMES * cfg.engine_timeout_s
         self._room = asyncio.Semaphore(cfg.sequences * len(self._urls))
-        self._well: dict[str, int] = {}  # requests under way, by server
+        self._well: dict[str, int] = {}  # number of requests in flight for each healthy server
         self._answers: SimpleQueue[Completion | Exception] = SimpleQueue()
         self._under_way: dict[int, Future[None]] = {}
         self._client: Client | None = None
@@ -92,7 +92,11 @@ class ServerEngine(Engine):
             raise
 
     def _check_folder(self) -> None:
-        """Check that weights can be written where servers read them."""
+        """Check that the directory for weights is writable.
+
+        Raises:
+            ConfigError: it is not.
+        """
         place = self._folder.parent
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -104,7 +108,11 @@ class ServerEngine(Engine):
             ) from error
 
     async def _check(self, url: str) -> None:
-        """Check that a server is well, takes weights, and draws as this run needs it to."""
+        """Check that a server is healthy, can reload weights, and has the settings that this run needs.
+
+        Raises:
+            ConfigError: it does not.
+        """
         assert self._client is not None
         try:
             for path in ("health", "weight_info"):
@@ -138,7 +146,10 @@ class ServerEngine(Engine):
             )
 
     def _check_sizes(self, where: str, served: Path) -> None:
-        """Check that a server has this run's model, where its directory is here too: other weights would spoil it."""
+        """Check that a server runs this run's model, if its model directory exists on this machine.
+
+        Loading this run's weights would break a server with another model.
+        """
         if (served / "config.json").is_file() and read_geometry(served) != read_geometry(self._model_dir):
             raise ConfigError(
                 f"{where} serves {served}, whose sizes are not those of model.path={self._model_dir}; start the "
@@ -157,7 +168,7 @@ class ServerEngine(Engine):
         return [request.name for request in requests]
 
     async def _draw(self, request: Request, limit: int, label: str) -> None:
-        """Have a server draw a response, and put it among the answers."""
+        """Sample a response on a server, and put it, or the error, into ``_answers``."""
         try:
             async with self._room:
                 self._answers.put(await self._ask_any(request, limit, label))
@@ -165,7 +176,11 @@ class ServerEngine(Engine):
             self._answers.put(error)
 
     async def _ask_any(self, request: Request, limit: int, label: str) -> Completion:
-        """Ask the server with the fewest requests. If it fails in any way, ask another one."""
+        """Send a request to the server with the fewest requests. If that server fails, send it to another.
+
+        Raises:
+            ServerFailed: all servers failed.
+        """
         problem = ServerFailed("no server is left")
         while self._well:
             url = min(self._well, key=self._well.__getitem__)
@@ -190,7 +205,7 @@ class ServerEngine(Engine):
             "max_tokens": limit,
             "seed": request.seed,
             "stop_token_ids": self._stops,
-            "logprobs": 0,  # of the sampled token only
+            "logprobs": 0,  # only the logprob of the sampled token
             "detokenize": False,
         }
         body = {"token_ids": list(map(int, request.prompt_ids)), "sampling_params": sampling, "cache_salt": label}
@@ -200,41 +215,41 @@ class ServerEngine(Engine):
         return completion_of(answer, request, url, bounds, self.policy_version)
 
     def _step(self) -> list[Completion]:
-        """Wait for an answer, and take all that there are."""
+        """Wait for an answer for at most ``_WAIT_S``, and return all answers received."""
         finished: list[Completion] = []
         with suppress(Empty):
             answer = self._answers.get(timeout=_WAIT_S)
             while True:
                 if isinstance(answer, Exception):
                     raise RuntimeError(f"the servers of rollout.server.urls draw no more: {answer}") from answer
-                if self._under_way.pop(answer.request_id, None) is not None:  # else it was cancelled
+                if self._under_way.pop(answer.request_id, None) is not None:  # None: the request was cancelled
                     finished.append(answer)
                 answer = self._answers.get_nowait()
         return finished
 
     def _end(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
-            self._under_way.pop(request_id).cancel()  # closes the connection, so that the server stops to draw
+            self._under_way.pop(request_id).cancel()  # closes the connection, so that the server stops sampling
 
     def _num_drawn(self) -> dict[int, int]:
         return dict.fromkeys(self._in_flight, 0)
 
     def _progress(self) -> float:
-        """Return the time: servers do not report tokens, and ``rollout.engine_timeout_s`` limits their requests."""
+        """Return the time. Servers do not report tokens in progress, and ``rollout.engine_timeout_s`` limits their requests."""
         return time.monotonic()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Write the weights where all servers read them, and have these replace theirs. Collective.
+        """Write the weights to the shared directory, and make all servers load them. Collective.
 
         Raises:
-            RuntimeError: requests are in flight, or no server has taken the weights; on every rank.
+            RuntimeError: requests are in flight, or no server loaded the weights; raised on every rank.
         """
         if self._in_flight:
             raise RuntimeError(f"{len(self._in_flight)} requests are in flight: servers get weights between them")
         self.begin_load()
         folder = self._folder / str(version)
         writer = ShardWriter(folder) if self.rank.is_lead else None
-        for name, tensor in self._expected.checked(weights):  # gathering is collective
+        for name, tensor in self._expected.checked(weights):  # all ranks iterate, because gathering is collective
             if writer is not None:
                 writer.add(name, tensor)
         on_every_rank(partial(self._bring, writer, version))
@@ -264,10 +279,10 @@ class ServerEngine(Engine):
         return dict(zip(self._urls, results, strict=True))  # type: ignore[arg-type]
 
     async def _replace(self, url: str, folder: str, label: str) -> None:
-        """Replace the weights of a server. It answers nobody meanwhile, and everybody again where it has not taken them.
+        """Replace the weights of a server. The server is paused during the load, and resumed even if the load fails.
 
         Raises:
-            ServerFailed: it has not.
+            ServerFailed: the load failed. The message contains the state of the server.
         """
         assert self._client is not None
         ask = self._client.ask
@@ -282,7 +297,7 @@ class ServerEngine(Engine):
             raise ServerFailed(f"{error}; {await self._resume(url, f'{label}-incomplete')}") from error
 
     async def _resume(self, url: str, label: str) -> str:
-        """Resume a server that has not taken weights, but perhaps some of them. Returns how it was left."""
+        """Resume a server whose load failed, perhaps in part. Returns a description of its state for the error message."""
         assert self._client is not None
         ask = self._client.ask
         try:
@@ -295,7 +310,7 @@ class ServerEngine(Engine):
         return f"it is resumed, and its weights, some of which may be replaced, are called {label}"
 
     def close(self) -> None:
-        """Leave the servers as they are, with the last weights."""
+        """Close the client. The servers continue with the last weights."""
         self.abandon("it was closed")
         if self._client is not None:
             self._client.close()
@@ -303,7 +318,7 @@ class ServerEngine(Engine):
 
 
 class ShardWriter:
-    """Writes tensors to files of about ``shard_bytes`` in a folder, as they come."""
+    """Writes tensors to a folder, in files of about ``shard_bytes``."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         folder.mkdir(parents=True)
@@ -318,7 +333,7 @@ class ShardWriter:
             self.close()
 
     def close(self) -> None:
-        """Write what is held."""
+        """Write the tensors that are not written yet."""
         if self._held:
             self._count += 1
             save_file(self._held, self.folder / f"model-{self._count:05}.safetensors")
@@ -327,7 +342,7 @@ class ShardWriter:
 
 @dataclass(frozen=True, slots=True)
 class AnswerBounds:
-    """Bound a response: the name of the weights that sample it, its most tokens, and the vocabulary of the model."""
+    """Expected values of an answer: the name of the weights that sampled it, the maximum tokens, and the vocabulary size."""
 
     label: str
     max_tokens: int
@@ -335,10 +350,10 @@ class AnswerBounds:
 
 
 def completion_of(answer: Any, request: Request, url: str, bounds: AnswerBounds, version: int) -> Completion:
-    """Read what ``/inference/v1/generate`` answers.
+    """Convert an answer of ``/inference/v1/generate`` to a completion.
 
     Raises:
-        ServerFailed: it has another form, a value out of range, was sampled by other weights, or not to its end.
+        ServerFailed: the answer is malformed, has a value out of range, was sampled from other weights, or is not finished.
     """
     try:
         [choice] = Fields(answer if isinstance(answer, dict) else {}, "its answer", "").objects("choices")
@@ -367,7 +382,7 @@ def completion_of(answer: Any, request: Request, url: str, bounds: AnswerBounds,
 
 
 def _vocab_size(model_dir: str) -> int:
-    """Return the number of token ids of a model; that of all int32 if config.json does not declare it."""
+    """Return the vocabulary size of a model; 2**31, which accepts every int32 id, if config.json does not declare it."""
     config = read_config(model_dir, model_dir)
     own = config.object("text_config", default=None) or config
     return own.integer("vocab_size", 1, default=2**31)
