@@ -1,3 +1,3 @@
-"""A run or a configuration enters; its schedules, compared, leave. Begin with ``compare``."""
+"""Compare schedules of generation and training for a configuration or a run. Start reading at ``compare``."""
 
 SUMMARY = "schedules of generation and training compared, over a distribution of response lengths"

@@ -1,4 +1,4 @@
-"""``rlhf-mcore simulate CONFIG``: which schedule, and which split of the devices, is fastest. No torch, no processes."""
+"""``rlhf-mcore simulate CONFIG``: find the fastest schedule and split of the devices. It starts no processes and needs no torch."""
 
 from __future__ import annotations
 
@@ -29,29 +29,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore simulate",
-        "Simulate steps of generation and training over a distribution of response lengths: synchronous, one step off, and bounded "
-        "staleness with partial rollouts. Each schedule is shown with the split of the devices that makes it fastest.",
+        "Simulate generation and training for a distribution of response lengths. The schedules are synchronous, one step off, and "
+        "bounded staleness with partial rollouts. Each schedule is shown on its fastest split of the devices.",
         examples=["rlhf-mcore simulate my_run.yaml --lengths 'lognormal(7.3,1.1,16384)' --devices 32"],
         config="YAML file, as for train",
     )
     parser.add_argument(
         "--lengths",
         metavar="LENGTHS",
-        help="lognormal(mu,sigma,max) or geometric(mean,max) in tokens, a file of numbers (text, jsonl, parquet), or the "
-        "directory of a run (default: those of the first synchronous --run)",
+        help="lognormal(mu,sigma,max) or geometric(mean,max) in tokens, a file of numbers (text, jsonl, parquet), or a run "
+        "directory (default: lengths of the first synchronous --run)",
     )
     parser.add_argument(
         "--run",
         action="append",
         default=[],
         metavar="DIR",
-        help="directory of a synchronous run: its measured times instead of the planner's estimates; of several runs all steps count. "
-        "Beside it, of a run that samples ahead: how much trainer and engines slow each other",
+        help="directory of a synchronous run, whose measured times replace the planner's estimates; may be repeated. A further run "
+        "that samples ahead shows how much trainer and engines slow each other down",
     )
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="engines' and trainer's together (default: those of the configuration)"
+        "--devices",
+        type=int,
+        metavar="N",
+        help="devices of engines and trainer together (default: as in the configuration)",
     )
-    parser.add_argument("--gpu", default="H100", choices=GPUS, help="kind of device for estimates (default: H100)")
+    parser.add_argument("--gpu", default="H100", choices=GPUS, help="device type for estimates (default: H100)")
     parser.add_argument(
         "--set",
         action="append",
@@ -69,11 +72,11 @@ def _parser() -> argparse.ArgumentParser:
         "--steps",
         type=int,
         metavar="N",
-        help="steps to simulate (default: 30, fewer where a step has over 2,000 responses)",
+        help="steps to simulate (default: 30, fewer if a step has over 2,000 responses)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the lengths that are drawn (default: 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there; seconds")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the schedules; needs matplotlib")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for the sampled lengths (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file; times in seconds")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the schedules to this file; needs matplotlib")
     return parser
 
 
@@ -118,31 +121,31 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> list[int]:
-    """Check the command line. Returns the bounds of staleness.
+    """Check the command line. Returns the staleness bounds.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: an argument is missing or invalid.
     """
     if not args.lengths and not args.run:
-        raise ConfigError(
-            "--lengths is missing: give a distribution, a file, or the directory of a run (--run has lengths too)"
-        )
+        raise ConfigError("--lengths is missing; give a distribution, a file or a run directory, or use --run")
     for name, value, least, most in (("--steps", args.steps, 1, 10_000), ("--devices", args.devices, 1, 1 << 16)):
         if value is not None and not least <= value <= most:
             raise ConfigError(f"{name} {value} is out of range; give a number from {least} to {most}")
     if args.seed < 0:
-        raise ConfigError(f"--seed {args.seed} is out of range; give a number of at least 0")
+        raise ConfigError(f"--seed {args.seed} is out of range; give a number from 0")
     if args.run and args.set:
-        raise ConfigError("--set changes estimates, and --run replaces them; leave one of them out")
+        raise ConfigError("--set changes estimates, and --run replaces them; remove one of them")
     for run in args.run or ():
         if not Path(run).is_dir():
-            raise ConfigError(f"--run {run}: no such directory; give the directory of a run")
+            raise ConfigError(f"--run {run}: no such directory; give a run directory")
     try:
         bounds = [int(text) for text in args.staleness.split(",")]
     except ValueError:
         bounds = []
     if not bounds or not all(1 <= bound <= 64 for bound in bounds):
-        raise ConfigError(f"--staleness {args.staleness} is no list of bounds from 1 to 64, as in --staleness 1,2,4")
+        raise ConfigError(
+            f"--staleness {args.staleness} is not a list of bounds from 1 to 64; write it as --staleness 1,2,4"
+        )
     for option, path in (("--json", args.json), ("--png", args.png)):
         if path is not None:
             check_output(option, path)
@@ -150,7 +153,7 @@ def _check(args: argparse.Namespace) -> list[int]:
 
 
 def _configuration(args: argparse.Namespace) -> tuple[Config, int]:
-    """Load the configuration, resolve it, and count the trainer's ranks."""
+    """Load and resolve the configuration. Returns it and the number of trainer ranks."""
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.resolve import default_world_size, resolve
     from rlhf_mcore.config.run_kinds import run_kind

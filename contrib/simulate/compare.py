@@ -1,4 +1,4 @@
-"""Schedules side by side, each with the split of devices that makes it fastest."""
+"""Compare schedules, each on its fastest split of the devices."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlhf_mcore_contrib.simulate.lengths import ResponseLengths
 from rlhf_mcore_contrib.simulate.schedule import CONTINUE, DRAIN, Outcome, Scenario, Schedule, simulate
 from rlhf_mcore_contrib.simulate.times import Split, Times
 
-_MOST_SPLITS = 9  # that are simulated for a schedule
+_MOST_SPLITS = 9  # simulated per schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A schedule on a split of devices. ``bound``: samples/s that it cannot exceed."""
+    """A schedule on a split of the devices. ``bound``: upper bound of its samples/s."""
 
     schedule: Schedule
     split: Split
@@ -28,9 +28,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``rows``: each schedule with the split that trains most tokens a second. ``tried``: all of its splits, by its name.
+    """The simulated schedules.
 
-    ``left_out``: names of schedules that the layouts leave no split for.
+    ``rows``: each schedule on the split that trains most tokens per second. ``tried``: all simulated splits by schedule name.
+    ``left_out``: names of schedules for which the layouts allow no split.
     """
 
     lengths: ResponseLengths
@@ -41,7 +42,7 @@ class Comparison:
 
 
 def schedules(cfg: Config, bounds: Sequence[int]) -> list[Schedule]:
-    """List the schedules: synchronous, one step off, bounded staleness with partial rollouts, and the configuration's own."""
+    """List the schedules: synchronous, one step off, bounded staleness with partial rollouts, and the configuration's schedule."""
     own, rollout = configured(cfg), cfg.rollout
     at_publish = CONTINUE if rollout.at_publish in (None, DRAIN) else rollout.at_publish
     known = [Schedule(colocated=True), Schedule(), Schedule(1, DRAIN, rollout.oversample)]
@@ -50,7 +51,7 @@ def schedules(cfg: Config, bounds: Sequence[int]) -> list[Schedule]:
 
 
 def configured(cfg: Config) -> Schedule:
-    """Return the schedule that a configuration asks for."""
+    """Return the schedule of a configuration."""
     rollout, bound = cfg.rollout, cfg.trainer.max_staleness
     if not bound:
         return Schedule(colocated=rollout.placement == "colocated")
@@ -58,9 +59,9 @@ def configured(cfg: Config) -> Schedule:
 
 
 def samples_bound(scenario: Scenario, schedule: Schedule, mean: float) -> float:
-    """Bound the samples/s: engines always decode as many sequences as they may, and nobody waits for anything but the sync.
+    """Return an upper bound of the samples/s. Engines are always full, and only the sync makes them or the trainer wait.
 
-    ``mean``: tokens of a response.
+    ``mean``: mean tokens per response.
     """
     in_flight = (schedule.max_staleness + schedule.oversample) * scenario.responses / scenario.num_engines
     running = min(scenario.engine.slots, in_flight)
@@ -81,13 +82,13 @@ def compare(
     seed: int,
     begin: Callable[[str], None] = lambda schedule: None,
 ) -> Comparison:
-    """Simulate each schedule on the most promising of its splits; leave out those that have none.
+    """Simulate each schedule on its most promising splits. Schedules without a split are left out.
 
-    The ``configured`` schedule is shown on the ``configured`` split, if that is among its splits. ``begin`` gets the name of each
-    schedule when its simulation begins.
+    The configured schedule is shown on the configured split, if this split is among its splits. ``begin`` receives the name of each
+    schedule when its simulation starts.
 
     Raises:
-        ConfigError: no schedule has one.
+        ConfigError: no schedule has a split.
     """
     tried: dict[str, list[Row]] = {}
     refusals: list[ConfigError] = []
@@ -120,14 +121,14 @@ def compare(
 
 
 def _promising(possible: list[tuple[float, Split, Scenario]]) -> list[tuple[float, Split, Scenario]]:
-    """Keep the splits with the highest bounds, and some spread over the others."""
+    """Keep the splits with the highest bounds, and an even selection of the others."""
     ranked = sorted(possible, key=lambda entry: -entry[0])
     first, others = ranked[: _MOST_SPLITS - 4], ranked[_MOST_SPLITS - 4 :]
     return first + others[:: max(1, -(-len(others) // 4))]
 
 
 def as_json(comparison: Comparison, own: Schedule) -> dict[str, Any]:
-    """Write everything but the traces as JSON values; times in seconds."""
+    """Convert a comparison without its traces to JSON values. Times are in seconds."""
     lengths, first = comparison.lengths, comparison.rows[0].outcome.tokens_per_s
     described = {"source": lengths.name, "count": len(lengths.values), "mean": lengths.mean, "cut": lengths.cut}
     rows = [

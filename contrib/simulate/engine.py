@@ -1,4 +1,4 @@
-"""One engine with continuous batching, as events: how long whole batches of decode steps take, without playing every step."""
+"""Simulate an engine with continuous batching as events. An event covers many decode steps."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-_ROUNDING = 1e-9  # of a decode step
+_ROUNDING = 1e-9  # tolerance, as a share of a decode step
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """Seconds of an engine. A decode step of n running sequences takes ``step_s + sequence_s * n`` and adds a token to each."""
+    """Durations in an engine, in seconds. A decode step takes ``step_s + sequence_s * n`` and adds a token to each of n sequences."""
 
     step_s: float
     sequence_s: float
-    prompt_s: float = 0.0  # of a request when it begins: its share of its prompt's forward pass
-    prefix_token_s: float = 0.0  # of each token that is computed again after a publish
-    slots: int = 256  # sequences that it decodes at a time
+    prompt_s: float = 0.0  # per request when it starts: its share of its prompt's forward pass
+    prefix_token_s: float = 0.0  # per token that is computed again after a publish
+    slots: int = 256  # sequences that it decodes concurrently
 
     def decode_s(self, running: float) -> float:
         """Return the seconds of a decode step."""
@@ -28,35 +28,35 @@ class EngineTimes:
 
 @dataclass(slots=True)
 class Group:
-    """The responses to one prompt, which a step trains on together. Versions are those of the policy.
+    """The responses to one prompt. A step trains on all of them together.
 
-    ``version``: when it was submitted. ``oldest``: of its tokens.
+    ``version``: policy version at submission. ``oldest``: oldest policy version of its tokens.
     """
 
     unfinished: int
     version: int
     order: int
     tokens: int = 0
-    version_sum: float = 0.0  # over its tokens
+    version_sum: float = 0.0  # sum of the versions of its tokens
     oldest: int = 1 << 62
     cancelled: bool = False
 
 
 @dataclass(slots=True)
 class Request:
-    """One response: its length is known to the simulation, not to the engine."""
+    """A response. Only the simulation knows its length in advance, not the engine."""
 
     group: Group
     length: int
-    first_step: int = 0  # the engine's count of decode steps when it began
+    first_step: int = 0  # the engine's count of decode steps when it started
 
 
 @dataclass(slots=True)
 class Engine:
-    """Requests begin in their order, when a slot is free, between two decode steps. ``next_at`` is when something happens next.
+    """A simulated engine. Requests start in order, between two decode steps, when a slot is free.
 
-    The state is that of ``at``, the last border between two decode steps that was looked at. Everything that reaches an engine
-    between two steps or within one (requests, a pause, a cancellation) counts from the next border on.
+    The state is the state at time ``at``, the end of the last processed decode step. ``next_at`` is the time of the next event.
+    Requests, pauses and cancellations take effect at the end of the current decode step.
     """
 
     times: EngineTimes
@@ -66,24 +66,24 @@ class Engine:
     paused: bool = False
     next_at: float = math.inf
     busy_s: float = 0.0
-    sequence_seconds: float = 0.0  # integral of the running sequences
-    running: list[tuple[int, int, Request]] = field(default_factory=list)  # a heap by the step of the last token
+    sequence_seconds: float = 0.0  # integral of the running sequences over time
+    running: list[tuple[int, int, Request]] = field(default_factory=list)  # heap, ordered by the step of the last token
     waiting: deque[Request] = field(default_factory=deque)
-    publishes: list[int] = field(default_factory=list)  # the count of decode steps at each new version
-    slowdown: float = 1.0  # of everything that it computes
+    publishes: list[int] = field(default_factory=list)  # count of decode steps at each new version
+    slowdown: float = 1.0  # factor for all its durations
     _begun: int = 0
     _next_steps: int = 0
     _next_slowdown: float = 1.0
     _pausing: bool = False
-    _stale: bool = False  # some of its requests are cancelled
+    _stale: bool = False  # True if some of its requests are cancelled
 
     @property
     def load(self) -> int:
-        """Requests that it has not finished."""
+        """Number of unfinished requests."""
         return len(self.running) + len(self.waiting)
 
     def busy_until(self, now: float) -> float:
-        """Sum the seconds in which it computed, up to now."""
+        """Return the seconds in which the engine has computed until ``now``."""
         return self.busy_s + (min(now, self.next_at) - self.at if self.running else 0.0)
 
     def submit(self, requests: Iterable[Request], now: float) -> None:
@@ -92,25 +92,25 @@ class Engine:
         self._plan(now)
 
     def cancel(self, now: float) -> None:
-        """Forget requests of cancelled groups."""
+        """Remove the requests of cancelled groups."""
         self._stale = True
         self._plan(now)
 
     def pause(self, now: float) -> None:
-        """Stop at the end of the decode step; at once if there is none."""
+        """Stop at the end of the decode step, or immediately if no sequence is running."""
         if not self.paused:
             self._pausing = bool(self.running)
             self.paused = not self._pausing
             self._plan(now)
 
     def slow(self, now: float, slowdown: float) -> None:
-        """Make everything from the next border on take ``slowdown`` times as long."""
+        """Multiply all durations after the current decode step by ``slowdown``."""
         if slowdown != self._next_slowdown:
             self._next_slowdown = slowdown
             self._plan(now)
 
     def resume(self, now: float, version: int, *, resubmit: bool) -> None:
-        """Continue with new weights, on the keys and values of the old ones unless ``resubmit`` computes these again."""
+        """Continue with new weights. Keys and values of the old weights stay, unless ``resubmit`` computes them again."""
         self.paused, self.version, self.at = False, version, now
         self.publishes.append(self.steps)
         if resubmit and self.running:
@@ -121,7 +121,7 @@ class Engine:
         self._plan(now)
 
     def settle(self) -> list[Request]:
-        """Let happen what happens at ``next_at``. Returns the requests that finished."""
+        """Process the event at ``next_at``. Returns the finished requests."""
         seconds = self.next_at - self.at
         if self.running:
             self.busy_s += seconds
@@ -146,7 +146,7 @@ class Engine:
         return [request for request in finished if not request.group.cancelled]
 
     def _plan(self, now: float) -> None:
-        """Choose the next event: the first completion, or before it the next border where something waits for one."""
+        """Choose the next event: the first completion, or the end of the current decode step if a change waits for it."""
         if self.paused or not self.running:
             self.slowdown = self._next_slowdown
         if self.paused:
@@ -174,14 +174,14 @@ class Engine:
             heapq.heappush(self.running, (self.steps + request.length, self._begun, request))
 
     def _compute(self, seconds: float) -> None:
-        """Forward passes over prompts; decoding waits."""
+        """Simulate forward passes over prompts. Decoding waits."""
         seconds *= self.slowdown
         self.at += seconds
         self.busy_s += seconds
         self.sequence_seconds += seconds * len(self.running)
 
     def _count(self, request: Request) -> None:
-        """Add a finished request's tokens and their versions to its group's."""
+        """Add the tokens of a finished request and their versions to its group."""
         group, end, newer = request.group, self.steps, self.version
         group.unfinished -= 1
         group.tokens += request.length

@@ -1,4 +1,4 @@
-"""Response lengths to simulate with: a distribution, or what was measured (a file of numbers, the rollouts of a run)."""
+"""Read response lengths for a simulation, from a distribution, a file of numbers, or the rollouts of a run."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from rlhf_mcore.observability.run_directory import ROLLOUTS
 Lengths = npt.NDArray[np.int64]
 COLUMNS = ("num_tokens", "response_length", "length")
 FORMS = "FILE, lognormal(mu,sigma,max) or geometric(mean,max)"
-MAX_LENGTH = 1 << 24  # of one response
-ENOUGH = 200_000  # responses of a run: its last ones
+MAX_LENGTH = 1 << 24  # tokens per response
+ENOUGH = 200_000  # number of responses, the last ones of a run
 _MAX_BYTES = 1 << 28
 _MAX_COUNT = 20_000_000
-_DRAWN = 1 << 16  # lengths of a distribution: their quantiles, so that a mean is not left to chance
+_DRAWN = 1 << 16  # number of quantiles that stand for a distribution; quantiles make the mean exact
 _CALL = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
 _REMEDY = "give " + FORMS
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseLengths:
-    """``values``: [M] int64, lengths in tokens, each as likely as any other. ``cut``: the share that is as long as the limit.
+    """Equally likely response lengths.
 
-    ``per_prompt``: so many values one after the other are responses to one prompt, which may be alike; 1: nothing is known.
+    ``values``: [M] int64, in tokens. ``cut``: share of the values at the limit. ``per_prompt``: number of consecutive values that
+    belong to one prompt, and may be similar; 1: unknown.
     """
 
     name: str
@@ -44,13 +45,13 @@ class ResponseLengths:
 
     @property
     def mean(self) -> float:
-        """Tokens of a response."""
+        """Mean tokens per response."""
         return float(self.values.mean())
 
     def draw(self, samples: int, seed: int) -> Callable[[int], list[int]]:
-        """Draw the lengths of the responses of a group, by its number; the same for every schedule that asks.
+        """Return a function from a group number to the lengths of its responses. Every schedule gets the same lengths.
 
-        They are those of one prompt where the responses of prompts are known and are as many.
+        If ``per_prompt`` equals ``samples``, a group gets the lengths of one prompt.
         """
         blocks: dict[int, list[list[int]]] = {}
         known = self.values.reshape(-1, samples if self.per_prompt == samples else 1)
@@ -67,12 +68,13 @@ class ResponseLengths:
 
 
 def read_lengths(source: str, limit: int) -> ResponseLengths:
-    """Read lengths from a distribution, a file or the rollouts of a run, cut at ``limit`` tokens, which is the longest response.
+    """Read lengths from a distribution, a file or the rollouts of a run, and cut them at ``limit`` tokens.
 
-    A file holds a number a line (text), objects or numbers (jsonl) or columns (parquet). A directory is a run's, or its rollouts.
+    A file contains one number per line (text), numbers or objects (jsonl), or columns (parquet). A directory is a run directory or its
+    rollouts.
 
     Raises:
-        ConfigError: there is no such file, it holds no lengths, or parameters are not possible.
+        ConfigError: the file does not exist or contains no lengths, or the parameters of the distribution are impossible.
     """
     values, per_prompt = _distribution(source, limit), 1
     if values is None:
@@ -83,7 +85,7 @@ def read_lengths(source: str, limit: int) -> ResponseLengths:
 
 
 def _distribution(source: str, limit: int) -> Lengths | None:
-    """Return the quantiles of a distribution; None where ``source`` names none."""
+    """Return the quantiles of a distribution, or None if ``source`` is not a distribution."""
     call = _CALL.fullmatch(source)
     if call is None:
         return None
@@ -99,7 +101,7 @@ def _distribution(source: str, limit: int) -> Lengths | None:
     longest, at = numbers[-1], (np.arange(_DRAWN) + 0.5) / _DRAWN
     if not 1 <= longest <= limit:
         raise ConfigError(
-            f"--lengths {source}: max={longest:g} has to be from 1 to rollout.sampling.max_new_tokens={limit}; change one of them"
+            f"--lengths {source}: max={longest:g} must be from 1 to rollout.sampling.max_new_tokens={limit}; change one of them"
         )
     if name == "lognormal":
         mu, sigma, _ = numbers
@@ -112,17 +114,19 @@ def _distribution(source: str, limit: int) -> Lengths | None:
         drawn = np.exp(np.minimum(mu + sigma * normal, 60.0))
     else:
         if not 1 <= numbers[0] <= MAX_LENGTH:
-            raise ConfigError(f"--lengths {source}: mean={numbers[0]:g} has to be from 1 to {MAX_LENGTH}; change it")
+            raise ConfigError(f"--lengths {source}: mean={numbers[0]:g} must be from 1 to {MAX_LENGTH}; change it")
         drawn = np.log1p(-at) / np.log1p(-1 / numbers[0]) if numbers[0] > 1 else np.ones(_DRAWN)
     return np.clip(np.ceil(drawn), 1, longest).astype(np.int64)
 
 
 def _read_run(path: Path) -> tuple[Lengths, int]:
-    """Read the lengths of a run's last responses, and how many there are of each prompt (1 if that differs)."""
+    """Read the lengths of a run's last responses, and their number per prompt (1 if prompts differ in it)."""
     folder = path / ROLLOUTS if (path / ROLLOUTS).is_dir() else path
     files = sorted(folder.glob("step-*.jsonl"), reverse=True)
     if not files:
-        raise ConfigError(f"--lengths {path}: no directory of a run, there is no {ROLLOUTS}/step-*.jsonl; {_REMEDY}")
+        raise ConfigError(
+            f"--lengths {path}: not a run directory, because it contains no {ROLLOUTS}/step-*.jsonl; {_REMEDY}"
+        )
     values: list[int] = []
     responses: set[int] = set()
     for file in files:
@@ -135,12 +139,12 @@ def _read_run(path: Path) -> tuple[Lengths, int]:
 
 
 def rollout_lengths(lines: Iterable[Fields]) -> list[int]:
-    """Read the lengths of the responses that a run has recorded."""
+    """Read the lengths of the recorded responses of a run."""
     return [line.integer("num_tokens", 1, MAX_LENGTH) for line in lines]
 
 
 def _file(path: Path) -> Lengths:
-    """Read the numbers of a file: one a line, or the first of COLUMNS of JSON lines or of a parquet file."""
+    """Read the numbers of a file: one per line, or the first existing column of COLUMNS in jsonl or parquet."""
     where = f"--lengths {path}"
     if path.suffix == ".parquet":
         open_file(path, where=where, remedy=_REMEDY).close()
@@ -186,9 +190,9 @@ def _check(path: Path, unit: str, numbers: Iterable[tuple[int, object]]) -> Leng
             value = math.nan
         if not value.is_integer() or not 1 <= value <= MAX_LENGTH:
             raise ConfigError(
-                f"--lengths {path}, {unit} {place}: {shorten(given)} is no length; lengths are whole numbers from 1 to {MAX_LENGTH}"
+                f"--lengths {path}, {unit} {place}: {shorten(given)} is not a length; lengths are whole numbers from 1 to {MAX_LENGTH}"
             )
         values.append(int(value))
         if len(values) > _MAX_COUNT:
-            raise ConfigError(f"--lengths {path}: more than {_MAX_COUNT:,} lengths; give a sample of them")
+            raise ConfigError(f"--lengths {path}: more than {_MAX_COUNT:,} lengths; give a random subset")
     return np.array(values, dtype=np.int64)

@@ -1,13 +1,12 @@
-"""Times of engines and trainer from the records of runs: metrics.jsonl and rollouts/.
+"""Fit the times of engines and trainer to the records of runs: metrics.jsonl and rollouts/.
 
-A step's generation is linear in three numbers that follow from its lengths: decode steps of the engine that takes
-most, response tokens of an engine, and requests of an engine where these differ. The rest of a step is linear in its
-response tokens. Coefficients are not negative, and have the least sum of relative distances. They are fitted to
-synchronous runs, where one side waits for the other.
+Generation time is linear in up to three numbers, which follow from the lengths of a step: decode steps of the slowest engine, response
+tokens per engine, and requests per engine if steps differ in them. The rest of a step is linear in its response tokens. The fit
+minimises the sum of relative deviations with coefficients of at least 0. It uses synchronous runs, in which one side waits for the
+other.
 
-Runs that sample ahead show how much longer each side takes while the other one computes: their times of training and
-of decode steps are divided by those of the fit, and extrapolated from the share of the time in which both sides
-computed.
+Runs that sample ahead show the slowdown of each side while the other side computes. Their training and decode times are divided by the
+times of the fit. The ratio is then extrapolated from the share of time in which both sides computed.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ _NOT_TRAINING = (
     "start_engine",
 )
 _WORK = tuple(f"throughput/engine_{name}" for name in ("steps", "tokens", "busy_s"))
-_ENOUGH_OF_BOTH, _MOST = 0.2, 10.0  # share of the time in which both sides compute; factor
-_REWEIGHTED = 20  # times, until the sum of squares is one of distances
+_ENOUGH_OF_BOTH, _MOST = 0.2, 10.0  # least share of time in which both sides compute; largest slowdown
+_REWEIGHTED = 20  # iterations, after which least squares has become least absolute deviations
 Matrix = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseFit:
-    """Seconds. ``train_token_s`` is of one device. ``error``: median relative distance of a step's time from the fit.
+    """Fitted times in seconds. ``train_token_s`` is for one device. ``error``: median relative deviation of steps from the fit.
 
-    ``source``: the directory of the first synchronous run. ``contention``: None where no run sampled ahead.
+    ``source``: directory of the first synchronous run. ``contention``: None if no run sampled ahead.
     """
 
     step_s: float
@@ -73,17 +72,17 @@ class PhaseFit:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One recorded step, and what its times depend on. ``work``: of all engines together, if that was counted."""
+    """A recorded step and the numbers that determine its times. ``work``: total of all engines, if it was recorded."""
 
     decode_steps: int
     engine_tokens: float
     engine_requests: float
-    device_tokens: float  # that a training device has its share of
+    device_tokens: float  # response tokens per training device
     generate_s: float
     exchange_s: float
     train_s: float
     sync_s: float
-    waiting_s: float  # of the trainer for engines
+    waiting_s: float  # time in which the trainer waited for engines
     work: tuple[float, ...]  # decode steps, tokens, seconds
 
 
@@ -96,16 +95,16 @@ class _Run:
 
 
 def fit_runs(directories: Sequence[Path]) -> PhaseFit:
-    """Fit the times of synchronous runs, and how much longer they are in runs that sample ahead.
+    """Fit the times of synchronous runs, and the slowdown in runs that sample ahead.
 
     Raises:
-        ConfigError: a directory is not that of a run, has no steps with their rollouts, or no run's generation was timed alone.
+        ConfigError: a directory is not a run directory, contains no steps with rollouts, or no run is synchronous.
     """
     runs = [_read_run(directory) for directory in directories]
     alone = [run for run in runs if not run.is_ahead]
     if not alone:
         raise ConfigError(
-            f"--run {', '.join(map(str, directories))}: with trainer.max_staleness above 0 times of generation are times of waiting; "
+            f"--run {', '.join(map(str, directories))}: with trainer.max_staleness above 0, generation times include waiting; "
             "add --run with the directory of a synchronous run"
         )
     fit = _fit([step for run in alone for step in run.steps], alone[0].name)
@@ -117,13 +116,13 @@ def fit_runs(directories: Sequence[Path]) -> PhaseFit:
 
 
 def _fit(steps: list[_Step], source: str) -> PhaseFit:
-    # Engines wait for the slowest of them when they exchange rows: what is beyond the shortest exchange is generation.
+    # When engines exchange rows, they wait for the slowest engine. Time beyond the shortest exchange is therefore generation.
     exchange_s = min(step.exchange_s for step in steps)
     generate = np.array([step.generate_s + step.exchange_s - exchange_s for step in steps])
     work = np.array([(step.decode_steps, step.engine_tokens, step.engine_requests) for step in steps], dtype=float)
     train = np.array([step.train_s + exchange_s for step in steps])
     tokens = np.array([(1.0, step.device_tokens) for step in steps])
-    if not np.ptp(work[:, 2]):  # requests are as many in every step: what they cost by themselves cannot be told apart
+    if not np.ptp(work[:, 2]):  # every step has the same number of requests, so their cost cannot be separated
         work = work[:, :2]
     (step_s, sequence_s, *prompt_s), engine_error = nonnegative_fit(work, generate)
     (train_step_s, train_token_s), train_error = nonnegative_fit(tokens, train)
@@ -132,10 +131,10 @@ def _fit(steps: list[_Step], source: str) -> PhaseFit:
 
 
 def _contention(fit: PhaseFit, run: _Run) -> tuple[float, float]:
-    """Measure how many times as long as alone training and decoding take while both compute, in a run that samples ahead."""
+    """Measure the slowdown of training and of decoding while both compute, in a run that samples ahead."""
     if not all(len(step.work) == len(_WORK) for step in run.steps):
         raise ConfigError(
-            f"--run {run.name}: its engines' work is not in {METRICS}, as runs of this release have it; {_REMEDY}"
+            f"--run {run.name}: {METRICS} does not contain the engines' work, which runs of this release record; {_REMEDY}"
         )
     engine_s = np.array([step.work[2] / run.num_engines for step in run.steps])
     request_s = [fit.prompt_s * step.engine_requests / step.engine_tokens for step in run.steps]
@@ -148,23 +147,23 @@ def _contention(fit: PhaseFit, run: _Run) -> tuple[float, float]:
     alone_s = [fit.train_step_s + fit.train_token_s * step.device_tokens for step in run.steps]
     both_s = float(np.clip(engine_s.sum() - sum(step.waiting_s for step in run.steps), 0.0, train_s.sum()))
     if both_s < _ENOUGH_OF_BOTH * max(train_s.sum(), engine_s.sum()) or not decode:
-        raise ConfigError(f"--run {run.name}: trainer and engines hardly ever computed at once; {_REMEDY}")
+        raise ConfigError(f"--run {run.name}: trainer and engines hardly ever computed at the same time; {_REMEDY}")
     train, together = float(np.median(train_s / alone_s)), both_s / train_s.sum()
     return _while_both(train, together), _while_both(float(np.median(decode)), both_s / engine_s.sum())
 
 
 def _while_both(longer: float, together: float) -> float:
-    """Extrapolate how many times as long work takes beside the other side, if it takes ``longer`` times as long in all.
+    """Extrapolate the slowdown during common computation from ``longer``, the slowdown over the whole time.
 
-    ``together``: the share of its time in which both sides compute.
+    ``together``: share of the time in which both sides compute.
     """
     return together / max(1 / longer - (1 - together), together / _MOST)
 
 
 def _read_run(directory: Path) -> _Run:
-    """Read the steps of a run that have times and rollouts, without the first ones, in which it warms up."""
+    """Read the steps of a run that have times and rollouts. The first steps are skipped as warm-up."""
     if not (directory / METRICS).is_file():
-        raise ConfigError(f"--run {directory}: no directory of a run, there is no {METRICS} in it; {_REMEDY}")
+        raise ConfigError(f"--run {directory}: not a run directory, because it contains no {METRICS}; {_REMEDY}")
     try:
         cfg = load_config(directory / "config.yaml", [])
     except ConfigError as error:
@@ -217,7 +216,7 @@ def _step(cfg: Config, line: Fields, lengths: Lengths) -> _Step:
 
 
 def decode_steps(lengths: Sequence[int], slots: int) -> int:
-    """Decode steps that an engine takes for requests that it begins in their order, ``slots`` at a time."""
+    """Return the number of decode steps for requests that an engine starts in order, at most ``slots`` concurrently."""
     ends: list[int] = []
     for length in lengths:
         begin = heapq.heappop(ends) if len(ends) == slots else 0
@@ -226,11 +225,9 @@ def decode_steps(lengths: Sequence[int], slots: int) -> int:
 
 
 def nonnegative_fit(work: Matrix, seconds: Matrix) -> tuple[list[float], float]:
-    """Fit coefficients c >= 0 that minimise the sum of relative distances of work @ c from ``seconds``.
+    """Fit coefficients c >= 0 that minimise the sum of relative deviations of work @ c from ``seconds``.
 
-    Returns also the median distance.
-
-    Steps that something else on the machine has disturbed count little, as long as most are undisturbed.
+    Returns c and the median deviation. Steps that other load has disturbed count little, if most steps are undisturbed.
 
     Args:
         work: [steps, columns].
@@ -245,7 +242,7 @@ def nonnegative_fit(work: Matrix, seconds: Matrix) -> tuple[list[float], float]:
 
 
 def _least_squares(relative: Matrix, weights: Matrix) -> Matrix:
-    """Fit 1 by every subset of the columns, and keep the best fit without a negative coefficient."""
+    """Fit the constant 1 by every subset of the columns, and return the best fit without negative coefficients."""
     best, least = np.zeros(relative.shape[1]), np.inf
     columns = range(relative.shape[1])
     for chosen in (list(some) for count in columns for some in combinations(columns, count + 1)):

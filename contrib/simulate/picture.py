@@ -1,4 +1,4 @@
-"""A comparison of schedules as a PNG. matplotlib is an extra: nothing else of the program needs it."""
+"""Draw a comparison of schedules as a PNG. Only this module needs matplotlib, which is an extra."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_mcore_contrib.simulate.compare import Comparison, Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_STEPS = 4  # shown of each schedule, at the pace of the slowest
+_STEPS = 4  # steps of the slowest schedule in the picture; the others cover the same time
 _GENERATE, _TRAIN, _SYNC = "#4477aa", "#ee8866", "#222222"
 
 
@@ -22,12 +22,12 @@ def check_can_draw() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "--png needs matplotlib, which is not installed: pip install matplotlib, or leave it out"
+            "--png needs matplotlib, which is not installed; pip install matplotlib, or omit --png"
         ) from error
 
 
 def draw(comparison: Comparison) -> bytes:
-    """Draw, as a PNG, what engines and trainer do over some steps, rates by split of the devices, and staleness."""
+    """Draw a PNG: activity of engines and trainer over some steps, rates for each split, and staleness."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -67,7 +67,7 @@ def _lane(axes: Axes, row: Row, points: list[tuple[float, int]], seconds: float,
 
 
 def _rates(axes: Axes, comparison: Comparison, colors: Mapping[str, str]) -> None:
-    """Draw the samples/s of every split, or of every schedule where there is one split only."""
+    """Draw the samples/s for each split, or for each schedule if every schedule has a single split."""
     axes.set_title("samples/s by devices of the engines", loc="left", fontsize=9)
     for name, rows in comparison.tried.items():
         if rows[0].split.colocated:
@@ -81,7 +81,7 @@ def _rates(axes: Axes, comparison: Comparison, colors: Mapping[str, str]) -> Non
 
 
 def _staleness(axes: Axes, rows: list[Row], colors: Mapping[str, str]) -> None:
-    """Draw the share of responses by the staleness of their oldest token."""
+    """Draw the share of responses for each staleness of their oldest token."""
     axes.set_title("share of responses by versions between their oldest token and the step", loc="left", fontsize=9)
     width = 0.8 / len(rows)
     for place, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""A comparison of schedules as tables for a terminal."""
+"""Write a comparison of schedules as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rlhf_mcore_contrib.simulate.compare import Comparison, Row
 from rlhf_mcore_contrib.simulate.schedule import Schedule
 from rlhf_mcore_contrib.simulate.times import Split
 
-WIDTH = 150  # of a terminal; a narrower one breaks lines
-# Title of a column -> its cell, of a row and the tokens/s of the first row.
+WIDTH = 150  # columns of the terminal; a narrower terminal wraps lines
+# Column title -> function that returns the cell, given a row and the tokens/s of the first row.
 _COLUMNS: dict[str, Callable[[Row, float], str]] = {
     "devices": lambda row, _: str(row.split.devices) if row.split.colocated else _describe_split(row.split),
     "step": lambda row, _: f"{row.outcome.step_s:.3g} s",
@@ -29,7 +29,7 @@ _COLUMNS: dict[str, Callable[[Row, float], str]] = {
 
 
 def tables(comparison: Comparison, own: Schedule) -> Iterator[Table | str]:
-    """Yield what is printed. ``own``: the configuration's schedule, which is marked."""
+    """Yield the lines and tables to print. ``own``: the configuration's schedule, which gets a mark."""
     lengths = comparison.lengths
     cut = f", {lengths.cut:.1%} of them as long as the limit" if lengths.cut else ""
     yield f"lengths  {lengths.name}: {lengths.mean:.1f} tokens on average{cut}"
@@ -44,9 +44,9 @@ def tables(comparison: Comparison, own: Schedule) -> Iterator[Table | str]:
         table.add_row(row.schedule.name + mark, *(cell(row, first) for cell in _COLUMNS.values()))
     yield table
     if any(row.schedule == own for row in comparison.rows):
-        yield "* the configuration's own"
+        yield "* schedule of the configuration"
     if comparison.left_out:
-        yield f"not shown, for engines and trainer cannot divide the devices (--devices): {'; '.join(comparison.left_out)}"
+        yield f"not shown, because engines and trainer cannot divide the devices (--devices): {'; '.join(comparison.left_out)}"
     if any(len(rows) > 1 for rows in comparison.tried.values()):
         yield _by_split(comparison)
 
@@ -56,7 +56,7 @@ def _describe_split(split: Split) -> str:
 
 
 def _by_split(comparison: Comparison) -> Table:
-    """List the samples/s of every split that was simulated."""
+    """List the samples/s of every simulated split."""
     table = Table(
         box=SIMPLE,
         pad_edge=False,

@@ -1,9 +1,9 @@
-"""Steps of a trainer and its engines under a schedule, as discrete events.
+"""Simulate the steps of a trainer and its engines under a schedule, as discrete events.
 
-Step k trains with the weights of version k - 1 on P prompts with G responses each, and its weights are version k. When a version is
-there, groups are started until (oversample + ``max_staleness``) P of them wait for training. A step takes the first P that finish, and
-of more than P that wait already the oldest. One whose oldest token is more than ``max_staleness`` versions old, or may be so when it
-finishes, begins again with new responses.
+Step k starts with the weights of version k - 1, trains on P prompts with G responses each, and produces version k. After a version
+is published, groups are started until (oversample + ``max_staleness``) P untrained groups exist. A step trains on the first P groups
+that finish. If more than P groups wait, it takes the oldest. A group restarts with new responses if its oldest token is more than
+``max_staleness`` versions old, or may become so before the group finishes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DrawLengths = Callable[[int], list[int]]  # number of a group -> lengths of its 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """``max_staleness`` 0 is synchronous. ``at_publish``, ``oversample``: the configuration's keys of these names."""
+    """A schedule. ``max_staleness`` 0 is synchronous. ``at_publish`` and ``oversample`` are the keys of the configuration."""
 
     max_staleness: int = 0
     at_publish: str = DRAIN
@@ -40,7 +40,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class TrainTimes:
-    """Seconds of a step's work beside generation and sync: a constant part, and one for each response token."""
+    """Seconds of a step without generation and sync: a constant part, and a part per response token."""
 
     step_s: float
     token_s: float
@@ -48,9 +48,9 @@ class TrainTimes:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """Tell how many times as long training takes while all engines compute, and their work while the trainer learns.
+    """Slowdown of training while all engines compute, and of decoding while the trainer learns. 1: no slowdown.
 
-    Both share a machine's memory, and the trainer's first rank takes in what engines draw; 1: they do not slow each other.
+    Both share the machine's memory, and the trainer's first rank receives the samples of the engines.
     """
 
     train: float = 1.0
@@ -59,7 +59,7 @@ class Contention:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A step's work and how long its parts take."""
+    """The work of a step and the durations of its parts."""
 
     prompts: int
     samples: int
@@ -71,13 +71,16 @@ class Scenario:
 
     @property
     def responses(self) -> int:
-        """Return the responses of a step."""
+        """Return the number of responses in a step."""
         return self.prompts * self.samples
 
 
 @dataclass(slots=True)
 class Trace:
-    """Hold what was when, from ``begin`` on. ``running`` are (seconds, sequences in all engines from then on), spans (start, end)."""
+    """Events over time, starting at ``begin``.
+
+    ``running`` contains (time, sequences in all engines from then on), in seconds. Spans are (start, end).
+    """
 
     begin: float = 0.0
     running: list[tuple[float, int]] = field(default_factory=list)
@@ -87,25 +90,25 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Means over the steps after the first ones, in which the pipeline fills.
+    """Means over all steps but the first ones, in which the pipeline fills.
 
-    ``staleness``: responses by how many versions their oldest token was behind the weights that were trained.
+    ``staleness``: number of responses for each lag, in versions, of their oldest token behind the trained weights.
     """
 
     step_s: float
     samples_per_s: float
-    rollout_busy: float  # share of time in which an engine computes, mean over engines
+    rollout_busy: float  # share of time in which an engine computes, mean over engines (0 to 1)
     training_busy: float
-    running: float  # sequences of an engine that computes
+    running: float  # sequences per busy engine
     staleness: dict[int, int]
     staleness_mean: float  # over tokens
-    length_mean: float  # tokens of a response that was trained on; long ones become too old more often
-    redrawn: float  # groups that became too old, for each that was trained on
+    length_mean: float  # tokens per trained response; long responses become too old more often
+    redrawn: float  # restarted groups per trained group
     trace: Trace
 
     @property
     def tokens_per_s(self) -> float:
-        """Response tokens that are trained on. Unlike samples/s it does not rise where long responses are lost."""
+        """Trained response tokens per second. Unlike samples/s, this rate does not rise if long responses are lost."""
         return self.samples_per_s * self.length_mean
 
     @property
@@ -114,13 +117,13 @@ class Outcome:
 
 
 def simulate(scenario: Scenario, schedule: Schedule, draw: DrawLengths, steps: int) -> Outcome:
-    """Play ``steps`` steps after the first ones, which are not counted."""
+    """Simulate ``steps`` steps after some initial steps, which are not counted."""
     return _Run(scenario, schedule, draw).play(2 * schedule.max_staleness + 2, steps)
 
 
 @dataclass(slots=True)
 class _Totals:
-    """Hold what is counted from the beginning, to take differences of."""
+    """Totals since the start. The difference of two of these gives the counts of a period."""
 
     now: float
     busy_s: float
@@ -135,12 +138,12 @@ class _Run:
     def __init__(self, scenario: Scenario, schedule: Schedule, draw: DrawLengths) -> None:
         self.scenario, self.schedule, self.draw = scenario, schedule, draw
         self.engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]
-        self.groups = math.ceil(scenario.prompts * schedule.oversample - 1e-9)  # started for a step
-        self.unfinished: dict[int, Group] = {}  # by number
+        self.groups = math.ceil(scenario.prompts * schedule.oversample - 1e-9)  # started per step
+        self.unfinished: dict[int, Group] = {}  # by group number
         self.finished: list[Group] = []
         self.now = 0.0
         self.version = self.drawn = self.started = 0
-        self.trainer_at = math.inf  # when the trainer is done with what it does
+        self.trainer_at = math.inf  # end of the trainer's current activity
         self.learns, self.slowdown = False, 1.0  # the trainer
         self.training_s = self.token_staleness = 0.0
         self.redrawn = self.tokens = 0
@@ -162,7 +165,7 @@ class _Run:
             assert self.now < math.inf, "nothing happens any more"
             due = [engine for engine, at in zip(self.engines, nexts, strict=True) if at == self.now]
             groups = [request.group for engine in due for request in engine.settle()]
-            # Of those that have finished at the same moment the one that was started first is first.
+            # If groups finish at the same time, the group that started first comes first.
             for order in sorted({group.order for group in groups if not group.unfinished}):
                 self.finished.append(self.unfinished.pop(order))
             if self.version <= uncounted + TRACED_STEPS:
@@ -175,7 +178,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------ engines
     def _fill(self) -> None:
-        """Begin with what the new version may sample; each group goes to the engine with the fewest requests."""
+        """Start the groups that the new version may sample. Each group goes to the engine with the fewest requests."""
         restarted = self._give_up_old()
         limit = self.groups + self.schedule.max_staleness * self.scenario.prompts
         free = limit - len(self.unfinished) - len(self.finished) - len(restarted)
@@ -193,7 +196,7 @@ class _Run:
             self.engines[number].submit(requests, self.now)
 
     def _give_up_old(self) -> list[int]:
-        """Remove groups that are too old, and return their numbers. An unfinished one is as old as its submission."""
+        """Remove groups that are too old and return their numbers. An unfinished group has the version at its submission."""
         oldest = self.version - self.schedule.max_staleness
         stopped = [group for group in self.unfinished.values() if group.version < oldest]
         for group in stopped:
@@ -208,7 +211,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------ the trainer
     def _train(self) -> Iterator[Callable[[], bool]]:
-        """Play the trainer's steps. Yields what it waits for."""
+        """Simulate the trainer's steps. Yields the conditions that it waits for."""
         scenario = self.scenario
         while True:
             yield lambda: len(self.finished) >= scenario.prompts
@@ -223,7 +226,7 @@ class _Run:
             self.trace.training.append((begun, self.now))
             if self.schedule.at_publish == DRAIN:
                 yield lambda: not self.unfinished
-            for engine in self.engines:  # each finishes its decode step
+            for engine in self.engines:  # each engine finishes its decode step
                 engine.pause(self.now)
             yield lambda: all(engine.paused for engine in self.engines)
             self.trainer_at = self.now + scenario.sync_s
@@ -236,7 +239,7 @@ class _Run:
         return self.trainer_at <= self.now
 
     def _slow_each_other(self) -> None:
-        """Slow down what is left of the trainer's work, and the engines' steps that follow, by who computes."""
+        """Slow down the rest of the trainer's work and the next engine steps while the other side computes."""
         contention = self.scenario.contention
         if self.learns and contention.train != 1:
             busy = sum(bool(engine.running) and not engine.paused for engine in self.engines) / len(self.engines)

@@ -1,4 +1,4 @@
-"""Estimate how long the parts of a step take on so many devices: by the planner, or as measured in runs."""
+"""Estimate the durations of the parts of a step on N devices, from the planner or from measured runs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rlhf_mcore_contrib.simulate.engine import EngineTimes
 from rlhf_mcore_contrib.simulate.measured import PhaseFit
 from rlhf_mcore_contrib.simulate.schedule import Contention, Scenario, Schedule, TrainTimes
 
-_FITTED_AT = 16  # numbers of running sequences
+_FITTED_AT = 16  # number of points of the fit, each a number of running sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Devices that generate and devices that train; ``colocated``: the same ones do both."""
+    """Numbers of devices that generate and that train. ``colocated``: the same devices do both."""
 
     rollout: int
     training: int
@@ -38,9 +38,9 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Tell where times come from: a name for the user, and a step's work on the devices of a split.
+    """A source of times: its name for the user, and a function that returns a step's work on the devices of a split.
 
-    ``scenario`` raises ConfigError where that cannot be done there.
+    ``scenario`` raises ConfigError if the split cannot do this work.
     """
 
     source: str
@@ -48,7 +48,7 @@ class Times:
 
 
 def splits(cfg: Config, devices: int, schedule: Schedule) -> list[Split]:
-    """List every way to give ``devices`` to engines and trainer that the layouts of both divide."""
+    """List the splits of ``devices`` into engines and trainer that are multiples of both layouts."""
     size, unit = cfg.rollout.layout.num_ranks, math.lcm(*(role.model_size for role in role_layouts(cfg)))
     if schedule.colocated:
         return [Split(devices, devices, colocated=True)] if devices % math.lcm(size, unit) == 0 else []
@@ -56,14 +56,14 @@ def splits(cfg: Config, devices: int, schedule: Schedule) -> list[Split]:
 
 
 def configured_split(cfg: Config, world_size: int) -> Split:
-    """Return the split of a configuration with so many ranks of the trainer."""
+    """Return the split of a configuration whose trainer has ``world_size`` ranks."""
     if engines_apart(cfg):
         return Split(cfg.rollout.num_engines * cfg.rollout.layout.num_ranks, world_size)
     return Split(world_size, world_size, colocated=True)
 
 
 def planned_times(cfg: Config, gpu: GpuType, assumed: Assumptions, mean: float) -> Times:
-    """Estimate from peaks of a device and assumed efficiencies, as ``rlhf-mcore plan`` does. ``mean``: tokens of a response."""
+    """Estimate times from device peaks and assumed efficiencies, like ``rlhf-mcore plan``. ``mean``: mean tokens per response."""
     return Times(f"estimates for {gpu.name}", lambda split: _plan(cfg, gpu, assumed, mean, split))
 
 
@@ -77,7 +77,7 @@ def _plan(cfg: Config, gpu: GpuType, assumed: Assumptions, mean: float, split: S
     inputs = PlanInputs(cfg, roles, dtype, gpu, assumed, work, split.training)
     if kv_tokens(inputs) < work.prompt_tokens + work.response_tokens + state_tokens(inputs):
         raise ConfigError(
-            f"rollout.gpu_memory_utilization={cfg.rollout.gpu_memory_utilization:g} leaves an engine no cache for a sequence; "
+            f"rollout.gpu_memory_utilization={cfg.rollout.gpu_memory_utilization:g} leaves no cache for a sequence; "
             "raise it or rollout.layout.tp, see rlhf-mcore plan"
         )
     seconds = phase_seconds(inputs)
@@ -95,12 +95,12 @@ def _plan(cfg: Config, gpu: GpuType, assumed: Assumptions, mean: float, split: S
 
 
 def _engine_times(inputs: PlanInputs) -> EngineTimes:
-    """Fit a line to the planner's decode step over the running sequences, which it nearly is."""
+    """Fit a line to the planner's decode time, which is nearly linear in the running sequences."""
     slots = max(1, int(most_running(inputs)))
     running = np.unique(np.linspace(1, slots, _FITTED_AT).round())
     steps = [decode_step_s(inputs, float(count)) for count in running]
     slope, start = np.polyfit(running, steps, 1) if len(running) > 1 else (0.0, steps[0])
-    if slope < 0 or start < 0:  # bound by arithmetic nearly everywhere
+    if slope < 0 or start < 0:  # arithmetic limits nearly all points
         start, slope = 0.0, steps[-1] / slots
     token_s = prefill_token_s(inputs)
     prompt_s = token_s * inputs.work.prompt_tokens / inputs.cfg.rollout.sampling.n
@@ -108,7 +108,7 @@ def _engine_times(inputs: PlanInputs) -> EngineTimes:
 
 
 def measured_times(cfg: Config, fit: PhaseFit, runs: Sequence[str]) -> Times:
-    """Carry what runs measured over to other lengths and numbers of devices: the part that grows with tokens is divided."""
+    """Scale measured times to other lengths and device counts. The part that grows with tokens is divided by the devices."""
     source = f"measured in {', '.join(runs)}: {fit.steps} steps, half of them within {fit.error:.1%} of the fit"
     if (both := fit.contention) is not None:
         source += f"; while both compute training takes {both.train:.2f} times as long, decoding {both.decode:.2f}"

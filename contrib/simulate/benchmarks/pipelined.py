@@ -1,7 +1,7 @@
-"""Samples/s of pipelined schedules in the simulation, over what engines and trainer could do if they never waited but for the sync.
+"""Compare simulated samples/s of pipelined schedules with the bound that engines and trainer reach if they wait only for the sync.
 
-Lengths are mild (a deviation of a third); engines are slower than the trainer, as fast, or faster. The figure is the lowest. What
-pipelined training brings a real run is measured apart (docs/scale/tuning.md).
+Lengths vary mildly (standard deviation: a third of the mean). Engines are slower than the trainer, as fast, or faster. The result is
+the lowest ratio. docs/scale/tuning.md measures pipelined training in real runs.
 """
 
 from __future__ import annotations

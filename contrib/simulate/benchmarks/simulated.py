@@ -1,16 +1,16 @@
-"""What ``rlhf-mcore simulate --run`` predicts of schedules with engines of their own, over what they measure, for several workloads.
+"""Compare predictions of ``rlhf-mcore simulate --run`` for disaggregated schedules with measurements, for several workloads.
 
-Workloads differ in the longest response, the responses to a prompt and the prompts of a step; trainer and engine have a core
-each, as in ``benchmarks.asynchronous``. In every round each workload runs synchronously, one step off, and with partial rollouts.
-All are predicted
+Workloads differ in the longest response, the responses per prompt and the prompts per step. Trainer and engine have one core each, as
+in ``benchmarks.asynchronous``. In every round each workload runs synchronously, one step off, and with partial rollouts. Each of these
+runs is predicted in three ways:
 
-- from the workload's synchronous run, its lengths and its times, and its run one step off, by which trainer and engines slow each
-  other: what a user has before trying partial rollouts;
-- ``alone``: from the workload's synchronous run alone;
-- ``elsewhere``: from these two runs of the other workloads, and of this one's synchronous run the lengths alone.
+- from the lengths and times of the workload's synchronous run, and from the contention in its run one step off. A user has these runs
+  before trying partial rollouts;
+- ``alone``: from the workload's synchronous run only;
+- ``elsewhere``: from these two runs of the other workloads, and from the lengths of this workload's synchronous run.
 
-The ratio is the largest distance of predicted over measured from 1, in samples and in tokens per second, medians of the rounds, of the
-first kind of prediction. Both sides have to be quiet: what else the machine does slows the runs of a round differently.
+The ratio is the largest deviation of predicted / measured from 1 for the first kind of prediction, in samples/s and tokens/s, over the
+medians of the rounds. The machine must be idle otherwise, because other load slows the runs of a round differently.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ RUNS = {
     Workload("short", 12, 8, 96): {name: SCHEDULES[name] for name in ("synchronous", "one_step_off", "partial")},
     Workload("pairs", 24, 2, 256): {name: SCHEDULES[name] for name in ("synchronous", "one_step_off")} | PARTIAL,
 }
-# Two workloads, because what is predicted from elsewhere needs another one.
+# Two workloads, because the prediction ``elsewhere`` needs another workload.
 QUICK = {
     workload: {name: SCHEDULES[name] for name in ("synchronous", "one_step_off")}
     for workload in (Workload("short", 4, 4, 64), Workload("pairs", 8, 2, 96))
 }
 Runs = Mapping[Workload, Mapping[str, list[str]]]
-KINDS = ("", "alone_", "elsewhere_")  # of predictions
+KINDS = ("", "alone_", "elsewhere_")  # prefixes of the predictions
 UNITS = {"samples": ("samples_per_s",), "tokens": ("samples_per_s", "length")}
 Rates = dict[str, float]
 
 
 def main() -> None:
-    """Run everything in turns and write the ratio."""
+    """Run all workloads in turn and write the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round of two small workloads")
     parser.add_argument("--rounds", type=int, default=2, help="of 40 steps each run")
@@ -83,7 +83,7 @@ def experiment(workload: Workload, name: str) -> str:
 
 
 def predict(directory: Path, all_runs: Runs, found: dict[str, list[Rates]]) -> None:
-    """Add to the last round of every run what is predicted of it."""
+    """Add the predictions for every run to its last round."""
     sources = {
         workload: [run_directory(directory, experiment(workload, name)) for name in ("synchronous", "one_step_off")]
         for workload in all_runs
@@ -112,7 +112,7 @@ def simulated(run: Path, synchronous: Path, fit: PhaseFit, workload: Workload) -
 
 
 def compared(rounds: list[Rates]) -> Rates:
-    """Predicted over measured, medians of the rounds."""
+    """Return predicted / measured, as medians over the rounds."""
 
     def of(rates: Rates, factors: tuple[str, ...], kind: str = "") -> float:
         return math.prod(rates[kind + factor] for factor in factors)

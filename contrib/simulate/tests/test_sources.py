@@ -70,13 +70,13 @@ def test_lengths_of_a_file_are_cut_at_the_longest_response(name: str, tmp_path: 
 
 WRONG = [
     ("", "no lengths in it"),
-    ("12\n-3\n", "line 2: -3 is no length"),
-    ("12\n0\n", "line 2: 0 is no length"),
-    ("1e300\n", "1e300 is no length"),
-    ("9" * 400 + "\n", "is no length"),
-    ("nan\n", "nan is no length"),
-    ("2.5\n", "2.5 is no length"),
-    ("many\n", "many is no length"),
+    ("12\n-3\n", "line 2: -3 is not a length"),
+    ("12\n0\n", "line 2: 0 is not a length"),
+    ("1e300\n", "1e300 is not a length"),
+    ("9" * 400 + "\n", "is not a length"),
+    ("nan\n", "nan is not a length"),
+    ("2.5\n", "2.5 is not a length"),
+    ("many\n", "many is not a length"),
 ]
 
 
@@ -98,9 +98,9 @@ def test_what_is_no_list_of_lengths_is_refused_by_line(text: str, message: str, 
         ("lognormal(nan,1,100)", r"not of the form lognormal"),
         ("lognormal(5,-1,100)", "sigma its deviation"),
         ("lognormal(500,1,100)", "mu is the mean of the logarithm"),
-        ("geometric(0.5,100)", "mean=0.5 has to be from 1"),
-        ("geometric(50,0)", "max=0 has to be from 1 to rollout.sampling.max_new_tokens=512"),
-        ("geometric(50,1024)", "max=1024 has to be from 1 to rollout.sampling.max_new_tokens=512"),
+        ("geometric(0.5,100)", "mean=0.5 must be from 1"),
+        ("geometric(50,0)", "max=0 must be from 1 to rollout.sampling.max_new_tokens=512"),
+        ("geometric(50,1024)", "max=1024 must be from 1 to rollout.sampling.max_new_tokens=512"),
     ],
 )
 def test_what_is_no_source_of_lengths_is_refused(source: str, message: str) -> None:
@@ -121,7 +121,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"num_tokens": 3}\n{"score": 1}\n')
     with refused(ConfigError, field=("line 2", "num_tokens")):
         read_lengths(str(tmp_path / "d.jsonl"), 512)
-    with pytest.raises(ConfigError, match="no directory of a run"):
+    with pytest.raises(ConfigError, match="not a run directory"):
         read_lengths(str(tmp_path), 512)
 
 
@@ -217,7 +217,7 @@ def test_a_run_that_samples_ahead_shows_how_much_trainer_and_engines_slow_each_o
     assert (fit.contention.train, fit.contention.decode) == pytest.approx((1.25, 1.1), rel=1e-3)
     assert replace(fit, contention=None) == alone and fit.source == str(tmp_path / "short")
     write_run_ahead(tmp_path / "older", 1.25, 1.1, busy_s=0.0)
-    with pytest.raises(ConfigError, match="its engines' work is not in"):
+    with pytest.raises(ConfigError, match="does not contain the engines' work"):
         fit_runs([tmp_path / "short", tmp_path / "older"])
 
 
