@@ -104,8 +104,11 @@ def test_numbers_of_sixteen_bits_arrive() -> None:
 @pytest.mark.parametrize(
     ("turn", "message"),
     [
-        (replace(completion(5, 2), fields={}), r"the engine recorded \['patches', 'routes'\] and then \[\]"),
-        (completion(5, 2, routes=np.zeros((3, LAYERS, EXPERTS), np.uint8)), "routes of 3 tokens for 2 response tokens"),
+        (replace(completion(5, 2), fields={}), r"the engine recorded the fields \['patches', 'routes'\], then \[\]"),
+        (
+            completion(5, 2, routes=np.zeros((3, LAYERS, EXPERTS), np.uint8)),
+            "routes for 3 tokens, not for 2 response tokens",
+        ),
     ],
 )
 def test_what_does_not_fit_the_tokens_is_named(turn: Completion, message: str) -> None:
@@ -161,7 +164,7 @@ def test_a_checkpoint_holds_them() -> None:
         for before, after in zip(group, read[number], strict=True):
             assert same(before.fields, after.fields)
     damaged = encode_trajectories(groups).replace(rb"\"length\": 8", rb"\"length\": 7", 1)
-    with pytest.raises(ValueError, match="values of"):
+    with pytest.raises(ValueError, match="counts 8 values for 25 tokens"):
         decode_trajectories(damaged, {3: PROMPTS[1], 0: PROMPTS[2]})
 
 
