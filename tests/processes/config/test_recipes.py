@@ -123,7 +123,7 @@ def test_the_pages_name_what_is_added(copy: Path) -> None:
     losses = (
         "ppo_clip | gspo | cispo | gmpo | sapo | dppo_tv | dppo_kl | kl_cov | clip_cov | vanilla | path/to/file.py:name"
     )
-    assert f"loss of the policy: {losses} policy_loss: ppo_clip" in words
+    assert f"policy loss: {losses} policy_loss: ppo_clip" in words
     assert "`clip_cov`, `vanilla` or `path/to/file.py:name`" in page
     rewards = (pages / "reward.md").read_text(encoding="utf-8").splitlines()
     assert "`contains`" in next(line for line in rewards if line.startswith("| `reward.rules[*].name` |"))
