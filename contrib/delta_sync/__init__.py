@@ -1,1 +1,1 @@
-"""Delta sync: send engines the elements that have changed since the last sync (``bridge.full_every``)."""
+"""Delta sync: send engines only the elements that changed since the last sync (``bridge.full_every``)."""

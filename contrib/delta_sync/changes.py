@@ -1,8 +1,8 @@
-"""Messages of the elements that have changed since the last sync, for links that are slower than a comparison.
+"""Send only the elements that changed since the last sync, for links that are slower than a comparison.
 
-A rank compares what it sends with what it has sent last, element by element, bit for bit. A changed element travels as its value and
-one byte: how many unchanged ones precede it. Its receiver has the others: in the tensors that it has written or, where these are
-packed or of another dtype, in copies of the messages. Both ends hash the whole message, so what did not travel is compared too.
+A rank compares each element with its last sent value, bit for bit. A changed element is sent as its value and one byte, the number of
+unchanged elements before it. The receiver already holds the other elements, in the tensors that it has written. If these are packed or
+have another dtype, it keeps copies of the messages. Both ends hash the whole message, so the unchanged elements are compared too.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import current_platform
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FARTHEST = 256  # words from one that travels to the next, which one byte counts
+_FARTHEST = 256  # largest distance between two sent words, because one byte counts the words between them
 
 
 def encode(new: Tensor, old: Tensor, itemsize: int) -> Tensor | None:
-    """Write what has to change in ``old`` to make it ``new``, both uint8 [n], in words of ``itemsize`` bytes.
+    """Encode the changes from ``old`` to ``new``, both uint8 [n], in words of ``itemsize`` bytes.
 
-    Returns the words, then for each the number of words between it and the one before, uint8 [m]. Where more than 255 in a row are
-    equal, every 256th of them is written all the same. None: it would not be shorter than ``new``.
+    Returns uint8 [m]: the changed words, then for each word the number of words between it and the previous sent word. In a longer
+    run of equal words every 256th word is sent too. Returns None if the encoding is not shorter than ``new``.
     """
     words = new.view(_WORDS[itemsize])
     changed = (words != old.view(_WORDS[itemsize])).nonzero().view(-1)
@@ -56,7 +56,7 @@ def encode(new: Tensor, old: Tensor, itemsize: int) -> Tensor | None:
 
 
 def decode(encoded: Tensor, flat: Tensor, itemsize: int) -> None:
-    """Make the changes in ``flat``, uint8 [n], that :func:`encode` has written."""
+    """Apply the changes of :func:`encode` to ``flat``, uint8 [n], in place."""
     count = len(encoded) // (1 + itemsize)
     values, codes = encoded.split([count * itemsize, count])
     flat.view(_WORDS[itemsize])[_places(codes)] = values.view(_WORDS[itemsize])
@@ -67,33 +67,33 @@ def _places(codes: Tensor) -> Tensor:
 
 
 class Changes(ChangedMessages):
-    """The transport of first phases; messages that machines forward inside are sent whole. One executor has it.
+    """The transport of the first phase, for one executor. Messages that a machine forwards internally are sent whole.
 
-    All its ranks begin the same runs, so they agree without a word on which of them send everything.
+    All ranks begin the same runs, so they agree without communication which runs send everything.
 
     Args:
-        links: between the ranks.
-        previous: what was sent last; None on a rank that sends nothing.
-        full_every: of so many runs the first sends everything.
-        device: of the messages.
+        links: links between the ranks.
+        previous: the last sent values; None on a rank that sends nothing.
+        full_every: interval in runs at which everything is sent; the first run sends everything.
+        device: device of the messages.
     """
 
     def __init__(self, links: Links, previous: KeptSources | None, full_every: int, device: torch.device) -> None:
         self._links, self._previous, self._full_every, self._device = links, previous, full_every, device
-        self._runs = 0  # since everything was sent, with that one
+        self._runs = 0  # runs since everything was sent, including that run
         self._kept: dict[tuple[int, int], Tensor] = {}  # received messages, by bucket and peer
-        self._written: Mapping[str, Tensor] = {}  # that messages can be read from again, by buffer
+        self._written: Mapping[str, Tensor] = {}  # buffers from which messages can be read again, by name
         self.is_full, self.num_wrong, self.moved = True, 0, TransferBytes()
 
     def begin(self, destinations: Destinations, *, is_full: bool) -> None:
-        """Begin a run. ``is_full``: it sends everything in any case; the same on all ranks."""
+        """Begin a run. ``is_full``: send everything in this run. It must be the same on all ranks."""
         self._runs = 0 if is_full or self._runs >= self._full_every else self._runs
         self.is_full, self.num_wrong, self.moved = self._runs == 0, 0, TransferBytes()
         self._written = destinations.written()
         self._runs += 1
 
     def post(self, bucket: Bucket, sends: Sequence[Packet], receives: Sequence[Packet], views: Views) -> Exchange:
-        """Start to exchange the messages of a bucket, which are packed. ``views`` finds the rectangles of a message in its bytes."""
+        """Start to exchange the packed messages of a bucket. ``views`` returns the rectangles of a message in its bytes."""
         self.moved.planned_sent += sum(packet.message.nbytes for packet in sends)
         self.moved.planned_received += sum(packet.message.nbytes for packet in receives)
         key = bucket.index
@@ -112,25 +112,25 @@ class Changes(ChangedMessages):
         return _Arriving(self, key, waits, receives, list(zip(bodies, peers, strict=True)), arriving)
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], bucket: int, part: int = 0) -> list[Wait]:
-        """Start to send and to receive. What is empty stays, for its receiver knows."""
+        """Start to send and to receive. Empty messages are skipped, because the receiver knows that they are empty."""
         sends, receives = ([(flat, peer) for flat, peer in side if len(flat)] for side in (sends, receives))
         self.moved.sent += sum(flat.nbytes for flat, _ in sends)
         self.moved.received += sum(flat.nbytes for flat, _ in receives)
-        return list(self._links.exchange(sends, receives, 4 * bucket + part))  # a second phase has 4 * bucket + 2
+        return list(self._links.exchange(sends, receives, 4 * bucket + part))  # the second phase uses 4 * bucket + 2
 
     def are_other(self, group: dist.ProcessGroup) -> bool:
-        """Return whether a message of changes has come out other than its sender's at any rank. Collective over the group."""
+        """Return whether a decoded message differs from its sender's message on any rank. Collective over the group."""
         return not self.is_full and any(all_gather_json(self.num_wrong, group))
 
     def restore(self, bucket: int, packet: Packet) -> None:
-        """Fill a message with what its receiver had of it before."""
+        """Fill a message with the values that its receiver held before."""
         if self._is_readable(packet):
             copy_parts(packet.parts, views_of_packet(packet, self._written))
         else:
             packet.flat.copy_(self._kept[bucket, packet.message.peer])
 
     def keep(self, bucket: int, packet: Packet) -> None:
-        """Keep a message that cannot be read again from where it is written."""
+        """Keep a copy of a message if it cannot be read again from the tensors into which it is written."""
         if self._is_readable(packet):
             return
         key = bucket, packet.message.peer
@@ -145,14 +145,14 @@ class Changes(ChangedMessages):
         )
 
     def _encode(self, bucket: Bucket, sends: Sequence[Packet], views: Views) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what is sent of each message, and its head: number of bytes, and hash of the whole message; int64 [2]."""
+        """Return the sent part and the head of each message. A head is int64 [2]: number of bytes, hash of the whole message."""
         bodies, heads = list[Tensor](), list[Tensor]()
         if not sends:
             return bodies, heads
         assert self._previous is not None, "who sends knows what it has sent"
         buffers = self._previous.open(bucket)
         for number, packet in enumerate(sends):
-            if not packet.parts:  # the bytes of a message to another peer
+            if not packet.parts:  # shares the bytes of a message to another peer
                 twin = next(k for k in range(number) if sends[k].flat.data_ptr() == packet.flat.data_ptr())
                 bodies.append(bodies[twin])
                 heads.append(heads[twin])
@@ -169,7 +169,7 @@ class Changes(ChangedMessages):
 
 @dataclass(slots=True)
 class _Arriving(Exchange):
-    """Whole messages under way, or the heads of messages whose ``bodies`` follow."""
+    """Messages in flight: whole messages, or heads whose ``bodies`` follow."""
 
     changes: Changes
     bucket: int

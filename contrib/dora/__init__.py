@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 def list_problems(role: str, group: ActorConfig | CriticConfig) -> Iterator[str]:
-    """List settings that do not go together with magnitudes. ``role``: the name of ``group``."""
+    """List settings that DoRA does not support. ``role``: the name of ``group``."""
     key, lora = f"{role}.lora", group.lora
     if lora.dropout:
         yield f"{key}.use_dora=True is not supported with {key}.dropout={lora.dropout}; set that to 0"
     if lora.init == "pissa":
         yield f"{key}.use_dora=True is not supported with {key}.init=pissa; set that to gaussian"
     if isinstance(lora, ActorLoraConfig) and lora.sync == "adapter":
-        yield f"{key}.use_dora=True: engines add no magnitudes, so {key}.sync=adapter is not possible; set that to merge"
+        yield f"{key}.use_dora=True: engines do not apply magnitudes, so {key}.sync=adapter is not possible; set that to merge"
 
 
 def build_magnitudes(
     layer: Any, matrices: Sequence[MatrixRows], sizes: AdapterSizes, group: ProcessGroup | None
 ) -> Magnitudes:
-    """Give a layer that has its A and B the magnitudes of its outputs. ``group``: the ranks that split its inputs, if any do."""
+    """Add magnitudes to a layer that already has A and B. ``group``: the ranks that split the layer's inputs, or None."""
     from rlhf_mcore_contrib.dora.magnitudes import Magnitudes
 
     return Magnitudes(layer, matrices, sizes, group)
@@ -49,7 +49,7 @@ def initialize(parameters: Iterable[LocalParameter], geometry: ModelGeometry, ba
 
 
 def compute_gains(chunks: Iterable[torch.nn.Module]) -> Mapping[str, Tensor]:
-    """Compute what a sync multiplies the rows of this rank's weights by, by the weight's global name. Collective."""
+    """Return the factors for the rows of this rank's weights in a sync, by the weight's global name. Collective."""
     from rlhf_mcore_contrib.dora.magnitudes import gains
 
     return gains(chunks)

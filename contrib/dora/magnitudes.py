@@ -1,10 +1,10 @@
 """The magnitudes of DoRA (Liu et al. 2024, arXiv 2402.09353): y = g * (W x + scale * B A x) + bias, with g = m / |W + scale * B A|.
 
-The norms are those of rows, and have no gradient (section 4.3 of the paper, and PEFT). A layer's m is its parameter ``lora_m``, in the
-order of the rows of ``lora_b``. Where ranks split W's inputs, each has parts of all rows, and they sum the squares.
+The norms are row norms and have no gradient (section 4.3 of the paper, and PEFT). m is the parameter ``lora_m`` of a layer, in the row
+order of ``lora_b``. If ranks split W's inputs, each rank holds a part of every row, and the ranks sum the squares.
 
-A 16-bit m begins as |W| rounded, so m / |W| would be up to 0.4 % away from 1. The rounding of |W| is therefore taken out of m: a run
-begins with the model itself. In fp32 nothing is rounded, and g is PEFT's.
+A 16-bit m starts as the rounded |W|, so m / |W| would differ from 1 by up to 0.4 %. This rounding is compensated, so that a run starts
+with the unchanged model. In fp32 nothing is rounded, and g equals PEFT's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlhf_mcore.mcore.weights import global_names, unwrap
 
 
 class Magnitudes:
-    """The magnitudes of a layer that has its A and B."""
+    """The magnitudes of a layer with A and B."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Magnitudes:
         sizes: AdapterSizes,
         group: dist.ProcessGroup | None,
     ):
-        """Give the layer the parameter m, whose values are undefined. ``group``: the ranks that split its inputs, if any do."""
+        """Add the parameter m to the layer, with undefined values. ``group``: the ranks that split the layer's inputs, or None."""
         self._layer, self._sizes, self._group = layer, sizes, group
         self._spans = [(matrix.a_row, len(matrix.rows)) for matrix in matrices]
         self._covers = [row for matrix in matrices for row in matrix.rows] == list(range(layer.weight.size(0)))
@@ -52,9 +52,9 @@ class Magnitudes:
         """Return the layer's output with its magnitudes.
 
         Args:
-            y: what it has returned [..., out], with its bias where that is not added later.
-            bias: that is added later.
-            added: what A and B add to the rows that have them.
+            y: output of the layer without adapters [..., out]. It includes the layer's bias, unless ``bias`` is given.
+            bias: the bias if it is added later, or None.
+            added: output of A and B for the rows with adapters.
         """
         rows, own = self._layer.lora_rows, getattr(self._layer, "bias", None)
         product = y if self._covers else y.index_select(-1, rows)
@@ -67,14 +67,14 @@ class Magnitudes:
         return scaled if self._covers else y.index_copy(-1, rows, scaled)
 
     def gain(self) -> Tensor:
-        """Compute g [rows], fp32, of the rows ``lora_rows`` of the weight. Collective where ranks split the inputs."""
+        """Compute g [rows] in fp32 for the rows ``lora_rows`` of the weight. Collective if ranks split the inputs."""
         return self._layer.lora_m.index_select(0, self._layer.lora_b_order) * self._per_magnitude()
 
     @torch.no_grad()
     def _per_magnitude(self) -> Tensor:
-        """Return what m is multiplied with: 1 / |W + scale * B A|, and what rounding has changed of |W|.
+        """Return the factor for m: 1 / |W + scale * B A|, times |W| over the rounded |W|.
 
-        The squares of W + scale * B A are those of W, of the product, and twice the product of both: no matrix of W's size is made.
+        |W + scale * B A|^2 is the sum of |W|^2, |scale * B A|^2 and twice the inner product of both. No matrix of W's size is built.
         """
         layer, scale, rank = self._layer, self._sizes.scale, self._sizes.rank
         a = layer.lora_a.float()
@@ -96,7 +96,7 @@ class Magnitudes:
 
 
 def gains(chunks: Iterable[torch.nn.Module]) -> dict[str, Tensor]:
-    """Compute g [out of this rank], fp32, of every weight with magnitudes, 1 in rows without, by the weight's global name.
+    """Compute g [out of this rank] in fp32 for every weight with magnitudes, by global name. Rows without magnitudes get 1.
 
     Collective over the ranks of the model.
     """
@@ -112,13 +112,13 @@ def gains(chunks: Iterable[torch.nn.Module]) -> dict[str, Tensor]:
 
 
 def begin_with_norms(parameters: Iterable[LocalParameter], geometry: ModelGeometry, base: str | Path) -> None:
-    """Fill this rank's magnitudes from the weights of ``base``. They follow from whole rows, so no layout changes them."""
+    """Fill this rank's magnitudes from the weights of ``base``, using whole rows. The values do not depend on the layout."""
     reader = HFReader(base)
     for parameter in parameters:
         if is_trained_whole(parameter.name, geometry) or base_name(parameter.name)[1] != M:
             continue
         for piece in pieces(parameter.name, geometry, parameter.shard):
-            # As the model has them: a file may have more digits, and norms of these would round to others.
+            # Use the weights in the dtype of the model. A file may be more precise, and its norms would round differently.
             rows = reader.read(f"{hf_module(piece.hf_name)}.weight", (*piece.slices, slice(None))).to(
                 parameter.tensor.dtype
             )

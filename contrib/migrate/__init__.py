@@ -1,7 +1,8 @@
-"""``rlhf-mcore migrate SRC -o OUT.yaml``: carry the common part of a configuration of verl, OpenRLHF or TRL over.
+"""``rlhf-mcore migrate SRC -o OUT.yaml``: convert a configuration of verl, OpenRLHF or TRL.
 
-A launch script, a YAML file or a Python script enters; a configuration of ours leaves, with a list of all that could not be carried
-over. Begin reading at ``convert.migrate``; ``verl``, ``openrlhf`` and ``trl`` contain the tables of keys.
+The source is a launch script, a YAML file or a Python script. The result is a configuration of rlhf_mcore with a list of the keys that
+have no counterpart. Start reading at ``convert.migrate``. ``verl``, ``openrlhf`` and ``trl`` contain the tables of keys. In this
+package, "theirs" means keys and values of the other trainer, and "ours" means those of rlhf_mcore.
 """
 
 SUMMARY = "carry a configuration of verl, OpenRLHF or TRL over"

@@ -1,4 +1,4 @@
-"""The command: convert, write, report what is missing, and plan."""
+"""``rlhf-mcore migrate``: convert a configuration, write it, report lost keys, and plan the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert, write, and report what is missing. Returns the exit code."""
+    """Convert a configuration, write it and report lost keys. Returns the exit code."""
     args = _parser().parse_args(argv)
     return _migrate(args.source, args.output, args.kind)
 
@@ -26,11 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore migrate",
-        "Carry a configuration of verl (YAML, or a launch script with key=value overrides), of OpenRLHF (a launch script) or of "
-        "TRL (a Python script with a GRPOConfig, or a launch script with `trl grpo`) over as far as both have "
-        "the same thing. Every key that could not be is named, in the file and here; then the result "
-        "is validated and planned. Bash runs a launch script in a sandbox where no variable is set, no program is found and "
-        "nothing of yours can be reached; a Python script is parsed.",
+        "Convert a configuration of verl (YAML, or a launch script with key=value overrides), OpenRLHF (a launch script) or TRL (a "
+        "Python script with a GRPOConfig, or a launch script with `trl grpo`). Keys without a counterpart are listed in the file and "
+        "in the output. Then the result is validated and planned. Bash runs a launch script in a sandbox without variables, programs "
+        "or files of yours; a Python script is only parsed.",
         examples=[
             "rlhf-mcore migrate run_qwen2-7b_math_megatron.sh -o my_run.yaml",
             "rlhf-mcore migrate train_grpo.py -o my_run.yaml",
@@ -48,7 +47,7 @@ def _migrate(source: Path, output: Path, kind: str) -> int:
     from rlhf_mcore_contrib.migrate.convert import migrate, shown, to_text
 
     if output.exists():
-        raise ConfigError(f"-o {output}: exists; remove it or name another file")
+        raise ConfigError(f"-o {output}: the file exists; remove it or name another file")
     migration = migrate(source, kind)
     output.write_text(to_text(migration), encoding="utf-8")
     say(f"{len(migration.carried)} keys of {migration.source} carried over to {output}")
@@ -72,7 +71,7 @@ def _migrate(source: Path, output: Path, kind: str) -> int:
 
 
 def _plan(cfg: Config, output: Path) -> str:
-    """Plan the run where its model is here or a well-known one; else tell how to plan it."""
+    """Plan the run if its model is here or well known. Otherwise describe how to plan it."""
     from rlhf_mcore.planning.known_models import with_known_configs
 
     command = f"rlhf-mcore plan {output}"
@@ -90,14 +89,14 @@ def _plan_text(cfg: Config, command: str) -> str:
 
     if not Path(cfg.model.path, "config.json").is_file():
         return (
-            f"plan: not made, {cfg.model.path} is not here; its config.json is enough: `{command} model.path=DIRECTORY`, with "
-            "--gpu for your devices and --suggest for layouts that fit"
+            f"plan: not made, because {cfg.model.path} is not here; a directory with its config.json is enough: `{command} "
+            "model.path=DIRECTORY`, with --gpu for your devices and --suggest for layouts that fit"
         )
     try:
         world_size = default_world_size(cfg)
         validate(cfg, world_size, check_files=False)
         plan = make_plan(resolve(cfg), world_size, GPUS["H100"], Assumptions())
     except ConfigError:
-        return f"plan: not made; correct what is named above, then `{command}`"
+        return f"plan: not made; correct the problems above, then run `{command}`"
     fits = "" if plan.fits else f"\nplan: {refusal(plan)}; `{command} --suggest` lists layouts that fit"
-    return f"plan, for H100 (`{command} --gpu` has others):\n{as_text(plan)}{fits}"
+    return f"plan, for H100 (other devices: `{command} --gpu`):\n{as_text(plan)}{fits}"

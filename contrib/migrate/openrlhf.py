@@ -1,4 +1,4 @@
-"""OpenRLHF: the command lines of its training programs, with the dotted flags of 2026 and the older plain ones."""
+"""Key table for OpenRLHF: command lines of its training programs, with dotted flags (2026) or the older plain flags."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf_mcore_contrib.migrate.table import (
 
 ESTIMATORS = {
     "gae": "gae",
-    "reinforce": "reinforce_plus_plus",  # theirs whitens over the batch: REINFORCE++
+    "reinforce": "reinforce_plus_plus",  # OpenRLHF whitens over the batch, as REINFORCE++ does
     "reinforce_baseline": "reinforce_plus_plus_baseline",
     "rloo": "rloo",
     "group_norm": "grpo",
@@ -47,8 +47,8 @@ def _lengths(values: Values) -> dict[str, Any]:
     total = int(values.get("data.max_len", 2048))
     if new is None and prompt is None:
         raise Lost(
-            "a limit of prompt and response together, which was halved: set data.max_prompt_tokens and "
-            "rollout.sampling.max_new_tokens as your prompts need it",
+            "this limit of prompt plus response was halved; set data.max_prompt_tokens and rollout.sampling.max_new_tokens for "
+            "your prompts",
             {"data.max_prompt_tokens": total // 2, "rollout.sampling.max_new_tokens": total - total // 2},
         )
     longest = int(new) if new is not None else total - int(prompt or 0)
@@ -102,7 +102,7 @@ def _correction(values: Values) -> dict[str, Any]:
 
 
 def schedule(model: str) -> Joint:
-    """Carry over the learning rate's schedule. ``model`` is before the names: "actor." where there are several models."""
+    """Convert the learning-rate schedule. ``model``: prefix of the keys, "actor." in programs with several models."""
     names = (f"{model}lr_scheduler", f"{model}min_lr_ratio", f"{model}adam.lr")
 
     def convert(values: Values) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def schedule(model: str) -> Joint:
 
 def _warmup(share: Any) -> float:
     if not 0 <= float(share) < 1:
-        raise Lost("not a share of the updates: set actor.optimizer.schedule.warmup")
+        raise Lost("not a share of the updates; set actor.optimizer.schedule.warmup")
     return float(share)
 
 
@@ -143,7 +143,11 @@ def _evaluation(values: Values) -> dict[str, Any]:
 
 
 def data_files(names: Any, field: str = "data.train") -> list[str]:
-    """Split a comma-separated list of files. Ids of data sets are lost; ours are the files that prepare_data makes of them."""
+    """Split a comma-separated list of files. Data-set ids are lost; the files that prepare-data writes replace them.
+
+    Raises:
+        Lost: a name is not a .parquet or .jsonl file.
+    """
     paths = [path(name.strip()) for name in str(names).split(",") if name.strip()]
     files = [
         name if name.endswith((".parquet", ".jsonl")) else f"data/{PurePosixPath(name).name}/train.parquet"
@@ -155,7 +159,7 @@ def data_files(names: Any, field: str = "data.train") -> list[str]:
         f"rlhf-mcore prepare-data {name} --out data/{PurePosixPath(name).name}" for name in paths if name not in files
     ]
     raise Lost(
-        f"not .parquet or .jsonl files; make those that {field} names with {' and '.join(commands)}", {field: files}
+        f"not .parquet or .jsonl files; write the files in {field} with {' and '.join(commands)}", {field: files}
     )
 
 
@@ -176,7 +180,7 @@ def _wandb(values: Values) -> dict[str, Any]:
     if not values["logger.wandb.key"]:
         return {}
     trackers = {"logging.trackers": ["tensorboard", "wandb"]}
-    raise Lost("no key is written into a configuration: `wandb login`, or set WANDB_API_KEY", trackers)
+    raise Lost("keys are never written to a configuration; run `wandb login` or set WANDB_API_KEY", trackers)
 
 
 def _tokens(values: Values) -> dict[str, Any]:
@@ -194,19 +198,17 @@ def _reward_model(values: Values) -> dict[str, Any]:
     return {"reward.model.path": path(values["reward.model_name_or_path"]), "reward.rules": []}
 
 
-MUON = (
-    "set actor.optimizer.name=muon by hand, with a learning rate as for AdamW: updates are scaled in another way here"
-)
+MUON = "set actor.optimizer.name=muon by hand, with a learning rate as for AdamW, because updates are scaled differently here"
 
 
 def adam(values: Values) -> dict[str, Any]:
-    """Set nothing if the one value is "adam"."""
+    """Return no settings if the value is "adam". Other optimizers are lost."""
     if list(values.values()) != ["adam"]:
         raise Lost(MUON)
     return {}
 
 
-# Of a model that is trained, in every program of theirs.
+# Keys of the trained model, in every program of OpenRLHF.
 MODEL_ROWS = (
     Row("actor.model_name_or_path", "model.path", path),
     Row("ds.param_dtype", "model.dtype", choose({"bf16": "bf16", "fp16": "fp16"})),
@@ -335,7 +337,7 @@ REASONS = {
     "critic": "see the keys of critic",
     "data.input_template": "write the template into the prompts, or use messages",
     "data.max_samples": "all rows are used here; cut the file",
-    "data.prompt_probs": "rows are drawn alike here; weigh the files by their rows",
+    "data.prompt_probs": "rows are sampled uniformly here; repeat rows to weight a file",
     "data.prompt_split": "name the file of the split",
     "ckpt.path": "checkpoints and models go to one run directory here",
     "ckpt.save_hf": "every checkpoint is a Hugging Face directory here",
@@ -350,12 +352,12 @@ REASONS = {
     "rollout.max_tokens_per_gpu": "forward passes are cut by trainer.max_tokens_per_microbatch here",
     "rollout.micro_batch_size": "the engine batches by itself; see rollout.max_num_seqs",
     "rollout.vllm_generate_batch_size": "the engine batches by itself; see rollout.max_num_seqs",
-    "train.agent_func_path": "see environment: a class of yours, or tools, answer the policy",
+    "train.agent_func_path": "see environment; your class, or tools, answer the policy",
     "train.async_enable": "see rollout.placement and trainer.max_staleness",
     "train.colocate_actor_ref": _SAME_PROCESSES,
     "train.colocate_all": _SAME_PROCESSES,
     "train.colocate_critic_reward": _SAME_PROCESSES,
     "vllm.num_engines": "world size / rollout.layout.tp here; with rollout.placement=disaggregated see rollout.num_engines",
-    **dict.fromkeys(("vllm.sync_backend", "vllm.sync_with_ray"), "the bridge brings the weights to engines here"),
+    **dict.fromkeys(("vllm.sync_backend", "vllm.sync_with_ray"), "the bridge sends the weights to the engines here"),
 }
 TABLE = Table("OpenRLHF", ROWS, JOINTS, DEFAULTS, REASONS)

@@ -1,4 +1,4 @@
-"""OpenRLHF's programs that train one model on examples: train_sft, train_rm and train_dpo."""
+"""Key tables for OpenRLHF's programs that train one model on examples: train_sft, train_rm and train_dpo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_mcore_contrib.migrate.openrlhf import ADAPTERS, MODEL_ROWS, MUON, adam, data_files, schedule
 from rlhf_mcore_contrib.migrate.table import Joint, Lost, Row, Table, Values, pair, path
 
-# What is the actor's in train_ppo_ray belongs to the only model in these two programs; `--pretrain` is any of these.
+# Keys of the actor in train_ppo_ray -> keys of the only model in these programs. `--pretrain` is the model in all programs.
 ONE_MODEL = {
     "actor.model_name_or_path": "model.model_name_or_path",
     "actor.gradient_checkpointing_enable": "model.gradient_checkpointing_enable",
@@ -24,18 +24,18 @@ ONE_MODEL = {
 
 
 def one_model(flags: Values) -> dict[str, Any]:
-    """Rename flags of ``sources.read_flags`` to the names of these programs."""
+    """Rename flags from ``sources.read_flags`` to the names of these programs."""
     return {ONE_MODEL.get(name, name): value for name, value in flags.items()}
 
 
 def _example_tokens(rows: int) -> Joint:
-    """Size a microbatch: ``rows`` examples of train.micro_batch_size, all of the longest."""
+    """Compute the microbatch size: train.micro_batch_size examples, each with ``rows`` sequences of the longest length."""
 
     def convert(values: Values) -> dict[str, Any]:
         longest = int(values["data.max_len"])
         return {
             "data.max_tokens": longest,
-            "data.overlong_prompts": "drop",  # they cut, here longer examples are left out
+            "data.overlong_prompts": "drop",  # OpenRLHF truncates; here longer examples are dropped
             "trainer.max_tokens_per_microbatch": rows * longest * int(values["train.micro_batch_size"]),
         }
 
@@ -93,7 +93,7 @@ _SUPERVISED_REASONS = {
     "eval.split": "name the file of the split",
     "eval.steps": "set evaluate.every with data.eval",
     "logger": "metrics go to metrics.jsonl and to logging.trackers here",
-    "loss": "pairs are distinguished by the sigmoid of the difference (Bradley and Terry) here",
+    "loss": "the loss of a pair is the sigmoid loss of Bradley and Terry here",
     "model": "see the keys of model",
     "muon": MUON,
 }
@@ -123,7 +123,8 @@ def _ipo(values: Values) -> dict[str, Any]:
     if not values["ipo"]:
         return {}
     raise Lost(
-        "log ratios are means over tokens here, sums there: choose algorithm.dpo.beta anew", {"algorithm.preset": "ipo"}
+        "log ratios are means over tokens here and sums in OpenRLHF; choose a new algorithm.dpo.beta",
+        {"algorithm.preset": "ipo"},
     )
 
 

@@ -1,7 +1,8 @@
-# What every bash that reads a launch script begins with (BASH_ENV), in a sandbox. Its trace (xtrace) is what the script would start.
+# Every bash in the sandbox that reads a launch script starts with this file (BASH_ENV). The trace (xtrace) shows the commands that the
+# script would start.
 #
-# No command is found, and each succeeds. What only a run would know is a mark in the values that it becomes part of: @{NAME}@ for a
-# variable that is not set, @{-words}@ for the output of a command. In tests marks are empty; what is computed of one is one.
+# No command is found, and every command succeeds. A mark replaces a value that only a run would know: @{NAME}@ for an unset variable,
+# @{-words}@ for the output of a command. In tests marks are empty. A value that is computed from a mark is a mark too.
 shopt -s expand_aliases execfail extglob
 set -T
 __level=$((${__level:--1} + 1))
@@ -15,10 +16,11 @@ for __name in HOME USER LOGNAME HOSTNAME PWD; do
 done
 __launch='openrlhf\.cli\.|verl\.trainer|main_ppo|main_dapo|trl grpo|[[:space:]]-m[[:space:]]+(verl|recipe)\.'
 __used='\$([A-Za-z_][A-Za-z_0-9]*)|\$\{([A-Za-z_][A-Za-z_0-9]*)(:?[?]|:[ 0-9]|[]#%/^,}])' # not ${NAME:-...}
-__output=' (&|[0-9])?>>?[|]? ?([^[:space:]"'\''()]+|"[^"]*")( 2>&1)?$' # bash writes it behind all words
+__output=' (&|[0-9])?>>?[|]? ?([^[:space:]"'\''()]+|"[^"]*")( 2>&1)?$' # bash prints a redirection after all words
 __sum='\$\(\((([^()]|\([^()]*\))*)\)\)'
 
-# Called before each command: lends it marks for what it uses and is not set. Returns 1 where `$__instead` is to be run in its place.
+# Runs before each command. Sets the unset variables that the command uses to marks, for this command only. Returns 1 if `$__instead` must
+# run instead of the command.
 __before() {
   set +eu
   PATH=@{PATH}@
@@ -42,7 +44,7 @@ __lend() { # NAME VALUE
   printf -v "$1" %s "$2"
 }
 
-__strip() { # what a test names has no marks in it
+__strip() { # remove marks from the variables of a test
   local rest=$1 name
   while [[ $rest =~ [A-Za-z_][A-Za-z_0-9]* ]]; do
     name=$BASH_REMATCH rest=${rest#*"$BASH_REMATCH"}
@@ -65,10 +67,10 @@ __mark() {
     (trap - DEBUG; set -u; eval ": \"\$(($name))\"") &>/dev/null || __instead=${__instead/"$whole"/"@{-${name//[!A-Za-z0-9]/_}}@"}
   done
   if [[ $1 =~ $__launch && $1 =~ ^(cat|tee)\ [^$'\n']*'<<' && ${1%%$'\n'*} == @(tee*|*\>*) ]]; then
-    whole=${1#*"<<"} # it writes a script, which is run here and now, wherever it should be
+    whole=${1#*"<<"} # the command writes a script; run that script immediately instead
     [[ $whole =~ ^([^$'\n']*)\>+\ ?[^[:space:]]+(.*) ]] && whole=${BASH_REMATCH[1]}${BASH_REMATCH[2]}
     __instead="bash <<$whole"
-  elif [[ $__instead =~ $__output && ${BASH_REMATCH[2]} == *[/$]* ]]; then # a directory that is not here
+  elif [[ $__instead =~ $__output && ${BASH_REMATCH[2]} == *[/$]* ]]; then # a directory that does not exist here
     __instead="${__instead%"$BASH_REMATCH"} > /dev/null"
   fi
   [[ $1 == *\'* ]] && return
@@ -96,7 +98,7 @@ command_not_found_handle() {
   printf '@{-%s}@' "${word//[!A-Za-z0-9]/_}"
 }
 
-__filter() { # what is made of something unknown is unknown
+__filter() { # the output for an unknown input is unknown
   local text
   text=$(command -p cat)
   if [[ $text =~ @\{-?([A-Za-z0-9_]*)\}@ ]]; then
@@ -120,13 +122,13 @@ cd() { :; }
 pwd() { echo .; }
 realpath() { echo "${!#}"; }
 readlink() { echo "${!#}"; }
-exit() { # a script that misses something goes on
+exit() { # a script that finds something missing continues
   set +x
   ((${1:-$?})) || builtin exit
 }
-# A loop that waits for something.
+# Ends loops that wait for something.
 alias sleep='((__slept++ < 5)) || break &>/dev/null; :'
-# extdebug lets the trap replace a command. Set before a script begins it would start bash's debugger.
+# extdebug allows the trap to replace a command. If it were set before a script starts, bash would start its debugger.
 trap 'set +x; shopt -s extdebug
 if [[ $BASH_SOURCE == "$BASH_ENV" ]]; then :
 elif __before $#; then set -x

@@ -1,4 +1,4 @@
-"""Read what a Python script passes to TRL's ``GRPOConfig`` and ``GRPOTrainer``, from its syntax tree. Nothing is run."""
+"""Read the arguments of TRL's ``GRPOConfig`` and ``GRPOTrainer`` from the syntax tree of a script. The script is not run."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
-_MAX_DEPTH = 20  # of names that are given by names
+_MAX_DEPTH = 20  # limit for nested expressions and chains of assigned names
 _MAX_NUMBER = 2**63
 
 
 class _NotInScript(Exception):
-    """A value is computed when the script runs."""
+    """A value is known only when the script runs."""
 
 
 @dataclass(slots=True)
 class PythonScript:
-    """Keywords with their values, and those whose values only a run would know -> the expression."""
+    """Arguments of a script. ``values``: keyword -> value. ``computed``: keyword -> expression that only a run can evaluate."""
 
     values: dict[str, Any] = field(default_factory=dict)
     computed: dict[str, str] = field(default_factory=dict)
 
 
 def read_python(text: str, name: str) -> PythonScript:
-    """Collect the keywords of the calls of GRPOConfig and GRPOTrainer; of several calls the last one counts.
+    """Collect the arguments of the calls of GRPOConfig and GRPOTrainer. If a keyword occurs several times, the last value counts.
 
     Raises:
-        ConfigError: the text is not Python, or calls neither.
+        ConfigError: the text is not Python, or contains no such call.
     """
     try:
         tree = ast.parse(text)
@@ -53,7 +53,7 @@ def read_python(text: str, name: str) -> PythonScript:
         ) from error
     if not calls:
         raise ConfigError(
-            f"{name}: calls neither GRPOConfig nor GRPOTrainer; where it reads its options from a command line, give the "
+            f"{name}: calls neither GRPOConfig nor GRPOTrainer; if it reads its options from the command line, give the "
             "launch script with `trl grpo --...`"
         )
     script = PythonScript()
@@ -75,7 +75,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _assignments(tree: ast.Module) -> dict[str, ast.expr]:
-    """Map every plain name to its last value, wherever it is assigned."""
+    """Map every plain name to its last assigned value, in any scope."""
     pairs = [(node.targets[0], node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     return {target.id: value for target, value in pairs if isinstance(target, ast.Name)}
 
@@ -87,9 +87,9 @@ def _keywords(call: ast.Call) -> list[tuple[str, ast.expr]]:
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """Evaluates expressions of constants and of names that are assigned to these.
+    """Evaluates expressions of constants and of names with constant values.
 
-    ``names_functions``: a name that is assigned nowhere is that of a function.
+    ``names_functions``: evaluate a name without assignment to itself, as the name of a function.
     """
 
     assigned: Mapping[str, ast.expr]
@@ -99,7 +99,7 @@ class _Values:
         """Evaluate ``node``.
 
         Raises:
-            _NotInScript: only a run would know its value.
+            _NotInScript: only a run can evaluate it.
         """
         if depth > _MAX_DEPTH:
             raise _NotInScript
@@ -131,7 +131,7 @@ class _Values:
         return value
 
     def _of_call(self, node: ast.Call, depth: int) -> Any:
-        """Evaluate a call that loads something to the name of its data set, files or model, and one of adapters to its keywords."""
+        """Evaluate a loading call to the name of its data set, files or model, and LoraConfig to its keywords."""
         function = _name(node.func)
         files = [keyword.value for keyword in node.keywords if keyword.arg == "data_files"]
         if function == "load_dataset" and files:
@@ -139,7 +139,7 @@ class _Values:
             return ",".join(map(str, named)) if isinstance(named, list) else named
         if function in ("load_dataset", "from_pretrained") and node.args:
             return self.of(node.args[0], depth + 1)
-        if function == "LoraConfig":  # PEFT's, by its keywords; what kind of task it is says an enumeration
+        if function == "LoraConfig":  # without task_type, which may be an enumeration member
             keywords = {word.arg: word.value for word in node.keywords if word.arg not in (None, "task_type")}
             return {str(name): self.of(value, depth + 1) for name, value in keywords.items()}
         if isinstance(node.func, ast.Attribute) and function in ("map", "filter", "select", "shuffle"):

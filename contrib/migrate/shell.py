@@ -1,7 +1,7 @@
-"""Read what a launch script would start: bash runs it in a sandbox in which no command is found, and traces it.
+"""Find the commands that a launch script would start. Bash runs the script in a sandbox without any commands, and traces it.
 
-Every bash in there begins with ``prelude.bash``. A value that only the user's machine knows (a variable of the environment, the
-output of a command) is a marked name in the words that it becomes part of; ``named_unknowns`` writes it for our configuration.
+Every bash in the sandbox first reads ``prelude.bash``. Some values are known only on the user's machine, such as environment variables
+and outputs of commands. A marked name replaces them in the traced words. ``named_unknowns`` writes these names for our configuration.
 """
 
 from __future__ import annotations
@@ -16,29 +16,32 @@ from pathlib import Path
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.sandbox.run import REMEDIES, Level, Limits, Program, Reason, Result, Sandbox, machine_level
 
-ISOLATION = "filters"  # the least that a script is run with
+ISOLATION = "filters"  # least isolation level for running a script
 LIMITS = Limits(cpu_s=10, memory_bytes=2**29, scratch_bytes=2**24, output_bytes=2**24, processes=64)
 PRELUDE = Path(__file__).with_name("prelude.bash")
-ALWAYS_SET = ("HOME", "USER", "PWD", "LOGNAME", "HOSTNAME")  # in every login: no user has to set them
-# Standard input holds the prelude and the script. What the script prints is dropped; the trace is the output, to the end of the last
-# process that could write to it.
+ALWAYS_SET = ("HOME", "USER", "PWD", "LOGNAME", "HOSTNAME")  # set by every login, so the user need not set them
+# Standard input contains the prelude and the script. The output of the script is dropped. The result is the trace, which is complete
+# when the last process that can write to it has ended.
 _START = (
     'IFS= read -r -d "" prelude; printf %s "$prelude" > .prelude; cat > script.sh; '
     'env -i LC_ALL=C.UTF-8 BASH_ENV="$PWD/.prelude" BASH_XTRACEFD=98 "$BASH" script.sh 98>&1 < /dev/null > /dev/null | cat'
 )
 _REPAIRS = (  # pattern, replacement
-    (r"\\[ \t]+$", r"\\"),  # meant as a line that goes on
-    (r"(\\\n)(?:[ \t]*#[^\n]*\n)+", r"\1"),  # comments between such lines end the command, which nobody means
-    (r"^(\s*(?:export )?[\w.+-]+)=<([\w-]+)>", r"\1='<\2>'"),  # to be filled in
-    (r"((?:^|;)\s*(?:done|[)}]))[ \t]*[&\d]?>>?[ \t]*[^\s|&;]+", r"\1"),  # a log file in a directory that is not here
+    (r"\\[ \t]+$", r"\\"),  # spaces after a backslash, meant as a line continuation
+    (r"(\\\n)(?:[ \t]*#[^\n]*\n)+", r"\1"),  # comments between continued lines would end the command
+    (r"^(\s*(?:export )?[\w.+-]+)=<([\w-]+)>", r"\1='<\2>'"),  # placeholders for the user
+    (
+        r"((?:^|;)\s*(?:done|[)}]))[ \t]*[&\d]?>>?[ \t]*[^\s|&;]+",
+        r"\1",
+    ),  # a log file in a directory that does not exist here
 )
-_RECORD = re.compile(r"^\++@(\d+)@(\d+)@ ", re.MULTILINE)  # PS4: the nesting of shells, the line
+_RECORD = re.compile(r"^\++@(\d+)@(\d+)@ ", re.MULTILINE)  # PS4: nesting level of the shell, line number
 _TOKEN = re.compile(r"\$'((?:[^'\\]|\\.)*)'|'([^']*)'|\\(.)|(\$(?!')|[^\s'\\$]+)|(\s+)", re.DOTALL)
 _NO_COMMAND = re.compile(r"(for|select|case|\[\[|\(\(|__\w+|set \+x$)(\s|$)|\w+(\[[^]]*\])?\+?=")
-_SHELLS = ("bash", "sh", "zsh", "ssh", "sbatch", "srun", "eval")  # whose scripts are traced, too
+_SHELLS = ("bash", "sh", "zsh", "ssh", "sbatch", "srun", "eval")  # commands whose scripts are traced too
 _MATTERS = re.compile(r"python|openrlhf|verl|torchrun|deepspeed|ray job|\w=")
 _MARK = re.compile(r"@\{(-?)(\w+)\}@")
-_OPEN, _CLOSE = "\ue000", "\ue001"  # a mark between them is plain text in YAML
+_OPEN, _CLOSE = "\ue000", "\ue001"  # delimiters around a mark; YAML reads them as plain text
 _UNKNOWN = re.compile(f"{_OPEN}(-?)(\\w+){_CLOSE}")
 _STOPPED = {
     Reason.TIMEOUT: "it did not end in time",
@@ -54,7 +57,7 @@ _OTHERWISE = (
 
 @dataclass(slots=True)
 class Script:
-    """Hold what a script would start, and what had to be decided to know it."""
+    """Commands that a script would start, and notes on the decisions that finding them required."""
 
     commands: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -62,7 +65,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A command of the trace. ``level``: 0 in the script itself, more in shells that it starts."""
+    """A command of the trace. ``level``: 0 in the script itself, higher in the shells that it starts."""
 
     level: int
     line: int
@@ -70,10 +73,10 @@ class _Record:
 
 
 def read_script(text: str) -> Script:
-    """Run a bash script where it can reach nothing, and list the commands that it tried to start, with their words expanded.
+    """Run a bash script in a sandbox, and list the commands that it tried to start, with expanded words.
 
     Raises:
-        ConfigError: this machine does not isolate programs, or bash cannot be run in there.
+        ConfigError: this machine cannot isolate programs, or bash does not run in the sandbox.
     """
     level = machine_level()
     if not level.reaches(ISOLATION):
@@ -97,14 +100,14 @@ def _run(text: str, level: Level) -> Result:
 
 
 def _plain_commands(text: str, level: Level) -> list[list[str]]:
-    """Split the lines of a script without variables: all that is read where nothing can be run.
+    """Split the lines of a script without variables. Only such scripts can be read without a sandbox.
 
     Raises:
-        ConfigError: the script is another one.
+        ConfigError: the script uses variables or outputs of commands, or has unbalanced quotes.
     """
     if re.search(r"[$`]", text):
         raise ConfigError(
-            "bash runs a launch script where it can reach nothing, and this machine does not isolate programs "
+            "bash runs a launch script only in a sandbox, and this machine does not isolate programs "
             f"({level.name}; {'; '.join(level.missing)}): {REMEDIES[ISOLATION]}, {_OTHERWISE}"
         )
     try:
@@ -121,7 +124,7 @@ def _records(trace: str) -> Iterator[_Record]:
 
 
 def _words(text: str) -> list[str]:
-    """Split a command of the trace, which is quoted as bash quotes, into words."""
+    """Split a command of the trace into words, according to the quoting of bash."""
     words = [""]
     is_open = False
     for ansi, quoted, escaped, plain, space in _TOKEN.findall(text):
@@ -136,7 +139,7 @@ def _words(text: str) -> list[str]:
 
 
 def _is_nested(words: list[str]) -> bool:
-    """Tell whether a command is a shell with a script in one of its words: its commands are in the trace themselves."""
+    """Return whether a command is a shell with a script in one of its words. The trace contains the commands of this script."""
     return (words[0] in _SHELLS or "bash" in words) and any(re.search(r"\s", word.strip()) for word in words)
 
 
@@ -153,26 +156,28 @@ def _notes(text: str, records: list[_Record], result: Result) -> list[str]:
             command = shortened(record.text)
             notes.append(f"line {record.line}: {command}: the other file is not read; put what it sets into the script")
         elif name == "__unknown" and re.sub(r"[^A-Za-z0-9]", "_", command := " ".join(_words(rest))) in used:
-            notes.append(f"line {record.line}: the output of `{shortened(command)}` is not known: nothing is run")
+            notes.append(
+                f"line {record.line}: the output of `{shortened(command)}` is not known, because no command is run"
+            )
     notes += _branches(text, {record.line for record in own})
     return list(dict.fromkeys(notes))
 
 
 def _branches(text: str, executed: set[int]) -> Iterator[str]:
-    """Report branches that were not taken, by their first lines."""
+    """Yield a note for each branch that was not taken, with its first line."""
     above = ""
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if not line or line.startswith("#"):
             continue
         if number not in executed and re.search(r"(\bthen|\belse|\bdo|^[^($]+\))$", above) and _MATTERS.search(line):
-            yield f"line {number}: not taken, as bash decides with nothing set ({shortened(above)}): {shortened(line)}"
+            yield f"line {number}: not taken, because bash ran with no variable set ({shortened(above)}): {shortened(line)}"
         above = line
 
 
 def named_unknowns(text: str) -> str:
-    """Write a text for our configuration: variables come from the environment, other unknowns are spelt out.
+    """Replace marks by text for our configuration: environment references for variables, names for other unknown values.
 
-    A variable that is not set must not keep the configuration from loading: the stand-in names it wherever it turns up.
+    An unset variable must not prevent the configuration from loading, so the reference has a default that names the variable.
     """
 
     def name(match: re.Match[str]) -> str:
@@ -185,6 +190,6 @@ def named_unknowns(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Cut a text to one line of a message."""
+    """Shorten a text to one line of a message."""
     line = " ".join(text.split())
     return line if len(line) <= 60 else line[:57] + "..."

@@ -1,4 +1,4 @@
-"""Read what other trainers read: hydra overrides and YAML files with references (verl), flags of programs (OpenRLHF, TRL)."""
+"""Read settings of other trainers: hydra overrides and YAML files with references (verl), command-line flags (OpenRLHF, TRL)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OVERRIDE = re.compile(rf"^\+{{0,2}}((?:{'|'.join(ROOTS)})(?:\.[\w-]+)+)=(.*)$",
 
 
 def read_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Read keys and values of the ``a.b=c`` among the words of a command line."""
+    """Read the overrides ``a.b=c`` among the words of a command line. Returns key -> value."""
     overrides = {}
     for word in words:
         match = _OVERRIDE.match(word)
@@ -55,7 +55,7 @@ def _parse(text: str) -> Any:
 
 
 def named(value: Any) -> Any:
-    """Replace what is not in the script by text that our configuration understands."""
+    """Replace unknown values (:func:`shell.named_unknowns`) in a value, including nested lists and dictionaries."""
     if isinstance(value, list):
         return [named(item) for item in value]
     if isinstance(value, dict):
@@ -64,7 +64,7 @@ def named(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Convert a text such as 1e-6 to a number, which YAML 1.1 does not."""
+    """Convert a text such as 1e-6 to a number, because YAML 1.1 reads it as text."""
     try:
         return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value) else value
     except ValueError:
@@ -72,10 +72,10 @@ def _number(value: Any) -> Any:
 
 
 def read_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """Read keys and values of a YAML file, and resolve references among them where that is possible.
+    """Read keys and values of a YAML file, and resolve references if possible.
 
     Raises:
-        ConfigError: a key or a value is none that OmegaConf has.
+        ConfigError: OmegaConf does not support a key or a value.
     """
     ours = {key: value for key, value in tree.items() if key in ROOTS}
     leaves = dict(_leaves(ours, ""))
@@ -83,9 +83,7 @@ def read_tree(tree: dict[str, Any]) -> dict[str, Any]:
         cfg = OmegaConf.create(ours)
     except (OmegaConfBaseException, RecursionError) as error:
         reason = (str(error) or "nested too deep").splitlines()[0]
-        raise ConfigError(
-            f"the file holds what verl itself cannot read ({shorten(reason, 200)}); correct it"
-        ) from error
+        raise ConfigError(f"verl itself cannot read the file ({shorten(reason, 200)}); correct it") from error
     resolvable = _resolvable(leaves)
     values = {key: _number(_resolve(cfg, key, value) if key in resolvable else value) for key, value in leaves.items()}
     return {key: value for key, value in values.items() if value not in (None, [], {})}
@@ -100,17 +98,17 @@ def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 class _Interpolated(NamedTuple):
-    """The resolvers and the keys in a value, as they are written, nested ones included."""
+    """The resolvers and keys in a value as written in the file, including nested ones."""
 
     resolvers: set[str]
     references: list[str]
 
 
 def _examine(value: Any) -> _Interpolated:
-    """List what a value refers to.
+    """List the resolvers and keys in a value.
 
     Raises:
-        ValueError: it cannot be parsed, or a reference is put together from others.
+        ValueError: the value cannot be parsed, or the name of a key contains a reference.
     """
     interpolated = _Interpolated(set(), [])
     for text in interpolated_texts(value):
@@ -125,16 +123,16 @@ def _examine(value: Any) -> _Interpolated:
             elif type(node).__name__ == "InterpolationNodeContext":
                 key = node.getText()[2:-1].strip()
                 if "${" in key:
-                    raise ValueError(f"the key in ${{{key}}} has to be written out")
+                    raise ValueError(f"the key in ${{{key}}} must be written out")
                 interpolated.references.append(key)
             pending.extend(getattr(node, "children", None) or [])
     return interpolated
 
 
 def _resolvable(leaves: Mapping[str, Any]) -> set[str]:
-    """Select keys whose references may be resolved: they do not lead to a resolver.
+    """Select the keys whose references do not lead to a resolver. These may be resolved.
 
-    The environment is the user's: ``${oc.env:NAME}`` stays as it is written.
+    ``${oc.env:NAME}`` stays as written, because it belongs to the user's environment.
     """
     references: dict[str, list[str]] = {}
     calling: set[str] = set()
@@ -168,7 +166,7 @@ def _resolve(cfg: Any, key: str, value: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------------ OpenRLHF
-# Plain flags (until 0.9) -> today's.
+# Plain flags (up to 0.9) -> current flags.
 OLD_NAMES = {
     "pretrain": "actor.model_name_or_path",
     "reward_pretrain": "reward.model_name_or_path",
@@ -290,20 +288,20 @@ _PROGRAM = re.compile(r"openrlhf[./]cli[./](\w+)")
 
 
 def command_of(words: Sequence[str]) -> str | None:
-    """Find which of OpenRLHF's programs a command starts: "train_ppo_ray" of ``openrlhf.cli.train_ppo_ray``."""
+    """Return the OpenRLHF program that a command starts, for example "train_ppo_ray" for ``openrlhf.cli.train_ppo_ray``."""
     named = [word for word in words if _PROGRAM.search(word)]
     return _PROGRAM.findall(named[-1])[-1] if named else None
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Read flags with their values under today's names; a flag without a value is True."""
+    """Read flags under their current names. A flag without a value is True."""
     starts = [place for place, word in enumerate(words) if _PROGRAM.search(word)]
     flags = _flags(words[starts[-1] + 1 if starts else 0 :])
     return {OLD_NAMES.get(name, name): value for name, value in flags.items()}
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
-    """Read ``--name value ...`` and ``--name=value``: one value, a list of several, or True where there is none."""
+    """Read ``--name value ...`` and ``--name=value``. A value is a single value, a list, or True if there is none."""
     given: dict[str, list[str]] = {}
     name = None
     for word in words:
@@ -327,13 +325,13 @@ def _flag_number(word: str) -> Any:
 
 # ----------------------------------------------------------------------------------------------------------------- TRL
 def starts_trl(words: Sequence[str]) -> bool:
-    """Tell whether a command is ``trl grpo``, or runs TRL's script of that name."""
+    """Return whether a command is ``trl grpo`` or runs TRL's script of that name."""
     programs = [PurePosixPath(word).name for word in words]
     return ("trl", "grpo") in pairwise(programs) or "trl/scripts/grpo.py" in " ".join(words)
 
 
 def read_trl_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Read the flags behind the program with their values; words of booleans are booleans."""
+    """Read the flags after the program. The texts true and false become booleans."""
     last = max(place for place, word in enumerate(words) if word == "grpo" or word.endswith("grpo.py"))
     booleans = {"true": True, "false": False}
     flags = _flags(words[last + 1 :])

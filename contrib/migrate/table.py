@@ -1,4 +1,4 @@
-"""Define tables of keys, and apply them."""
+"""Tables of keys, and their application to a configuration of another trainer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from rlhf_mcore.config.keys import KEYS
 from rlhf_mcore.config.questions import token_multiple
 
-Values = Mapping[str, Any]  # their dotted keys -> values
+Values = Mapping[str, Any]  # dotted keys of the other trainer -> values
 
 
 class Lost(Exception):
-    """A key cannot be carried over, for the reason in the message. ``settings`` of ours come closest to it."""
+    """A key has no counterpart, for the reason in the message. ``settings`` contains our closest settings."""
 
     def __init__(self, reason: str, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(reason)
@@ -23,13 +23,13 @@ class Lost(Exception):
 
 
 def same(value: Any) -> Any:
-    """Keep a value that means the same in both."""
+    """Return a value unchanged, because it means the same in both trainers."""
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One key of theirs is one key of ours."""
+    """A key of the other trainer that corresponds to one of our keys."""
 
     theirs: str
     ours: str
@@ -38,9 +38,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Several keys of theirs together decide several of ours.
+    """Several keys of the other trainer that together determine several of our keys.
 
-    It applies where the first of them is given or has a default; others that are neither are not in the mapping.
+    A joint applies if its first key is given or has a default. The mapping for ``convert`` omits keys without value and default.
     """
 
     theirs: tuple[str, ...]
@@ -49,9 +49,9 @@ class Joint:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Everything known about another trainer's configuration.
+    """The conversion of another trainer's configuration.
 
-    ``defaults``: their values for absent keys, where ours differ. ``reasons``: beginnings of keys without a counterpart, and why.
+    ``defaults``: defaults of the other trainer that differ from ours. ``reasons``: prefix of keys without a counterpart -> reason.
     """
 
     name: str
@@ -63,19 +63,19 @@ class Table:
 
 @dataclass(slots=True)
 class Migration:
-    """Our settings, and every key of theirs that is not in them."""
+    """Our settings, and every key of the other trainer that they do not cover."""
 
     source: str
     settings: dict[str, Any] = field(default_factory=dict)
     carried: set[str] = field(default_factory=set)
     lost: dict[str, tuple[Any, str]] = field(default_factory=dict)  # key -> value, reason
-    notes: list[str] = field(default_factory=list)  # what is left to do
-    decisions: list[str] = field(default_factory=list)  # what had to be decided to read a script
-    stand_ins: dict[str, str] = field(default_factory=dict)  # our nearest keys for lost ones -> why they are lost
+    notes: list[str] = field(default_factory=list)  # tasks for the user
+    decisions: list[str] = field(default_factory=list)  # decisions that reading a script required
+    stand_ins: dict[str, str] = field(default_factory=dict)  # our key that replaces a lost key -> reason of the loss
 
 
 def apply(table: Table, given: Values) -> Migration:
-    """Carry over what the table knows. Every key of ``given`` ends in ``carried`` or in ``lost``."""
+    """Convert all keys that the table knows. Every key of ``given`` ends in ``carried`` or in ``lost``."""
     migration = Migration(table.name)
     everything = {**table.defaults, **given}
     for row in table.rows:
@@ -94,7 +94,7 @@ def apply(table: Table, given: Values) -> Migration:
 
 
 def _drop_critic(migration: Migration, given: Values) -> None:
-    """Leave out what configures a critic where the estimator has none: its keys would only be in the way."""
+    """Drop the keys of the critic if the estimator uses none, because they would have no effect."""
     estimator = migration.settings.get("algorithm.advantage", "gae")
     if estimator == "gae":
         return
@@ -110,7 +110,7 @@ def _of_row(row: Row, values: Values) -> dict[str, Any]:
 
 def _carry(migration: Migration, joint: Joint, everything: Values, given: Values) -> None:
     here = [key for key in joint.theirs if key in given]
-    lost = [key for key in here if key not in migration.carried]  # by this, if by nothing else
+    lost = [key for key in here if key not in migration.carried]  # another joint may still carry these keys
     try:
         settings = joint.convert({key: everything[key] for key in joint.theirs if key in everything})
     except Lost as reason:
@@ -121,8 +121,8 @@ def _carry(migration: Migration, joint: Joint, everything: Values, given: Values
     except (TypeError, ValueError, ArithmeticError, KeyError):
         for key in lost:
             is_outside = "${oc.env:" in str(given[key]) or "_is_not_known" in str(given[key])
-            outside = "its value is not in the script but in what runs it: set it"
-            migration.lost[key] = given[key], outside if is_outside else "a value of a kind that this key does not have"
+            outside = "its value is not in the script but comes from its environment; set it"
+            migration.lost[key] = given[key], outside if is_outside else "a value of this type is not supported"
         return
     unknown = sorted(key for key in settings if key not in KEYS)
     assert not unknown, unknown
@@ -131,39 +131,39 @@ def _carry(migration: Migration, joint: Joint, everything: Values, given: Values
 
 
 def choose(choices: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Translate a choice; one that is not in the table is lost."""
+    """Return a function that converts a choice. A choice that is not in the table is lost."""
 
     def convert(value: Any) -> Any:
         if value not in choices:
-            raise Lost(f"{value!r} has no counterpart; there are: {', '.join(map(str, choices))}")
+            raise Lost(f"{value!r} has no counterpart; supported: {', '.join(map(str, choices))}")
         return choices[value]
 
     return convert
 
 
 def path(value: Any) -> str:
-    """Keep a path; a home directory is written as our configuration knows it."""
+    """Return a path. A leading ``~`` becomes a reference to HOME."""
     return re.sub(r"^~(?=/)", "${oc.env:HOME}", str(value))
 
 
 def files(value: Any) -> list[str]:
-    """List one file or several."""
+    """Return a list of files for one file or several."""
     return [path(file) for file in (value if isinstance(value, list | tuple) else [value])]
 
 
 def positive(value: Any) -> int:
-    """Keep a number of steps of which 0 and less mean never."""
+    """Return a number of steps. Values up to 0 mean never and become 0."""
     return max(int(value), 0)
 
 
 def padded_length(length: int, tp: Any, cp: Any) -> int:
-    """Count the tokens of a microbatch of one sequence of ``length``, where context parallelism shares it."""
+    """Return the tokens of a microbatch with one sequence of ``length`` tokens, padded for context parallelism."""
     multiple = token_multiple(int(tp), int(cp), int(tp) > 1) if int(cp) > 1 else 1
     return -(-length // multiple) * multiple
 
 
 def pair(first: str, second: str) -> Callable[[Values], dict[str, Any]]:
-    """Split a list of two values of theirs, under a single key, into two of ours."""
+    """Return a function that splits a key with two values into two of our keys."""
 
     def convert(values: Values) -> dict[str, Any]:
         (both,) = values.values()
@@ -173,14 +173,14 @@ def pair(first: str, second: str) -> Callable[[Values], dict[str, Any]]:
 
 
 def adapters(rank: str, alpha: str, targets: str, dropout: str, start: str = "") -> Joint:
-    """Carry low-rank adapters over, by their keys: none where the rank is 0. ``start``: a directory that training begins from."""
+    """Convert low-rank adapters. The arguments are keys. A rank of 0 means no adapters. ``start``: directory of initial adapters."""
 
     def convert(values: Values) -> dict[str, Any]:
         if not int(values[rank] or 0):
             return {}
         settings = {
             "rank": int(values[rank]),
-            "alpha": float(values.get(alpha, 16)),  # verl's default, and OpenRLHF's
+            "alpha": float(values.get(alpha, 16)),  # default of verl and of OpenRLHF
             "targets": adapted_layers(values.get(targets) or "all-linear"),
             "dropout": float(values.get(dropout) or 0.0),
             "path": path(values[start]) if values.get(start) else None,
@@ -191,14 +191,14 @@ def adapters(rank: str, alpha: str, targets: str, dropout: str, start: str = "")
 
 
 def adapted_layers(named: Any) -> list[str]:
-    """List what PEFT's ``target_modules`` name."""
+    """Return the layers in PEFT's ``target_modules`` as a list."""
     if isinstance(named, str) and re.search(r"[*\\^$|(]", named):
-        raise Lost("a regular expression of names: list layers in actor.lora.targets")
+        raise Lost("a regular expression is not supported; list layers in actor.lora.targets")
     return [named] if isinstance(named, str) else list(named)
 
 
 def divide(total: Any, by: Any, what: str) -> int:
-    """Divide exactly."""
+    """Divide without remainder. ``what``: subject of the message if there is a remainder."""
     if int(total) % int(by):
         raise Lost(f"{what}: {total} is not divisible by {by}")
     return int(total) // int(by)

@@ -1,4 +1,4 @@
-"""TRL: the keywords of ``GRPOConfig`` and ``GRPOTrainer``, and the flags of ``trl grpo`` (1.x)."""
+"""Key table for TRL: keywords of ``GRPOConfig`` and ``GRPOTrainer``, and flags of ``trl grpo`` (1.x)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhf_mcore_contrib.migrate.table import (
 
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _GENERATION = (*_BATCH, "generation_batch_size", "steps_per_generation", "num_iterations")
-# Keywords of PEFT's LoraConfig, and ours in ``actor.lora``; the flags of which TRL makes such keywords.
+# Keywords of PEFT's LoraConfig -> keys of ``actor.lora``; TRL's flags -> keywords of LoraConfig.
 _PEFT_KEYS = {
     "r": "rank",
     "lora_alpha": "alpha",
@@ -39,8 +39,8 @@ _PEFT_FLAGS = {
     "lora_task_type": "task_type",
 }
 _LOSSES = {"grpo": "sequence", "dr_grpo": "constant", "dapo": "token", "cispo": "token"}
-# TRL's think_format_reward is ^<think>(?!.*<think>)(.*?)</think>.*$. RE2 has no look-ahead, so this spells out a text without
-# <think>: each < is followed by no more of it than the beginning.
+# TRL's think_format_reward is ^<think>(?!.*<think>)(.*?)</think>.*$. RE2 has no look-ahead, so this pattern spells out a text without
+# <think>: after each <, at most the beginning of "think>" follows.
 _BEGINNING = "(?:t(?:h(?:i(?:nk?)?)?)?)?"
 _NO_THINK = (
     f"(?:[^<]|<(?:{_BEGINNING}<)*(?:[^<t]|t[^<h]|th[^<i]|thi[^<n]|thin[^<k]|think[^<>]))*"
@@ -65,7 +65,7 @@ def _responses_per_step(values: Values) -> int:
 
 
 def updates_per_step(values: Values) -> int:
-    """Count the optimizer updates on the responses of one generation. TRL counts updates where we count generations."""
+    """Return the optimizer updates per generation. TRL counts updates, and we count generations as steps."""
     passes = int(values["num_iterations"])
     return passes * divide(_responses_per_step(values), _responses_per_update(values), "responses of a generation")
 
@@ -93,7 +93,7 @@ def _num_steps(values: Values) -> dict[str, Any]:
 
 
 def _every(strategy: str, count: str, ours: str) -> Joint:
-    """Convert every so many updates there to every so many steps here."""
+    """Convert an interval in updates to an interval in steps."""
 
     def convert(values: Values) -> dict[str, Any]:
         kind = values[strategy]
@@ -104,7 +104,7 @@ def _every(strategy: str, count: str, ours: str) -> Joint:
         choose({"steps": "steps"})(kind)
         every = float(values[count])
         if every < 1:
-            raise Lost("a share of the run: give a number of steps")
+            raise Lost("a share of the run is not supported; give a number of steps")
         return {ours: max(int(every) // updates_per_step(values), 1)}
 
     return Joint((strategy, count, *_GENERATION), convert)
@@ -112,7 +112,7 @@ def _every(strategy: str, count: str, ours: str) -> Joint:
 
 def _step_lines(values: Values) -> dict[str, Any]:
     if float(values["logging_steps"]) < 1:
-        raise Lost("a share of the run: set logging.every to a number of steps")
+        raise Lost("a share of the run is not supported; set logging.every to a number of steps")
     return {"logging.every": max(int(values["logging_steps"]) // updates_per_step(values), 1)}
 
 
@@ -122,7 +122,7 @@ def _policy_loss(values: Values) -> dict[str, Any]:
         return {"algorithm.policy_loss": "gspo", "algorithm.loss_aggregation": "sequence"}
     if values["importance_sampling_level"] != "token":
         raise Lost(
-            "a ratio of sequences is algorithm.policy_loss=gspo here, with the mean over a sequence (loss_type grpo)"
+            "sequence ratios need algorithm.policy_loss=gspo here, with the mean over a sequence (loss_type grpo)"
         )
     settings = {"algorithm.loss_aggregation": choose(_LOSSES)(kind)}
     return settings | {"algorithm.policy_loss": "cispo" if kind == "cispo" else "ppo_clip"}
@@ -130,11 +130,12 @@ def _policy_loss(values: Values) -> dict[str, Any]:
 
 def _clip(values: Values) -> dict[str, Any]:
     low, high = float(values["epsilon"]), values.get("epsilon_high")
-    if values["loss_type"] == "cispo":  # bounds the ratio itself, from above only
+    if values["loss_type"] == "cispo":  # cispo bounds the ratio itself, only from above
         bound = low if high is None else float(high)
         if bound <= 1:
             raise Lost(
-                "bounds the ratio itself with cispo; its paper's is above 1: set algorithm.clip_high to the bound less 1"
+                "with cispo this key bounds the ratio itself, and the paper uses a bound above 1; set algorithm.clip_high to the "
+                "bound minus 1"
             )
         return {"algorithm.clip_low": 1.0, "algorithm.clip_high": bound - 1}
     return {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else float(high)}
@@ -143,7 +144,7 @@ def _clip(values: Values) -> dict[str, Any]:
 def _scale(value: Any) -> bool:
     choices = {True: True, "group": True, False: False, "none": False}
     if value == "batch":
-        raise Lost("advantages are divided by the deviation of their group here, or by nothing")
+        raise Lost("advantages are divided by the standard deviation of their group here, or not at all")
     scaled: bool = choose(choices)(value)
     return scaled
 
@@ -160,7 +161,7 @@ def _correction(values: Values) -> dict[str, Any]:
         settings["algorithm.rollout_correction.mask_low"] = None if low is None else float(low)
         settings["algorithm.rollout_correction.mask_high"] = None if high is None else float(high)
     elif low is not None:
-        raise Lost("weights are bounded from above here, not from below")
+        raise Lost("weights are bounded only from above here")
     return settings
 
 
@@ -168,12 +169,12 @@ def _reference(values: Values) -> dict[str, Any]:
     if not values["sync_ref_model"]:
         return {}
     if float(values["ref_model_mixup_alpha"]) != 1:
-        raise Lost("the reference becomes the actor here (ref_model_mixup_alpha=1): it is not mixed")
+        raise Lost("the reference is replaced by the actor here (ref_model_mixup_alpha=1); mixing is not supported")
     return {"reference.refresh_steps": max(int(values["ref_model_sync_steps"]) // updates_per_step(values), 1)}
 
 
 def _reward(values: Values) -> dict[str, Any]:
-    """Carry over the rules among the reward functions; a function of the script has to move to a file of its own."""
+    """Convert the reward functions that are rules here. The user must move functions of the script to a separate file."""
     named = values["reward_funcs"]
     names = [str(name).rpartition(".")[2] for name in (named if isinstance(named, list) else [named])]
     weights = values.get("reward_weights") or [1.0] * len(names)
@@ -182,8 +183,8 @@ def _reward(values: Values) -> dict[str, Any]:
     functions = [{"path": f"FILE.py:{name}"} | weight for name, weight in weighted if name not in _RULES]
     if functions:
         raise Lost(
-            f"put {' and '.join(name for name in names if name not in _RULES)} into a file without the training script, and its "
-            "path in the place of FILE.py in reward.functions; they may be called as TRL does (docs/guide/rewards/functions.md)",
+            f"put {' and '.join(name for name in names if name not in _RULES)} into a file without the training script, and replace "
+            "FILE.py in reward.functions by its path; TRL's signature is supported (docs/guide/rewards/functions.md)",
             {"reward.rules": rules, "reward.functions": functions},
         )
     return {"reward.rules": rules}
@@ -200,13 +201,13 @@ def _trackers(value: Any) -> list[str]:
 
 
 def _peft_config(values: Values) -> dict[str, Any]:
-    """Carry a call of ``LoraConfig`` over, by its keywords."""
+    """Convert the keywords of a ``LoraConfig``."""
     given = values["peft_config"]
     if not given:
         return {}
     if not isinstance(given, dict):
-        raise Lost("set actor.lora.rank, alpha, dropout and targets as r, lora_alpha, lora_dropout and target_modules")
-    # Adapters of some layers and no others begin as PEFT draws them, and change no bias.
+        raise Lost("set actor.lora.rank, alpha, dropout and targets to r, lora_alpha, lora_dropout and target_modules")
+    # Only these values of PEFT have a counterpart.
     plain = {
         "bias": ("none",),
         "init_lora_weights": (True, "pissa"),
@@ -216,9 +217,9 @@ def _peft_config(values: Values) -> dict[str, Any]:
     known = {*_PEFT_KEYS, *plain}
     for key, value in given.items():
         if value is not None and (key not in known or value not in plain.get(key, (value,))):
-            raise Lost(f"{key}={value} of LoraConfig has no counterpart: see the keys of actor.lora")
+            raise Lost(f"{key}={value} of LoraConfig has no counterpart; see the keys of actor.lora")
     settings = {ours: given[key] for key, ours in _PEFT_KEYS.items() if given.get(key) is not None}
-    # PEFT's default for the dense families here
+    # PEFT's default targets for our dense families
     targets = adapted_layers(given.get("target_modules") or ["q_proj", "v_proj"])
     settings |= {"rank": int(given.get("r", 8)), "alpha": float(given.get("lora_alpha", 8)), "targets": targets}
     if given.get("init_lora_weights") == "pissa":
@@ -227,7 +228,7 @@ def _peft_config(values: Values) -> dict[str, Any]:
 
 
 def _peft_flags(values: Values) -> dict[str, Any]:
-    """Carry flags over, of which TRL makes a ``LoraConfig`` where ``use_peft`` is set."""
+    """Convert the flags from which TRL builds a ``LoraConfig`` if ``use_peft`` is set."""
     if not values["use_peft"]:
         return {}
     given = {key: values[flag] for flag, key in _PEFT_FLAGS.items() if flag in values}
@@ -240,7 +241,7 @@ def _peft_flags(values: Values) -> dict[str, Any]:
 
 
 def _off(reason: str) -> Callable[[Values], dict[str, Any]]:
-    """Set nothing where the one value is off; otherwise it is lost for ``reason``."""
+    """Return a function that returns no settings if the value is off. Otherwise the key is lost for ``reason``."""
 
     def convert(values: Values) -> dict[str, Any]:
         (value,) = values.values()
@@ -252,7 +253,7 @@ def _off(reason: str) -> Callable[[Values], dict[str, Any]]:
 
 
 def _warmup(values: Values) -> dict[str, Any]:
-    """Carry over a number of updates, or below 1 a share of them."""
+    """Convert the warmup: a number of updates, or a share of them if it is below 1."""
     value = values["warmup_steps"]
     return {"actor.optimizer.schedule.warmup": float(value) if float(value) < 1 else int(value)}
 
@@ -331,7 +332,7 @@ JOINTS = (
     Joint(("logging_steps", *_GENERATION), _step_lines),
     _every("save_strategy", "save_steps", "checkpoint.save_steps"),
     _every("eval_strategy", "eval_steps", "evaluate.every"),
-    Joint(("use_vllm",), lambda values: {}),  # vLLM draws here whether it is asked for or not
+    Joint(("use_vllm",), lambda values: {}),  # vLLM always samples here
     Joint(("use_bias_correction_kl", "beta"), _bias_correction),
     Joint(("peft_config",), _peft_config),
     Joint(("use_peft", *_PEFT_FLAGS), _peft_flags),
@@ -372,7 +373,7 @@ DEFAULTS = {
     "eval_steps": 500,
 }
 _METRICS = "metrics of every step go to metrics.jsonl here, responses to rollouts/"
-_PASSES = "forward passes are cut by trainer.max_tokens_per_microbatch here"
+_PASSES = "trainer.max_tokens_per_microbatch limits forward passes here"
 REASONS = {
     "args": "read as the configuration",
     "chat_template_kwargs": "the tokenizer's own template is used, without further arguments",
@@ -392,18 +393,18 @@ REASONS = {
     "model_init_kwargs": "see the keys of model",
     "off_policy_mask_threshold": "see algorithm.rollout_correction, which masks by ratio and by staleness",
     "optim": "actor.optimizer.name is adamw, muon or sgd",
-    "per_device_eval_batch_size": "the number of prompts that an engine gets follows from the engine here",
-    "processing_class": "the tokenizer is that of model.path; see model.tokenizer_path",
+    "per_device_eval_batch_size": "the engine chooses its batch sizes here",
+    "processing_class": "the tokenizer comes from model.path; see model.tokenizer_path",
     "push_to_hub": "`rlhf-mcore push RUN_DIR ORG/NAME` uploads a run's model",
-    "remove_unused_columns": "reward functions see all columns here",
+    "remove_unused_columns": "reward functions receive all columns here",
     "repetition_penalty": "rollout.sampling has top_p and top_k",
-    "steps_per_generation": "with generation_batch_size only one of the two counts",
+    "steps_per_generation": "only generation_batch_size counts if both are set",
     "tf32": "choose model.dtype",
     "top_entropy_quantile": "all sampled tokens are learned from here",
-    "torch_compile": "models are Megatron-core's here",
-    "use_liger_kernel": f"logits are computed in chunks always, see trainer.logit_chunk_tokens; {_PASSES}",
+    "torch_compile": "models are trained by Megatron-core here",
+    "use_liger_kernel": f"logits are always computed in chunks, see trainer.logit_chunk_tokens; {_PASSES}",
     **{
-        f"vllm_{name}": "engines of their own are started by the run here: rollout.placement=disaggregated"
+        f"vllm_{name}": "the run starts its own engines here; see rollout.placement=disaggregated"
         for name in ("server_host", "server_port", "server_base_url", "server_timeout", "group_port")
     },
 }

@@ -1,4 +1,4 @@
-"""verl. Keys as in its ppo_trainer.yaml and ppo_megatron_trainer.yaml (0.7)."""
+"""Key table for verl, with the keys of its ppo_trainer.yaml and ppo_megatron_trainer.yaml (0.7)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RECOMPUTE = MEGATRON + "override_transformer_config.recompute_"
 
 
 def sequence_parallel(theirs: str, ours: str) -> Joint:
-    """Carry over sequence parallelism: on by default there; it shares something out among two ranks or more only."""
+    """Convert sequence parallelism. In verl it is on by default; here it needs at least two tensor-parallel ranks."""
     names = (theirs + "sequence_parallel", theirs + "tensor_model_parallel_size")
 
     def convert(values: Values) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def recompute(values: Values) -> dict[str, Any]:
 
 
 def warmup(theirs: str, ours: str) -> Joint:
-    """Convert a warmup in steps to ours in updates, of which a step may make several."""
+    """Convert a warmup in steps to updates. A step may make several updates."""
 
     def convert(values: Values) -> dict[str, Any]:
         steps = int(values.get(theirs + "lr_warmup_steps", -1))
@@ -88,7 +88,7 @@ def warmup(theirs: str, ours: str) -> Joint:
 def microbatch(values: Values) -> dict[str, Any]:
     tp, cp = (int(values.get(MEGATRON + f"{kind}_parallel_size", 1)) for kind in ("tensor_model", "context"))
     longest = padded_length(int(values["data.max_prompt_length"]) + int(values["data.max_response_length"]), tp, cp)
-    # Theirs are the tokens of one context-parallel rank, ours those of all.
+    # verl counts the tokens of one context-parallel rank; we count the tokens of all these ranks.
     if values.get(ACTOR + "use_dynamic_bsz"):
         tokens = int(values[ACTOR + "ppo_max_token_len_per_gpu"]) * cp
     elif values.get(ACTOR + "ppo_micro_batch_size_per_gpu"):
@@ -112,7 +112,7 @@ def reward(values: Values) -> dict[str, Any]:
 
 def overlong_prompts(values: Values) -> dict[str, Any]:
     if not values["data.filter_overlong_prompts"] and values.get("data.truncation", "error") != "error":
-        raise Lost("prompts are never cut here, longer ones are left out", {"data.overlong_prompts": "drop"})
+        raise Lost("prompts are never truncated here; longer prompts are dropped", {"data.overlong_prompts": "drop"})
     return {"data.overlong_prompts": "drop" if values["data.filter_overlong_prompts"] else "error"}
 
 
@@ -126,7 +126,7 @@ def output(values: Values) -> dict[str, Any]:
     folder = PurePosixPath(str(values["trainer.default_local_dir"]))
     run = (str(values["trainer.project_name"]), str(values["trainer.experiment_name"]))
     if folder.parts[-2:] != run:
-        raise Lost("runs go to <output_dir>/<project>/<experiment>: set these three")
+        raise Lost("runs are written to <output_dir>/<project>/<experiment>; set these three keys")
     return {"output_dir": str(folder.parent.parent)}
 
 
@@ -134,7 +134,7 @@ def logger(names: Any) -> list[str]:
     names = [names] if isinstance(names, str) else names
     trackers = [str(name) for name in names if name in TRACKERS]
     if foreign := sorted(set(map(str, names)) - {"console", "file", *TRACKERS}):
-        reason = f"{', '.join(foreign)} is not written to; there are: {', '.join(TRACKERS)}"
+        reason = f"{', '.join(foreign)} is not supported; available trackers: {', '.join(TRACKERS)}"
         raise Lost(reason, {"logging.trackers": trackers})
     return trackers
 
@@ -147,7 +147,7 @@ OVERLONG = (
 
 
 def overlong(prefix: str) -> Joint:
-    """Carry over DAPO's soft punishment of long responses; its place in their configuration has moved twice."""
+    """Convert DAPO's soft penalty for long responses. verl has moved these keys twice."""
     length = prefix.replace("overlong_buffer_cfg.", "max_resp_len")
 
     def convert(values: Values) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def overlong(prefix: str) -> Joint:
 def filter_groups(values: Values) -> dict[str, Any]:
     settings: dict[str, Any] = {"algorithm.dynamic_sampling.enabled": bool(values["algorithm.filter_groups.enable"])}
     limit = int(values.get("algorithm.filter_groups.max_num_gen_batches", 0))
-    # 0 and less: no limit there
+    # In verl, values up to 0 mean no limit.
     return {**settings, "algorithm.dynamic_sampling.max_batches": limit} if limit > 0 else settings
 
 
@@ -386,9 +386,9 @@ DEFAULTS = {
     "trainer.project_name": "verl_examples",
     "trainer.experiment_name": "gsm8k",
 }
-_ALWAYS = "always so here"
-_PLACED = "the reference has the actor's layout here"
-_PASSES = "forward passes are cut by trainer.max_tokens_per_microbatch here"
+_ALWAYS = "always on here"
+_PLACED = "the reference uses the actor's layout here"
+_PASSES = "trainer.max_tokens_per_microbatch limits forward passes here"
 _LOG_PROB = ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
 REASONS = {
     "actor_rollout_ref.ref.megatron": _PLACED,
@@ -398,40 +398,42 @@ REASONS = {
     **{f"actor_rollout_ref.{part}.profiler": "see trainer.profile" for part in ("actor", "ref", "rollout")},
     "actor_rollout_ref.hybrid_engine": _ALWAYS,
     **dict.fromkeys((ACTOR + "strategy", ACTOR + "fsdp_config"), "Megatron-core trains here; choose actor.layout"),
-    ACTOR + "ulysses_sequence_parallel_size": "long sequences are shared by actor.layout.sequence_parallel and cp here",
+    ACTOR + "ulysses_sequence_parallel_size": "actor.layout.sequence_parallel and cp split long sequences here",
     ACTOR + "ppo_micro_batch_size": "the number per GPU is read; this one is deprecated there",
-    ROLLOUT + "multi_turn": "see environment: a class of yours, or tools, answer the policy",
+    ROLLOUT + "multi_turn": "see environment; your class, or tools, answer the policy",
     ROLLOUT + "mode": "see rollout.placement",
-    ROLLOUT + "load_format": "the bridge brings the weights to engines here",
-    **dict.fromkeys((MODEL + "trust_remote_code", "data.trust_remote_code"), "code of a model is never run here"),
-    MODEL + "exclude_modules": "list the layers that have adapters in actor.lora.targets",
+    ROLLOUT + "load_format": "the bridge sends the weights to the engines here",
+    **dict.fromkeys(
+        (MODEL + "trust_remote_code", "data.trust_remote_code"), "code of a model directory is never run here"
+    ),
+    MODEL + "exclude_modules": "list the layers with adapters in actor.lora.targets",
     "algorithm.filter_groups.metric": "prompts whose responses all have the same score are replaced here",
     **{prefix + "log": "reward/overlong is among the metrics" for prefix in OVERLONG},
     "reward_model.reward_manager": "set reward.rules or reward.function",
     "reward_model.launch_reward_fn_async": "rewards are computed in the step here",
     "reward_model.rollout": "a reward model is a Megatron model here; set reward.model.layout",
     **dict.fromkeys(("reward_model", "reward"), "see the keys of reward"),
-    "data.gen_batch_size": "every batch of prompts has trainer.prompts_per_step here",
-    "data.val_batch_size": "the number of prompts that an engine gets follows from the engine here",
+    "data.gen_batch_size": "every batch contains trainer.prompts_per_step prompts here",
+    "data.val_batch_size": "the engine chooses its batch sizes here",
     "global_profiler": "see trainer.profile",
     **dict.fromkeys(("ray_kwargs", "ray_init"), "training does not run on Ray here"),
     ACTOR + "use_torch_compile": "Megatron-core's own kernels are used",
     **dict.fromkeys((MEGATRON + "optimizer_offload", MEGATRON + "grad_offload"), "see actor.offload"),
-    ROLLOUT + "enable_chunked_prefill": "the engine always cuts prefills",
+    ROLLOUT + "enable_chunked_prefill": "the engine always splits prefills",
     ROLLOUT + "calculate_log_probs": _ALWAYS,
     "algorithm.kl_ctrl.horizon": "see algorithm.kl.controller.gain",
     "algorithm.rollout_correction": "see algorithm.rollout_correction",
     **dict.fromkeys(("critic.strategy", "critic.model.fsdp_config"), "Megatron-core trains here; choose critic.layout"),
-    "critic.model.use_remove_padding": "trainer.packing is for all models",
+    "critic.model.use_remove_padding": "trainer.packing applies to all models",
     **{
         f"critic.ppo_{name}": _PASSES
         for name in ("micro_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
     },
     "critic.use_dynamic_bsz": _PASSES,
     "critic.forward_max_token_len_per_gpu": _PASSES,
-    "reward_model.model.input_tokenizer": "a reward model has the tokenizer of model.path here",
+    "reward_model.model.input_tokenizer": "a reward model uses the tokenizer of model.path here",
     "reward_model.micro_batch_size_per_gpu": _PASSES,
-    "data.reward_fn_key": "the column data_source goes to the reward here",
+    "data.reward_fn_key": "the reward receives the column data_source here",
     **dict.fromkeys(("data.return_raw_chat", "trainer.balance_batch", "trainer.val_before_train"), _ALWAYS),
 }
 TABLE = Table("verl", ROWS, JOINTS, DEFAULTS, REASONS)

@@ -1,4 +1,4 @@
-"""Translate what verl optimises: its estimators of advantages, losses, KL and corrections."""
+"""Convert the objective of verl: advantage estimators, losses, KL and corrections."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ def _weights(values: Values) -> dict[str, float]:
     weights = values.get("algorithm.gdpo_reward_weights") or [1.0] * len(names)
     if len(names) != len(weights):
         raise Lost(
-            f"algorithm.gdpo_reward_keys has {len(names)} names, and algorithm.gdpo_reward_weights {len(weights)} numbers"
+            f"algorithm.gdpo_reward_keys contains {len(names)} names, but algorithm.gdpo_reward_weights {len(weights)} numbers"
         )
     return {name: float(weight) for name, weight in zip(names, weights, strict=True)}
 
 
 def samples(values: Values) -> dict[str, Any]:
-    """Carry over the responses per prompt. With a single one theirs falls back to the bare score, ours compares."""
+    """Convert the responses per prompt. With a single response, verl uses the bare score, but ours needs a group."""
     count, estimator = int(values[ROLLOUT + "n"]), values["algorithm.adv_estimator"]
     if count == 1 and estimator in ADVANTAGES and estimator not in ("gae", "reinforce_plus_plus", "remax"):
         raise Lost(
-            f"{estimator} compares the responses to one prompt with each other: 2 are drawn", {"rollout.sampling.n": 2}
+            f"{estimator} compares the responses to one prompt, so the converted run samples 2",
+            {"rollout.sampling.n": 2},
         )
     return {"rollout.sampling.n": count}
 
@@ -61,7 +62,7 @@ def clip(values: Values) -> dict[str, Any]:
     both = values.get(ACTOR + "clip_ratio", 0.2)
     low, high = values.get(ACTOR + "clip_ratio_low"), values.get(ACTOR + "clip_ratio_high")
     return {
-        "algorithm.clip_low": min(float(both if low is None else low), 1.0),  # 1 and more: no lower bound
+        "algorithm.clip_low": min(float(both if low is None else low), 1.0),  # values from 1 mean no lower bound
         "algorithm.clip_high": float(both if high is None else high),
     }
 
@@ -79,7 +80,7 @@ def policy_loss(values: Values) -> dict[str, Any]:
 
 def aggregation(values: Values) -> dict[str, Any]:
     mode, factor = values[ACTOR + "loss_agg_mode"], values.get(ACTOR + "loss_scale_factor")
-    if mode == "seq-mean-token-sum":  # a sum over tokens is a constant length of one
+    if mode == "seq-mean-token-sum":  # a sum over tokens equals a constant length of 1
         return {"algorithm.loss_aggregation": "constant", "algorithm.constant_length": 1}
     modes = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
     settings = {"algorithm.loss_aggregation": choose(modes)(mode)}
@@ -91,7 +92,7 @@ def aggregation(values: Values) -> dict[str, Any]:
 def kl(values: Values) -> dict[str, Any]:
     if values[ACTOR + "use_kl_loss"]:
         if values["algorithm.use_kl_in_reward"]:
-            raise Lost("KL is charged in the loss or in the reward here, not in both")
+            raise Lost("KL is charged either in the loss or in the reward here, not in both")
         estimator = choose(KL)(values[ACTOR + "kl_loss_type"])
         if estimator == "k1":
             raise Lost("k1 in the loss has an expected gradient of zero; use k2 or k3, or charge it in the reward")
@@ -109,7 +110,7 @@ def _kl_settings(coef: Any, estimator: str, placement: str) -> dict[str, Any]:
         "algorithm.kl.coef": float(coef),
         "algorithm.kl.estimator": estimator,
         "algorithm.kl.placement": placement,
-        "algorithm.kl.clip": 10.0 if estimator == "k3" else None,  # a constant in its code, of k3 only
+        "algorithm.kl.clip": 10.0 if estimator == "k3" else None,  # verl clips only k3, at a constant in its code
     }
 
 

@@ -1,1 +1,1 @@
-"""NIXL: engines read weights out of registered memory of the trainer's ranks (``bridge.transport: nixl``)."""
+"""NIXL: engines read weights from registered memory of the trainer ranks (``bridge.transport: nixl``)."""

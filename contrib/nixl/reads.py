@@ -1,8 +1,8 @@
-"""Messages that receivers read out of the registered memory of their senders, by NIXL: RDMA where there is any, else what UCX has.
+"""Transport messages with NIXL: receivers read them from the registered memory of senders, by RDMA or another UCX transport.
 
-A sender tells where it has packed a message; its receiver reads it from there into registered memory of its own, and the library tells
-the sender when it has. The process group is used once, to exchange the addresses of the agents. NIXL: github.com/ai-dynamo/nixl, whose
-Python API is ``nixl._api`` (version 1.5.1).
+A sender notifies the receiver of the position of a packed message. The receiver reads it into its own registered memory, and NIXL
+notifies the sender. The process group is used once, to exchange the addresses of the agents. The Python API is ``nixl._api`` (version
+1.5.1) of github.com/ai-dynamo/nixl.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rlhf_mcore.protocols import PeersLost
 
 _NOTICE = struct.Struct("<BQIQ")  # packed or read, tag, number of the message, offset in the sender's memory
 _PACKED, _READ = 0, 1
-_PAUSE_S = 1e-4  # between two looks at what has come
+_PAUSE_S = 1e-4  # interval between checks for notifications
 _Key = tuple[int, int, int, int]  # peer, packed or read, tag, number among the messages of the two ranks in an exchange
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """Another rank's agent, and its registered memory: ``nbytes`` from ``address`` on ``device``."""
+    """The agent of another rank and its registered memory: ``nbytes`` at ``address`` on ``device``."""
 
     name: str
     address: int
@@ -48,43 +48,47 @@ class _Peer:
 class _Read:
     key: _Key
     flat: Tensor  # [n] uint8
-    handle: Any = None  # of the transfer, once it is started
+    handle: Any = None  # handle of the transfer; None before it starts
 
 
 def read_links(group: dist.ProcessGroup, timeout_s: float) -> ReadLinks:
-    """Make links over a process group. Collective over it. ``timeout_s``: how long a rank waits for the next sign of its peers."""
+    """Build links over a process group. Collective over the group.
+
+    ``timeout_s``: time that a rank waits for the next notification of its peers.
+    """
     connect_device(group)
     api = importlib.import_module("nixl._api")
-    # Ranks ask for news themselves while they wait: a thread that does so too made syncs between busy processes forty times slower.
+    # Ranks poll for notifications while they wait. A progress thread made syncs between busy processes 40 times slower.
     options = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
     agent = api.nixl_agent(f"rlhf-mcore-{secrets.token_hex(8)}", options)
     return ReadLinks(agent, group.rank(), lambda mine: all_gather_json(mine, group), timeout_s)
 
 
 class ReadLinks(Links):
-    """The ranks of a group, each with an agent of NIXL.
+    """The ranks of a group, each with a NIXL agent.
 
-    What is sent has to be in the memory of ``share``. Other memory is registered where it first receives, and kept.
+    Sent messages must lie in the memory that ``share`` returns. Other memory is registered when it first receives a message, and stays
+    registered.
 
     Args:
         agent: a ``nixl_agent`` with a backend.
-        rank: this one in the group.
-        gather: collects a value of JSON of every rank.
+        rank: rank of this process in the group.
+        gather: gathers a JSON value from every rank.
         timeout_s: see :func:`read_links`.
     """
 
     def __init__(self, agent: Any, rank: int, gather: Callable[[Any], list[Any]], timeout_s: float) -> None:
         self._agent, self._rank, self._gather, self._timeout_s = agent, rank, gather, timeout_s
         self._peers: list[_Peer] = []
-        self._ranks: dict[str, int] = {}  # by name of their agents
-        self._known: set[int] = set()  # peers whose addresses the agent has
+        self._ranks: dict[str, int] = {}  # agent name -> rank
+        self._known: set[int] = set()  # peers whose addresses the agent knows
         self._own = torch.empty(0, dtype=torch.uint8)
         self._receiving: dict[int, Tensor] = {}  # registered memory, by address
-        self._notices: dict[_Key, int] = {}  # that have come and not been waited for; the values are offsets
+        self._notices: dict[_Key, int] = {}  # received and not yet waited for; the values are offsets
         self._lost = ""
 
     def share(self, nbytes: int, senders: Collection[int], device: torch.device) -> MappedMemory:
-        """Allocate and register memory for peers to read by messages. None of it is mapped."""
+        """Allocate and register memory from which peers read messages. Peers do not map it."""
         self._own = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if nbytes:
             self._agent.register_memory([self._own])
@@ -95,14 +99,17 @@ class ReadLinks(Links):
         return MappedMemory(self._own, {}, frozenset())
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> Sequence[Wait]:
-        """Tell receivers where their messages are. Waiting for what is received reads it, so it comes before what is sent."""
+        """Notify receivers of the positions of their messages. Returns the waits of received messages, then those of sent messages.
+
+        Waiting for received messages reads them.
+        """
         numbers, waits = Counter[int](), list[Wait]()
         reads = [_Read((peer, _PACKED, tag, _next(numbers, peer)), flat) for flat, peer in receives]
         if reads:
             waits.append(partial(self._read, reads))
         numbers.clear()
         if sends:
-            current_platform().synchronize()  # the messages are packed
+            current_platform().synchronize()  # packing must be complete before peers read
             keys = [(peer, _READ, tag, _next(numbers, peer)) for _, peer in sends]
             for (flat, peer), (_, _, _, number) in zip(sends, keys, strict=True):
                 self._notify(peer, _NOTICE.pack(_PACKED, tag, number, self._offset(flat)))
@@ -112,9 +119,7 @@ class ReadLinks(Links):
     def _offset(self, flat: Tensor) -> int:
         offset = flat.data_ptr() - self._own.data_ptr()
         if not 0 <= offset <= len(self._own) - len(flat):
-            raise ValueError(
-                f"a message of {len(flat)} bytes is not in the memory of {len(self._own)} that peers may read"
-            )
+            raise ValueError(f"a message of {len(flat)} bytes is not in the {len(self._own)} bytes that peers may read")
         return offset
 
     def _notify(self, peer: int, notice: bytes) -> None:
@@ -122,8 +127,8 @@ class ReadLinks(Links):
         self._ask(self._agent.send_notif, self._peers[peer].name, notice)
 
     def _read(self, reads: list[_Read]) -> None:
-        """Read messages as their senders have packed them."""
-        current_platform().synchronize()  # nobody reads any more what was in their places
+        """Read messages in the order in which their senders pack them."""
+        current_platform().synchronize()  # kernels must finish reading the previous contents
         remaining = list(reads)
 
         def is_done(read: _Read) -> bool:
@@ -137,12 +142,12 @@ class ReadLinks(Links):
         self._until_none(keys, lambda key: self._notices.pop(key, None) is not None)
 
     def _start(self, read: _Read, offset: int) -> bool:
-        """Start to read a message. Returns whether it is already here."""
+        """Start to read a message. Returns whether it has already arrived."""
         peer, _, tag, number = read.key
         there, nbytes = self._peers[peer], len(read.flat)
         if offset + nbytes > there.nbytes:
             raise ValueError(
-                f"{nbytes} bytes at {offset} are not in the {there.nbytes} that rank {peer} has registered"
+                f"{nbytes} bytes at {offset} are not in the {there.nbytes} registered bytes of rank {peer}"
             )
         self._meet(peer)
         self._register(read.flat)
@@ -175,7 +180,11 @@ class ReadLinks(Links):
             self._known.add(peer)
 
     def _until_none(self, remaining: list[Any], is_done: Callable[[Any], bool]) -> None:
-        """Take out of a list what is done until nothing is left, or nothing more happens."""
+        """Remove finished items from a list until it is empty.
+
+        Raises:
+            PeersLost: no item has finished within the timeout.
+        """
         if self._lost:
             raise PeersLost(self._lost)
         deadline = time.monotonic() + self._timeout_s
@@ -186,7 +195,7 @@ class ReadLinks(Links):
             if len(remaining) < before:
                 deadline = time.monotonic() + self._timeout_s
             elif time.monotonic() > deadline:
-                raise self._lose(f"{before} messages by NIXL were not taken within {self._timeout_s:g} s")
+                raise self._lose(f"{before} NIXL messages were not read within {self._timeout_s:g} s")
             else:
                 time.sleep(_PAUSE_S)
 
@@ -197,7 +206,7 @@ class ReadLinks(Links):
                 self._notices[self._ranks[name], kind, tag, number] = offset
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Call the library, whose errors have no class of their own in all of its versions."""
+        """Call the library and convert its errors, which have no common class in all of its versions."""
         try:
             return call(*args)
         except Exception as error:

@@ -1,9 +1,9 @@
-"""Begins adapters with the principal singular vectors of the weights: PiSSA (Meng et al. 2024, arXiv 2404.02948).
+"""Initialize adapters with the principal singular vectors of the weights: PiSSA (Meng et al. 2024, arXiv 2404.02948).
 
-Of a weight W with the principal part s * B0 A0 = U_r S_r V_r^T, PiSSA trains A and B from A0 and B0 on, and keeps the rest frozen:
-y = (W - s * B0 A0) x + s * B A x. Here the weight stays W, and the adapters hold both parts: [A; A0] and [B, -B0], of twice the
-rank, whose second halves do not learn. So they begin with W itself, and add to W what was learned: PEFT converts its own to the same
-form. The reference is W without adapters, and a weight that is rounded to 16 bits loses nothing to a difference.
+Let s * B0 A0 = U_r S_r V_r^T be the principal part of a weight W. PiSSA trains A and B, which start as A0 and B0, and freezes the
+rest: y = (W - s * B0 A0) x + s * B A x. Here the weight stays W, and the adapters are [A; A0] and [B, -B0]. They have twice the rank,
+and their second halves are frozen. The model therefore starts as W, and the adapters add the learned difference to W. PEFT converts
+its PiSSA adapters to the same form. The reference is W without adapters, and W - s * B0 A0 is never rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def begin_with_principal(
     progress: Callable[[str], None] = lambda text: None,
     field: str = "actor.lora",
 ) -> None:
-    """Fill this rank's adapters from the weights of ``base``. Collective over the world: each rank decomposes a share of the matrices.
+    """Fill this rank's adapters from the weights of ``base``. Collective over the world.
 
-    The factors of a matrix follow from the whole of it, and are computed once, so no layout changes them. ``field``: the group of the
-    configuration that asks for ``geometry``.
+    Each rank decomposes a share of the matrices. The factors are computed once from the whole matrix, so they do not depend on the
+    layout. ``field``: the LoRA group of the configuration, for messages.
 
     Raises:
-        ConfigError: the rank is larger than that of a matrix.
+        ConfigError: the adapter rank is larger than a side of a matrix.
     """
     assert geometry.adapter is not None
     rank, modules, shapes = (
@@ -52,7 +52,7 @@ def begin_with_principal(
     for module in modules:
         if rank > min(shape := shapes[f"{module}.weight"]):
             raise ConfigError(
-                f"{field}.init=pissa: {module} is {shape[0]} x {shape[1]} and has no {rank} singular vectors; lower {field}.rank"
+                f"{field}.init=pissa: {module} is {shape[0]} x {shape[1]}, with fewer than {rank} singular vectors; lower {field}.rank"
             )
 
     def decompose() -> dict[str, tuple[Tensor, Tensor]]:
@@ -70,7 +70,7 @@ def begin_with_principal(
     for parameter in parameters:
         if is_trained_whole(parameter.name, geometry):
             continue
-        parameter.tensor.zero_()  # the padding of a vocabulary
+        parameter.tensor.zero_()  # rows that pad the vocabulary
         for piece in pieces(parameter.name, geometry, parameter.shard):
             held.setdefault(hf_module(piece.hf_name), []).append((parameter.tensor, piece))
     for number, module in enumerate(modules):
@@ -86,18 +86,18 @@ def begin_with_principal(
 
 @torch.no_grad()
 def principal_factors(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Return A [rank, in] and B [out, rank], fp32 on the host: scale * B A is the best approximation of ``weight`` of this rank.
+    """Return A [rank, in] and B [out, rank], fp32 on the host. scale * B A is the best approximation of ``weight`` with this rank.
 
-    With W = U S V^T, A = (S / scale)^1/2 V^T and B = U (S / scale)^1/2. The vectors of the smaller side are eigenvectors of W W^T
-    or W^T W, in fp64: far less work than all singular vectors of W, and as exact for the principal ones.
+    With W = U S V^T, A = (S / scale)^1/2 V^T and B = U (S / scale)^1/2. The vectors of the smaller side are eigenvectors of W W^T or
+    W^T W, in fp64. This is much cheaper than all singular vectors of W, and equally exact for the principal vectors.
     """
     w = weight.to(current_platform().device()).double()
     is_wide = w.size(0) <= w.size(1)
-    side = w if is_wide else w.t()  # U S V^T with the smaller side in front
+    side = w if is_wide else w.t()  # the smaller side first
     squares, vectors = torch.linalg.eigh(side @ side.t())
     values, vectors = squares[-rank:].flip(0).clamp(min=0).sqrt(), vectors[:, -rank:].flip(1)
     root = (values / scale).sqrt()
-    inverse = torch.where(root > 0, 1 / (root * scale), 0.0)  # of a matrix of a lower rank, too
+    inverse = torch.where(root > 0, 1 / (root * scale), 0.0)  # zero if the matrix has a lower rank
     front, back = vectors * root, (vectors.t() @ side) * inverse[:, None]
     a, b = (back, front) if is_wide else (front.t(), back.t())
     return a.float().cpu().contiguous(), b.float().cpu().contiguous()

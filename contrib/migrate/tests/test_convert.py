@@ -73,10 +73,10 @@ def test_a_script_of_verl(prepared: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (cfg.trainer.prompts_per_step, cfg.trainer.minibatch_size, cfg.trainer.num_steps) == (64, 32, 7)
     assert (cfg.algorithm.kl.coef, cfg.algorithm.loss_aggregation, cfg.rollout.sampling.n) == (0.001, "token", 5)
     assert cfg.reward.function == "reward.py:compute_score"
-    assert "not carried over: trainer.balance_batch=True: always so here" in printed
+    assert "not carried over: trainer.balance_batch=True: always on here" in printed
     assert "to correct" not in printed
     text = (prepared / "out.yaml").read_text()
-    assert "#   trainer.balance_batch=True: always so here" in text
+    assert "#   trainer.balance_batch=True: always on here" in text
 
 
 def test_a_script_of_openrlhf(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,14 +115,18 @@ def test_what_is_wrong_with_the_result_is_said(
     [
         ("s.sh", "echo hello\n", "found neither overrides of verl"),
         ("s.yaml", "nodes: 3\n", "not a configuration of verl"),
-        ("s.yaml", "model: {path: x}\n", "a configuration of this program; start it: rlhf-mcore train s.yaml"),
-        ("s.yaml", "base: ../base.yaml\ncritic: {path: x}\n", "a configuration of this program"),
+        (
+            "s.yaml",
+            "model: {path: x}\n",
+            "already a configuration of rlhf_mcore; start it with rlhf-mcore train s.yaml",
+        ),
+        ("s.yaml", "base: ../base.yaml\ncritic: {path: x}\n", "already a configuration of rlhf_mcore"),
         (
             "s.yaml",
             "algorithm: grpo\nreward: {rules: [math]}\nrollout: {num_engines: 2}\n",
-            "a configuration of this program",
+            "already a configuration of rlhf_mcore",
         ),
-        ("s.yaml", "data: {train: [a.jsonl]}\ntrainer: {num_steps: 3}\n", "a configuration of this program"),
+        ("s.yaml", "data: {train: [a.jsonl]}\ntrainer: {num_steps: 3}\n", "already a configuration of rlhf_mcore"),
         ("s.yaml", "a: [\n", "not valid YAML"),
         ("gone.sh", None, "no such file"),
         ("s.sh", "python -m openrlhf.cli.train_kd --a 1\n", "train_kd has no counterpart"),
@@ -164,6 +168,6 @@ def test_the_rule_follows_from_the_names_of_the_data(tmp_path: Path, files: str,
     migration = migrate(script)
     assert migration.settings.get("reward.rules") == (rule and [rule])
     (note,) = [note for note in migration.notes if note.startswith("reward")]
-    decides = "reward.sources: the data_source of each row decides, as there"
-    assert note.startswith(f"reward.rules: {rule['name']}, by the names" if rule else decides)
+    decides = "reward.sources: the data_source of each row decides, as in verl"
+    assert note.startswith(f"reward.rules: {rule['name']}, chosen by the names" if rule else decides)
     assert migration.settings.get("reward.sources", rule) == (rule or {})

@@ -12,7 +12,7 @@ from tests.unit.hostile.refusals import refusal
 
 def test_values_that_verl_does_not_have() -> None:
     for data in [{None: 1}, {"train_files": date(2001, 1, 1)}, {"x": {"a"}}]:
-        assert "what verl itself cannot read" in refusal(read_tree, {"data": data})
+        assert "verl itself cannot read" in refusal(read_tree, {"data": data})
 
 
 def test_the_environment_is_not_written_into_a_migrated_file(monkeypatch: pytest.MonkeyPatch) -> None:

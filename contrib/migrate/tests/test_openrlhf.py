@@ -136,7 +136,7 @@ def test_what_is_carried_over() -> None:
             "no counterpart",
         ),
         ("--data.max_len 4096", "data.max_len", "was halved"),
-        ("--use_wandb key --wandb_project p", "logger.wandb.key", "`wandb login`, or set WANDB_API_KEY"),
+        ("--use_wandb key --wandb_project p", "logger.wandb.key", "run `wandb login` or set WANDB_API_KEY"),
         ("--unheard_of 1", "unheard_of", "there is no such key here"),
         ("--ref_num_nodes 1", "ref.num_nodes", "share the processes"),
     ],

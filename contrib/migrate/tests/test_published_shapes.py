@@ -250,5 +250,5 @@ def test_what_comes_from_the_environment_is_named(tmp_path: Path) -> None:
     assert migration.settings["model.path"] == "${oc.env:MODEL_DIR,MODEL_DIR_is_not_set}/x"
     assert migration.settings["data.train"] == ["${oc.env:DATA,DATA_is_not_set}/a.parquet"]
     assert migration.settings["experiment"] == "run_date_s_is_not_known"
-    assert any("takes DATA, MODEL_DIR from there" in note for note in migration.notes)
+    assert any("reads DATA, MODEL_DIR from it" in note for note in migration.notes)
     assert "its value is not in the script" in migration.lost["trainer.nnodes"][1]

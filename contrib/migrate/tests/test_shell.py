@@ -159,9 +159,9 @@ source env.sh
 run $(date +%s)
 """
     assert sorted(read_script(script).notes) == [
-        'line 3: not taken, as bash decides with nothing set (if [ "$A" = 2 ]; then): run a=3',
+        'line 3: not taken, because bash ran with no variable set (if [ "$A" = 2 ]; then): run a=3',
         "line 5: source env.sh: the other file is not read; put what it sets into the script",
-        "line 6: the output of `date +%s` is not known: nothing is run",
+        "line 6: the output of `date +%s` is not known, because no command is run",
     ]
 
 

@@ -64,7 +64,7 @@ def test_a_script_becomes_a_configuration_that_validates(workspace: Any, capsys:
     assert (cfg.trainer.prompts_per_step, cfg.trainer.minibatch_size, cfg.trainer.num_steps) == (16, 16, 10)
     assert (cfg.rollout.sampling.n, cfg.actor.optimizer.lr, cfg.algorithm.kl.coef, cfg.seed) == (4, 5e-6, 0.04, 42)
     assert cfg.actor.optimizer.schedule.name == "linear"  # TRL's default, not ours
-    assert "not carried over: weight_decay=options.weight_decay: the script computes it: write the value" in printed
+    assert "not carried over: weight_decay=options.weight_decay: the script computes it; write the value" in printed
     assert "not carried over: max_completion_length=2 ** 7 - 1 + 1: the script computes it" in printed
     assert "multiply trainer.prompts_per_step and trainer.minibatch_size by the processes" in printed
 
@@ -154,14 +154,14 @@ def test_keywords() -> None:
             "modules_to_save=['lm_head'] of LoraConfig has no counterpart",
         ),
         ({"peft_config": {"r": 8, "init_lora_weights": "eva"}}, "init_lora_weights=eva of LoraConfig"),
-        ({"peft_config": {"target_modules": ".*_proj$"}}, "a regular expression of names"),
-        ({"use_peft": True, "lora_r": "eight"}, "a value of a kind that this key does not have"),
+        ({"peft_config": {"target_modules": ".*_proj$"}}, "a regular expression is not supported"),
+        ({"use_peft": True, "lora_r": "eight"}, "a value of this type is not supported"),
         ({"use_peft": True, "lora_target_parameters": ["experts"]}, "target_parameters=['experts'] of LoraConfig"),
         ({"loss_type": "sapo"}, "'sapo' has no counterpart"),
         ({"scale_rewards": "batch"}, "deviation of their group"),
         ({"reward_funcs": ["my_reward"]}, "put my_reward into a file"),
         ({"per_device_train_batch_size": 4}, "not divisible by 8"),
-        ({"sync_ref_model": True}, "not mixed"),
+        ({"sync_ref_model": True}, "mixing is not supported"),
         ({"beta": 0.1, "use_bias_correction_kl": True}, "not weighted by the importance ratio"),
         ({"logging_steps": 0.1}, "logging.every"),
         ({"an_option_of_2027": 5}, "there is no such key here"),

@@ -203,18 +203,18 @@ def test_what_is_carried_over() -> None:
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("algorithm.adv_estimator=grpo_passk", "'grpo_passk' has no counterpart; there are: gae, grpo"),
+        ("algorithm.adv_estimator=grpo_passk", "'grpo_passk' has no counterpart; supported: gae, grpo"),
         (ACTOR + "policy_loss.loss_mode=dro", "'dro' has no counterpart"),
-        ("actor_rollout_ref.rollout.name=sglang", "'sglang' has no counterpart; there are: hf, server, vllm"),
+        ("actor_rollout_ref.rollout.name=sglang", "'sglang' has no counterpart; supported: hf, server, vllm"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "see environment"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", "max_tokens_per_microbatch"),
         ("critic.model.fsdp_config.param_offload=True", "critic.layout"),
         ("actor_rollout_ref.model.exclude_modules=lm_head", "actor.lora.targets"),
         ("trainer.something_new=1", "there is no such key here"),
-        ("data.truncation=left", "prompts are never cut"),
-        ("data.train_batch_size=many", "a value of a kind"),
-        ("data.gen_batch_size=1536", "every batch of prompts"),
-        ("trainer.logger=['console','clearml']", "clearml is not written to; there are: tensorboard, wandb"),
+        ("data.truncation=left", "prompts are never truncated"),
+        ("data.train_batch_size=many", "a value of this type"),
+        ("data.gen_batch_size=1536", "every batch contains"),
+        ("trainer.logger=['console','clearml']", "clearml is not supported; available trackers: tensorboard, wandb"),
     ],
 )
 def test_what_is_lost_is_named_with_its_reason(override: str, reason: str) -> None:
