@@ -30,7 +30,7 @@ def test_what_is_dropped_is_archived_in_the_background(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)
     archiver = Archiver(tmp_path)
-    for _ in range(2):  # the second time it is under way
+    for _ in range(2):  # the second submission is ignored
         tidy(tmp_path, Retention(limit=1), None, Disk(), archiver)
     archiver.close()
     assert archiver.take_notes() == [
@@ -61,7 +61,7 @@ def test_a_checkpoint_that_was_packed_wrong_stays(tmp_path: Path) -> None:
     other = save(tmp_path / "other", 10, "second")
     with refused(SaveError, field="model.safetensors", value="manifest"):
         check(archive, other)
-    (checkpoint / "trainer_state.json").write_bytes(b"[]")  # damaged since it was saved
+    (checkpoint / "trainer_state.json").write_bytes(b"[]")  # damaged after the save
     archiver = Archiver(tmp_path)
     archiver.submit(Checkpoint(10, checkpoint))
     archiver.close()

@@ -1,4 +1,4 @@
-"""Podman, and containers of a service, behave like containers of this machine; the service lets in who has the key."""
+"""Podman containers and containers of a service behave like containers of this machine. The service requires the key."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ test_podman_builds_images = core.test_an_image_is_built_from_a_dockerfile_once
 
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The real client of Podman, first in PATH."""
+    """Put the real Podman client first in PATH."""
     with core.real_client("podman", tmp_path_factory.mktemp("podman")) as name:
         yield name
 

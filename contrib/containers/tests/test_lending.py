@@ -1,4 +1,4 @@
-"""An agent that is a program reaches its container by HTTP; the command that lends containers checks its options."""
+"""An agent program uses its container over HTTP. ``serve-containers`` checks its options."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ def test_a_program_works_in_its_container_with_nothing_but_curl(endpoint: Endpoi
 def test_the_limits_of_containers_are_numbers_above_0(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     for value in ("nan", "inf", "-1", "0", "1e300", "much"):
         with pytest.raises(SystemExit) as ended:
-            main_module.main(["serve-containers", "--host", "0.0.0.0", f"{option}={value}"])  # no address to serve on
+            main_module.main(
+                ["serve-containers", "--host", "0.0.0.0", f"{option}={value}"]
+            )  # a rejected address, so that nothing is served
         message = capsys.readouterr().err
         assert ended.value.code == 2 and option in message and f"{value} is out of range; give" in message

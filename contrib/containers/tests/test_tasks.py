@@ -1,4 +1,4 @@
-"""Tasks for containers: rows, directories of Harbor and Terminal-Bench, Dockerfiles without Docker, and what is refused."""
+"""Tasks for containers: rows, directories of Harbor and Terminal-Bench, Dockerfiles without Docker, and rejected tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has not changed does not travel: four ranks that are threads, receivers that read what they have written and such as cannot."""
+"""Unchanged elements are not sent. Four ranks are threads; receivers can or cannot read back the tensors that they have written."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from tests.unit.pairs import each_value
     ("size", "changed", "nbytes"),
     [
         (1000, [], 0),
-        (1000, [0], 3),  # a word of two bytes, and the count of those before it
-        (1000, [999], 4 * 3),  # three words 256 apart lead to it
+        (1000, [0], 3),  # a word of two bytes, and the number of words before it
+        (1000, [999], 4 * 3),  # three words before it, 256 apart, are sent too
         (1000, [255], 3),
         (1000, [256], 2 * 3),
         (1000, [5, 6, 262, 519], 5 * 3),
-        (6, [0, 1, 2, 3], None),  # 12 bytes are no shorter than 12
+        (6, [0, 1, 2, 3], None),  # 12 bytes are not shorter than 12
         (6, [0, 1, 2], 9),
     ],
 )
 def test_a_changed_word_costs_one_byte_more_than_itself(size: int, changed: list[int], nbytes: int | None) -> None:
     old = torch.arange(size, dtype=torch.int16)
     new = old.clone()
-    new[changed] ^= 1 << 15  # the sign: 0.0 and -0.0 are equal numbers and other bits
+    new[changed] ^= 1 << 15  # the sign bit, because 0.0 and -0.0 are equal numbers with different bits
     encoded = encode(new.view(torch.uint8), old.view(torch.uint8), 2)
     assert (None if encoded is None else len(encoded)) == nbytes
     if encoded is not None:
@@ -69,7 +69,7 @@ def test_changes_are_made_bit_for_bit(itemsize: int, share: float) -> None:
 
 @dataclass(slots=True)
 class Readable(KeptBuffers):
-    """Destinations that can be read again."""
+    """Destinations whose tensors can be read again."""
 
     def written(self) -> Mapping[str, Tensor]:
         return self.flats
@@ -90,7 +90,7 @@ def test_every_run_brings_what_the_sources_hold_then(
     tp: int, pp: int, parts: int, per_node: int | None, kind: type[KeptBuffers]
 ) -> None:
     wire, full_every = Wire(1), 3
-    sources, destinations = held(tp, pp), needed(parts, buffers=len(SHAPES))  # each of the dtype of its tensor
+    sources, destinations = held(tp, pp), needed(parts, buffers=len(SHAPES))  # each buffer in the dtype of its tensor
     plan = make_plan(sources, destinations, per_node)
     versions = [random_model(0)]
     while len(versions) < 5:
@@ -139,7 +139,7 @@ def test_layers_that_exist_in_their_turn_only_are_changed_too() -> None:
 
 @pytest.mark.parametrize("kind", [Readable, KeptBuffers])
 def test_a_receiver_that_has_lost_an_element_is_noticed(kind: type[KeptBuffers]) -> None:
-    """One that reads its tensors; another has copies of its own, which others cannot spoil."""
+    """The lost element is noticed by a receiver that reads its tensors. A receiver with its own copies is not affected."""
     wire, sources, destinations = Wire(0), held(2, 2), needed(1, buffers=len(SHAPES))
     plan = make_plan(sources, destinations, None)
     wrong = dict[int, int]()

@@ -1,4 +1,4 @@
-"""What a delta save writes. How it is read back: tests/unit/checkpoint/test_delta.py."""
+"""Files that a delta save writes. tests/unit/checkpoint/test_delta.py tests reading them."""
 
 from __future__ import annotations
 

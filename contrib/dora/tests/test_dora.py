@@ -1,4 +1,4 @@
-"""Magnitudes of DoRA begin with the lengths of the rows of the weights, as the model has them."""
+"""DoRA magnitudes start as the row norms of the weights in the dtype of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter, on an environment of gymnasium's own."""
+"""The gymnasium adapter with an environment of the package."""
 
 from __future__ import annotations
 

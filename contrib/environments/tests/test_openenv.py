@@ -1,4 +1,4 @@
-"""The adapter of OpenEnv, on a real server where the package is installed."""
+"""The OpenEnv adapter, with a real server if the package is installed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_an_episode_is_a_session_on_a_server_of_openenv() -> None:
 
 
 def test_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("openenv", "openenv.core.generic_client"):  # a test before may have imported it
+    for name in ("openenv", "openenv.core.generic_client"):  # an earlier test may have imported it
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"environment.function=openenv: .*install it \(pip install openenv-core\)"):
         OpenEnv("http://localhost:1")

@@ -1,4 +1,4 @@
-"""The adapter of verifiers, on the real package, in worker processes. It has a folder of its own: RLHF_MCORE_TEST_VERIFIERS names it.
+"""The verifiers adapter with the real package, in worker processes. RLHF_MCORE_TEST_VERIFIERS names the folder of the package.
 
 python -m pip install --target FOLDER verifiers==0.4.0
 """
@@ -120,7 +120,7 @@ __all__ = ["Once", "Forgetful"]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a run would be started."""
+    """Change to the directory from which a run would start."""
     if not PACKAGES:
         pytest.skip(
             "verifiers has no folder here: pip install --target FOLDER verifiers==0.4.0; RLHF_MCORE_TEST_VERIFIERS=FOLDER"
@@ -133,7 +133,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Played:
-    """Episodes of a taskset in one process, with a policy that is told what to say."""
+    """Episodes of a taskset in one process, with scripted turns of the policy."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, taskset: str, says: Any, **env: Any) -> None:
         own = EnvironmentConfig(function="verifiers", workers=1, timeout_s=60.0)
@@ -146,7 +146,7 @@ class Played:
         self.plays = EpisodeGenerator(self.engine, driver)
 
     def play(self, *rows: dict[str, Any]) -> list[Trajectory]:
-        """An episode for each row."""
+        """Run an episode for each row."""
         sampling = Sampling(max_new_tokens=99, seed=5)
         prompts = [Prompt(str(k), k, [1], row["prompt"], extra_info=row["extra_info"]) for k, row in enumerate(rows)]
         drawn = self.plays.generate([episode_request(k, prompt, 0, sampling, 1) for k, prompt in enumerate(prompts)])
@@ -154,7 +154,7 @@ class Played:
 
 
 def rows(folder: Path, taskset: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """What the command writes for a taskset: rows as ``reset`` gets them, and schemas of tools."""
+    """Return the files of the command for a taskset: rows in the form that ``reset`` receives, and tool schemas."""
     command = [sys.executable, "-m", "rlhf_mcore_contrib.environments.verifiers", "--rows", "9", "--out", "rows.jsonl"]
     options = json.dumps({"packages": PACKAGES, "taskset": {"id": taskset}})
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
@@ -166,7 +166,7 @@ def rows(folder: Path, taskset: str) -> tuple[list[dict[str, Any]], list[Any]]:
 
 
 def said(episode: Trajectory) -> list[tuple[str, str]]:
-    """The turns of policy and environment."""
+    """Return the turns of policy and environment."""
     return [(turn.writer, turn.text) for turn in episode.turns if turn.writer != "prompt"]
 
 

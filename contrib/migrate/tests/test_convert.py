@@ -1,4 +1,4 @@
-"""Whole files of both trainers; what comes out loads and, with the files it names in place, validates."""
+"""Convert whole files. The results load and, if their files exist, pass validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML files of verl whose references or values make trouble."""
+"""YAML files of verl with invalid references or values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages for people who come from elsewhere name what the tables carry over, and only keys that exist."""
+"""The migration guides name all keys of the tables, and only keys that exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHORT = {"actor_rollout_ref.actor.": "ACTOR.", "actor_rollout_ref.rollout.": "RO
 
 
 def rows(page: str) -> list[tuple[str, str]]:
-    """The two cells of every line of the table of keys."""
+    """Return both cells of every row in the key tables of a page."""
     text = (DOCS / page).read_text(encoding="utf-8").partition("## Checkpoints")[0]
     return [(left, right) for left, right in re.findall(r"^\| (.*?) \| (.*?) \|$", text, re.MULTILINE) if "`" in left]
 

@@ -1,4 +1,4 @@
-"""Launch scripts in the shapes that verl's and OpenRLHF's are published in: each comes out loading, and valid but for files."""
+"""Convert launch scripts in the published styles of verl and OpenRLHF. Each result loads, and is valid except for missing files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = Path(__file__).with_name("launch_scripts")
 MODELS = ROOT / "configs" / "models"
 HOME = "/home/somebody"
-# script -> a model of the same geometry, what its configuration says
+# script -> (a model with the same geometry, expected values of the configuration)
 EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
     "verl_grpo.sh": (
         "Qwen2.5-7B",

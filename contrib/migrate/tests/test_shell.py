@@ -16,7 +16,7 @@ from rlhf_mcore_contrib.migrate.shell import named_unknowns, read_script
 
 @pytest.fixture(scope="module")
 def one_sandbox() -> Iterator[Sandbox]:
-    """One sandbox for scripts that are harmless. Its runs know nothing of each other (tests/processes/sandbox/test_walls.py)."""
+    """Share one sandbox among harmless scripts. Its runs are isolated from each other (tests/processes/sandbox/test_walls.py)."""
     with Sandbox() as sandbox:
         yield sandbox
 
@@ -30,7 +30,7 @@ LAUNCH = "\npython -m verl.trainer.main_ppo a=$X\n"
 
 
 def script_words(script: str) -> list[str]:
-    """The words of the commands ``run`` and ``python``."""
+    """Return the words of the commands ``run`` and ``python``."""
     launches = [words for words in read_script(script).commands if words[0] in ("run", "python")]
     return [named_unknowns(word) for words in launches for word in words]
 
@@ -108,11 +108,11 @@ def test_words(script: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        # a log in a directory that is not here does not keep a command from being read
+        # a log in a missing directory does not hide a command
         ("run a=1 > $LOGS/x.log 2>&1", ["run", "a=1"]),
         ('run "a > b" c=$C &>> /var/log/x/y.log &', ["run", "a > b", "c=${oc.env:C,C_is_not_set}"]),
         ("for i in 1 2; do run $i; done > $LOGS/x", ["run", "1", "run", "2"]),
-        # what is not set is lent for one command, and is empty in tests
+        # an unset variable is a mark for one command, and empty in tests
         ("A=$B/c\n[[ -z $B ]] && run $A ${B:-d}", ["run", "${oc.env:B,B_is_not_set}/c", "d"]),
         ('A=$B\nif [ -z "$A" ]; then run $A; fi', ["run", "${oc.env:B,B_is_not_set}"]),
         ("export P=$P:/x\nrun $P", ["run", "${oc.env:P,P_is_not_set}:/x"]),
@@ -122,9 +122,9 @@ def test_words(script: str, words: list[str]) -> None:
         ),
         ("run ${A##*/} ${A%/} ${A:?set it}", ["run", *3 * ["${oc.env:A,A_is_not_set}"]]),
         ("run $(nvidia-smi | wc -l) $(echo a b | tr ' ' _)", ["run", "nvidia_smi_is_not_known", "a_b"]),
-        # the directory of the script is where it is started
+        # the directory of the script is the start directory
         ('D=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)\nrun $D/x', ["run", "./x"]),
-        # a script that misses something goes on; one that is done does not
+        # a script that finds something missing continues; a script that exits with 0 ends
         ("[ $# -lt 2 ] && exit 1\nrun a", ["run", "a"]),
         ("set -eu\ngrep x y\nfalse\nrun $A", ["run", "${oc.env:A,A_is_not_set}"]),
         ("run a\nexit 0\nrun b", ["run", "a"]),
@@ -178,7 +178,7 @@ def test_a_loop_that_waits_ends() -> None:
 # ---------------------------------------------------------------------------------------------------- hostile scripts
 @pytest.fixture(params=["namespaces", "filters"])
 def isolated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts run with the isolation that is asked for, and for little time."""
+    """Run scripts with the requested isolation and a short time limit."""
     level = shell.machine_level()
     if not level.reaches(request.param) or (request.param == "filters" and os.geteuid() == 0):
         pytest.skip(f"this machine does not give {request.param}")
@@ -210,7 +210,7 @@ def test_a_script_cannot_touch_what_is_not_its_own(hostile: str, tmp_path: Path)
         script = hostile.format(tmp_path, "/usr/bin/python3", os.getpid(), server.getsockname()[1])
         try:
             words = read_script(f"X=1\n{script}{LAUNCH}").commands
-        except ConfigError:  # it has killed what reads it, before or after the first word was read
+        except ConfigError:  # the script has killed its reader, before or after the first word was read
             words = []
         with pytest.raises(BlockingIOError):
             server.accept()

@@ -1,4 +1,4 @@
-"""GRPOConfig scripts and ``trl grpo``. Defaults are compared with TRL's own GRPOConfig where it is installed."""
+"""Convert GRPOConfig scripts and ``trl grpo``. If TRL is installed, defaults are compared with its GRPOConfig."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_script_becomes_a_configuration_that_validates(workspace: Any, capsys:
     validate(cfg)
     assert (cfg.model.path, cfg.data.train, cfg.reward.rules[0].name) == ("model", ["data/train.jsonl"], "math")
     assert (cfg.actor.lora.rank, cfg.actor.lora.alpha, cfg.actor.lora.targets) == (8, 64.0, ["all-linear"])
-    # 32 responses at a time, twice: 64 responses are 16 groups of 4, and one update.
+    # Two batches of 32 responses: 64 responses are 16 groups of 4, and one update.
     assert (cfg.trainer.prompts_per_step, cfg.trainer.minibatch_size, cfg.trainer.num_steps) == (16, 16, 10)
     assert (cfg.rollout.sampling.n, cfg.actor.optimizer.lr, cfg.algorithm.kl.coef, cfg.seed) == (4, 5e-6, 0.04, 42)
     assert cfg.actor.optimizer.schedule.name == "linear"  # TRL's default, not ours
@@ -71,13 +71,13 @@ def test_a_script_becomes_a_configuration_that_validates(workspace: Any, capsys:
 
 def test_keywords() -> None:
     for given, expected in [
-        # 8 responses a device by default, in groups of 8
+        # By default, 8 responses per device, in groups of 8.
         ({}, {"trainer.prompts_per_step": 1, "trainer.minibatch_size": 1, "algorithm.loss_aggregation": "token"}),
         (
             {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "steps_per_generation": 8},
             {"trainer.prompts_per_step": 16, "trainer.minibatch_size": 8},
         ),
-        # 10 updates, of which each generation makes 2 x 3
+        # 10 updates, 2 x 3 per generation
         (
             {"steps_per_generation": 2, "num_iterations": 3, "max_steps": 18, "save_steps": 12},
             {"trainer.num_steps": 3, "trainer.ppo_epochs": 3, "checkpoint.save_steps": 2},
@@ -85,7 +85,7 @@ def test_keywords() -> None:
         ({"num_train_epochs": 2}, {"trainer.num_epochs": 2.0}),
         ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"algorithm.policy_loss": "gspo"}),
         ({"loss_type": "dr_grpo"}, {"algorithm.policy_loss": "ppo_clip", "algorithm.loss_aggregation": "constant"}),
-        # cispo bounds the ratio at 5, which is 1 + 4
+        # cispo bounds the ratio at 5 = 1 + 4
         (
             {"loss_type": "cispo", "epsilon_high": 5.0},
             {"algorithm.policy_loss": "cispo", "algorithm.clip_low": 1.0, "algorithm.clip_high": 4.0},
@@ -109,7 +109,7 @@ def test_keywords() -> None:
             {"algorithm.rollout_correction.mode": "token", "algorithm.rollout_correction.cap": 3.0},
         ),
         ({"top_k": 0}, {"rollout.sampling.top_k": -1}),
-        ({"logging_steps": 10, "num_iterations": 2}, {"logging.every": 5}),  # they count updates
+        ({"logging_steps": 10, "num_iterations": 2}, {"logging.every": 5}),  # TRL counts updates
         ({"mask_truncated_completions": True}, {"algorithm.mask_truncated": True}),
         (  # TRL 1.16's defaults of these flags, and PEFT's of targets
             {"use_peft": True},
@@ -247,7 +247,7 @@ def test_nothing_of_a_script_is_run_or_grows() -> None:
 
 
 def test_defaults_are_those_of_trl() -> None:
-    """Of fields that GRPOConfig declares itself; the others are of transformers' TrainingArguments."""
+    """Only fields that GRPOConfig declares itself are compared. The others belong to transformers' TrainingArguments."""
     import sys
 
     file = Path(sys.prefix, "oracles", "trl", "trainer", "grpo_config.py")

@@ -105,7 +105,7 @@ def test_what_is_carried_over() -> None:
             [ACTOR + "optim.lr=1e-6", ACTOR + "optim.betas=[0.9,0.95]"],
             {"actor.optimizer.lr": 1e-6, "actor.optimizer.beta2": 0.95},
         ),
-        # Their schedule is stepped once per step, ours once per update: 1024 / 128 = 8 updates.
+        # verl advances its schedule once per step, and we once per update: 1024 / 128 = 8 updates.
         (
             [ACTOR + "optim.lr_warmup_steps=10", ACTOR + "ppo_mini_batch_size=128"],
             {"actor.optimizer.schedule.warmup": 80},
@@ -119,7 +119,7 @@ def test_what_is_carried_over() -> None:
             [ACTOR + "use_dynamic_bsz=True", ACTOR + "ppo_max_token_len_per_gpu=9000"],
             {"trainer.max_tokens_per_microbatch": 9000},
         ),
-        # Theirs are the tokens of one context-parallel rank.
+        # verl counts the tokens of one context-parallel rank.
         (
             [
                 ACTOR + "use_dynamic_bsz=True",
@@ -233,7 +233,7 @@ def test_k1_in_the_loss_is_refused_where_it_would_do_nothing() -> None:
 def test_a_key_that_one_use_of_it_needs_is_not_lost_by_another() -> None:
     migration = migrated("data.train_batch_size=64", ACTOR + "optim.lr_warmup_steps=10")
     assert migration.settings["trainer.prompts_per_step"] == 64
-    assert migration.lost.keys() == {ACTOR + "optim.lr_warmup_steps"}  # 64 prompts are no multiple of 256
+    assert migration.lost.keys() == {ACTOR + "optim.lr_warmup_steps"}  # 64 prompts are not a multiple of 256
 
 
 def test_every_key_ends_in_one_place() -> None:

@@ -1,4 +1,4 @@
-"""Messages that their receivers read by NIXL: what the library is asked for, and, where it is installed, what it does."""
+"""Messages that receivers read with NIXL: the calls of the library and, if it is installed, their effects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Wire:
-    """What fake agents have of each other: notices, and the memory that was registered before its metadata was taken."""
+    """State that fake agents share: notifications, and the memory that was registered before its metadata was read."""
 
     notices: dict[str, dict[str, list[bytes]]] = field(default_factory=dict)
     registered: dict[bytes, list[tuple[int, int]]] = field(default_factory=dict)
@@ -31,9 +31,9 @@ class Wire:
 
 
 class FakeAgent:
-    """The calls of ``nixl._api.nixl_agent`` 1.5.1 that are used. A transfer is in progress once and done then.
+    """A fake of the used calls of ``nixl._api.nixl_agent`` 1.5.1. A transfer is in progress at the first check and then done.
 
-    As the library does, it refuses transfers of memory that is not registered, and to agents whose metadata was not given.
+    Like the library, it rejects transfers of unregistered memory, and transfers from agents whose metadata is unknown.
     """
 
     def __init__(self, name: str, wire: Wire) -> None:
@@ -103,7 +103,7 @@ def make_agent(request: pytest.FixtureRequest) -> Callable[[str], Any]:
 
 
 class Ranks:
-    """Ranks that are threads. Each has links, and memory that is registered for sends."""
+    """Ranks as threads. Each rank has links and memory that is registered for sends."""
 
     def __init__(self, make_agent: Callable[[str], Any], sizes: list[int], timeout_s: float = 60.0) -> None:
         self.agents = [make_agent(f"agent-{rank}") for rank in range(len(sizes))]
@@ -129,7 +129,7 @@ class Ranks:
 
 
 def test_messages_in_both_directions_are_read_in_two_runs(make_agent: Callable[[str], Any]) -> None:
-    """Of rank 0 two messages for rank 1 and one of them for rank 2 too, of rank 1 one for rank 0. Other bytes in the second run."""
+    """Rank 0 sends two messages to rank 1, and one of them also to rank 2. Rank 1 sends one to rank 0. Run 2 sends new bytes."""
     ranks = Ranks(make_agent, [300, 100, 0])
     taken = [
         torch.zeros(100, dtype=torch.uint8),
@@ -179,10 +179,12 @@ def test_each_message_is_one_transfer_of_its_bytes_and_is_released() -> None:
 
 def test_what_is_not_in_registered_memory_is_neither_offered_nor_read() -> None:
     ranks = fake([64, 0])
-    with pytest.raises(ValueError, match="a message of 8 bytes is not in the memory of 64"):
+    with pytest.raises(ValueError, match="a message of 8 bytes is not in the 64 bytes that peers may read"):
         ranks.links[0].exchange([(torch.zeros(8, dtype=torch.uint8), 1)], [], 0)
     ranks.links[0].exchange([(ranks.memory[0][60:], 1)], [], 1)
-    (wait,) = ranks.links[1].exchange([], [(torch.zeros(8, dtype=torch.uint8), 0)], 1)  # its sender has four
+    (wait,) = ranks.links[1].exchange(
+        [], [(torch.zeros(8, dtype=torch.uint8), 0)], 1
+    )  # the sender's message has four bytes
     with pytest.raises(ValueError, match="8 bytes at 60 are not in the 64 registered bytes of rank 0"):
         wait()
     assert ranks.agents[1].transfers == []
@@ -204,7 +206,7 @@ def test_what_the_library_raises_loses_peers(monkeypatch: pytest.MonkeyPatch) ->
     ranks = fake([8, 0])
 
     def disconnected(*args: Any) -> None:
-        raise Exception("NIXL_ERR_REMOTE_DISCONNECT")  # as pybind11 makes the library's errors
+        raise Exception("NIXL_ERR_REMOTE_DISCONNECT")  # pybind11 raises errors of the library as Exception
 
     monkeypatch.setattr(ranks.agents[0], "send_notif", disconnected)
     with pytest.raises(PeersLost, match="NIXL_ERR_REMOTE_DISCONNECT"):
@@ -212,7 +214,7 @@ def test_what_the_library_raises_loses_peers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_exchange_of_nothing_has_nothing_to_wait_for() -> None:
-    """Phases in which a rank takes no part."""
+    """A rank can be idle in a phase."""
     ranks = fake([8, 0])
     assert list(PointToPoint(ranks.links[1])._links.exchange([], [], 0)) == []
 

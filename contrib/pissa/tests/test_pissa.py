@@ -1,4 +1,4 @@
-"""Adapters that begin with principal singular vectors, against torch's singular value decomposition."""
+"""Compare adapters that start with principal singular vectors with torch's singular value decomposition."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def best_of_rank(weight: Tensor, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (9, 9)])
 def test_factors_are_the_principal_part(shape: tuple[int, int]) -> None:
-    """PiSSA's: both have the root of the singular values."""
+    """As in PiSSA, both factors contain the square roots of the singular values."""
     torch.manual_seed(0)
     weight = torch.randn(shape)
     a, b = principal_factors(weight, 3, 4.0)
@@ -52,7 +52,7 @@ def test_a_matrix_of_a_lower_rank_has_finite_factors() -> None:
 
 
 def begun(base: Path, geometry: ModelGeometry, size: int) -> dict[str, Tensor]:
-    """Whole matrices under PEFT's names, put together from what ``size`` tensor-parallel ranks begin with."""
+    """Return whole initial matrices under PEFT's names, assembled from ``size`` tensor-parallel ranks."""
     whole = {name: torch.full(shape, torch.nan) for name, shape in hf_shapes(geometry).items()}
     [names] = stage_names(geometry, ParallelLayout(size, tp=size))
     for rank in range(size):
@@ -79,7 +79,7 @@ def base(tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_run_begins_with_the_model_in_every_layout(base: Path, size: int) -> None:
-    """Each matrix has factors of its own, of its principal part; the second halves take away what the first add, to the bit."""
+    """Each matrix gets factors of its own principal part. The second halves cancel the first halves bit for bit."""
     geometry = replace(MODEL, adapter=AdapterSizes(4, 12.0, ("all-linear", "embed_tokens", "lm_head"), fixed=2))
     weights, found = load_file(base / "model.safetensors"), begun(base, geometry, size)
     for name in (name for name in weights if "proj" in name or name in ("lm_head.weight", "model.embed_tokens.weight")):
@@ -97,7 +97,7 @@ def test_a_run_begins_with_the_model_in_every_layout(base: Path, size: int) -> N
 @pytest.mark.usefixtures("world")
 def test_a_rank_above_that_of_a_matrix_is_refused(base: Path) -> None:
     geometry = replace(MODEL, adapter=AdapterSizes(18, 9.0, ("v_proj",), fixed=9))
-    with pytest.raises(ConfigError, match=r"v_proj is 8 x 16 and has no 9 .*lower actor\.lora\.rank"):
+    with pytest.raises(ConfigError, match=r"v_proj is 8 x 16, with fewer than 9 .*lower actor\.lora\.rank"):
         begin_with_principal([], geometry, base)
     with pytest.raises(ConfigError, match=r"critic\.lora\.init=pissa: .*lower critic\.lora\.rank"):
         begin_with_principal([], geometry, base, field="critic.lora")

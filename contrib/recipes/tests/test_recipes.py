@@ -1,4 +1,4 @@
-"""Rows as the data sets have them become examples; tests of code accept the solution of the data set and no other."""
+"""Convert rows in the format of the data sets. Tests of code tasks accept only the solution of the data set."""
 
 from __future__ import annotations
 

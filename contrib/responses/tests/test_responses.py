@@ -1,4 +1,4 @@
-"""The Responses API, with OpenAI's client: tools, streams, images, and what is rejected."""
+"""The Responses API with OpenAI's client: tools, streams, images, and rejected requests."""
 
 from __future__ import annotations
 

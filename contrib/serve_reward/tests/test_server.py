@@ -1,4 +1,4 @@
-"""The server of ``rlhf-mcore serve-reward``, asked by the client of ``reward.remote``."""
+"""The server of ``rlhf-mcore serve-reward`` with the client of ``reward.remote``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("short_pauses")
 
 @contextmanager
 def reward_server(server: RewardServer) -> Iterator[str]:
-    """A reward server at a free port of the loopback; yields its address."""
+    """Start a reward server at a free port of the loopback. Yields its address."""
     loop, started = asyncio.new_event_loop(), threading.Event()
     runner = web.AppRunner(server.application(), access_log=None)
 
@@ -68,7 +68,7 @@ def test_scores_of_a_server_are_those_of_its_reward(batch_size: int) -> None:
 
 
 def test_what_travels_is_what_a_function_is_given(tmp_path: Path) -> None:
-    """Numbers beyond 64 bits, nested values, and the seed: a response has the same random score wherever it is scored."""
+    """Send numbers beyond 64 bits, nested values, and the seed, which gives a response the same random score on every server."""
     source = (
         "import random\ndef grade(data_source, solution_str, ground_truth, extra_info):\n"
         "    right = (data_source, ground_truth, extra_info) == ('sums', {'a': [1, None]}, {'big': 2**80})\n"
@@ -95,7 +95,7 @@ def test_what_a_served_function_fails_on_has_no_score_and_a_cause(tmp_path: Path
             ConfigError, match=r"reward\.remote\.url=.* prompt 'train-0', sample 3, .*ZeroDivisionError"
         ):
             scored(rows(3), url, on_error="fail")
-        # One that the reward refuses, here for its data source, does not take its batch along.
+        # If the reward rejects a response, here for its data source, the rest of the batch is still scored.
         table = RewardServer(build_reward(RewardConfig(sources={"sums": [RuleConfig(name="exact_match")]})))
         with reward_server(table) as other:
             mixed = [trajectory("42"), trajectory("42", 1), trajectory("42", 2)]
@@ -138,7 +138,7 @@ def test_a_server_names_what_is_wrong_with_a_request(body: bytes, status: int, p
         assert found == status
         with pytest.raises(AssertionError, match=problem):
             raise AssertionError(content["error"])
-        assert ask(f"{url}/score", b'{"items": []}') == (200, {"scores": []})  # it is there as before
+        assert ask(f"{url}/score", b'{"items": []}') == (200, {"scores": []})  # the server still works
 
 
 def test_a_server_with_a_token_answers_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_server_does_not_listen_to_everybody(host: str, token: bool, problem: 
 
 @contextmanager
 def ending(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill a process at the end of the block, which otherwise waits for one that a failed assertion has left."""
+    """Kill a process at the end of the block. Otherwise, after a failed assertion, the block would wait for it forever."""
     try:
         yield
     finally:

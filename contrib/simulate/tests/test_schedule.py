@@ -1,4 +1,4 @@
-"""The simulation of schedules against cases worked out by hand, a slow version that plays every instant, and the analytic bound."""
+"""Compare simulated schedules with cases worked out by hand, with a slow simulation of every second, and with the analytic bound."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlhf_mcore_contrib.simulate.schedule import (
 
 
 def one_engine(prompts: int, samples: int, slots: int, sequence_s: float = 0.0, train_s: float = 4.0) -> Scenario:
-    """A decode step takes 1 s and ``sequence_s`` for each sequence, a sync 1 s."""
+    """Return a scenario with one engine. A decode step takes 1 s plus ``sequence_s`` per sequence, and a sync 1 s."""
     return Scenario(
         prompts, samples, 1, EngineTimes(1.0, sequence_s, slots=slots), TrainTimes(train_s, 0.0), sync_s=1.0
     )
@@ -40,7 +40,9 @@ def test_synchronous_with_one_slot() -> None:
 
 def test_sequences_that_are_decoded_together_slow_each_other() -> None:
     outcome = simulate(one_engine(1, 2, slots=2, sequence_s=1.0), Schedule(), lambda number: [2, 3], 5)
-    assert outcome.step_s == pytest.approx(2 * 3 + 1 * 2 + 4 + 1)  # two steps of both, one of the longer alone
+    assert outcome.step_s == pytest.approx(
+        2 * 3 + 1 * 2 + 4 + 1
+    )  # two steps with both sequences, one with the longer sequence alone
     assert outcome.running == pytest.approx((6 * 2 + 2 * 1) / 8)
 
 
@@ -65,7 +67,7 @@ def test_one_step_off_takes_the_longer_of_both_sides_and_the_sync(train_s: float
     ("train_s", "step_s", "busy"),
     [
         (2.0, 3 * 1.2 + 2 * 1.0 + 1, (5.6, 3.0)),  # training ends after 3 s, within the third step of decoding
-        (7.0, 5 * 1.2 + (7 - 6 / 1.5) + 1, (6.0, 9.0)),  # of training 4 s are done when the engine has ended after 6
+        (7.0, 5 * 1.2 + (7 - 6 / 1.5) + 1, (6.0, 9.0)),  # when the engine ends after 6 s, 4 s of training are done
     ],
 )
 def test_trainer_and_engine_slow_each_other_while_both_compute(
@@ -80,7 +82,7 @@ def test_trainer_and_engine_slow_each_other_while_both_compute(
 
 
 def test_a_trainer_slows_passes_over_prompts_too() -> None:
-    engine = EngineTimes(1.0, 0.0, prompt_s=0.5, slots=1)  # the second prompt begins when the first response has ended
+    engine = EngineTimes(1.0, 0.0, prompt_s=0.5, slots=1)  # the second prompt starts when the first response has ended
     scenario = replace(one_engine(1, 2, slots=1, train_s=8.0), engine=engine, contention=Contention(decode=1.2))
     outcome = simulate(scenario, Schedule(1, DRAIN), lambda number: [2, 3], 5)
     assert outcome.step_s == pytest.approx(8 + 1)
@@ -88,14 +90,14 @@ def test_a_trainer_slows_passes_over_prompts_too() -> None:
 
 
 def test_an_engine_of_two_slows_the_trainer_by_half() -> None:
-    """2 s beside both engines at half the pace, 4 s beside one at two thirds of it, and the rest alone."""
+    """Training runs at half speed for 2 s (two busy engines), at two thirds for 4 s (one), and then at full speed."""
     scenario = Scenario(2, 1, 2, EngineTimes(1.0, 0.0, slots=1), TrainTimes(5.0, 0.0), 1.0, Contention(train=2.0))
     outcome = simulate(scenario, Schedule(1, DRAIN), lambda number: [6 if number % 2 else 2], 5)
     assert outcome.step_s == pytest.approx(2 + 4 + (5 - 2 / 2 - 4 / 1.5) + 1)
 
 
 def test_a_response_continues_over_a_publish() -> None:
-    """Of each 10 tokens 3 are decoded while the step before trains (3 s), 7 after the sync (1 s) with the newer weights."""
+    """3 of 10 tokens are decoded while the previous step trains (3 s), and 7 with the newer weights after the sync (1 s)."""
     outcome = simulate(one_engine(1, 1, slots=1, train_s=3.0), Schedule(1, CONTINUE), lambda number: [10], 6)
     assert outcome.step_s == pytest.approx(11.0)
     assert (outcome.rollout_busy, outcome.training_busy) == pytest.approx((10 / 11, 3 / 11))
@@ -107,12 +109,13 @@ def test_resubmitted_tokens_are_computed_again() -> None:
     scenario = one_engine(1, 1, slots=1, train_s=3.0)
     scenario = replace(scenario, engine=EngineTimes(1.0, 0.0, prompt_s=0.25, prefix_token_s=0.5, slots=1))
     outcome = simulate(scenario, Schedule(1, RESUBMIT), lambda number: [10], 6)
-    # The prompt for the first time (0.25 of the 3 s of training: 2.75 tokens, so 3 until 3.25), and again with 3 tokens (1.75).
+    # The prompt takes 0.25 s of the 3 s of training. That leaves 2.75 tokens, so 3 tokens are ready after 3.25 s. After the sync, the
+    # prompt and the 3 tokens are computed again (1.75 s).
     assert outcome.step_s == pytest.approx(3.25 + 1 + 0.25 + 1.5 + 7)
 
 
 def test_what_is_too_old_is_started_again() -> None:
-    """Steps take 10 s. A response of 40 tokens is over three versions old when it ends, and not trained on with a staleness of 1."""
+    """Steps take 10 s. A response of 40 tokens is over three versions old at its end, so a staleness of 1 never trains on it."""
     scenario = one_engine(1, 1, slots=2, train_s=9.0)
     outcome = simulate(scenario, Schedule(1, CONTINUE), lambda number: [40 if number == 6 else 8], 12)
     assert outcome.redrawn * 12 == 1
@@ -120,13 +123,13 @@ def test_what_is_too_old_is_started_again() -> None:
     assert sum(outcome.staleness.values()) == 12 and outcome.staleness_max == 1
 
 
-# ------------------------------------------------------------------------------------------- every instant, one after the other
+# ------------------------------------------------------------------------------------------- slow simulation of every second
 @dataclass
 class SlowGroup:
     order: int
-    responses: list[list[int]]  # of each the versions of its tokens
+    responses: list[list[int]]  # for each response, the versions of its tokens
     lengths: list[int]
-    version: int  # when it was submitted
+    version: int  # at submission
     finished_at: int = -1
     cancelled: bool = False
 
@@ -144,7 +147,7 @@ class SlowEngine:
     times: EngineTimes
     waiting: list[tuple[SlowGroup, int]] = field(default_factory=list)
     running: list[tuple[SlowGroup, int]] = field(default_factory=list)
-    left: int = 0  # seconds of what it does
+    left: int = 0  # remaining seconds of its current activity
     decodes: bool = False
     pausing: bool = False
     paused: bool = False
@@ -159,7 +162,7 @@ class SlowEngine:
             self.waiting = [entry for entry in self.waiting if not entry[0].cancelled]
 
     def begin(self) -> None:
-        """Begin as many requests as there are slots, with their prompts."""
+        """Start requests until all slots are used, and compute their prompts."""
         if not self.border() or self.paused:
             return
         begun = 0
@@ -173,7 +176,7 @@ class SlowEngine:
             self.left, self.decodes = round(self.times.decode_s(len(self.running))), True
 
     def tick(self, version: int) -> None:
-        """A second passes."""
+        """Simulate one second."""
         if not self.left:
             return
         self.left -= 1
@@ -187,10 +190,10 @@ class SlowEngine:
 def slow(
     scenario: Scenario, schedule: Schedule, lengths: list[list[int]], uncounted: int, steps: int
 ) -> tuple[dict[int, int], dict[str, float]]:
-    """All durations are whole seconds; at each, in this order: engines, finished groups, the trainer, engines again."""
+    """Simulate every second. All durations are whole seconds. Order: engines, finished groups, trainer, engines again."""
     bound, engines = schedule.max_staleness, [SlowEngine(scenario.engine) for _ in range(scenario.num_engines)]
     per_step = int(-(-scenario.prompts * schedule.oversample // 1))
-    groups: list[SlowGroup] = []  # started, and neither trained nor given up
+    groups: list[SlowGroup] = []  # started, but neither trained nor dropped
     drawn = started = version = now = redrawn = training = spent = 0
     state, until, batch = "wait", 0, list[SlowGroup]()
     published: list[tuple[int, ...]] = []
@@ -277,7 +280,7 @@ def slow(
 
 
 def case(seed: int) -> tuple[Scenario, Schedule, list[list[int]]]:
-    """A small random case whose durations are whole seconds."""
+    """Return a small random case with durations in whole seconds."""
     rng = random.Random(seed)
     bound = rng.randrange(4)
     prompts, samples = rng.randint(1, 4), rng.randint(1, 3)
@@ -307,17 +310,17 @@ def test_every_schedule_is_as_a_slow_version_plays_it() -> None:
         seen[schedule.at_publish] += 1
         seen["begun again"] += outcome.redrawn > 0
         seen["mixed versions"] += 0 < outcome.staleness_mean % 1 < 1
-    assert len(seen) == 5 and min(seen.values()) >= 4, seen  # nothing is compared only where it does not occur
+    assert len(seen) == 5 and min(seen.values()) >= 4, seen  # every feature occurs in several compared cases
 
 
 # ------------------------------------------------------------------------------------------------------------- the bound
 BALANCED = Scenario(64, 8, 4, EngineTimes(0.02, 0.0002, 0.01, slots=128), TrainTimes(2.0, 0.0), sync_s=1.0)
 
 
-# Engines are slower, about as fast, faster. Where they are slower a staleness of 2 drops one group in twenty.
+# Engines are slower than, about as fast as, or faster than the trainer. If they are slower, a staleness of 2 drops 1 of 20 groups.
 @pytest.mark.parametrize(("train_s", "bound"), [(8.0, 3), (14.0, 3), (20.0, 2), (40.0, 1)])
 def test_partial_rollouts_come_near_to_the_bound_where_lengths_are_mild(train_s: float, bound: int) -> None:
-    """Benchmark row ``pipelined``. 64 prompts with 8 responses of 250 tokens or so on four engines: 13 s of generation."""
+    """Benchmark row ``pipelined``: 64 prompts with 8 responses of about 250 tokens on four engines, 13 s of generation."""
     lengths = read_lengths("lognormal(5.5,0.3,600)", 600)
     scenario = replace(BALANCED, train=TrainTimes(train_s, 0.0))
     schedule = Schedule(bound, CONTINUE)
@@ -327,14 +330,14 @@ def test_partial_rollouts_come_near_to_the_bound_where_lengths_are_mild(train_s:
 
 def test_the_bound_by_hand() -> None:
     scenario = Scenario(4, 2, 2, EngineTimes(1.0, 0.5, 0.25, slots=3), TrainTimes(5.0, 0.1), sync_s=2.0)
-    # Three of the at most four in flight on an engine: 10 * (1 + 3 / 2) / 3 + 1 / 4 seconds for each of its four responses.
+    # On average an engine runs three of at most four requests: 10 * (1 + 3 / 2) / 3 + 1 / 4 seconds for each of its four responses.
     generate_s, train_s = 4 * (10 * 2.5 / 3 + 0.25), 5 + 0.1 * 8 * 10
     assert samples_bound(scenario, Schedule(), 10.0) == pytest.approx(8 / (generate_s + train_s + 2))
     assert samples_bound(scenario, Schedule(1, CONTINUE), 10.0) == pytest.approx(8 / (max(generate_s, train_s) + 2))
 
 
 def test_a_long_tail_is_what_partial_rollouts_are_for() -> None:
-    """With mild lengths one step off comes as near to its bound; with a long tail only partial rollouts do."""
+    """With mild lengths, one step off comes equally close to its bound. With a long tail, only partial rollouts do."""
     scenario = replace(BALANCED, train=TrainTimes(20.0, 0.0))
 
     def share(source: str, schedule: Schedule) -> float:

@@ -1,4 +1,4 @@
-"""Where a simulation's lengths and times come from: distributions, files, the records of runs, the planner."""
+"""Sources of lengths and times for a simulation: distributions, files, records of runs, and the planner."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_lognormal_distribution_has_its_quantiles_and_is_cut() -> None:
     assert float(np.median(found.values)) == pytest.approx(math.exp(5), rel=0.01)
     upper = 0.5 * math.erfc(
         (math.log(299) - 5) / (0.5 * math.sqrt(2))
-    )  # longer than 299, so 300 once rounded up and cut
+    )  # lengths above 299 become 300 after rounding up and cutting
     assert float((found.values == 300).mean()) == pytest.approx(upper, abs=1e-3)
     assert found.values.max() == 300 and found.values.min() >= 1
 
@@ -127,7 +127,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- measured
 def test_decode_steps_of_requests_in_their_order() -> None:
-    assert decode_steps([2, 5, 4], slots=2) == 6  # the third follows the first
+    assert decode_steps([2, 5, 4], slots=2) == 6  # the third request starts when the first has ended
     assert decode_steps([2, 5, 4], slots=3) == 5
     assert decode_steps([2, 5, 4], slots=1) == 11
 
@@ -136,7 +136,7 @@ def test_a_fit_finds_what_made_the_times_and_is_never_negative() -> None:
     rng = np.random.default_rng(0)
     work = rng.uniform(1, 100, (60, 3))
     seconds = work @ np.array([0.2, 0.003, 0.0])
-    seconds[::4] *= rng.uniform(1.2, 5, 15)  # a step in four was disturbed
+    seconds[::4] *= rng.uniform(1.2, 5, 15)  # every fourth step was disturbed
     found, error = nonnegative_fit(work, seconds)
     assert found == pytest.approx([0.2, 0.003, 0.0], abs=1e-4) and error < 1e-4
     found, _ = nonnegative_fit(np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]), np.array([1.0, 3.0, 5.0]))
@@ -147,7 +147,7 @@ STEP_S, SEQUENCE_S, TRAIN_S, TOKEN_S = 0.01, 0.002, 0.5, 0.004
 
 
 def write_run(path: Path, steps: int = 8, scale: int = 20, **settings: Any) -> list[int]:
-    """A run of two prompts with two responses, whose times follow from its lengths. Returns all its lengths after the first step."""
+    """Write a run with two prompts and two responses each. Times follow from lengths. Returns all lengths after the first step."""
     (path / "rollouts").mkdir(parents=True)
     overrides = {
         "model.path": "model",
@@ -190,7 +190,7 @@ def test_times_of_runs_are_found_in_their_records(tmp_path: Path) -> None:
 
 
 def write_run_ahead(path: Path, train: float, decode: float, **missing: float) -> None:
-    """A run with a staleness of 1 in which both compute for 0.4 s of a step, and have then done what factors so high leave of it."""
+    """Write a run with a staleness of 1. For 0.4 s of a step both sides compute, slowed down by ``train`` and ``decode``."""
     write_run(path, steps=1, **{"trainer.max_staleness": 1})
     lengths, both = [30, 20, 10, 40], 0.4
     alone_s, engine_s = TRAIN_S + 0.1 + sum(lengths) * TOKEN_S, max(lengths) * STEP_S + sum(lengths) * SEQUENCE_S
@@ -225,7 +225,7 @@ def test_rollouts_of_a_run_are_lengths(tmp_path: Path) -> None:
     kept = write_run(tmp_path / "run")
     for source in ("run", "run/rollouts"):
         found = read_lengths(str(tmp_path / source), 512)
-        assert Counter(found.values[:-4].tolist()) == Counter(kept)  # the first step's are the last
+        assert Counter(found.values[:-4].tolist()) == Counter(kept)  # the last values belong to the first step
         assert found.per_prompt == 2
 
 
@@ -238,7 +238,7 @@ def test_responses_to_a_prompt_are_drawn_together(tmp_path: Path) -> None:
     assert all(first % 2 == 1 and second == first + 1 for first, second in pairs) and len(set(map(tuple, pairs))) > 40
     assert any(
         second != first + 1 for first, second, _ in map(lengths.draw(3, 0), range(200))
-    )  # other numbers: of any prompt
+    )  # with another number of samples, lengths come from any prompt
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The simulated schedules against the trainer's own: ``SamplingAhead`` runs on engines whose time is played, not waited for."""
+"""Compare simulated schedules with the trainer's ``SamplingAhead`` on engines with simulated time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SAMPLES, STEPS = 2, 12
 
 
 class PlayedEngines:
-    """A Generator over simulated engines: a prompt's samples go to the engine with the fewest requests."""
+    """A Generator over simulated engines. The samples of a prompt go to the engine with the fewest requests."""
 
     def __init__(self, scenario: Scenario, draw: Callable[[int], list[int]]) -> None:
         self.engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]
         self.draw, self.drawn, self.now, self.version = draw, 0, 0.0, 0
         self.asked: dict[int, Group] = {}
-        self.ids: dict[int, int] = {}  # id() of a simulated request -> that of the request
+        self.ids: dict[int, int] = {}  # id() of a simulated request -> id of the request
         self.done: list[Completion] = []
         self.kept: list[Request] = []
 
@@ -60,7 +60,7 @@ class PlayedEngines:
         raise AssertionError("it samples ahead by submit and collect")
 
     def play(self, until: float) -> bool:
-        """The next moment at which something happens, if that is not after ``until``."""
+        """Process the next event, if it is not after ``until``."""
         at = min(engine.next_at for engine in self.engines)
         if at > until or at == float("inf"):
             return False
@@ -72,7 +72,7 @@ class PlayedEngines:
 
     def _completion(self, engine: Engine, request: Request) -> Completion:
         places = [max(0, at - request.first_step) for at in engine.publishes]
-        runs = {place: version for version, place in enumerate([0, *places])}  # of several at one place the newest
+        runs = {place: version for version, place in enumerate([0, *places])}  # the newest version at each place
         ids = np.zeros(request.length, np.int32)
         return Completion(
             self.ids[id(request)], ids, np.zeros(len(ids), np.float32), tuple(sorted(runs.items())), "stop"
@@ -86,10 +86,10 @@ def scores_of(trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
 def trained(
     scenario: Scenario, schedule: Schedule, draw: Callable[[int], list[int]], steps: int
 ) -> tuple[list[float], ...]:
-    """What the loop does, as ``trainer/pipeline.py`` has it.
+    """Run the loop of ``trainer/pipeline.py``.
 
-    Returns when each version was published, and how many groups had begun again then; of each step the staleness of its groups'
-    oldest tokens, and its tokens.
+    Returns, for each version, its publish time and the number of restarted groups; for each step, the staleness of the oldest token of
+    its groups, and its tokens.
     """
     engines = PlayedEngines(scenario, draw)
     sampler = PromptSampler(len(PROMPTS), scenario.prompts, seed=1, shuffle=True)
@@ -145,5 +145,5 @@ def test_a_simulated_schedule_is_the_trainers(bound: int, at_publish: str, overs
     assert outcome.length_mean == pytest.approx(sum(tokens[first:]) / (STEPS * 6 * SAMPLES))
     ages = Counter(age for step in oldest[first:] for age in step)
     assert {age: count // SAMPLES for age, count in outcome.staleness.items()} == dict(ages)
-    assert outcome.redrawn or at_publish == DRAIN or train_s > 2  # so that groups that begin again are compared too
+    assert outcome.redrawn or at_publish == DRAIN or train_s > 2  # restarted groups must be compared too
     assert outcome.redrawn * STEPS * 6 == pytest.approx(redrawn[-1] - redrawn[first])

@@ -1,4 +1,4 @@
-"""Arguments of ``rlhf-mcore multinode`` that cannot be, and Ctrl-C while the nodes meet."""
+"""Invalid arguments of ``rlhf-mcore multinode``, and Ctrl-C before the nodes start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two agents on the loopback, started as contrib/ssh/multinode.sh starts them on two hosts; ssh is replaced by a shell."""
+"""contrib/ssh/multinode.sh with two agents on the loopback instead of two hosts. A shell replaces ssh."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def counts(workspace: Path) -> list[int]:
 
 
 def agent_of(launcher: int, node: int) -> int:
-    """The process of a node's agent, among those of the launcher."""
+    """Return the process of a node's agent among the children of the launcher."""
     for pid in descendants(launcher):
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         if "rlhf_mcore.cli.agent" in words and f"--node-rank={node}" in words:
@@ -61,7 +61,7 @@ def test_four_ranks_on_two_nodes_and_the_logs_of_each(workspace: Path) -> None:
     logs = sorted((workspace / "outputs" / "multi" / "a b" / "logs").glob("*/node-*/*/attempt_0/*/stderr.log"))
     assert len(logs) == 4
     begun = [re.findall(r"rank (\d) of (\d) begins at 0", log.read_text()) for log in logs]
-    assert begun == [[(str(rank), "4")] for rank in range(4)]  # node 0 has ranks 0 and 1
+    assert begun == [[(str(rank), "4")] for rank in range(4)]  # node 0 runs ranks 0 and 1
 
 
 TAKES_PORTS = """#!/usr/bin/env bash

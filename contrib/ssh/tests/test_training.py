@@ -1,4 +1,4 @@
-"""Two nodes of two ranks each (agents on the loopback): one agent is killed, and the run ends as if nothing had been."""
+"""Two nodes with two ranks each (agents on the loopback). After one agent is killed, the run ends as an undisturbed run."""
 
 from __future__ import annotations
 

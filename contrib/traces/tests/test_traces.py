@@ -1,4 +1,4 @@
-"""Traces of episodes, as a collector of OpenTelemetry takes them."""
+"""Traces of episodes in the format of OpenTelemetry collectors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def test_traces_are_files_beside_the_episodes(tmp_path: Path) -> None:
     assert (whole["startTimeUnixNano"], whole["endTimeUnixNano"]) == ("100000000000", "104000000000")
     assert (tool["startTimeUnixNano"], tool["endTimeUnixNano"]) == ("102000000000", "103500000000")
     attributes = {each["key"]: each["value"] for each in second["attributes"]}
-    assert attributes["gen_ai.usage.input_tokens"] == {"intValue": "10"}  # 5 and 2 of the turn before, 3 since
+    assert attributes["gen_ai.usage.input_tokens"] == {
+        "intValue": "10"
+    }  # 5 and 2 tokens of the previous turn, 3 since then
     assert attributes["gen_ai.response.finish_reasons"] == {"arrayValue": {"values": [{"stringValue": "stop"}]}}
     assert {"key": "rlhf_mcore.reward", "value": {"doubleValue": 0.5}} in whole["attributes"] and whole["status"] == {
         "code": 1

@@ -1,4 +1,4 @@
-"""Trackers with the packages of their services, offline."""
+"""Trackers with the real packages of their services, offline."""
 
 from __future__ import annotations
 
