@@ -1,3 +1,3 @@
-"""Configurations enter; their resolved form, difference or explanation leaves."""
+"""The command ``config``: resolve, compare and explain configurations."""
 
-SUMMARY = "show a configuration with all that follows from it, compare two, explain a key"
+SUMMARY = "show a resolved configuration, compare two, explain a key"

@@ -1,4 +1,4 @@
-"""``rlhf-mcore config show|diff|explain|schema``: print a configuration, compare two, explain a key, print the JSON Schema."""
+"""``rlhf-mcore config show|diff|explain|schema``: print or compare configurations, explain a key, print the JSON Schema."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from rlhf_mcore.redaction import redact
 
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what is asked for. Returns the exit code."""
+    """Run the subcommand and print its lines. Returns the exit code."""
     args = _parser().parse_args(argv)
     say("\n".join(args.lines(args)))
     return exit_codes.DONE
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore config",
-        "Show what a configuration comes to, how two differ, or what a key means.",
+        "Show a resolved configuration, compare two configurations, explain a key, or print the JSON Schema.",
         examples=[
             "rlhf-mcore config show configs/quickstart/grpo.yaml trainer.num_steps=5 --changed",
             "rlhf-mcore config diff configs/quickstart/grpo.yaml outputs/quickstart/grpo",
@@ -56,17 +56,17 @@ def _parser() -> argparse.ArgumentParser:
         ],
     )
     commands = parser.add_subparsers(metavar="show|diff|explain|schema", required=True)
-    show = commands.add_parser("show", help="the whole configuration, with everything that follows from what is set")
+    show = commands.add_parser("show", help="print the resolved configuration, with all derived values")
     show.add_argument("config", metavar="CONFIG", help="YAML file, or the directory of a run or a checkpoint")
     show.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that override the file")
-    show.add_argument("--changed", action="store_true", help="only what is not the default")
+    show.add_argument("--changed", action="store_true", help="print only values that differ from the defaults")
     show.set_defaults(lines=_show)
-    diff = commands.add_parser("diff", help="the keys in which two configurations differ")
+    diff = commands.add_parser("diff", help="print the keys in which two configurations differ")
     diff.add_argument("first", metavar="CONFIG", help="YAML file, or the directory of a run or a checkpoint")
     diff.add_argument("second", metavar="CONFIG")
     diff.set_defaults(lines=_diff)
-    explain = commands.add_parser("explain", help="what a key or a group of keys means, and what it may be")
-    explain.add_argument("key", metavar="KEY", help="with dots, or its last part")
+    explain = commands.add_parser("explain", help="explain a key or a group of keys, and list the allowed values")
+    explain.add_argument("key", metavar="KEY", help="key with dots, or its last part")
     explain.set_defaults(lines=lambda args: _explain(args.key))
     schema = commands.add_parser("schema", help="print the JSON Schema of configurations, for editors")
     schema.set_defaults(lines=lambda args: [json.dumps(json_schema(), indent=1)])
@@ -100,7 +100,7 @@ def _read(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def _values(cfg: Config) -> dict[str, Any]:
-    """Flatten a configuration to dotted names, without secrets."""
+    """Return the values of a configuration by dotted key, with secrets redacted."""
     return dict(leaves(redact(to_dict(cfg))))
 
 
@@ -110,7 +110,7 @@ def _show_value(value: Any) -> str:
 
 # ----------------------------------------------------------------------------------------------------------------- explain
 def _explain(name: str) -> Iterator[str]:
-    """Describe every key of this name.
+    """Yield lines that describe every key with this name or last part.
 
     Raises:
         ConfigError: there is no such key.
@@ -130,7 +130,7 @@ def _group(key: str) -> Iterator[str]:
 
 
 def _meaning(key: str) -> str:
-    """Describe a key or a group: by its help, its choices, or the first line of its class."""
+    """Return the description of a key or a group: its help, its allowed values, or the first line of its class."""
     described = DESCRIPTIONS[key]
     own = (KEYS[key].__doc__ or "").partition("\n")[0].rstrip(".") if is_group(key) else ""
     return _plain(described.help or str(described.allowed or own))
@@ -162,11 +162,11 @@ def _key(key: str) -> Iterator[str]:
     if described.only_with:
         yield f"  only with {described.only_with}"
     if described.is_fixed:
-        yield "  a run that resumes has to have the same"
+        yield "  must not change when a run resumes"
     if described.more:
         yield f"  {_plain(described.more)}"
 
 
 def _plain(markdown: str) -> str:
-    """Remove links and code marks."""
+    """Remove links and code marks from Markdown."""
     return re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", markdown).replace("`", "")

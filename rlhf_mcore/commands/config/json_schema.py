@@ -1,4 +1,4 @@
-"""The JSON Schema of configurations, for editors. It follows from the pydantic models (``schema``)."""
+"""The JSON Schema of configurations, for editors. It is generated from the pydantic models (``schema``)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import Group, Item, inner_types, is_group_type
 from rlhf_mcore.config.schema.key import Choices, Description, Range, description_of
 
-_REFERENCE = {"type": "string", "pattern": r"\$\{"}  # to another key, or to the environment
+_REFERENCE = {"type": "string", "pattern": r"\$\{"}  # a reference to another key or to an environment variable
 _SCALARS = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
 def json_schema() -> dict[str, Any]:
     """Return the schema of a configuration file, draft 2020-12.
 
-    It accepts what ``load_config`` reads: ``base``, a preset for ``algorithm``, a path for ``model``, ``${...}`` for any value, a
-    single item for a list, and names that installed packages may add. It does not check rules among keys.
+    It accepts everything that ``load_config`` reads: ``base``, a preset for ``algorithm``, a path for ``model``, ``${...}`` for any
+    value, a single item for a list, and names that installed packages may add. It does not check rules between keys.
     """
     schema = _group(Config)
     files = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
@@ -58,7 +58,7 @@ def _type(hint: Any, about: Description) -> dict[str, Any]:
 
 
 def _options(kind: Any, about: Description) -> list[dict[str, Any]]:
-    """Return the schemas of what a type may be written as."""
+    """Return one schema for each notation that YAML files may use for a type."""
     if isinstance(about.allowed, Choices) and kind is str:
         names = {"enum": list(about.allowed.meanings)}
         is_open = about.allowed.or_function or about.allowed.adds is not None

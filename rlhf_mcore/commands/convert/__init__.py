@@ -1,3 +1,3 @@
-"""A model in one format enters, the same model in another leaves. Begin with ``conversion``."""
+"""The command ``convert``: convert a model from one format to another. Start reading at ``conversion``."""
 
 SUMMARY = "convert a model between formats: Hugging Face, Megatron, FSDP, our checkpoints"

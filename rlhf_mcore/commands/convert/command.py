@@ -1,4 +1,4 @@
-"""``rlhf-mcore convert --from {checkpoint,hf,megatron,fsdp} --to {hf,megatron} SRC DST``: one process, no GPU, little memory."""
+"""``rlhf-mcore convert --from {checkpoint,hf,megatron,fsdp} --to {hf,megatron} SRC DST``, in one process without a GPU."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore convert",
-        "Convert a model between formats, a few tensors in memory at a time. Sources: checkpoint (of a run here; of a run "
-        "directory the newest), hf (safetensors), megatron (torch_dist), fsdp (model_world_size_X_rank_Y.pt). Everything "
-        "is checked against config.json before and after; DST appears whole or not at all.",
+        "Convert a model between formats, with only a few tensors in memory. Source formats: checkpoint (a checkpoint of rlhf-mcore, "
+        "or a run directory, which means its newest checkpoint), hf (safetensors), megatron (torch_dist), fsdp "
+        "(model_world_size_X_rank_Y.pt). Names, shapes and dtypes are checked against config.json before and after the conversion. "
+        "DST is created only if the conversion succeeds.",
         examples=[
             "rlhf-mcore convert --from checkpoint --to hf outputs/quickstart/grpo my-model --dtype bf16 --verify",
             "rlhf-mcore convert --from fsdp --to hf checkpoints/global_step_100/actor my-model",
@@ -54,27 +55,36 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", dest="target_format", choices=TARGETS, required=True, help="format of DST")
     parser.add_argument("source", type=Path, metavar="SRC", help="directory to read")
     parser.add_argument(
-        "destination", type=Path, metavar="DST", nargs="?", help="directory to make; not needed with --dry-run"
+        "destination", type=Path, metavar="DST", nargs="?", help="directory to create; not needed with --dry-run"
     )
-    parser.add_argument("--role", choices=ROLES, default="actor", help="which model of a checkpoint")
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype to write; without it every tensor keeps its own")
-    parser.add_argument("--shard-size", default="4GiB", metavar="SIZE", help="largest file, as 500MB or 4GiB (default)")
+    parser.add_argument("--role", choices=ROLES, default="actor", help="model of the checkpoint (default: actor)")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype to write (default: keep the dtype of every tensor)")
+    parser.add_argument(
+        "--shard-size", default="4GiB", metavar="SIZE", help="maximum file size, such as 500MB (default: 4GiB)"
+    )
     parser.add_argument(
         "--average",
         type=Path,
         nargs="+",
         default=[],
         metavar="DIR",
-        help="more sources, of the same format: write the mean of all",
+        help="more sources of the same format: write the mean of all sources",
     )
     parser.add_argument(
-        "--hf-config", type=Path, metavar="DIR", help="where config.json and the tokenizer are, if not with SRC"
+        "--hf-config",
+        type=Path,
+        metavar="DIR",
+        help="directory of config.json and the tokenizer, if SRC does not contain them",
     )
     parser.add_argument(
-        "--verify", action="store_true", help="read DST again: digests, and logits where the model fits"
+        "--verify",
+        action="store_true",
+        help="read DST again and compare digests, and logits if the model fits into memory",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check SRC and print what would go where")
-    parser.add_argument("--allow-nonfinite", action="store_true", help="convert NaN and infinite weights as they are")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check SRC, and print source and destination of every tensor"
+    )
+    parser.add_argument("--allow-nonfinite", action="store_true", help="accept NaN and infinite weights")
     parser.add_argument(
         "--skip-checksums",
         dest="check_records",
@@ -82,17 +92,19 @@ def _parser() -> argparse.ArgumentParser:
         help="do not compare the checksums of FSDP and torch_dist files",
     )
     parser.add_argument(
-        "--merge", action="store_true", help="of a directory of adapters (LoRA) write the whole model, with them added"
+        "--merge",
+        action="store_true",
+        help="merge the adapters (LoRA) in SRC into their base model, and write the whole model",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     return parser
 
 
 def check_destination(destination: Path, source: Path, *, may_exist: bool) -> None:
-    """Check DST before the source is read. Whether it is free is checked again where it is made.
+    """Check DST before the source is read. The writer checks again that DST does not exist.
 
     Raises:
-        ConfigError: it is there already, or is a link, or replacing it would remove SRC or the working directory.
+        ConfigError: DST exists, or is a link, or replacing it would remove SRC or the working directory.
     """
     path = Path(os.path.abspath(destination))
     if path.is_symlink():
@@ -102,14 +114,14 @@ def check_destination(destination: Path, source: Path, *, may_exist: bool) -> No
     inside = {"SRC": Path(os.path.realpath(source)).parents, "the working directory": Path(os.getcwd(), "x").parents}
     for name, parents in inside.items():
         if path in parents:
-            raise ConfigError(f"{destination} holds {name}, which would be replaced with it; give another DST")
+            raise ConfigError(f"{destination} contains {name}, which would be removed with it; give another DST")
 
 
 def num_bytes(text: str) -> int:
-    """Read a size such as 500MB or 4GiB.
+    """Parse a size such as 500MB or 4GiB, and return bytes.
 
     Raises:
-        ConfigError: the text is no size.
+        ConfigError: the text is not a size.
     """
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", text.strip().upper())
     number = float(size[1]) * _UNITS[size[2]] if size else 0.0

@@ -1,4 +1,4 @@
-"""Carry out ``rlhf-mcore convert``: open the source, check, write, check again and report."""
+"""The steps of ``rlhf-mcore convert``: open and check the source, write, check the result, and report."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from rlhf_mcore.readers.adapter_files import (
 )
 from rlhf_mcore.readers.model_files import architecture, is_dequantised, read_config, read_geometry
 
-_PROMPT_TOKENS = 8  # whose logits are compared
+_PROMPT_TOKENS = 8  # number of tokens for the comparison of logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ class Conversion:
     overwrite: bool = False
     allow_nonfinite: bool = False
     check_records: bool = True
-    merge: bool = False  # add adapters to the weights of their model
+    merge: bool = False  # merge the adapters into the weights of their base model
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A directory that was made."""
+    """A converted model in ``directory``, and its size."""
 
     directory: Path
     num_tensors: int
@@ -89,13 +89,13 @@ class Converted:
 
 
 def run(request: Conversion) -> Converted | None:
-    """Convert, or print the map and return None.
+    """Convert a model, or print the map of tensors in a dry run and return None.
 
     Raises:
-        ConfigError: the source is not a whole, safe model of a known family, or the destination cannot be made.
+        ConfigError: the source is incomplete, unsafe or of an unknown family, or the destination cannot be created.
     """
     if request.destination is None and not request.dry_run:
-        raise ConfigError("DST is missing; give the directory to make, or --dry-run")
+        raise ConfigError("DST is missing; give the directory to create, or --dry-run")
     for path in (request.source, *request.average):
         if not path.is_dir():
             raise ConfigError(f"{path} is not a directory (looked from {Path.cwd()}); correct the path")
@@ -103,7 +103,7 @@ def run(request: Conversion) -> Converted | None:
     if request.source_format == "checkpoint":
         average = [newest_checkpoint(path) for path in request.average]
         request = replace(request, source=newest_checkpoint(request.source), average=average)
-    # Meshes of other processes are read here, and never compiled for.
+    # Shards contain device meshes of other processes. torch would warn about them, but here they are only read.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     console = Console(stderr=True)
     if request.source != given:
@@ -134,7 +134,8 @@ def _convert(
     hf_config = read_config(companions, str(companions))
     if request.target_format == "megatron" and (mtp := mtp_tensors(types, hf_config)):
         say(
-            f"note: the MTP layers of {request.source} ({len(mtp)} tensors) are not converted: no rule places them in Megatron's",
+            f"note: the MTP layers of {request.source} ({len(mtp)} tensors) are not converted, because this tool has no Megatron "
+            "names for them",
             file=sys.stderr,
         )
         types = {name: kind for name, kind in types.items() if name not in mtp}
@@ -153,7 +154,7 @@ def _convert(
             reading = Reading(source, types, advance, is_checked=not request.allow_nonfinite)
             if request.target_format == "hf":
                 write_hf(reading, directory, request.shard_bytes)
-                if request.merge:  # the tokenizer that was trained with, where it is beside the adapters
+                if request.merge:  # prefer the tokenizer in the adapters' directory, which was used for training
                     _copy(adapter_companions([directories[0]]), directory)
             else:
                 write_megatron(reading, geometry, directory, request.shard_bytes)
@@ -177,18 +178,18 @@ def _convert(
 
 
 def _unnamed_parts(geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
-    """Name the parts of a model that the arguments in a Megatron checkpoint cannot state."""
+    """Yield the parts of a model that the arguments in a Megatron checkpoint cannot describe."""
     kind, family = rope_type(hf_config), FAMILIES[geometry.family]
     if kind not in ("default", "llama3"):
         yield f"rope type {kind!r}"
     if family.activation != "silu":
         yield f"activation {family.activation!r}"
     if family.norms != "inputs":
-        yield "norms of what attention and MLP return"
+        yield "norms of the outputs of attention and MLP"
     if family.norm_of_projections:
         yield "norms of queries and keys of all heads together"
     if family.scales_embeddings:
-        yield "embeddings that are scaled"
+        yield "scaled embeddings"
 
 
 def _root(request: Conversion) -> Path:
@@ -197,10 +198,10 @@ def _root(request: Conversion) -> Path:
 
 
 def _copy_adapters(request: Conversion, cleanup: ExitStack) -> None:
-    """Copy a PEFT directory, after it was compared with its manifest and its model.
+    """Copy a PEFT directory, after comparing it with its manifest and its base model.
 
     Raises:
-        ConfigError: it is damaged, or something else than a copy is asked for.
+        ConfigError: it is damaged, or the options ask for a conversion instead of a copy.
     """
     root = _root(request)
     asked = {
@@ -209,7 +210,7 @@ def _copy_adapters(request: Conversion, cleanup: ExitStack) -> None:
         "--to megatron": request.target_format == "megatron",
     }
     if given := [name for name, value in asked.items() if value]:
-        raise ConfigError(f"{given[0]}: {root} holds adapters, which are copied as they are; add --merge")
+        raise ConfigError(f"{given[0]}: {root} contains adapters, which are only copied; leave it out, or add --merge")
     model = adapted_model(root, request.hf_config or base_model(root))
     if request.source_format == "checkpoint":
         [root] = _checked_models(request, [request.source], cleanup)
@@ -238,7 +239,7 @@ def _copy(files: Sequence[Path], directory: Path) -> None:
 
 
 def _companions(request: Conversion) -> Path:
-    """Find the directory with config.json: named, in the source, or where the source's format keeps it."""
+    """Return the directory with config.json: from the command line, in the source, or at its usual place in the source's format."""
     root = _root(request)
     places = [root, root / fsdp.COMPANIONS, root.parent / torch_dist.COMPANIONS]
     if request.hf_config:
@@ -252,7 +253,9 @@ def _companions(request: Conversion) -> Path:
         )
     config = read_config(directory, str(directory))
     if "auto_map" in config:
-        raise ConfigError(f"{directory}: config.json has auto_map (code from the directory would be run): refused")
+        raise ConfigError(
+            f"{directory}: config.json has auto_map, which would run code from the directory; use a model without it"
+        )
     if "quantization_config" in config and not is_dequantised(config):
         raise ConfigError(
             f"{directory}: quantised weights (quantization_config) are not converted; use the unquantised model"
@@ -261,7 +264,7 @@ def _companions(request: Conversion) -> Path:
 
 
 def _with_head(adapters: Path, base: Path, cleanup: ExitStack) -> Path:
-    """Return a directory with the config.json of ``base`` under the head that its adapters were trained with: itself, or a copy."""
+    """Return a directory with the config.json of ``base`` for the head of its adapters: ``base`` itself, or a changed copy."""
     geometry = adapted_model(adapters, base)
     if geometry == read_geometry(base):
         return base
@@ -285,7 +288,7 @@ def _open(request: Conversion, path: Path, companions: Path, geometry: ModelGeom
 
 
 def _checked_models(request: Conversion, checkpoints: Sequence[Path], cleanup: ExitStack) -> list[Path]:
-    """Verify the hashes of checkpoints, and open directories with the files that their manifests name of the role's model.
+    """Verify the hashes of checkpoints. Returns for each a directory with the files of the role's model that its manifest names.
 
     Raises:
         ConfigError: a checkpoint is damaged.
@@ -296,32 +299,36 @@ def _checked_models(request: Conversion, checkpoints: Sequence[Path], cleanup: E
         scratch = Path(cleanup.enter_context(TemporaryDirectory(prefix="rlhf-mcore-convert-")))
     else:  # the weights of a delta may not fit into the system's temporary folder
         beside = request.destination.absolute()
-        if request.dry_run:  # which makes no parents
+        if request.dry_run:  # a dry run creates no parent directories
             beside = next(folder for folder in beside.parents if folder.is_dir()) / beside.name
         scratch = cleanup.enter_context(transient_directory(beside, "source"))
     return [checked_model(checkpoint, request.role, scratch) for checkpoint in checkpoints]
 
 
 def newest_checkpoint(directory: Path) -> Path:
-    """Return a checkpoint itself, or the newest one of a run directory."""
+    """Return ``directory`` if it is a checkpoint, else the newest checkpoint in it, if any."""
     checkpoints = scan(directory) if not (directory / MANIFEST).is_file() else []
     return checkpoints[-1].path if checkpoints else directory
 
 
 def _role_directory(checkpoint: Path, role: str) -> Path:
-    """Return the model directory of a role in ``checkpoint-<step>``."""
+    """Return the model directory of a role in ``checkpoint-<step>``.
+
+    Raises:
+        ConfigError: there is no committed checkpoint, or it does not contain the role.
+    """
     if not (checkpoint / MANIFEST).is_file():
         raise ConfigError(
             f"{checkpoint}: no {MANIFEST}, so no committed checkpoint is here; give a checkpoint-<step> or a run directory, "
             "or use --from hf"
         )
     if not (checkpoint / role).is_dir():
-        raise ConfigError(f"--role={role}: {checkpoint} holds no {role}")
+        raise ConfigError(f"--role={role}: {checkpoint} does not contain a model {role}")
     return checkpoint / role
 
 
 def _check_written(request: Conversion, directory: Path, geometry: ModelGeometry, types: TensorTypes) -> ModelSource:
-    """Open what was written, and check its names, shapes, dtypes and number of parameters."""
+    """Open the written model, and check its names, shapes, dtypes and number of parameters."""
     if request.target_format == "hf":
         companions = directory
         written: ModelSource = HFSource(directory, directory)
@@ -351,7 +358,7 @@ def _verify(console: Console, reading: Reading, written: ModelSource) -> None:
 
 
 def _print_map(request: Conversion, source: ModelSource, geometry: ModelGeometry, types: TensorTypes) -> None:
-    """Print every tensor of the destination, and where it comes from."""
+    """Print every tensor of the destination with its source."""
     if request.target_format == "hf":
         for name, (dtype, shape) in types.items():
             say(f"{name} {list(shape)} {_short(dtype)} <- {source.origin(name)}")
@@ -371,29 +378,27 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def compare_logits(source: Reading, written: Reading, total_bytes: int) -> str:
-    """Compare the outputs on a short prompt. Returns why it was not done, "" when it was.
+    """Compare the outputs of both models on a short prompt. Returns the reason if the comparison was skipped, else "".
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: the outputs differ.
     """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     needed, available = 3 * total_bytes, memory_bytes().get("MemAvailable", 0)
     if needed > available // 2:
-        return f"the model needs {needed / 1e9:.1f} GB twice over, {available / 1e9:.1f} GB are free"
+        return f"the comparison needs twice {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free"
     directory = written.source.directory
     before, after = _outputs(source), _outputs(written, reads_directory=written.source.companions == directory)
     if not torch.equal(before, after):
         largest = float((before.float() - after.float()).abs().max())
-        raise ConfigError(
-            f"{directory}: the outputs on a short prompt differ by up to {largest:.3g} from those of the source"
-        )
+        raise ConfigError(f"{directory}: the outputs on a short prompt differ from the source's by up to {largest:.3g}")
     return ""
 
 
 def _outputs(reading: Reading, *, reads_directory: bool = False) -> Tensor:
-    """Compute outputs [1, tokens, vocabulary or labels] in transformers, which reads the model's directory or gets the tensors."""
+    """Compute outputs [1, tokens, vocabulary or labels] with transformers, from the model's directory or from its tensors."""
     import transformers
 
     from rlhf_mcore.platform.cpu_libraries import declare_image_operators
@@ -405,10 +410,10 @@ def _outputs(reading: Reading, *, reads_directory: bool = False) -> Tensor:
         None if reads_directory else {n: torch.cat([part for _, part in reading.blocks(n)]) for n in reading.types}
     )
     if tensors is not None and hasattr(config, "quantization_config"):
-        del config.quantization_config  # they are dequantised
+        del config.quantization_config  # the tensors are already dequantised
     given = {"config": config, "state_dict": tensors} if tensors is not None else {"use_safetensors": True}
     model_class, talk = getattr(transformers, config.architectures[0]), transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # it reports MTP layers, which it leaves out, as if they were a mistake
+    transformers.logging.set_verbosity_error()  # transformers skips MTP layers, and would report them as an error
     try:
         model = model_class.from_pretrained(
             None if tensors is not None else files, local_files_only=True, dtype=main_dtype(reading.types), **given

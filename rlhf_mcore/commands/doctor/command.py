@@ -1,4 +1,4 @@
-"""``rlhf-mcore doctor``: installed packages, the machine, and likely failures and slow parts with their remedies."""
+"""``rlhf-mcore doctor``: check packages, machine and network, and print likely failures and bottlenecks with remedies."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ EPILOG = """\
 exit codes:
   0          nothing found that stops a run (warnings are printed)
   1          at least one error
-  2          a mistake in the command line"""
+  2          an error in the command line"""
 
 
 def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding]:
-    """Run the checks of one node that need no other rank."""
+    """Run the checks of one node, which need no other rank."""
     wanted, megatron = software.requirements(), software.megatron_requirements()
     names = [requirement.name for requirement in (*wanted, *megatron)]
     installed = machine.installed_versions([*names, *chain.from_iterable(engine_packages().values())])
@@ -72,10 +72,10 @@ Check = Callable[[argparse.Namespace, int], Iterable[Finding]]
 
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None, local: Check = local_findings) -> int:
-    """Check and print. Under torchrun every node checks itself and rank 0 prints. Returns the exit code."""
+    """Run the checks and print the findings. Under torchrun every node checks itself, and rank 0 prints. Returns the exit code."""
     args = _parser().parse_args(argv)
     if args.ranks is not None and args.ranks < 2:
-        _parser().error(f"--ranks {args.ranks}: traffic needs two ranks or more")
+        _parser().error(f"--ranks {args.ranks}: measuring traffic needs at least 2 ranks")
 
     if torchrun_world_size() is not None:
         findings = _as_rank(args)
@@ -96,21 +96,27 @@ def main(argv: Sequence[str] | None = None, local: Check = local_findings) -> in
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore doctor",
-        "Check versions, fused kernels, GPUs, limits and the run directory's disk. With --ranks, or under torchrun, "
-        "also latency and bandwidth between ranks.",
+        "Check versions, fused kernels, GPUs, limits and the disk of the run directory. With --ranks, or under torchrun, "
+        "also measure latency and bandwidth between ranks.",
         examples=["rlhf-mcore doctor", "rlhf-mcore doctor --ranks 8 --run-dir outputs"],
         exits=EPILOG,
     )
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    parser.add_argument("--quick", action="store_true", help="import no library and write little: under two seconds")
-    parser.add_argument("--ranks", type=int, metavar="N", help="start N ranks on this machine and measure between them")
-    parser.add_argument("--run-dir", default="outputs", metavar="DIR", help="where runs will write (default: outputs)")
-    parser.add_argument("--traffic-file", help=argparse.SUPPRESS)  # of a child: measure traffic only, write it there
+    parser.add_argument(
+        "--quick", action="store_true", help="skip imports and long writes; takes less than two seconds"
+    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="start N ranks on this machine and measure the traffic")
+    parser.add_argument(
+        "--run-dir", default="outputs", metavar="DIR", help="output directory of runs (default: outputs)"
+    )
+    parser.add_argument(
+        "--traffic-file", help=argparse.SUPPRESS
+    )  # for child processes: only measure traffic, and write the findings to this file
     return parser
 
 
 def _start_ranks(args: argparse.Namespace) -> list[Finding]:
-    """Measure traffic among ranks of this machine, in children under torchrun."""
+    """Measure the traffic between ranks of this machine, in child processes under torchrun."""
     check_world(args.ranks, "--ranks")
     with TemporaryDirectory(prefix="rlhf_mcore-") as folder:
         out = Path(folder) / "findings.json"
@@ -121,7 +127,7 @@ def _start_ranks(args: argparse.Namespace) -> list[Finding]:
 
 
 def _as_rank(args: argparse.Namespace) -> list[Finding] | None:
-    """Collect all nodes' findings and the traffic between ranks, on rank 0; None on the others."""
+    """Return the findings of all nodes and the traffic between ranks on rank 0, and None on the other ranks."""
     import torch.distributed as dist
 
     from rlhf_mcore.cli.rendezvous import connect

@@ -1,4 +1,4 @@
-"""Judge the machine for a run: GPUs, cores, memory, limits, the sandbox, the disk of the run directory."""
+"""Checks of the machine: GPUs, cores, memory, limits, the sandbox, and the disk of the run directory."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from rlhf_mcore.sandbox.run import REMEDIES, Level
 
 GIB = 1 << 30
 _SLOW = 200e6  # bytes/s
-_TELLING_BYTES = 64 << 20  # what a shorter write shows is latency, not speed
+_TELLING_BYTES = 64 << 20  # a shorter write measures latency, not throughput
 _SKEW_S = 2.0
-_OPEN_FILES = 65536  # to ask for
-# Descriptors of a rank: files, libraries and devices, and sockets to other ranks. About 1,900 were counted for 512 ranks: 511 in the
-# gloo group of the world, 511 in that of vLLM, and 787 in the groups of the layout.
+_OPEN_FILES = 65536  # recommended limit
+# Descriptors of a rank: files, libraries and devices, and sockets to other ranks. We counted about 1,900 sockets for 512 ranks: 511
+# in the gloo group of the world, 511 in vLLM's group, and 787 in the groups of the layout.
 _FILES_OF_A_PROCESS, _FILES_OF_A_PEER = 512, 4
 
 
 def check_gpus(gpus: list[Gpu] | str) -> Iterator[Finding]:
-    """Check presence, memory that another process uses, and memory errors."""
+    """Check that GPUs are present, and check for memory in use by other processes and for memory errors."""
     if isinstance(gpus, str):
         yield judge("gpu", "error", gpus, "broken driver")
         return
     if not gpus:
-        yield judge("gpu", "note", "none: runs use the CPU platform")
+        yield judge("gpu", "note", "none; runs use the CPU")
         return
     names = sorted({gpu.name for gpu in gpus})
     if len(names) > 1:
@@ -48,11 +48,11 @@ def check_gpus(gpus: list[Gpu] | str) -> Iterator[Finding]:
 
 
 def check_numa(gpus: list[Gpu], cores: set[int], sysfs: str = "/sys") -> Finding:
-    """Report to which NUMA node each GPU is attached. Ranks run on its ``cores`` (trainer.bind_numa), as far as they may."""
+    """Report the NUMA node of each GPU, and whether ``cores`` includes cores of that node (see trainer.bind_numa)."""
     nodes = [numa_node(gpu.address, sysfs) for gpu in gpus]
     found = [f"GPU {index} on node {node[0]}" for index, node in enumerate(nodes) if node is not None]
     if not found:
-        return judge("numa", "note", "one node, or the system does not tell: ranks are not bound to cores")
+        return judge("numa", "note", "one node, or unknown; ranks are not bound to cores")
     far = [f"GPU {index}" for index, node in enumerate(nodes) if node is not None and not node[1] & cores]
     if far:
         return judge("numa", "warning", f"{', '.join(found)}; no usable core on the node of {', '.join(far)}")
@@ -60,7 +60,7 @@ def check_numa(gpus: list[Gpu], cores: set[int], sysfs: str = "/sys") -> Finding
 
 
 def check_cores(environment: Mapping[str, str], cores: int, num_ranks: int) -> Finding:
-    """Compute threads of all ranks against the cores that this process may use."""
+    """Compare the number of threads of all ranks with the number of cores that this process may use."""
     stated = environment.get("OMP_NUM_THREADS", "")
     if not stated.isdigit():
         text = f"{cores} cores, OMP_NUM_THREADS is not set; `rlhf-mcore train` sets it for its ranks"
@@ -72,14 +72,14 @@ def check_cores(environment: Mapping[str, str], cores: int, num_ranks: int) -> F
 
 
 def check_products(environment: Mapping[str, str], kind: str) -> Finding:
-    """Report what the last bits of a run depend on, on this processor."""
+    """Report the processor and MKL_CBWR, which determine the last bits of results on a CPU."""
     set_here = f"is {environment['MKL_CBWR']} here" if environment.get("MKL_CBWR") else "is AUTO in runs"
-    where = "a run that is resumed on another kind may differ in the last bits"
+    where = "results of a run that resumes on another processor may differ in the last bits"
     return judge("processor", "note", f"{kind or 'unknown'}; MKL_CBWR {set_here}; {where}")
 
 
 def check_shared_memory(has_gpu: bool, path: str = "/dev/shm") -> Finding:
-    """Check the room in /dev/shm, through which NCCL, vLLM and torch exchange data within a node."""
+    """Check the free space in /dev/shm, which NCCL, vLLM and torch use to exchange data within a node."""
     try:
         stat = os.statvfs(path)
     except OSError as error:
@@ -98,7 +98,7 @@ def check_limits(has_infiniband: bool, world_size: int) -> Iterator[Finding]:
 
 
 def open_files(hard_limit: int, world_size: int) -> Finding:
-    """Judge the hard limit of open files against what a rank of a world of this size needs."""
+    """Compare the hard limit of open files with the number that a rank in a world of this size needs."""
     need = _FILES_OF_A_PROCESS + _FILES_OF_A_PEER * world_size
     if hard_limit == resource.RLIM_INFINITY or hard_limit >= need:
         shown = "unlimited" if hard_limit == resource.RLIM_INFINITY else f"at most {hard_limit}"
@@ -110,12 +110,12 @@ def open_files(hard_limit: int, world_size: int) -> Finding:
 def locked_memory(limit: int, has_infiniband: bool) -> Finding:
     shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / (1 << 20):.0f} MiB"
     if not has_infiniband:
-        return judge("locked memory", "ok", f"{shown}; matters with InfiniBand, there is none")
+        return judge("locked memory", "ok", f"{shown}; only relevant for InfiniBand, which this machine does not have")
     return judge("locked memory", "ok" if limit == resource.RLIM_INFINITY else "error", shown)
 
 
 def check_memory(path: str = "/proc/meminfo") -> Finding:
-    """Check the host memory that is free for a run."""
+    """Check the available host memory."""
     if not (sizes := memory_bytes(path)):
         return judge("memory", "note", "unknown on this system")
     free, total = sizes["MemAvailable"], sizes["MemTotal"]
@@ -124,11 +124,11 @@ def check_memory(path: str = "/proc/meminfo") -> Finding:
 
 
 def check_isolation(level: Level) -> Finding:
-    """Judge the isolation of a program that the reward rule ``code`` or a tool runs."""
+    """Check the isolation of programs that the reward rule ``code`` or a tool runs."""
     isolation = f"{level.name}: {', '.join(level.walls)}"
     if level.name == "namespaces" and not level.missing:
         return judge("sandbox", "ok", isolation)
-    # The walls called filters are enough for reward.sandbox.minimum as it is by default.
+    # The level filters is enough for the default of reward.sandbox.minimum.
     severity = "note" if level.reaches("filters") else "warning"
     return judge("sandbox", severity, f"{isolation}; missing: {'; '.join(level.missing)}", remedy=REMEDIES["filters"])
 
@@ -136,7 +136,7 @@ def check_isolation(level: Level) -> Finding:
 # ----------------------------------------------------------------------------------------------------- run directory
 @dataclass(frozen=True, slots=True)
 class DiskProbe:
-    """Hold what writing a file showed. ``skew_s`` is the file system's clock minus ours."""
+    """Measurements of a write to disk. ``skew_s`` is the file system's clock minus this machine's clock."""
 
     free_bytes: int
     bytes_per_s: float
@@ -145,7 +145,7 @@ class DiskProbe:
 
 
 def check_storage(run_dir: Path, probe_bytes: int) -> Iterator[Finding]:
-    """Write ``probe_bytes`` under the nearest existing parent of ``run_dir``, and take them away again."""
+    """Write ``probe_bytes`` under the nearest existing parent of ``run_dir``, judge the disk, and remove the file."""
     folder = run_dir.absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
@@ -157,12 +157,12 @@ def check_storage(run_dir: Path, probe_bytes: int) -> Iterator[Finding]:
 
 
 def probe(folder: Path, num_bytes: int) -> DiskProbe:
-    """Time a write with fsync, and a commit.
+    """Measure the time of a write with fsync, and of a commit.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    block = os.urandom(1 << 20)  # some file systems compress
+    block = os.urandom(1 << 20)  # random, because some file systems compress
     with tempfile.TemporaryDirectory(prefix=".rlhf_mcore-doctor-", dir=folder) as scratch:
         started = time.perf_counter()
         with open(Path(scratch) / "data", "wb") as file:
@@ -177,7 +177,7 @@ def probe(folder: Path, num_bytes: int) -> DiskProbe:
 
 
 def _commit(scratch: Path) -> tuple[float, float]:
-    """Time a commit as checkpoints make it. Returns its seconds, and the difference of the clocks."""
+    """Measure a commit like a checkpoint's. Returns its duration and the clock difference, both in seconds."""
     started = time.perf_counter()
     with open(scratch / "new", "wb") as file:
         file.write(b"x")
@@ -189,7 +189,7 @@ def _commit(scratch: Path) -> tuple[float, float]:
 
 
 def judge_disk(folder: Path, measured: DiskProbe, *, judge_speed: bool = True) -> Iterator[Finding]:
-    """Judge what a probe means for a run."""
+    """Judge the measurements of a disk."""
     room = f"{measured.free_bytes / GIB:.0f} GiB free at {folder}"
     yield judge("disk space", "warning" if measured.free_bytes < 20 * GIB else "ok", room)
     speed = f"write {measured.bytes_per_s / 1e6:.0f} MB/s, commit {measured.commit_s * 1e3:.1f} ms"
@@ -197,7 +197,7 @@ def judge_disk(folder: Path, measured: DiskProbe, *, judge_speed: bool = True) -
         severity = "warning" if measured.bytes_per_s < _SLOW else "ok"
         yield judge("disk speed", severity, speed, minutes=98e9 / measured.bytes_per_s / 60)
     else:
-        yield judge("disk speed", "ok", f"{speed} (a short write; without --quick a long one)")
+        yield judge("disk speed", "ok", f"{speed} (short write; leave out --quick for a long write)")
     if abs(measured.skew_s) > _SKEW_S:
         yield judge("clock", "warning", f"the file system's clock differs by {measured.skew_s:+.1f} s")
     else:

@@ -1,4 +1,4 @@
-"""Latency and bandwidth between ranks, and the spread of their clocks. Every function here is collective over the world."""
+"""Measure latency and bandwidth between ranks, and the difference of their clocks. All functions are collective over the world."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import Platform
 
 _REPEATS = 5
-_SLOW_GPU_LINK = 5e9  # bytes/s between neighbours; NVLink has 20 to 180 times, 400G InfiniBand 10 times as much
+_SLOW_GPU_LINK = 5e9  # bytes/s between neighbours; NVLink is 20 to 180 times faster, 400G InfiniBand 10 times
 _SPREAD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Between ranks: seconds of a small all-reduce, bytes/s of a large one (bus bandwidth) and of sending to the next rank."""
+    """Traffic between ranks: time of a small all-reduce, bus bandwidth of a large all-reduce, and bandwidth to the next rank."""
 
     latency_s: float
     bus_bytes_per_s: float
@@ -31,10 +31,10 @@ class Traffic:
 def measure(platform: Platform, num_bytes: int) -> Traffic:
     """Measure medians over a few repeats, between at least two ranks.
 
-    Bus bandwidth is 2 (n - 1) / n times bytes over time, as nccl-tests count it.
+    Bus bandwidth is 2 (n - 1) / n times bytes over time, as in nccl-tests.
     """
     size, device = dist.get_world_size(), platform.device()
-    assert size > 1, "there is nobody to talk to"
+    assert size > 1, "a single rank has no traffic"
     small, large = torch.ones(1, device=device), torch.ones(num_bytes // 4, device=device)
     incoming = torch.empty_like(large)
     latency = _median_s(lambda: dist.all_reduce(small), platform, 5 * _REPEATS)
@@ -55,11 +55,11 @@ def _median_s(action: Callable[[], object], platform: Platform, repeats: int) ->
         action()
         platform.synchronize()
         times.append(time.perf_counter() - started)
-    return sorted(times[1:])[repeats // 2]  # the first one opens connections
+    return sorted(times[1:])[repeats // 2]  # the first repeat opens connections
 
 
 def _shift(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-    """Send to the next rank and receive from the one before, all at once."""
+    """Send to the next rank and receive from the previous rank, on all ranks at the same time."""
     rank, size = dist.get_rank(), dist.get_world_size()
     ops = [
         dist.P2POp(dist.isend, outgoing, (rank + 1) % size),
@@ -70,7 +70,7 @@ def _shift(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
 
 
 def judge_traffic(traffic: Traffic, backend: str, nodes: Sequence[str]) -> Iterator[Finding]:
-    """Judge what the traffic means for a run. ``nodes`` are host names by rank."""
+    """Judge the measured traffic. ``nodes`` contains the host name of every rank."""
     rates = f"all-reduce {traffic.latency_s * 1e6:.0f} us, bus {traffic.bus_bytes_per_s / 1e9:.2f} GB/s"
     links = traffic.link_bytes_per_s
     slowest = min(range(len(links)), key=lambda rank: links[rank])

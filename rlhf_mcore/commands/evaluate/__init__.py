@@ -1,3 +1,3 @@
-"""A model and held-out prompts enter, scores leave. Begin with ``evaluation``."""
+"""The command ``evaluate``: score a model on held-out prompts. Start reading at ``evaluation``."""
 
 SUMMARY = "score a model on held-out prompts, or two side by side"

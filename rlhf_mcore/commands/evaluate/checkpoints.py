@@ -1,4 +1,4 @@
-"""Find the model that is evaluated, and check the configuration for its evaluation."""
+"""Find the model to evaluate, and check the configuration of the evaluation."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from rlhf_mcore.readers.hub_ids import absent_hint
 from rlhf_mcore.readers.model_files import INDEX_FILE, TOKENIZER_FILES, inspect_generator, tokenizer_problems
 from rlhf_mcore.readers.tokenizer_match import token_problems, tokenizer_size
 
-CANDIDATES = ("", "actor", "latest/actor")  # a Hugging Face directory, a checkpoint of ours, a run directory
-COMPANIONS = "huggingface"  # where trainers that save shards keep config.json and the tokenizer
+CANDIDATES = ("", "actor", "latest/actor")  # in a Hugging Face directory, one of our checkpoints, a run directory
+COMPANIONS = "huggingface"  # trainers that save shards store config.json and the tokenizer in this folder
 _FSDP_SHARD = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
 _MEGATRON = (".metadata", "latest_checkpointed_iteration.txt")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """A model whose weights are shards of another trainer, or adapters. ``rlhf-mcore convert`` has their readers."""
+    """A model whose weights are another trainer's shards, or adapters. ``rlhf-mcore convert`` contains the readers."""
 
     format: str  # fsdp | megatron | adapter
     weights: str  # directory of the shards, or of the adapters
@@ -42,12 +42,12 @@ class ShardedModel:
 
 
 def find_sharded(path: str, field: str, base: str) -> ShardedModel | None:
-    """Find the shards or adapters in ``path``. Returns None if there are none.
+    """Return the shards or adapters in ``path``, or None if it contains none.
 
-    ``base``: the Hugging Face model that they were trained from, for a directory without its own config.json.
+    ``base``: the Hugging Face model that was trained, for a directory without config.json.
 
     Raises:
-        ConfigError: there are shards, and no config.json for them.
+        ConfigError: there are shards, but no config.json for them.
     """
     for folder in (Path(path, inside) for inside in CANDIDATES):
         if holds_adapter(folder):
@@ -67,14 +67,14 @@ def find_sharded(path: str, field: str, base: str) -> ShardedModel | None:
             if isfile(files / "config.json"):
                 return ShardedModel(kind, str(folder), str(files))
         raise ConfigError(
-            f"{field}={path} holds {kind} shards and no config.json, and model.path={base} has none; "
-            f"put that of the model into {folder / COMPANIONS}, or set model.path"
+            f"{field}={path} contains {kind} shards, but neither it nor model.path={base} contains a config.json; "
+            f"copy the model's config.json to {folder / COMPANIONS}, or set model.path"
         )
     return None
 
 
 def find_model(path: str, field: str) -> str:
-    """Find the Hugging Face directory in ``path``: the directory itself, a checkpoint's, or a run's.
+    """Return the Hugging Face directory in ``path``, which may be that directory, a checkpoint or a run directory.
 
     Raises:
         ConfigError: there is none.
@@ -83,15 +83,15 @@ def find_model(path: str, field: str) -> str:
         folder = Path(path, inside)
         if isfile(folder / "config.json"):
             return str(folder)
-    problem = "holds no config.json" if isdir(path) else f"is not a directory (looked from {Path.cwd()})"
+    problem = "contains no config.json" if isdir(path) else f"is not a directory (looked from {Path.cwd()})"
     raise ConfigError(
-        f"{field}={path} {problem}; give a Hugging Face directory, a checkpoint (checkpoint-N), a run directory, or one with "
-        f"shards of FSDP (model_world_size_X_rank_Y.pt) or of Megatron (torch_dist){absent_hint(path)}"
+        f"{field}={path} {problem}; give a Hugging Face directory, a checkpoint (checkpoint-N), a run directory, or a directory "
+        f"with shards of FSDP (model_world_size_X_rank_Y.pt) or Megatron (torch_dist){absent_hint(path)}"
     )
 
 
 def default_checkpoint(cfg: Config) -> str | None:
-    """Return the checkpoint of the configuration's own run, or None: its best one if the run ends with that, else its latest."""
+    """Return the checkpoint of the configuration's own run, or None: the best if the run loads it at its end, else the latest."""
     run = cfg.run_directory
     for link in ("best", "latest") if cfg.checkpoint.load_best_model_at_end else ("latest",):
         actor = run / link / "actor"
@@ -101,7 +101,7 @@ def default_checkpoint(cfg: Config) -> str | None:
 
 
 def checkpoint_config(cfg: Config, path: str, field: str) -> Config:
-    """Resolve the configuration with the model at ``path`` instead of the trained one, and with its own tokenizer if it has one."""
+    """Return the resolved configuration for the model at ``path``, with the tokenizer of that model if it has one."""
     sharded = find_sharded(path, field, cfg.model.path)
     folder = sharded.files if sharded is not None else find_model(path, field)
     adapters = [sharded.weights] if sharded is not None and sharded.format == "adapter" else []
@@ -111,10 +111,10 @@ def checkpoint_config(cfg: Config, path: str, field: str) -> Config:
 
 
 def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
-    """Check what evaluation needs. A configuration of a training run is valid, and a shorter one too.
+    """Check the parts of a configuration that an evaluation needs. The configuration of a training run is always enough.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: the configuration is invalid; the message lists every problem.
     """
     problems = [*sampling_problems(cfg), *reward_problems(cfg)]
     if not cfg.data.eval:
@@ -128,7 +128,7 @@ def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
     if cfg.evaluate.checkpoint is None:
         run = cfg.run_directory
         problems.append(
-            f"evaluate.checkpoint is not set, and the configuration's own run {run} has no checkpoint; "
+            f"evaluate.checkpoint is not set, and the run of this configuration ({run}) has no checkpoint; "
             "name a model directory, as in evaluate.checkpoint=DIR"
         )
     if problems:
@@ -154,7 +154,7 @@ def _checkpoint_problems(cfg: Config, path: str, field: str) -> Iterator[str]:
         return
     folder, tokenizer = own.model.path, own.model.tokenizer_path or own.model.path
     is_sharded = find_sharded(path, field, cfg.model.path) is not None
-    # A checkpoint's manifest names the files that are loaded: an index that was added beside the weights is not.
+    # Only files in a checkpoint's manifest are loaded. An index file that was added later is ignored.
     needs_weights = not is_sharded and not _is_added(Path(folder, INDEX_FILE))
     geometry, problems = inspect_generator(folder, field, needs_weights=needs_weights)
     yield from [*problems, *tokenizer_problems(tokenizer, "model.tokenizer_path")]

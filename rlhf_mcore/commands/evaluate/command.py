@@ -27,16 +27,16 @@ from rlhf_mcore.readers.hub import MODEL_KEYS, localize
 MODULE = "rlhf_mcore.commands.evaluate.command"
 EPILOG = """\
 exit codes:
-  0          done: every response is scored, the results are written
-  2          a mistake in the configuration, the command line or the data; the message names it
-  130        Ctrl-C; what is scored is kept, start the same command again
+  0          done: all responses are scored and the results are written
+  2          an error in the configuration, the command line or the data; the message names it
+  130        Ctrl-C; scored prompts are kept, start the same command again
   others     failure (128 + N: ended by signal N)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the configuration, then evaluate: in this process under torchrun, else in a torchrun of our own.
+    """Check the configuration, then evaluate: in this process under torchrun, else under a torchrun that this process starts.
 
-    Returns the exit code (see ``exit_codes``). No traceback is printed for a ConfigError, wherever it was raised.
+    Returns the exit code (see ``exit_codes``). A ConfigError is printed without a traceback, even if a rank raised it.
     """
     args = _parser().parse_intermixed_args(argv)
     try:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def preload(argv: Sequence[str]) -> None:
-    """Import what a rank with these arguments will, in the process that it is to be a fork of."""
+    """Import the modules that a rank with these arguments needs, in the process that forks the ranks."""
     from rlhf_mcore.platform import eager_imports
 
     cfg = configuration(_parser().parse_intermixed_args(argv))
@@ -60,9 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore evaluate",
         "Score a model on the prompts of data.eval with the reward of the configuration. evaluate.checkpoint=DIR names "
-        "a Hugging Face directory, a checkpoint, a run directory, or shards of FSDP or Megatron; without it the latest "
-        "checkpoint of the configuration's own run is taken. evaluate.compare=DIR names what it is compared with: "
-        "an improvement on that is positive. Killed and started again, it continues where it was.",
+        "a Hugging Face directory, a checkpoint, a run directory, or shards of FSDP or Megatron (default: the latest "
+        "checkpoint of the configuration's own run). evaluate.compare=DIR names a second model to compare with; positive "
+        "differences mean that the first model is better. A killed evaluation continues when the command is started again.",
         examples=[
             "rlhf-mcore evaluate configs/quickstart/grpo.yaml",
             "rlhf-mcore evaluate outputs/my/run",
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
             "rlhf-mcore evaluate my_run.yaml evaluate.samples=8 evaluate.temperature=1.0",
         ],
         exits=EPILOG,
-        config="YAML file: the one of the training run will do; or a run directory or checkpoint, with the configuration in it",
+        config="YAML file, such as the training run's; or a run directory or checkpoint, which contains its configuration",
     )
     accept_document(parser)
     return parser
@@ -105,11 +105,15 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _take_directory(args: argparse.Namespace) -> None:
-    """Evaluate a directory that has a configuration, a run's or a checkpoint's, with that configuration."""
+    """Evaluate the run or checkpoint in directory ``args.config`` with the configuration that it contains.
+
+    Raises:
+        ConfigError: the directory contains no configuration.
+    """
     directory, config = args.config, os.path.join(args.config, CONFIG)
     if not os.path.isfile(config):
         raise ConfigError(
-            f"{directory} has no {CONFIG}, and the configuration comes first: "
+            f"{directory} contains no {CONFIG}; give the configuration first: "
             f"rlhf-mcore evaluate run.yaml evaluate.checkpoint={directory}"
         )
     args.config, args.overrides = config, [f"evaluate.checkpoint={directory}", *args.overrides]

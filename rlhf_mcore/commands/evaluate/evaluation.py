@@ -1,4 +1,4 @@
-"""The composition root of ``rlhf-mcore evaluate``: from a checked configuration to results. Only a reward model needs Megatron."""
+"""The composition root of ``rlhf-mcore evaluate``: evaluate a checked configuration. Only a reward model needs Megatron."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.data.image_rows import ImageReader
 
-# Engines work on their own until the end; one that is done waits for the slowest. A rank that dies takes the job with it.
+# Engines work independently, and at the end wait for the slowest engine. If a rank dies, the whole job ends.
 TIMEOUT = timedelta(days=2)
 _HOW_TO_GRADE = (
     "pool",
@@ -85,16 +85,16 @@ _HOW_TO_GRADE = (
     "env",
     "on_error",
     "max_error_share",
-)  # not what: no reason to begin anew
+)  # these keys change how responses are scored, not the scores, so an evaluation with other values may continue
 _SERVICES = ("remote", "judge")
 _TOOLS, _OTHERS = "environment.options.tools[", ("environment.tools", "environment.options.corpus")
-MAX_SHOWN = 26  # letters of a name in the line of progress
+MAX_SHOWN = 26  # letters of a name in the progress line
 _HOW_TO_ASK = ("token_env", "batch_size", "concurrency", "timeout_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Hold what the evaluation of a checkpoint has come to, on the first rank."""
+    """The results of an evaluated checkpoint, on the first rank."""
 
     directory: Path  # with samples.jsonl and results.json
     content: dict[str, Any]  # of results.json
@@ -103,26 +103,27 @@ class Evaluated:
 
 @dataclass(slots=True)
 class _Task:
-    """One checkpoint to evaluate. ``cfg.model`` is that checkpoint."""
+    """A checkpoint to evaluate. ``cfg.model`` is that checkpoint."""
 
     cfg: Config
-    given: str  # as the user named it
-    subject: Path  # what results are called after, and beside which they go
+    given: str  # the name from the user
+    subject: Path  # directory that the results are named after; by default they are written next to it
     prompts: list[Prompt]
-    output: Path | None  # null: beside the checkpoint
-    sharded: ShardedModel | None = None  # where the weights are, if not in ``cfg.model.path``
-    adds_adapters: bool = False  # the engine does, to the weights of ``cfg.model.path``
-    settings: dict[str, Any] = field(default_factory=dict)  # on rank 0, as is the directory
+    output: Path | None  # None: next to the checkpoint
+    sharded: ShardedModel | None = None  # the weights, if they are not in ``cfg.model.path``
+    adds_adapters: bool = False  # whether the engine adds adapters to the weights of ``cfg.model.path``
+    settings: dict[str, Any] = field(default_factory=dict)  # on rank 0 only, like the directory
     directory: EvaluationDirectory | None = None
 
 
 def run(cfg: Config) -> tuple[list[Evaluated], dict[str, Any]]:
-    """Evaluate, and compare. Every rank of the world calls it, under torchrun.
+    """Evaluate the checkpoints and compare them. Every rank of the world calls it, under torchrun.
 
-    Returns what each checkpoint has come to and the content of comparison.json, both empty where there is none, and on other ranks.
+    Returns the results of each checkpoint and the content of comparison.json ({} without a comparison). Ranks other than the first
+    return empty results.
 
     Raises:
-        ConfigError: what only the loaded data and models can show; raised on every rank.
+        ConfigError: the loaded data or models show an error; raised on every rank.
     """
     with rank.join_world(cfg, TIMEOUT) as process, ExitStack() as stack:
         watchdog = process.watchdog
@@ -137,15 +138,15 @@ def run(cfg: Config) -> tuple[list[Evaluated], dict[str, Any]]:
         engines = stack.enter_context(closing(Engines(process.platform.dtype(cfg.model.dtype), adapters)))
         samples = [_evaluate(task, engines, reward, stack, watchdog) for task in tasks]
         if cfg.reward.model.path is not None:
-            engines.close()  # it has the memory that the reward model needs
+            engines.close()  # the reward model needs its memory
             samples = _score_by_model(tasks, samples, process.platform)
         return _report(cfg, tasks, samples) if dist.get_rank() == 0 else ([], {})
 
 
 def _model_folders(cfg: Config) -> dict[str, str]:
-    """Find the Hugging Face directory of each key that names a model.
+    """Return the Hugging Face directory for each key of ``evaluate`` that names a model.
 
-    A checkpoint is verified; a delta is made whole beside itself.
+    Checkpoints are verified. The weights of a delta are restored next to it.
     """
     folders = {}
     for name in ("checkpoint", "compare"):
@@ -163,10 +164,10 @@ def _model_folders(cfg: Config) -> dict[str, str]:
 
 
 def checked_folder(folder: Path, *, hashes: bool) -> str:
-    """Return ``folder``, or for a checkpoint a directory with nothing but the model files of its manifest.
+    """Return ``folder``, or for a checkpoint a directory that contains only the model files of its manifest.
 
     Raises:
-        ConfigError: it is in a checkpoint that is damaged.
+        ConfigError: the checkpoint is damaged.
     """
     checkpoint = folder.resolve().parent
     if not (checkpoint / MANIFEST).is_file():
@@ -180,7 +181,7 @@ def checked_folder(folder: Path, *, hashes: bool) -> str:
 
 
 def _tasks(cfg: Config, folders: Mapping[str, str]) -> list[_Task]:
-    """Load what each model is evaluated on. Collective over the world."""
+    """Build one task per model, with its prompts. Collective over the world."""
     output = Path(cfg.evaluate.output_dir) if cfg.evaluate.output_dir else None
     tasks: list[_Task] = []
     for name, folder in folders.items():
@@ -201,13 +202,13 @@ def _task(cfg: Config, name: str, folder: str, output: Path | None) -> _Task:
 
 
 def _subject(model: str) -> Path:
-    """Return the directory that names a model: for checkpoint-7/actor the checkpoint."""
+    """Return the directory that a model's results are named after: for checkpoint-7/actor the checkpoint."""
     folder = Path(model).resolve()
     return folder.parent if folder.name == "actor" else folder
 
 
 def _load_prompts(cfg: Config, field: str) -> list[Prompt]:
-    """Load the prompts of ``data.eval`` as a model reads them. Collective over the world."""
+    """Load the prompts of ``data.eval`` with the model's tokenizer. Collective over the world."""
 
     def read() -> tuple[PreTrainedTokenizerBase, list[dict[str, Any]], ImageReader | None]:
         where = cfg.model.tokenizer_path or cfg.model.path
@@ -239,11 +240,11 @@ def _load_prompts(cfg: Config, field: str) -> list[Prompt]:
 def _evaluate(
     task: _Task, engines: Engines, reward: RewardFunction, stack: ExitStack, watchdog: Watchdog
 ) -> list[Sample]:
-    """Score what is not scored yet. Returns everything on rank 0, [] on the others. Collective."""
+    """Score the prompts that are not scored yet. Returns all samples on rank 0, [] on the others. Collective."""
     cfg = task.cfg
     opened = on_every_rank(partial(_open, task, engines.dtype, stack))
     path, done = broadcast_json(opened, 0)
-    causes: list[str] = []  # of responses without a score, on this rank
+    causes: list[str] = []  # reasons for responses without a score, on this rank
     if len(done) < len(task.prompts):
         watchdog.progress("start_engine")
         with working(f"{task.given}: starting the engine", console=find_console(cfg.logging.console)):
@@ -272,7 +273,7 @@ def _evaluate(
             evaluate(
                 task.prompts, draw, engine, prompts_per_batch(cfg.evaluate.samples, cfg.rollout.slots), set(done), keep
             )
-    watchdog.pause()  # the other engines take as long as they take
+    watchdog.pause()  # waiting for slower engines is not a stall
     dist.barrier()
     watchdog.progress("report")
     parts = gather_json([len(causes), causes[:1]])
@@ -282,7 +283,7 @@ def _evaluate(
 
 
 def _score_by_model(tasks: Sequence[_Task], samples: Sequence[list[Sample]], platform: Platform) -> list[list[Sample]]:
-    """Add the reward model's score to samples. They stay on rank 0, in their order. Collective."""
+    """Add the reward model's scores to the samples on rank 0, and keep their order. Collective."""
     waiting = broadcast_json([any(TOKENS in sample for sample in own) for own in samples], 0)
     if not any(waiting):
         return list(samples)
@@ -306,7 +307,7 @@ def _score_by_model(tasks: Sequence[_Task], samples: Sequence[list[Sample]], pla
 
 
 def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | None:
-    """Lock the directory on rank 0, and return its path with the indices of prompts that are scored already."""
+    """Open and lock the results directory on rank 0. Returns its path and the indices of the scored prompts."""
     if dist.get_rank() != 0:
         return None
     task.settings = _settings(task, dtype)
@@ -317,16 +318,16 @@ def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | 
 
 
 def _settings(task: _Task, dtype: str) -> dict[str, Any]:
-    """Collect everything that the samples depend on."""
+    """Return all settings that the samples depend on."""
     cfg = task.cfg
     reward = {key: value for key, value in to_dict(cfg.reward).items() if key not in (*_HOW_TO_GRADE, *_SERVICES)}
     if not cfg.reward.functions:
-        del reward["functions"]  # as releases without the key have written it
+        del reward["functions"]  # compatible with settings.json of releases that have no such key
     for name in _SERVICES:
         service = to_dict(cfg.reward)[name]
         if service["url"] is not None:
             reward[name] = {key: value for key, value in service.items() if key not in _HOW_TO_ASK}
-    if "judge" in reward:  # as releases with two keys have written it
+    if "judge" in reward:  # compatible with settings.json of releases with two keys
         file = cfg.reward.judge.rubric_file
         text = None if file is not None else cfg.reward.judge.rubric
         reward["judge"] |= {"rubric": text, "rubric_file": file and digest_of_file(Path(file))}
@@ -385,7 +386,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
 def _report(
     cfg: Config, tasks: Sequence[_Task], samples: Sequence[list[Sample]]
 ) -> tuple[list[Evaluated], dict[str, Any]]:
-    """Write and show the results. Returns them."""
+    """Write, print and return the results."""
     evaluated, compared = [], {}
     console = Console(cfg.logging.console, 0, "evaluate")
     graded = [[graded_of(sample) for sample in own] for own in samples]
@@ -401,7 +402,7 @@ def _report(
     if len(tasks) == 2:
         ours, other = tasks
         assert ours.directory is not None
-        # What is evaluated comes second, so that an improvement on what it is compared with is positive.
+        # The evaluated model comes second, so that a positive difference means that it is better than the other model.
         compared = comparison((other.given, ours.given), graded[1], graded[0], cfg.seed)
         file = ours.directory.path / f"comparison-{other.subject.name}.json"
         write_atomically(file, pretty_json(compared))
@@ -416,7 +417,7 @@ def _show(console: Console, title: str, table: Table) -> None:
 
 
 def progress_columns() -> tuple[ProgressColumn, ...]:
-    """List the columns of the progress line: 80 characters with a name of ``MAX_SHOWN``."""
+    """Return the columns of the progress line, which takes 80 characters with a name of ``MAX_SHOWN`` letters."""
     count = TextColumn("{task.completed}/{task.total} prompts")
     name = TextColumn("{task.description}", markup=False)
     return name, BarColumn(bar_width=16), TaskProgressColumn(), count, TimeRemainingColumn()
@@ -424,13 +425,16 @@ def progress_columns() -> tuple[ProgressColumn, ...]:
 
 @contextmanager
 def progress(mode: str, name: str, total: int, done: int, share: int) -> Iterator[Callable[[int], None]]:
-    """Show how many prompts are scored, on rank 0 for all engines: they have equal shares. Yields what to call with a count.
+    """Show the number of scored prompts on rank 0. Yields a function to call with a number of newly scored prompts.
+
+    Rank 0 estimates the progress of all engines from its own engine, because all engines get equal shares.
 
     Args:
         mode: ``logging.console``.
-        name: of what is evaluated.
-        total: prompts, of which ``done`` are scored already.
-        share: engines, each of which scores as many as this one.
+        name: name of the evaluated model.
+        total: number of prompts.
+        done: number of prompts that were scored before.
+        share: number of engines.
     """
     if dist.get_rank() != 0 or mode == "off" or (mode != "rich" and not sys.stdout.isatty()):
         yield lambda count: None

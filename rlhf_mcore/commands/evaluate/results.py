@@ -1,7 +1,7 @@
-"""Keep the results of an evaluation, and continue it after it was killed.
+"""Store the results of an evaluation, so that a killed evaluation can continue.
 
-settings.json    what the numbers depend on: another evaluation may not continue here
-parts/*.jsonl    while it runs: one line per prompt with all its samples, one file per engine, appended and fsynced
+settings.json    the settings that the results depend on; an evaluation with other settings must not continue here
+parts/*.jsonl    during the evaluation: one line per prompt with all its samples, one file per engine, appended and fsynced
 samples.jsonl    one line per response, sorted by prompt and sample
 results.json     the statistics; written last
 """
@@ -35,13 +35,13 @@ Sample = dict[str, Any]
 
 
 class EvaluationDirectory:
-    """The directory of one evaluation, held by one job at a time. Only one rank of a job may open it."""
+    """The directory of one evaluation, locked by one job. Only one rank of a job may open it."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Make the directory or continue what an earlier job has left; lines that a crash cut short are removed.
+        """Create the directory, or continue an earlier job's evaluation without lines that a crash has cut.
 
         Raises:
-            ConfigError: it is not writable, in use, or holds an evaluation with other settings.
+            ConfigError: it is not writable, in use, or contains an evaluation with other settings.
         """
         self.path = path
         try:
@@ -58,7 +58,7 @@ class EvaluationDirectory:
                     cut_unfinished_line(file, part)
                 finally:
                     os.close(file)
-        except BaseException:  # the process may evaluate something else, and come back
+        except BaseException:  # release the lock, because the process may try again later
             self.close()
             raise
 
@@ -73,7 +73,7 @@ class EvaluationDirectory:
         shown = [shorten(key) for key in different[:MAX_NAMED]]
         if different:
             raise ConfigError(
-                f"{FIELD}: {self.path} holds an evaluation with another {' and another '.join(shown)}; "
+                f"{FIELD}: {self.path} contains an evaluation with another {' and another '.join(shown)}; "
                 f"choose another {FIELD}, or remove the directory"
             )
 
@@ -81,7 +81,7 @@ class EvaluationDirectory:
         return sorted((self.path / "parts").glob("*.jsonl"))
 
     def samples(self) -> list[Sample]:
-        """Read everything that was scored so far, by prompt and sample."""
+        """Return all samples so far, sorted by prompt and sample."""
         whole = self.path / "samples.jsonl"
         records = [*read_lines(whole, _REMEDY)] if os.path.lexists(whole) else []
         for part in self._parts():
@@ -90,18 +90,18 @@ class EvaluationDirectory:
         return [by_place[key] for key in sorted(by_place)]
 
     def finish(self, samples: Sequence[Sample], results: Mapping[str, Any]) -> None:
-        """Write the samples and the statistics, each whole or not at all."""
+        """Write the samples and the statistics, each atomically, and remove the parts."""
         write_atomically(self.path / "samples.jsonl", b"".join(map(json_line, samples)))
         write_atomically(self.path / "results.json", pretty_json(results))
         shutil.rmtree(self.path / "parts")
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         self._lock.close()
 
 
 class PartFile:
-    """Write one engine's scored prompts. An fsync per batch: what was reported is on the disk."""
+    """The file with one engine's scored prompts. Every batch is fsynced before it counts as scored."""
 
     def __init__(self, directory: Path, engine: int, num_engines: int) -> None:
         path = directory / "parts" / f"engine-{engine:05d}-of-{num_engines:05d}.jsonl"
@@ -109,10 +109,10 @@ class PartFile:
         self._file = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def append(self, prompts: Sequence[Sequence[Sample]]) -> None:
-        """Write a line per prompt, with all its samples.
+        """Write one line per prompt, with all its samples.
 
         Raises:
-            FullDiskError: they do not fit on the disk.
+            FullDiskError: the disk is full.
         """
         content = memoryview(b"".join(json_line({"samples": samples}) for samples in prompts))
         with full_disk_named(self._path, len(content)):

@@ -1,4 +1,4 @@
-"""Weights of models that are evaluated, from whatever format, and the engine that gets them tensor by tensor."""
+"""Load the weights of evaluated models, from any supported format, tensor by tensor into an engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rlhf_mcore.rollout.engine import AddsAdapters, Engine, EngineModel
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
 
 _OF_MODEL = ("config.json", "generation_config.json")
-RELEASE_BYTES = 2**30  # read, after which mapped pages are given back
+RELEASE_BYTES = 2**30  # after reading this many bytes, mapped pages are released
 _FILES = {
     "hf": "*.safetensors",
     "adapter": "adapter_model.safetensors",
@@ -44,7 +44,7 @@ _FILES = {
 
 
 class DirectoryWeights:
-    """Those of a Hugging Face directory, but for MTP layers: an engine that samples a token at a time has no place for them."""
+    """The weights in a Hugging Face directory, without MTP layers, which engines without speculative decoding do not use."""
 
     def __init__(self, directory: str):
         self._reader = HFReader(directory)
@@ -52,7 +52,7 @@ class DirectoryWeights:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return self._reader.names - self._mtp
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -60,15 +60,15 @@ class DirectoryWeights:
         return self._reader.shape(name)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor whole, in the dtype of the files."""
+        """Yield every full tensor, in the dtype of the files."""
         return self._reader.tensors(without=self._mtp)
 
 
 class ShardedWeights:
-    """Shards of another trainer, or a model with adapters, as whole tensors: made one at a time, nothing is written.
+    """Full tensors from another trainer's shards, or from a model with adapters. They are built one by one and not written to disk.
 
     Raises:
-        ConfigError: shards or adapters are absent or unsafe, or do not make the tensors that config.json asks for.
+        ConfigError: shards or adapters are missing or unsafe, or do not match the tensors that config.json requires.
     """
 
     def __init__(self, model: ShardedModel):
@@ -86,7 +86,7 @@ class ShardedWeights:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return set(self._types)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ class ShardedWeights:
         return self._types[name][1]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor whole, in the dtype of the shards."""
+        """Yield every full tensor, in the dtype of the shards."""
         since_release = 0
         for name, (_, shape) in self._types.items():
             tensor = self._source.read(name, 0, shape[0])
@@ -107,22 +107,22 @@ class ShardedWeights:
 
 @dataclass(frozen=True, slots=True)
 class EngineAdapters:
-    """Adapters of one model that an engine adds to its weights, each at a number of its own."""
+    """Adapters of one base model that an engine adds to its weights. Each adapter has a number."""
 
     base: str
     directories: tuple[str, ...]  # by their numbers
-    shapes: Shapes  # of A and B by the names of PEFT, those of the greatest rank
+    shapes: Shapes  # shapes of A and B for the largest rank, by their PEFT names
 
     def is_base(self, directory: str) -> bool:
-        """Return whether a directory is that of the model without adapters."""
+        """Return whether a directory is the base model."""
         return os.path.realpath(directory) == os.path.realpath(self.base)
 
     def adds(self, model: ShardedModel | None) -> bool:
-        """Return whether a model is one of these."""
+        """Return whether the engine adds the adapters of this model."""
         return model is not None and model.weights in self.directories
 
     def choose(self, engine: AddsAdapters, model: ShardedModel | None) -> None:
-        """Have an engine draw with the adapter of a model; None: with the weights alone.
+        """Make an engine sample with the adapter of a model, or without adapters if ``model`` is None.
 
         Raises:
             ConfigError: the adapter is damaged.
@@ -133,7 +133,7 @@ class EngineAdapters:
         engine.use_adapter(number)
 
     def _read(self, number: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Read an adapter: A and scale * B, by the names of Hugging Face modules."""
+        """Return A and scale * B of an adapter for each Hugging Face module."""
         reader, geometry = open_adapters(self.directories[number], read_geometry(self.base))
         assert geometry.adapter is not None
         tensors = {name: reader.read(name, (slice(None),) * 2) for name in hf_shapes(geometry)}
@@ -141,10 +141,12 @@ class EngineAdapters:
 
 
 def engine_adapters(cfg: Config, models: Sequence[ShardedModel | None]) -> EngineAdapters | None:
-    """Choose what one engine adds to its weights, as in training: adapters of one model; None where engines get merged weights.
+    """Return the adapters that the engine adds to its weights, as in training, or None if engines receive merged weights.
+
+    All of these adapters have the same base model.
 
     Raises:
-        ConfigError: adapters are damaged, or are none of their model.
+        ConfigError: adapters are damaged, or do not fit their model.
     """
     adapted = [model for model in models if model is not None and model.format == "adapter"]
     if not adapted or cfg.actor.lora.sync == "merge":
@@ -164,12 +166,12 @@ def engine_adapters(cfg: Config, models: Sequence[ShardedModel | None]) -> Engin
 
 
 def open_weights(directory: str, sharded: ShardedModel | None) -> DirectoryWeights | ShardedWeights:
-    """Open the weights of a Hugging Face directory, or of shards that take their place."""
+    """Open the weights of a Hugging Face directory, or the sharded weights if there are any."""
     return DirectoryWeights(directory) if sharded is None else ShardedWeights(sharded)
 
 
 def weight_sketches(directory: str | None, sharded: ShardedModel | None = None) -> list[str]:
-    """Sketch each weight file, to tell one set of weights from another."""
+    """Return a short fingerprint of each weight file, to distinguish sets of weights."""
     if sharded is not None:
         place = Path(sharded.weights)
         directory = str(torch_dist.find_checkpoint(place) if sharded.format == "megatron" else place)
@@ -182,12 +184,13 @@ def weight_sketches(directory: str | None, sharded: ShardedModel | None = None) 
 
 
 def companion_digests(directory: str) -> dict[str, str]:
-    """Hash the files beside the weights of a model, by their names."""
+    """Return the digests of a model's other files, by file name."""
     return {name: digest_of_file(path) for name in COMPANIONS if (path := Path(directory, name)).is_file()}
 
 
 class Engines:
-    """The engine, kept for the next checkpoint where that differs in its weights only, and with its weights in its adapters only."""
+    """The engine. It is reused for checkpoints with the same files and shapes, and its weights for checkpoints that differ only in
+    their adapters."""
 
     def __init__(self, dtype: str, adapters: EngineAdapters | None = None) -> None:
         self.dtype = dtype
@@ -198,7 +201,7 @@ class Engines:
         self._version = 0
 
     def start(self, cfg: Config, sharded: ShardedModel | None, on_progress: Callable[[], object]) -> BatchSampler:
-        """Load the weights of ``cfg.model``, or the sharded ones in their place, into an engine. Collective."""
+        """Load the weights of ``cfg.model``, or the sharded weights instead, into an engine. Collective."""
         added = self._adapters
         if added is not None and not (added.adds(sharded) or (sharded is None and added.is_base(cfg.model.path))):
             added = None
@@ -219,7 +222,7 @@ class Engines:
             model = EngineModel.of(cfg, self.dtype, shapes, None if added is None else added.shapes)
             if added is not None:
                 model = replace(model, num_adapters=len(added.directories))
-            # It draws with the weights that are saved.
+            # Evaluate the saved weights, without quantisation.
             self._engine = build_engine(cfg.rollout.model_copy(update={"quantization": None}), model)
             self._built_for = needs
         engine = self._engine
@@ -230,7 +233,7 @@ class Engines:
             on_every_rank(lambda: self._load(engine, cfg.model.path, reader))
             self._loaded = weights
         if added is not None:
-            assert isinstance(engine, AddsAdapters), "an engine of another kind gets merged weights"
+            assert isinstance(engine, AddsAdapters), "other engines receive merged weights"
             adds = engine
             on_every_rank(lambda: added.choose(adds, sharded))
         loaded = load_tokenizer(tokenizer)
@@ -247,11 +250,11 @@ class Engines:
         try:
             engine.load_weights(reader.tensors(), version=self._version)
         except ValueError as error:
-            raise ConfigError(f"{path}: its weights do not fit its config.json: {error}") from error
+            raise ConfigError(f"{path}: the weights do not fit config.json: {error}") from error
         self._version += 1
 
     def close(self) -> None:
-        """Free the engine, if there is one."""
+        """Close the engine, if any."""
         if self._engine is not None:
             self._engine.close()
             self._engine, self._built_for, self._loaded = None, {}, None

@@ -1,3 +1,3 @@
-"""A metric's name enters, its meaning leaves."""
+"""The command ``metrics``: explain a metric."""
 
-SUMMARY = "what a metric means, when it is healthy, what to do where it is not"
+SUMMARY = "explain a metric: meaning, healthy range, remedy"

@@ -1,4 +1,4 @@
-"""``rlhf-mcore metrics [NAME]``: the meaning of a metric, its unit, its healthy range, and a remedy beyond it. Imports no torch."""
+"""``rlhf-mcore metrics [NAME]``: print meaning, unit, healthy range and remedy of a metric. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_mcore.metrics.catalogue import GROUPS, matching, nearest_metric
 
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what is asked for. Returns the exit code."""
+    """Print the description of the metrics. Returns the exit code."""
     say("\n".join(_lines(_parser().parse_args(argv).name)))
     return exit_codes.DONE
 
@@ -23,18 +23,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore metrics",
-        "What the metrics of a run mean.",
+        "Explain the metrics of a run: meaning, unit, healthy range and remedy.",
         examples=["rlhf-mcore metrics", "rlhf-mcore metrics kl/mean", "rlhf-mcore metrics entropy"],
     )
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a metric, or a part of its name; without it all")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a metric or a part of its name (default: list all)")
     return parser
 
 
 def _lines(name: str | None) -> Iterator[str]:
-    """Describe the metrics with a name, or with None each in a line.
+    """Yield lines that describe the metrics that match ``name``, or one line per metric if ``name`` is None.
 
     Raises:
-        ConfigError: no metric has such a name.
+        ConfigError: no metric matches the name.
     """
     if name is None:
         for title, group in GROUPS.items():

@@ -1,3 +1,3 @@
-"""A configuration enters; memory, traffic and time of its run leave."""
+"""The command ``plan``: estimate memory, traffic and time of a run from its configuration."""
 
-SUMMARY = "memory, traffic and time of a run, before a GPU is asked for"
+SUMMARY = "estimate memory, traffic and time of a run, without a GPU"

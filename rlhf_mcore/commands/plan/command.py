@@ -1,4 +1,4 @@
-"""``rlhf-mcore plan CONFIG``: what a run will need, before a GPU is asked for. No torch, no weights, no processes."""
+"""``rlhf-mcore plan CONFIG``: estimate the resources of a run without torch, weights or processes."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _OUTSIDE = re.compile("memory/(.+)_outside_bytes")
 
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan. Returns 0 if everything fits, 2 if something does not or the configuration is wrong."""
+    """Print the plan. Returns 0 if every phase fits into memory, 2 if not or if the configuration is invalid."""
     return _plan(_parser().parse_intermixed_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore plan",
-        "Work out memory per rank and phase, traffic of a sync, microbatches and a rough time of a step. A model is its "
-        "config.json: weights, tokenizer and prompts need not be there (configs/models has some).",
+        "Estimate memory per rank and phase, traffic of a sync, microbatches and the approximate time of a step. Only the "
+        "config.json of a model is needed (configs/models contains some), without weights, tokenizer and prompts.",
         examples=[
             "rlhf-mcore plan configs/experiments/llama-3-70b-ppo.yaml",
             "rlhf-mcore plan my_run.yaml --world-size 16 --gpu A100 --suggest",
@@ -51,25 +51,28 @@ def _parser() -> argparse.ArgumentParser:
         config="YAML file, as for train",
     )
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="processes (default: trainer.world_size, or the fewest)"
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="number of processes (default: trainer.world_size, else the fewest possible)",
     )
-    parser.add_argument("--gpu", default="H100", choices=GPUS, help="kind of device (default: H100)")
+    parser.add_argument("--gpu", default="H100", choices=GPUS, help="GPU model (default: H100)")
     parser.add_argument(
         "--suggest",
         action="store_true",
-        help="list layouts that fit, the fastest first; without a number of processes, the fastest on each of 1, 2, 4, ...",
+        help="list layouts that fit, the fastest first; without --world-size, list the fastest layout on 1, 2, 4, ... processes",
     )
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="run one rank's update through Megatron on fake tensors (no weights, no GPU), and compare its bytes with the formulas",
+        help="run one rank's update in Megatron on fake tensors (no weights, no GPU), and compare its bytes with the formulas",
     )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON; bytes and seconds")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes and seconds")
     parser.add_argument(
         "--run",
         type=Path,
         metavar="DIR",
-        help="directory of an earlier run on GPUs: its memory outside torch is reserve_bytes",
+        help="directory of an earlier run on GPUs: use its memory outside torch as reserve_bytes",
     )
     parser.add_argument(
         "--set",
@@ -83,11 +86,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(args: argparse.Namespace) -> int:
     if args.trace and args.json:
-        raise ConfigError("--trace prints a table and --json prints none; leave one of them out")
+        raise ConfigError("--trace prints a table, which --json does not contain; leave one of them out")
     measured = [] if args.run is None else [f"reserve_bytes={_measured_reserve(args.run)}"]
     gpu, assumed = device_and_assumptions(args.gpu, measured + args.set)
     cfg = load_config(args.config, args.overrides)
-    localize(cfg, MODEL_KEYS, download=False)  # config.json is enough, and known models need not be here
+    localize(cfg, MODEL_KEYS, download=False)  # config.json is enough, and even that is not needed for known models
     with with_known_configs(cfg) as notes:
         for note in notes:
             say(f"note: {note}", file=sys.stderr)
@@ -117,7 +120,7 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
     else:
         say(as_text(plan))
         if args.trace:
-            warnings.filterwarnings("ignore")  # of Megatron, about kernels that nothing runs on here
+            warnings.filterwarnings("ignore")  # Megatron warns about kernels, which a trace does not run
             update = next(phase for phase in plan.phases if phase.phase == "actor update")
             with working(f"an update of rank {update.rank} on fake tensors"):
                 from rlhf_mcore.commands.plan.trace import traced  # imports torch and Megatron
@@ -134,22 +137,22 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
 
 
 def _measured_reserve(directory: Path) -> int:
-    """Return the most memory outside torch that a run has recorded in a phase.
+    """Return the largest memory outside torch that a run has recorded in any phase, in bytes.
 
     Raises:
-        ConfigError: it has recorded none.
+        ConfigError: the run has recorded none.
     """
     remedy = "name the directory of a run on GPUs"
     records = read_lines(directory / METRICS, remedy, is_growing=True)
     sizes = [record.number(name, minimum=0) for record in records for name in record if _OUTSIDE.fullmatch(name)]
     if not sizes:
-        raise ConfigError(f"--run {directory}: {METRICS} has no memory/<phase>_outside_bytes; {remedy}")
+        raise ConfigError(f"--run {directory}: {METRICS} contains no memory/<phase>_outside_bytes; {remedy}")
     return int(max(sizes))
 
 
 @dataclass(frozen=True, slots=True)
 class _Offers:
-    """Layouts that fit, None if nobody asked for any; and a run with adapters, if none fits that trains all weights."""
+    """Layouts that fit (None without --suggest), and a run with adapters if no run that trains all weights fits."""
 
     layouts: list[Suggestion] | None = None
     adapters: Suggestion | None = None
@@ -172,14 +175,14 @@ class _Offers:
             return
         sizes = [each.plan.world_size for each in self.layouts]
         if not sizes:
-            yield "\nno layout that was tried fits"
+            yield "\nnone of the tried layouts fits"
         elif len(set(sizes)) < len(sizes) or len(sizes) == 1:
-            yield "\nlayouts that fit, by estimated time of a step:"
+            yield "\nlayouts that fit, sorted by estimated time of a step:"
         else:
             smaller = "" if sizes[0] == 1 else f"; fewer than {sizes[0]} do not fit"
             yield f"\nthe fastest layout on 1, 2, 4, ... processes, with the estimated time of a step{smaller}:"
         for each in self.layouts:
-            keys = " ".join(each.overrides) or "(as it is)"
+            keys = " ".join(each.overrides) or "(no change)"
             yield f"  {each.plan.step_s:8.1f} s  {each.plan.world_size} processes  {keys}"
         if (adapters := self.adapters) is not None:
             fullest = adapters.plan.fullest
@@ -190,7 +193,7 @@ class _Offers:
 
 
 def _find_offers(cfg: Config, plan: RunPlan, assumed: Assumptions, *, has_world: bool) -> _Offers:
-    """Look for layouts. A larger world is the answer, unless the user has chosen the number of processes."""
+    """Search layouts that fit, also in larger worlds. Offer adapters only if the user has chosen a world where nothing fits."""
     is_chosen = has_world or cfg.trainer.world_size is not None
     layouts = in_any_world(cfg, plan.world_size if is_chosen else None, plan.gpu, assumed, is_wanted=not plan.fits)
     if plan.fits or any(not is_chosen or each.plan.world_size == plan.world_size for each in layouts):

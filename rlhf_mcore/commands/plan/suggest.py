@@ -1,4 +1,4 @@
-"""Layouts that fit where a configuration does not, or that are faster, by estimated time of a step."""
+"""Search layouts that fit into memory, sorted by estimated time of a step."""
 
 from __future__ import annotations
 
@@ -30,17 +30,22 @@ from rlhf_mcore.planning.timing import phase_seconds
 from rlhf_mcore.readers.model_files import read_geometry
 
 SIZES = (1, 2, 4, 8, 16)
-CONTEXTS = (1, 2, 4, 8)  # tried where microbatches, which hold whole sequences, are longer than:
+CONTEXTS = (
+    1,
+    2,
+    4,
+    8,
+)  # context-parallel sizes to try if microbatches, which contain whole sequences, are longer than:
 LONG_TOKENS = 16384
 SHARES = (0.3, 0.5, 0.7, 0.85)
 _ENGINE_PHASES = (GENERATE, SYNC)
-MAX_SHOWN_WORLDS, MAX_SHOWN_SIZE = 6, 1024  # of worlds that are shown side by side
-ADAPTER_RANK = 8  # where adapters are suggested; see docs/algorithms/lora.md
+MAX_SHOWN_WORLDS, MAX_SHOWN_SIZE = 6, 1024  # limits of a list of several worlds
+ADAPTER_RANK = 8  # rank of suggested adapters; see docs/algorithms/lora.md
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A layout that fits: the overrides that make it, and what it would be like."""
+    """A layout that fits: its overrides of the configuration, and its plan."""
 
     overrides: tuple[str, ...]
     plan: RunPlan
@@ -49,10 +54,11 @@ class Suggestion:
 def suggest(
     cfg: Config, world_size: int, gpu: GpuType, count: int = 5, assumed: Assumptions | None = None
 ) -> list[Suggestion]:
-    """List the ``count`` fastest layouts that fit; of equally fast ones those that change fewer keys come first.
+    """Return the ``count`` fastest layouts that fit. Among equally fast layouts, the layout that changes fewer keys comes first.
 
-    The trained models' layouts are compared first. The engines' layouts are varied for the fastest of these. Only times are
-    estimated for every candidate. Memory is checked from the fastest on, and the configuration's rules for those that fit.
+    The search compares the layouts of the trained models first, then varies the engines' layouts for the fastest of them. It
+    estimates the time of every candidate. It checks memory from the fastest candidate on, and the configuration's rules only for
+    candidates that fit.
     """
     assumed = assumed or Assumptions()
     search = _Search(cfg, world_size, gpu, assumed)
@@ -60,7 +66,7 @@ def suggest(
     for layout in search.trained_layouts():
         if complete := search.best_engines(layout):
             found.append(complete)
-        if len(found) == 2 * count:  # slower training is not made good by engines
+        if len(found) == 2 * count:  # faster engines rarely compensate for slower training
             break
     best = sorted(found, key=_Candidate.rank)[:count]
     return [Suggestion(each.overrides, make_plan(each.cfg, world_size, gpu, assumed)) for each in best]
@@ -68,12 +74,12 @@ def suggest(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Candidate:
-    """A configuration that is compared, with estimated seconds of its phases."""
+    """A configuration in the search, with the estimated seconds of its phases."""
 
     cfg: Config
     overrides: tuple[str, ...]
     seconds: dict[str, float]
-    inputs: PlanInputs  # with the choice of ``offload`` that needs least memory: what does not fit then fits in no way
+    inputs: PlanInputs  # with the ``offload`` that needs the least memory: if this does not fit, nothing does
 
     def rank(self) -> tuple[float, int]:
         return round(step_seconds(self.seconds, samples_ahead(self.cfg)), 2), len(self.overrides)
@@ -90,7 +96,7 @@ class _Candidate:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Compare layouts of one configuration in one world."""
+    """The search over the layouts of one configuration in one world."""
 
     cfg: Config
     world_size: int
@@ -98,7 +104,7 @@ class _Search:
     assumed: Assumptions
 
     def trained_layouts(self) -> Iterator[_Candidate]:
-        """Yield the layouts of the trained models that fit beside engines, each with its fastest recomputation, the fastest first."""
+        """Yield the layouts of the trained models that fit, the fastest first, each with its fastest recomputation."""
         candidates = map(self._timed, _actor_layouts(self.cfg, self.world_size, self.gpu))
         taken: set[tuple[int, ...]] = set()
         for candidate in sorted(filter(None, candidates), key=_Candidate.train_rank):
@@ -107,7 +113,7 @@ class _Search:
                 yield candidate
 
     def best_engines(self, layout: _Candidate) -> _Candidate | None:
-        """Return the fastest engines that fit with a layout of the trained models."""
+        """Return the candidate with the fastest engines that fit with a layout of the trained models, or None."""
         engines = map(self._timed, _engines(layout.cfg, self.world_size, self.gpu))
         for candidate in sorted(filter(None, engines), key=_Candidate.rank):
             if engines_fit(candidate.inputs) and models_fit(candidate.inputs) and self._is_valid(candidate):
@@ -115,7 +121,7 @@ class _Search:
         return None
 
     def _timed(self, cfg: Config) -> _Candidate | None:
-        """Estimate the time of a configuration; None if its layout does not divide the models or the world."""
+        """Return the candidate for a configuration, or None if its layout does not divide the models or the world."""
         least = with_least_memory(cfg)
         try:
             inputs = plan_inputs(least, self.world_size, self.gpu, self.assumed)
@@ -134,7 +140,7 @@ class _Search:
 
 
 def _is_cut(role: PlannedRole, cfg: Config) -> bool:
-    """Tell whether a model can be cut by the layout that is tried for it; the others' layouts do not change."""
+    """Return whether the tried layout can divide a model. Layouts of other models do not change."""
     layout = {"actor": cfg.actor.layout, "reference": cfg.actor.layout, "critic": cfg.critic.layout}.get(role.name)
     return layout is None or not any(layout_problems(role.name, layout, role.geometry, "model.path"))
 
@@ -142,9 +148,9 @@ def _is_cut(role: PlannedRole, cfg: Config) -> bool:
 def in_any_world(
     cfg: Config, world_size: int | None, gpu: GpuType, assumed: Assumptions | None = None, *, is_wanted: bool = True
 ) -> list[Suggestion]:
-    """List the fastest layouts that fit in this world; if none fits, and one ``is_wanted``, the fastest in a larger one.
+    """Return the fastest layouts that fit in this world. If none fits and ``is_wanted``, return the fastest in a larger world.
 
-    ``world_size`` None: the fastest layout of each of several worlds.
+    If ``world_size`` is None, return the fastest layout for each of several worlds.
     """
     if world_size is None:
         return worlds(cfg, gpu, assumed)
@@ -153,7 +159,7 @@ def in_any_world(
 
 
 def worlds(cfg: Config, gpu: GpuType, assumed: Assumptions | None = None) -> list[Suggestion]:
-    """List the fastest layout on 1, 2, 4, 8, ... processes: the first ``MAX_SHOWN_WORLDS`` worlds that have a layout that fits."""
+    """Return the fastest layout on 1, 2, 4, 8, ... processes, for the first ``MAX_SHOWN_WORLDS`` worlds where a layout fits."""
     found: list[Suggestion] = []
     size = 1
     while size <= MAX_SHOWN_SIZE and len(found) < MAX_SHOWN_WORLDS:
@@ -163,19 +169,19 @@ def worlds(cfg: Config, gpu: GpuType, assumed: Assumptions | None = None) -> lis
 
 
 def smallest_world(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> list[Suggestion]:
-    """Double the world until something fits, up to 64 times. Return its fastest layout, if there is one."""
+    """Return the fastest layout in the smallest of 2, 4, ..., 64 times this world where a layout fits, or [] if none fits."""
     found = (suggest(cfg, world_size * factor, gpu, 1, assumed) for factor in (2, 4, 8, 16, 32, 64))
     return next(filter(None, found), [])
 
 
 def with_adapters(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> Suggestion | None:
-    """Return the fastest layout that fits if adapters are trained instead of all weights.
+    """Return the fastest layout that fits if the run trains adapters instead of all weights.
 
-    None if the run trains adapters already, or if nothing fits with them either.
+    Returns None if the run already trains adapters, or if no layout fits with adapters.
     """
     overrides, candidate = list[str](), cfg
     if cfg.actor.lora.rank is None:
-        # The reference is the actor without adapters then, and has no weights to move.
+        # The reference is then the actor without adapters, so it has no weights to offload.
         candidate = with_values(candidate, {"actor.lora.rank": ADAPTER_RANK, "reference.offload": "auto"})
         overrides.append(f"actor.lora.rank={ADAPTER_RANK}")
     if needs_critic(cfg) and cfg.critic.lora.rank is None:
@@ -186,7 +192,7 @@ def with_adapters(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptio
 
 
 def _actor_layouts(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
-    """Yield layouts and recomputation of the actor; those of the critic stay, or become the same."""
+    """Yield configurations with other layouts and recomputation of the actor. The critic keeps its own, or gets the same."""
     geometry = read_geometry(cfg.model.path)
     tensor = [size for size in SIZES if size <= min(gpu.per_node, world_size)]
     own = cfg.actor.layout
@@ -208,12 +214,12 @@ def _actor_layouts(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Confi
 
 
 def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
-    """Yield sizes of the engines, and their shares of a device. Engines of their own keep their number of devices."""
+    """Yield configurations with other engine layouts and memory shares. Disaggregated engines keep their number of devices."""
     own, num_engines = cfg.rollout.layout, cfg.rollout.num_engines
     devices = num_engines * own.num_ranks if cfg.rollout.placement == "disaggregated" else 0
     geometry = read_geometry(cfg.model.path)
     in_blocks = cfg.rollout.quantization == "fp8" and engine_kind(cfg.rollout.engine).holds_8_bits
-    rows = QUANTISATIONS["fp8"].block[0] if in_blocks else 1  # that no engine cuts
+    rows = QUANTISATIONS["fp8"].block[0] if in_blocks else 1  # rows of a block, which engines do not divide
     layouts = [own, *_engine_layouts(min(gpu.per_node, world_size), geometry.experts, rows)]
     if _wants_plain_engines(cfg, geometry):
         layouts = [own, *(each for each in layouts if each.num_ranks == each.tp and each.ep == 1)]
@@ -229,15 +235,15 @@ def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
 
 
 def _wants_plain_engines(cfg: Config, geometry: ModelGeometry) -> bool:
-    """Tell whether engines are cut by tensor parallelism alone, see docs/scale/parallelism.md."""
+    """Return whether engines support only tensor parallelism for this run, see docs/scale/parallelism.md."""
     replays = cfg.actor.router_replay == "rollout"
     return replays or truncates(cfg.rollout.sampling) or geometry.vision is not None
 
 
 def _engine_layouts(node: int, experts: ExpertSizes | None, block: int) -> Iterator[RolloutLayoutConfig]:
-    """Yield layouts of an engine: matrices in parts, over nodes too, slowly; stages of a node each; whole attention.
+    """Yield layouts of an engine: tensor parallel (slow across nodes), pipeline stages of one node each, and data parallel attention.
 
-    Experts are whole where they cannot be cut into blocks of so many rows: it takes as long.
+    If ``tp`` cannot divide experts into blocks of ``block`` rows, each rank gets whole experts, which takes the same time.
     """
     for tp, pp in (*product((*SIZES, 32), (1,)), (node, 2), (node, 4)):
         yield RolloutLayoutConfig(tp=tp, pp=pp, ep=tp if experts is not None and experts.ffn_size % (tp * block) else 1)
@@ -264,7 +270,7 @@ def _layout(cfg: Config, num_layers: int, sizes: tuple[int, int, int, int]) -> L
 
 
 def changes(old: Config, new: Config) -> tuple[str, ...]:
-    """List the overrides that turn the layout of ``old`` into that of ``new``."""
+    """Return the overrides that change the layout of ``old`` to the layout of ``new``."""
     overrides = []
     pairs = (
         ("actor.layout", old.actor.layout, new.actor.layout),

@@ -1,4 +1,4 @@
-"""``rlhf-mcore plan --trace``: the planner's bytes beside those that Megatron itself allocates for one rank, on fake tensors."""
+"""``rlhf-mcore plan --trace``: compare the planner's bytes with the bytes that Megatron allocates for one rank on fake tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from rlhf_mcore.types import Microbatch
 
 
 def traced(cfg: Config, world_size: int, rank: int, dtype: str, assumed: Assumptions) -> str:
-    """Compare, in a table, the bytes of the actor's update on ``rank`` by the formulas with those that Megatron allocates."""
+    """Return a table that compares the bytes of the actor's update on ``rank``: the formulas' and Megatron's allocations."""
     started, role = time.monotonic(), roles_of(cfg, world_size, dtype)[0]
     layout = role.layout
-    # A stage keeps no more microbatches than there are stages: more of them change nothing.
+    # A stage stores at most as many microbatches as there are stages, so more microbatches change nothing.
     count = min(rank_share(workload(cfg, assumed), role).num_microbatches, layout.pp)
     if layout.vpp:
         count = layout.pp
@@ -50,7 +50,7 @@ def traced(cfg: Config, world_size: int, rank: int, dtype: str, assumed: Assumpt
         )
     state = state_bytes(role, rank)
     stage = layout.coordinates(rank)["pp"]
-    # A trace knows of no expert that has more tokens than others, and of no shared prefixes. It computes experts one by one.
+    # A trace has balanced experts and no shared prefixes. It computes experts one by one.
     kept = training_activations(Pass(role, tokens // layout.cp, groups_experts=False), stage, count).total
     pairs = (
         ("weights", state.weights, usage.weights),
@@ -82,7 +82,7 @@ def _microbatch(tokens: int, layout: ParallelLayout) -> Microbatch:
 
 
 def _loss(model: MegatronModel) -> LossFunction:
-    """Sum all logprobs, or a scalar head's numbers, which takes little memory beside them."""
+    """Return a loss that sums all logprobs, or a scalar head's outputs, because a sum needs little extra memory."""
 
     def loss(outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         if model.spec.geometry.head == "lm":

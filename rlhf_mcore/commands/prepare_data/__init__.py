@@ -1,3 +1,3 @@
-"""A published data set or a file of chats enters, training data leaves. Begin with ``prepare``."""
+"""The command ``prepare-data``: make training data from published data sets or chats. Start reading at ``prepare``."""
 
-SUMMARY = "make training data of GSM8K, MATH, DAPO, OpenAssistant, chats, preference pairs"
+SUMMARY = "make training data from GSM8K, MATH, DAPO, OpenAssistant, chats, preference pairs"

@@ -1,4 +1,4 @@
-"""``rlhf-mcore prepare-data SOURCE ... --out DIR``: data sets of other shapes -> parquet files in our schema."""
+"""``rlhf-mcore prepare-data SOURCE ... --out DIR``: convert data sets of other formats to parquet files in our schema."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from rlhf_mcore.data.tokenizer import load_tokenizer
 
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare data; returns the exit code."""
+    """Prepare data. Returns the exit code."""
     return _prepare(_parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore prepare-data",
-        "Turn GSM8K-, MATH-, DAPO-, OpenAssistant-, chat- and preference-shaped data, and tasks for agents in containers, into "
-        "train.parquet and eval.parquet. A parquet or jsonl file with other columns needs only data.prompt_key and data.answer_key.",
+        "Convert data in the format of GSM8K, MATH, DAPO or OpenAssistant, chats, preference pairs, and tasks for agents in "
+        "containers to train.parquet and eval.parquet. A parquet or jsonl file with other columns needs no preparation; set "
+        "data.prompt_key and data.answer_key instead.",
         examples=[
             "rlhf-mcore prepare-data gsm8k/train.jsonl --out data/gsm8k",
             "rlhf-mcore prepare-data pairs.parquet --task preference --out data/pairs",
@@ -36,24 +37,31 @@ def _parser() -> argparse.ArgumentParser:
         ],
     )
     parser.add_argument(
-        "sources", nargs="+", metavar="SOURCE", help="file, directory, or id of a data set (needs `datasets`)"
+        "sources", nargs="+", metavar="SOURCE", help="file, directory, or Hub id of a data set (needs `datasets`)"
     )
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
-    parser.add_argument("--task", choices=TASKS, default="rl", help="what the rows are for (default: rl)")
+    parser.add_argument("--task", choices=TASKS, default="rl", help="kind of training (default: rl)")
     parser.add_argument(
-        "--format", choices=("auto", *RECIPES), default="auto", help="shape of the rows (default: by the first)"
+        "--format",
+        choices=("auto", *RECIPES),
+        default="auto",
+        help="format of the rows (default: recognised from the first row)",
     )
     parser.add_argument(
         "--eval-share", type=_share, default=0.02, metavar="S", help="share of prompts held out (default: 0.02)"
     )
-    parser.add_argument("--system", metavar="TEXT", help="a system message for prompts that have none")
-    parser.add_argument("--tokenizer", metavar="DIR", help="counts tokens, for the report and the two limits below")
-    parser.add_argument("--max-prompt-tokens", type=int, metavar="N")
-    parser.add_argument("--max-response-tokens", type=int, metavar="N", help="of responses that are trained on")
+    parser.add_argument("--system", metavar="TEXT", help="system message for prompts without one")
+    parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer for the report and for the next two limits")
+    parser.add_argument("--max-prompt-tokens", type=int, metavar="N", help="skip longer prompts")
+    parser.add_argument(
+        "--max-response-tokens", type=int, metavar="N", help="skip rows with longer responses to train on"
+    )
     parser.add_argument("--lang", metavar="CODE", help="OpenAssistant: only this language")
-    parser.add_argument("--skip-bad", action="store_true", help="leave unusable rows out instead of stopping")
-    parser.add_argument("--subset", metavar="NAME", help="of a data set's id")
-    parser.add_argument("--split", default="train", metavar="NAME", help="of a data set's id (default: train)")
+    parser.add_argument("--skip-bad", action="store_true", help="skip unusable rows instead of stopping")
+    parser.add_argument("--subset", metavar="NAME", help="configuration of a data set on the Hub")
+    parser.add_argument(
+        "--split", default="train", metavar="NAME", help="split of a data set on the Hub (default: train)"
+    )
     return parser
 
 
@@ -63,13 +71,13 @@ def _share(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is out of range; give a share from 0 to less than 1, as 0.05")
+        raise argparse.ArgumentTypeError(f"{text} is out of range; give a share from 0 to less than 1, such as 0.05")
     return value
 
 
 def _prepare(args: argparse.Namespace) -> int:
     if (args.max_prompt_tokens or args.max_response_tokens) and not args.tokenizer:
-        raise ConfigError("--max-prompt-tokens and --max-response-tokens count tokens: name a --tokenizer directory")
+        raise ConfigError("--max-prompt-tokens and --max-response-tokens count tokens; add --tokenizer DIR")
     tokenizer = None
     if args.tokenizer:
         tokenizer = load_tokenizer(args.tokenizer)

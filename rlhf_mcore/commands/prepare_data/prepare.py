@@ -1,7 +1,7 @@
-"""Data sets of other shapes -> train.parquet and eval.parquet in ours: validated, without duplicates, split by hash.
+"""Convert data sets of other formats to train.parquet and eval.parquet: validated, without duplicates, split by hash.
 
-Rows for the three things that can be trained: ``rl`` {data_source, prompt, ability, reward_model, extra_info}, ``sft`` {prompt,
-response} and ``preference`` {prompt, chosen, rejected}; prompts are lists of {role, content}, responses are texts.
+The rows depend on the kind of training: ``rl`` {data_source, prompt, ability, reward_model, extra_info}, ``sft`` {prompt, response}
+and ``preference`` {prompt, chosen, rejected}. Prompts are lists of {role, content}; responses are texts.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ KEYS = {
     "sft": "data.prompt_key and data.response_key",
     "preference": "data.prompt_key, data.chosen_key and data.rejected_key",
 }
-TASK_FILES = ("task.toml", "task.yaml")  # a directory with one is a task for an agent in a container
+TASK_FILES = ("task.toml", "task.yaml")  # a directory with such a file is a task for an agent in a container
 KINDS = (".parquet", ".jsonl", ".json")
-MAX_JSON_BYTES = 512 * 2**20  # of a file that is one JSON value: it takes ten times that in memory
-SHOWN = 5  # bad rows in a message
+MAX_JSON_BYTES = 512 * 2**20  # limit for a file with one JSON value, which takes ten times its size in memory
+SHOWN = 5  # number of bad rows in a message
 
 
 @dataclass(slots=True)
 class Options:
-    """Hold what is wanted of the data."""
+    """Options for the preparation of data."""
 
     task: str = "rl"  # rl | sft | preference
     format: str = "auto"  # a recipe, or auto: by the first row
-    system: str | None = None  # a message of the system before every prompt that has none
-    eval_share: float = 0.02  # of the prompts; which ones depends on their text alone
+    system: str | None = None  # system message for prompts without one
+    eval_share: float = 0.02  # share of held-out prompts, which are chosen by a hash of their text
     max_prompt_tokens: int | None = None
     max_response_tokens: int | None = None
-    skip_bad: bool = False  # count rows that cannot be used instead of refusing them
+    skip_bad: bool = False  # skip and count unusable rows instead of raising an error
     lang: str | None = None  # OpenAssistant: only this language
 
 
 @dataclass(slots=True)
 class PreparationReport:
-    """Hold what became of the rows."""
+    """Counts of used and skipped rows."""
 
     counts: Counter[str] = field(default_factory=Counter)  # in order: read, unusable, incomplete, duplicates, ...
     sources: Counter[str] = field(default_factory=Counter)
@@ -70,7 +70,7 @@ class PreparationReport:
     prompt_tokens: list[int] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Write the report for people."""
+        """Return the report as lines of text."""
         lines = [f"{count:>9,}  {name}" for name, count in self.counts.items()]
         lines += [f"           {count:,} from {name}" for name, count in sorted(self.sources.items())]
         lines += [f"           unusable: {problem}" for problem in self.bad[:SHOWN]]
@@ -84,10 +84,10 @@ class PreparationReport:
 def prepare(
     rows: Iterable[PlacedRow], options: Options, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[dict[str, list[dict[str, Any]]], PreparationReport]:
-    """Prepare the rows of train and eval ({"train": [...], "eval": [...]}), and report what became of the input.
+    """Return the prepared rows ({"train": [...], "eval": [...]}), and a report of the used and skipped rows.
 
     Raises:
-        ConfigError: rows that cannot be used (with their places), an unknown shape, or nothing left.
+        ConfigError: rows are unusable (the message names their places), the format is unknown, or no row is left.
     """
     report = PreparationReport()
     examples = _usable(rows, options, report)
@@ -96,7 +96,7 @@ def prepare(
         examples = _short_enough(examples, options, tokenizer, report)
     splits: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
     for example in examples:
-        # A number in [0, 1) that depends on the prompt alone: all rows of a prompt fall on one side of any split.
+        # A number in [0, 1) that depends only on the prompt, so that all rows of a prompt are in the same split.
         share = int(prompt_key(example), 16) / 2**64
         split = "eval" if share < options.eval_share else "train"
         splits[split].append(_row(example, options.task, split))
@@ -104,7 +104,7 @@ def prepare(
     for split, kept in splits.items():
         report.counts[f"in {split}"] = len(kept)
     if not any(splits.values()):
-        raise ConfigError("no row is left of the data:\n" + "\n".join(report.lines()))
+        raise ConfigError("no usable row is left:\n" + "\n".join(report.lines()))
     return splits, report
 
 
@@ -120,7 +120,9 @@ def _usable(rows: Iterable[PlacedRow], options: Options, report: PreparationRepo
             report.counts["without what the task needs"] += 1
         else:
             if options.system and isinstance(example.prompt, str):
-                raise ConfigError(f"--system: a model has read the prompt of {example.place} as it is; leave it out")
+                raise ConfigError(
+                    f"--system: the prompt of {example.place} is already rendered text; leave --system out"
+                )
             if options.system and _turns(example.prompt)[0][0] != "system":
                 example.prompt = [{"role": "system", "content": options.system}, *example.prompt]
             usable.append(example)
@@ -128,7 +130,7 @@ def _usable(rows: Iterable[PlacedRow], options: Options, report: PreparationRepo
     if report.bad and not options.skip_bad:
         listed = shortened(report.bad, SHOWN, "\n  ")
         raise ConfigError(
-            f"{len(report.bad)} rows cannot be used:\n  {listed}\nMend them, or leave them out with --skip-bad"
+            f"{len(report.bad)} rows cannot be used:\n  {listed}\nCorrect them, or skip them with --skip-bad"
         )
     return usable
 
@@ -149,8 +151,8 @@ def _recipe_output(
     if name is None:
         columns = ", ".join(sorted(first[1]))
         raise ConfigError(
-            f"{first[0]}: rows with the columns {columns} are of no known shape; name one with --format: {', '.join(RECIPES)}. A "
-            f"parquet or jsonl file with columns of its own needs no preparation: name them with {KEYS[options.task]}"
+            f"{first[0]}: rows with the columns {columns} have no known format; choose one with --format: {', '.join(RECIPES)}. A "
+            f"parquet or jsonl file with other columns needs no preparation; name the columns with {KEYS[options.task]}"
         )
     return RECIPES[name](chain([first], stream))
 
@@ -160,7 +162,7 @@ def _problem(example: PreparedExample) -> str | None:
     if not any(text.strip() for text in texts):
         return f"{example.place}: the prompt is empty"
     if not isinstance(example.prompt, str) and example.prompt[-1]["role"] != "user":
-        return f"{example.place}: the prompt does not end with a turn of the user"
+        return f"{example.place}: the prompt does not end with a user message"
     answers = (example.ground_truth, example.response, example.chosen, example.rejected)
     for text in (*texts, *(answer for answer in answers if answer is not None)):
         if bad := BAD_CHARACTERS.search(text):
@@ -175,12 +177,12 @@ def _fits_task(example: PreparedExample, options: Options) -> bool:
 
 
 def _turns(prompt: list[Message] | str) -> list[tuple[str, str]]:
-    """List roles and texts of a prompt."""
+    """Return (role, text) for each message of a prompt; the role of a plain text is ""."""
     return [("", prompt)] if isinstance(prompt, str) else [(turn["role"], turn["content"]) for turn in prompt]
 
 
 def prompt_key(example: PreparedExample) -> str:
-    """Hash what makes two prompts the same: roles and words, not spacing or case."""
+    """Return a hash of a prompt that depends on roles and words, but not on spacing and case."""
     turns = [[role, " ".join(text.split()).casefold()] for role, text in _turns(example.prompt)]
     return blake2b(json.dumps(turns).encode(), digest_size=8).hexdigest()
 
@@ -188,7 +190,7 @@ def prompt_key(example: PreparedExample) -> str:
 def _distinct(
     examples: Sequence[PreparedExample], options: Options, report: PreparationReport
 ) -> list[PreparedExample]:
-    """Keep one of each. A prompt with different ground truths is left out: nobody knows which one is right."""
+    """Return the examples without duplicates. Prompts with different ground truths are skipped, because they contradict each other."""
     keys = [prompt_key(example) for example in examples]
     truths: dict[str, set[str]] = {}
     for key, example in zip(keys, examples, strict=True):
@@ -219,7 +221,7 @@ def _short_enough(
 
 
 def _num_tokens(prompts: Sequence[list[Message] | str], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
-    """Count tokens as the model will read them: through the tokenizer's chat template where it has one."""
+    """Yield the number of tokens of each prompt, rendered with the tokenizer's chat template if it has one."""
     if tokenizer.chat_template is None:
         texts: Iterator[str] = ("\n".join(text for _, text in _turns(prompt)) for prompt in prompts)
     else:
@@ -240,7 +242,7 @@ def _row(example: PreparedExample, task: str, split: str) -> dict[str, Any]:
 
 
 def write_splits(splits: dict[str, list[dict[str, Any]]], directory: Path) -> list[Path]:
-    """Write ``<split>.parquet`` for every split that has rows; each file appears whole or not at all."""
+    """Write ``<split>.parquet`` for every split with rows, each atomically. Returns the paths."""
     import pyarrow
     from pyarrow import parquet
 
@@ -255,10 +257,10 @@ def write_splits(splits: dict[str, list[dict[str, Any]]], directory: Path) -> li
 
 # ------------------------------------------------------------------------------------------------------------- reading
 def read_source(source: str, *, subset: str | None = None, split: str = "train") -> Iterator[PlacedRow]:
-    """Read rows of a file, of all data files or tasks under a directory, or of a data set's id (through ``datasets``, if installed).
+    """Yield the rows of a file, of all data files or tasks under a directory, or of a data set on the Hub (needs ``datasets``).
 
     Raises:
-        ConfigError: there is nothing of that name, or a file is broken (with its line).
+        ConfigError: the source does not exist, or a file is malformed (the message names the line).
     """
     path = Path(source)
     if path.is_dir() and any(next(path.rglob(name), None) for name in TASK_FILES):
@@ -299,8 +301,8 @@ def _read_hub(source: str, subset: str | None, split: str) -> Iterator[PlacedRow
         from datasets import load_dataset
     except ImportError as error:
         raise ConfigError(
-            f"{source}: no such file or directory. If it is the id of a data set, `pip install datasets`, or download its "
-            "files and name them here"
+            f"{source}: no such file or directory. If it is the Hub id of a data set, `pip install datasets`, or download its "
+            "files and give their paths"
         ) from error
     try:
         rows = load_dataset(source, subset, split=split)

@@ -1,6 +1,6 @@
-"""The shapes in which public data sets come, and how a row of each becomes examples.
+"""The formats of public data sets, and recipes that convert their rows to examples.
 
-A recipe turns (place, row) pairs into ``PreparedExample``s; what is wrong with a row is a ``RowError`` that names its place.
+A recipe converts (place, row) pairs to ``PreparedExample``s. For an invalid row it yields a ``RowError`` with the place and reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Recipe = Callable[[Iterable[PlacedRow]], Iterator["PreparedExample | RowError"]]
 
 GSM8K_INSTRUCTION = 'Think step by step and give the final answer after "####".'
 BOXED_INSTRUCTION = r"Think step by step and put the final answer in \boxed{}."
-TASK_FOLDER = "task_folder"  # the column of a row that stands for a directory
-# Columns that tell these data sets: code with tests, and software tasks. One is in each of their rows.
+TASK_FOLDER = "task_folder"  # the column of a row for a directory
+# Every row of these data sets contains at least one of these columns: code with tests, and software tasks.
 _CODE_TASK = ("entry_point", "test_list", "input_output", "public_tests", "public_test_cases")
 _SOFTWARE_TASK = (
     "FAIL_TO_PASS",
@@ -39,20 +39,20 @@ ROLES = {
     "gpt": "assistant",
 }
 _ANNOTATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator marks: 48/2 = <<48/2=24>>24
-_TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")  # of the HH transcripts (arXiv 2204.05862)
+_TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")  # in the HH transcripts (arXiv 2204.05862)
 
 
 class RowError(ValueError):
-    """A row that cannot be used, with its place and the reason."""
+    """An unusable row. The message contains its place and the reason."""
 
 
 @dataclass(slots=True)
 class PreparedExample:
-    """One prompt with what is known about it."""
+    """A prompt with its answers and metadata."""
 
     place: str
     data_source: str
-    prompt: list[Message] | str  # a text is what the model has read: its chat template is already in it
+    prompt: list[Message] | str  # a text is already rendered with a chat template
     ground_truth: str | None = None
     response: str | None = None
     chosen: str | None = None
@@ -62,7 +62,11 @@ class PreparedExample:
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
-    """Return a text of a row, which must not be empty."""
+    """Return a text of a row.
+
+    Raises:
+        RowError: the value is not a text, or is empty.
+    """
     value = row.get(key)
     if not isinstance(value, str) or not value.strip():
         raise RowError(f"{key!r} must be a text that is not empty, found {value!r:.60}")
@@ -70,12 +74,12 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
 
 
 def user_turn(text: str, instruction: str = "") -> list[Message]:
-    """Make a prompt of one turn, with what the model is told about the form of its answer."""
+    """Return a prompt with one user message: the text, followed by an instruction about the format of the answer."""
     return [{"role": "user", "content": f"{text.strip()}\n\n{instruction}".strip()}]
 
 
 def gsm8k(place: str, row: Mapping[str, Any]) -> PreparedExample:
-    """Convert GSM8K (Cobbe et al. 2021, arXiv 2110.14168): question, answer that ends in ``#### number``."""
+    """Convert a row of GSM8K (Cobbe et al. 2021, arXiv 2110.14168): question, and answer that ends in ``#### number``."""
     solution, marker, number = _ANNOTATION.sub("", text_of(row, "answer")).rpartition("####")
     if not marker or not number.strip():
         raise RowError("'answer' has no number after ####")
@@ -91,7 +95,7 @@ def gsm8k(place: str, row: Mapping[str, Any]) -> PreparedExample:
 
 
 def math(place: str, row: Mapping[str, Any]) -> PreparedExample:
-    r"""Convert MATH (Hendrycks et al. 2021, arXiv 2103.03874): problem, solution with a ``\boxed{}`` answer, level, type."""
+    r"""Convert a row of MATH (Hendrycks et al. 2021, arXiv 2103.03874): problem, solution with ``\boxed{}`` answer, level, type."""
     solution = text_of(row, "solution")
     answer = row.get("answer") if isinstance(row.get("answer"), str) else last_boxed(solution)
     if not answer or not str(answer).strip():
@@ -104,7 +108,7 @@ def math(place: str, row: Mapping[str, Any]) -> PreparedExample:
 
 
 def rule_graded(place: str, row: Mapping[str, Any]) -> PreparedExample:
-    """Convert DAPO-Math-17k (arXiv 2503.14476) and everything else in our own schema: prompt, reward_model.ground_truth."""
+    """Convert a row in our own schema (prompt, reward_model.ground_truth), which DAPO-Math-17k (arXiv 2503.14476) also uses."""
     reward_model = row.get("reward_model")
     truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
     if truth is None or not str(truth).strip():
@@ -123,7 +127,7 @@ def rule_graded(place: str, row: Mapping[str, Any]) -> PreparedExample:
 
 
 def chat(place: str, row: Mapping[str, Any]) -> PreparedExample:
-    """Convert a conversation under one of the usual names; what comes after the last turn of the user is the response."""
+    """Convert a conversation with any of the common column names. The text after the last user message is the response."""
     source = str(row.get("data_source") or row.get("source") or "chat")
     turns = row.get("messages") or row.get("conversations")
     if turns is None and "instruction" in row:  # Alpaca
@@ -140,7 +144,7 @@ def chat(place: str, row: Mapping[str, Any]) -> PreparedExample:
 
 
 def preference(place: str, row: Mapping[str, Any]) -> PreparedExample:
-    """Convert a better and a worse response: texts, lists of messages, or whole transcripts that share their beginning."""
+    """Convert a row with a better and a worse response: texts, lists of messages, or transcripts with the same prompt."""
     source = str(row.get("data_source") or row.get("source") or "preference")
     sides = [_side(row, key) for key in ("chosen", "rejected")]
     prompts, answers = zip(*sides, strict=True)
@@ -148,7 +152,7 @@ def preference(place: str, row: Mapping[str, Any]) -> PreparedExample:
         raise RowError("'chosen' and 'rejected' answer different prompts")
     given = row.get("prompt") or row.get("question")
     if not prompts[0] and not given:
-        raise RowError("there is no 'prompt', and 'chosen' does not hold one")
+        raise RowError("there is no 'prompt', and 'chosen' does not contain one")
     prompt = prompts[0] or _messages(given)
     if answers[0] == answers[1]:
         raise RowError("'chosen' and 'rejected' are the same")
@@ -165,12 +169,12 @@ def _side(row: Mapping[str, Any], key: str) -> tuple[list[Message], str]:
         return [], text_of(row, key)
     prompt, response = _split(_messages(value))
     if response is None:
-        raise RowError(f"{key!r} does not end with an answer of the assistant")
+        raise RowError(f"{key!r} does not end with an assistant message")
     return prompt, response
 
 
 def _messages(value: Any) -> list[Message]:
-    """Convert messages to our roles, whatever their keys and roles were called. A text is one message of the user."""
+    """Convert messages with other keys and role names to our format. A text becomes one user message."""
     if isinstance(value, str) and value.strip():
         return user_turn(value)
     if not isinstance(value, list) or not value:
@@ -179,7 +183,11 @@ def _messages(value: Any) -> list[Message]:
 
 
 def read_message(item: Any) -> Message:
-    """Convert a message to our roles, whatever its keys and its role were called."""
+    """Convert a message with other keys and role names to our format.
+
+    Raises:
+        RowError: the message is invalid.
+    """
     if not isinstance(item, Mapping):
         raise RowError(f"a message must be an object, found {item!r:.60}")
     role = ROLES.get(str(item.get("role", item.get("from"))).lower())
@@ -192,7 +200,7 @@ def read_message(item: Any) -> Message:
 
 
 def _split(messages: list[Message]) -> tuple[list[Message], str | None]:
-    """Split a conversation behind the last turn of the user: what is before, and the answer to it if there is one."""
+    """Split a conversation into the prompt and the assistant's last message (None if the user's message is the last)."""
     if messages[-1]["role"] == "assistant":
         return messages[:-1], messages[-1]["content"].strip() or None
     return messages, None
@@ -207,9 +215,10 @@ def _last_text(value: Any) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ rollouts
 def rollouts(rows: Iterable[PlacedRow]) -> Iterator[PreparedExample | RowError]:
-    """Convert graded responses of a run or of an evaluation: an example per prompt and step, its best response chosen over its worst.
+    """Convert scored responses of a run or an evaluation to one example per prompt and step.
 
-    Responses that were cut at the token limit, or whose grader failed, are left out. Where all scores are equal there is no pair.
+    The best response is chosen, the worst is rejected. Truncated responses, and responses without a score, are skipped. If all scores
+    of a prompt are equal, it gets no pair.
     """
     groups: dict[tuple[Any, str], tuple[PreparedExample, list[tuple[float, str]]]] = {}
     for place, row in rows:
@@ -223,7 +232,7 @@ def rollouts(rows: Iterable[PlacedRow]) -> Iterator[PreparedExample | RowError]:
             responses.append(response)
     for example, responses in groups.values():
         scores = [score for score, _ in responses]
-        if scores and min(scores) < max(scores):  # of equal ones the first
+        if scores and min(scores) < max(scores):  # among equal scores, the first response counts
             example.chosen, example.rejected = (responses[scores.index(end)][1] for end in (max(scores), min(scores)))
         yield example
 
@@ -231,9 +240,9 @@ def rollouts(rows: Iterable[PlacedRow]) -> Iterator[PreparedExample | RowError]:
 def _read_grade(
     place: str, row: Mapping[str, Any]
 ) -> tuple[tuple[Any, str], PreparedExample, tuple[float, str] | None]:
-    """Return what is common to the responses of a prompt in a step, its example, and this response with its score if it is usable."""
+    """Return the key of a prompt in a step, its example, and this response with its score (None if unusable)."""
     if row.get("turns"):
-        raise RowError("an episode of several turns is not one response to its prompt")
+        raise RowError("an episode with several turns is not a single response to its prompt")
     prompt, response, score = text_of(row, "prompt"), row.get("response"), row.get("score")
     if not isinstance(response, str) or not isinstance(score, int | float) or isinstance(score, bool):
         raise RowError(f"'response' must be a text and 'score' a number, found {response!r:.40} and {score!r:.40}")
@@ -248,7 +257,7 @@ def _read_grade(
 
 # -------------------------------------------------------------------------------------------------------------- choice
 def plugin_recipe(name: str, package: str = "recipes") -> Recipe:
-    """Build a recipe that loads a plug-in of the folder ``contrib/<package>`` when it is used."""
+    """Return a recipe that loads a plug-in from ``contrib/<package>`` on first use."""
 
     def recipe(rows: Iterable[PlacedRow]) -> Iterator[PreparedExample | RowError]:
         found: Recipe = load_plugin("recipes", name, f"prepare-data --format {name}", package=package)
@@ -258,7 +267,7 @@ def plugin_recipe(name: str, package: str = "recipes") -> Recipe:
 
 
 def per_row(convert: Callable[[str, Mapping[str, Any]], PreparedExample]) -> Recipe:
-    """Build a recipe that makes one example of each row."""
+    """Return a recipe that converts each row to one example."""
 
     def recipe(rows: Iterable[PlacedRow]) -> Iterator[PreparedExample | RowError]:
         for place, row in rows:
@@ -284,7 +293,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
-    """Find the recipe for data whose first row is ``row``, or None."""
+    """Return the name of the recipe for data with this first row, or None."""
     keys = row.keys()
     if keys & {TASK_FOLDER, *_SOFTWARE_TASK}:
         return "tasks"

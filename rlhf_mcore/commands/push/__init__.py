@@ -1,3 +1,3 @@
-"""The trained model of a run enters and is uploaded."""
+"""The command ``push``: upload the trained model of a run."""
 
 SUMMARY = "upload the trained model of a run to the Hugging Face hub, with a model card"

@@ -1,4 +1,4 @@
-"""``rlhf-mcore push RUN_DIR ORG/NAME``: a run's model on the Hugging Face hub, with a card made from the run's records."""
+"""``rlhf-mcore push RUN_DIR ORG/NAME``: upload a run's model to the Hugging Face Hub, with a card from the run's records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rlhf_mcore.readers.model_files import COMPANIONS, INDEX_FILE
 from rlhf_mcore.redaction import redact, without_secrets
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Settings that say how a model was trained; others say where, and by which machines.
+# Settings that describe how a model was trained. Other settings describe paths and machines.
 _SHOWN = (
     "seed",
     "model.dtype",
@@ -61,20 +61,23 @@ _MEASURED = {
     "evaluate/perplexity": "held-out perplexity",
     "reward/mean": "training reward",
 }
-_OF_THIS_MACHINE = ("_name_or_path", "name_or_path")  # in JSON files of a model: where it was loaded from
+_OF_THIS_MACHINE = (
+    "_name_or_path",
+    "name_or_path",
+)  # keys in a model's JSON files with the path that it was loaded from
 
 
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the card, and upload. Returns the exit code."""
+    """Build the card and upload the model. Returns the exit code."""
     return _push(_parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore push",
-        "Upload the trained model of a run to the Hugging Face hub, with a model card (README.md) of its data, settings, metrics and "
-        "versions. The token is that of `hf auth login`, or HF_TOKEN. Paths of this machine and secrets are left out.",
+        "Upload the trained model of a run to the Hugging Face Hub, with a model card (README.md) that shows data, settings, metrics "
+        "and versions. The token comes from `hf auth login` or HF_TOKEN. Paths of this machine and secrets are removed.",
         examples=[
             "rlhf-mcore push outputs/my/run my-org/my-model --dry-run     # print the card and the files, upload nothing",
             "rlhf-mcore push outputs/my/run my-org/my-model",
@@ -83,18 +86,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run directory, or one of its checkpoints")
     parser.add_argument(
-        "repo", metavar="ORG/NAME", help="repository on the hub; it is made where it is not there, private"
+        "repo", metavar="ORG/NAME", help="repository on the Hub; a missing repository is created as private"
     )
-    parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the latest")
-    parser.add_argument("--public", action="store_true", help="make a repository that everybody can read")
-    parser.add_argument("--revision", metavar="BRANCH", help="a branch other than main")
-    parser.add_argument("--dry-run", action="store_true", help="print the card and the names of the files, and stop")
+    parser.add_argument("--best", action="store_true", help="upload the best checkpoint instead of the latest")
+    parser.add_argument("--public", action="store_true", help="create a public repository")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch to upload to (default: main)")
+    parser.add_argument("--dry-run", action="store_true", help="print the card and the files, and stop")
     return parser
 
 
 def _push(args: argparse.Namespace) -> int:
     if not _ID.fullmatch(args.repo):
-        raise ConfigError(f"{shorten(args.repo)!r} is no name of a repository on the hub; write it as ORG/NAME")
+        raise ConfigError(f"{shorten(args.repo)!r} is not the name of a repository on the Hub; write it as ORG/NAME")
     checkpoint = _checkpoint(args.run, BEST if args.best else LATEST)
     with tempfile.TemporaryDirectory(prefix="rlhf_mcore-push-") as scratch:
         folder = Path(scratch, "upload")
@@ -108,7 +111,7 @@ def _push(args: argparse.Namespace) -> int:
 
 
 def collect(checkpoint: Path, repo: str, folder: Path) -> str:
-    """Make a folder with what is uploaded: links to the files of a checkpoint's model, and its card. Returns the card.
+    """Create the folder to upload, with links to the files of a checkpoint's model, and its card. Returns the card.
 
     Raises:
         ConfigError: the checkpoint is damaged.
@@ -128,7 +131,7 @@ def collect(checkpoint: Path, repo: str, folder: Path) -> str:
 
 
 def _checkpoint(directory: Path, link: str) -> Path:
-    """Find the checkpoint that a user means.
+    """Return ``directory`` if it is a checkpoint, else the checkpoint that ``link`` in a run directory points to.
 
     Raises:
         ConfigError: there is none.
@@ -137,14 +140,14 @@ def _checkpoint(directory: Path, link: str) -> Path:
         return directory
     if linked_step(directory, link) is None:
         raise ConfigError(
-            f"{directory} has no {link} checkpoint; give a run directory (outputs/PROJECT/EXPERIMENT) that has saved one, or a "
-            "checkpoint in it"
+            f"{directory} contains no {link} checkpoint; give a run directory (outputs/PROJECT/EXPERIMENT) with a saved checkpoint, "
+            "or a checkpoint in it"
         )
     return (directory / link).resolve()
 
 
 def _add(file: Path, to: Path) -> None:
-    """Link a file, or write it without the path that a model or a tokenizer was loaded from."""
+    """Link a file, or write a JSON file without the path that the model or tokenizer was loaded from."""
     if file.suffix == ".json" and file.name not in (INDEX_FILE, "tokenizer.json"):
         content = dict(read_json(file, limits=SMALL).content)
         kept = {key: value for key, value in content.items() if key not in _OF_THIS_MACHINE}
@@ -157,16 +160,16 @@ def _add(file: Path, to: Path) -> None:
 
 
 def _name_of(path: str) -> str:
-    """Return a model's id on the hub, or else the last part of its path."""
+    """Return a model's id on the Hub, else the last part of its path."""
     snapshot = id_of_snapshot(path)
     return snapshot.repo if snapshot is not None else path.rstrip("/").rpartition("/")[2]
 
 
 def _send(folder: Path, args: argparse.Namespace) -> str:
-    """Make the repository and one commit with all files. Returns its address.
+    """Create the repository, and one commit with all files. Returns the address of the commit.
 
     Raises:
-        ConfigError: the hub refuses it.
+        ConfigError: the Hub rejects the upload.
     """
     from huggingface_hub import HfApi
 
@@ -178,11 +181,11 @@ def _send(folder: Path, args: argparse.Namespace) -> str:
         commit = api.upload_folder(
             repo_id=args.repo, folder_path=folder, commit_message="Upload by rlhf-mcore push", revision=args.revision
         )
-    except Exception as error:  # of the library's, of its HTTP client: all are shown alike
+    except Exception as error:  # errors of the library and of its HTTP client are reported in the same way
         reason = without_secrets(shorten(" ".join((str(error) or type(error).__name__).split()), 400))
         raise ConfigError(
-            f"{args.repo}: the Hugging Face hub did not take it ({type(error).__name__}: {reason}); log in with `hf auth login` "
-            "as somebody who may write there, unset HF_HUB_OFFLINE, and push again: what was uploaded is not sent twice"
+            f"{args.repo}: the upload to the Hugging Face Hub failed ({type(error).__name__}: {reason}); log in with `hf auth login` "
+            "as a user with write access, unset HF_HUB_OFFLINE, and push again; uploaded files are not sent twice"
         ) from error
     return str(commit.commit_url)
 
@@ -209,7 +212,7 @@ def _card(checkpoint: Path, repo: str, settings: Mapping[str, Any], role: str) -
         command = (
             f"vllm serve {base_id} --enable-lora --lora-modules adapter={repo}" if is_adapted else f"vllm serve {repo}"
         )
-        if is_adapted and read_settings(checkpoint / role).use_dora:  # which vLLM does not add
+        if is_adapted and read_settings(checkpoint / role).use_dora:  # vLLM does not support DoRA adapters
             command = (
                 f"rlhf-mcore convert --from hf --to hf {repo.rpartition('/')[2]} merged --merge\nvllm serve merged"
             )
@@ -233,7 +236,7 @@ def _front_matter(settings: Mapping[str, Any], role: str, library: str) -> str:
 
 
 def _shown_name(path: str) -> str:
-    """Name a model or a file, without the directories of this machine."""
+    """Return the Hub id and revision of a model or file, else its name without directories of this machine."""
     one = id_of_snapshot(path)
     return f"`{one.repo}` (revision `{one.revision[:12]}`)" if one else f"`{Path(path).name}`"
 
@@ -247,7 +250,7 @@ def _results(run: Path, step: int) -> Iterator[str]:
         if len(values) > 1:
             table.append(f"| {label} | {values[0]:.3f} | {values[-1]:.3f} |")
     if not table:
-        yield "Nothing was measured before and after training."
+        yield "No metric was measured before and after training."
         return
     yield "\n".join(["| | at the start | at the end |", "|---|---|---|", *table])
 
@@ -259,9 +262,9 @@ def _data(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _changed_settings(settings: Mapping[str, Any], *, has_critic: bool) -> Iterator[str]:
-    """Yield settings of the training that are not the defaults, as ``key: value``."""
+    """Yield the training settings that differ from the defaults, as ``key: value``."""
     default = dict(leaves(to_dict(Config())))
-    # A function or a server replaces the rules: no model was trained with them.
+    # A reward function or server replaces the rules, so the model was not trained with the rules.
     replaced = ("reward.rules", "reward.sources") if _scores_alone(settings) else ()
     for key, value in dict(leaves(redact(dict(settings)))).items():
         is_shown = key in DESCRIPTIONS and key.startswith(_SHOWN) and (has_critic or not key.startswith("critic."))

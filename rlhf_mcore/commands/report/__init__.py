@@ -1,3 +1,3 @@
-"""Runs enter, one HTML page leaves. Begin with ``page``."""
+"""The command ``report``: show runs in one HTML page. Start reading at ``page``."""
 
-SUMMARY = "one HTML file about a run, or about several: health, curves, time, what the model writes"
+SUMMARY = "write one HTML file about one or more runs: health, curves, time, responses"

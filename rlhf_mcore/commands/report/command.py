@@ -1,4 +1,4 @@
-"""``rlhf-mcore report RUN [RUN ...]``: one HTML file about a run, or about several side by side. No torch, no network."""
+"""``rlhf-mcore report RUN [RUN ...]``: write one HTML file about one or more runs. Needs no torch and no network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_ROLLOUTS = 10_000
 
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report and print where. Returns the exit code."""
+    """Write the report and print its path. Returns the exit code."""
     args = _parser().parse_args(argv)
     check_rollouts(args.rollouts)
     if len(args.run) == 1 and not (args.run[0] / METRICS).is_file() and (runs_inside := find_runs(args.run[0])):
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.run = runs_inside
     out = args.out or args.run[0] / "report.html"
     if args.out is None and not args.run[0].is_dir():
-        read_run(args.run[0], 0)  # which tells what is missing
+        read_run(args.run[0], 0)  # raises an error that names the problem
     check_output("--out", out)
     with working("reading", len(args.run)) as begin:
         runs = []
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f"{out} ({len(content) / 1e6:.1f} MB); open it in a browser")
     for run in runs:
         if run.num_rollouts > args.rollouts:
-            say(f"{run.name}: {run.num_rollouts} rollouts, of which the page holds about {args.rollouts} (--rollouts)")
+            say(f"{run.name}: the page contains about {args.rollouts} of {run.num_rollouts} rollouts (--rollouts)")
     return exit_codes.DONE
 
 
@@ -57,7 +57,7 @@ def _serve_index(folder: Path, rollouts: int, port: int) -> int:
 def serve(server: ReportServer, what: str) -> None:
     """Serve until Ctrl-C."""
     with server:
-        say(f"http://127.0.0.1:{server.server_port}/ shows {what}; Ctrl-C ends it", flush=True)
+        say(f"http://127.0.0.1:{server.server_port}/ shows {what}; Ctrl-C stops the server", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -65,10 +65,10 @@ def serve(server: ReportServer, what: str) -> None:
 
 
 def check_port(port: int) -> None:
-    """Check the number of a port.
+    """Check a port number.
 
     Raises:
-        ConfigError: there can be no such port.
+        ConfigError: it is out of range.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port {port} is out of range; give a number from 0 (any free port) to 65535")
@@ -78,7 +78,7 @@ def check_rollouts(number: int) -> None:
     """Check a number of rollouts.
 
     Raises:
-        ConfigError: there can be no such number of rollouts in a page.
+        ConfigError: it is negative.
     """
     if number < 0:
         raise ConfigError(f"--rollouts {number} is out of range; give 0 or a larger number")
@@ -87,9 +87,9 @@ def check_rollouts(number: int) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore report",
-        "Write one HTML file about a run, or about several side by side: health, curves, where the time goes, what the model writes, "
-        "and how the configurations differ. It needs no network and may be sent to others. Of a folder of runs it serves a live "
-        "index at http://127.0.0.1:8321/, or with --out writes all of them into one file.",
+        "Write one HTML file about one or more runs: health, curves, time per phase, responses, and differences between "
+        "configurations. The file needs no network and can be sent to others. For a folder of runs, this command serves a live "
+        "index at http://127.0.0.1:8321/, or writes all runs to one file with --out.",
         examples=[
             "rlhf-mcore report outputs/quickstart/grpo",
             "rlhf-mcore report outputs/math/a outputs/math/b --out both.html",
@@ -97,10 +97,13 @@ def _parser() -> argparse.ArgumentParser:
         ],
     )
     parser.add_argument(
-        "run", type=Path, nargs="+", metavar="RUN", help="directory of a run, which may still be going on, or of many"
+        "run", type=Path, nargs="+", metavar="RUN", help="directory of a run, which may be running, or a folder of runs"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="default: report.html in the directory of the first run"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file to write (default: report.html in the directory of the first run)",
     )
     add_port(parser)
     add_rollouts(parser)
@@ -108,16 +111,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_port(parser: argparse.ArgumentParser) -> None:
-    """Add ``--port``, of this command and of ``watch``."""
-    parser.add_argument("--port", type=int, default=PORT, metavar="N", help="0: any free one (default: %(default)s)")
+    """Add ``--port`` to the parser of this command or of ``watch``."""
+    parser.add_argument(
+        "--port", type=int, default=PORT, metavar="N", help="port; 0: any free port (default: %(default)s)"
+    )
 
 
 def add_rollouts(parser: argparse.ArgumentParser) -> None:
-    """Add ``--rollouts``, of this command and of ``watch``."""
+    """Add ``--rollouts`` to the parser of this command or of ``watch``."""
     parser.add_argument(
         "--rollouts",
         type=int,
         default=MAX_ROLLOUTS,
         metavar="N",
-        help="of a run, the first and the newest steps' so many (default: %(default)s)",
+        help="maximum number of rollouts per run, from the first and the newest steps (default: %(default)s)",
     )

@@ -1,7 +1,7 @@
-"""The report as one HTML file: data, styles, scripts and the chart library (uPlot, MIT) are all inside.
+"""The report as one HTML file, which contains data, styles, scripts and the chart library (uPlot, MIT).
 
-Text of models and users reaches the page as JSON in a script element that is not executed, and is shown as text only. The page's own
-policy forbids any other script and any request.
+Text from models and users is stored as JSON in a script element that is not executed, and is shown only as text. The content security
+policy of the page forbids all other scripts and all requests.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rlhf_mcore.metrics.rules import BAD, GOOD, MEASURES, RULES, UNKNOWN, WATCH,
 from rlhf_mcore.observability.files import json_line
 
 FORMAT = "rlhf_mcore.report"
-_NAMED = 4  # runs that a title names
+_NAMED = 4  # maximum number of runs that the title names
 
 
 def content(runs: Sequence[RunData], links: Sequence[str] = ()) -> dict[str, Any]:
-    """Collect what the page shows: the runs in the order given, their verdicts, and the keys in which their configurations differ.
+    """Return the data of the page: the runs in the given order, their verdicts, and the keys in which their configurations differ.
 
-    Runs of one name are shown under their paths. ``links``: of the page of each run alone, where there are such.
+    Runs with the same name are shown with their paths. ``links``: the address of each run's own page, if there is one.
     """
     names = [run.name for run in runs]
     runs = [replace(run, name=run.path) if names.count(run.name) > 1 else run for run in runs]
@@ -45,14 +45,14 @@ def content(runs: Sequence[RunData], links: Sequence[str] = ()) -> dict[str, Any
 
 
 def as_json(runs: Sequence[RunData], links: Sequence[str] = ()) -> str:
-    """Write ``content`` as JSON. A string in it cannot end the element that holds it: "<" is written as an escape."""
+    """Return ``content`` as JSON. "<" is escaped, so that no string can close the HTML element around the JSON."""
     return json.dumps(json.loads(json_line(content(runs, links))), ensure_ascii=False, separators=(",", ":")).replace(
         "<", "\\u003c"
     )
 
 
 def page(runs: Sequence[RunData], live: bool = False, links: Sequence[str] = ()) -> str:
-    """Write the whole page. ``live``: it asks the server that it came from for newer data."""
+    """Return the whole page. ``live``: the page asks its server for newer data."""
     scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")]
     hashes, own_server = " ".join(map(_hash, scripts)), "'self'" if live else "'none'"
     policy = (
@@ -81,15 +81,15 @@ def _hash(script: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- health
-# A rule judges only if a run has reported its metric. The rules are in metrics/rules.py; docs/operations/report.md
-# is checked against them.
+# A rule applies only if a run has reported its metric. The rules are in metrics/rules.py; a test compares
+# docs/operations/report.md with them.
 SAMPLES = "progress/samples"
 Column = Sequence["float | None"]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Hold what a rule finds in a run. ``value`` is for people."""
+    """The result of a rule for a run. ``value`` is formatted for display."""
 
     rule: str
     metric: str
@@ -100,9 +100,9 @@ class Verdict:
 
 
 def verdicts(metrics: Mapping[str, Column], not_finite: Mapping[str, int] | None = None) -> list[Verdict]:
-    """Judge a run by every rule: the worst verdict first, those without a metric last.
+    """Return the verdict of every rule, the worst first and rules without a metric last.
 
-    ``not_finite``: metrics whose last reports are no numbers, and since which step. Older values of theirs say nothing of the run.
+    ``not_finite``: metrics whose last values are NaN or infinite, with the first such step. Their older values are ignored.
     """
     not_finite = not_finite or {}
     judged = [_verdict(rule, {n: c for n, c in metrics.items() if n not in not_finite}) for rule in RULES]
@@ -128,17 +128,17 @@ def _spoil(not_finite: Mapping[str, int]) -> Verdict:
     names = sorted(not_finite, key=lambda name: (not_finite[name], name))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return Verdict(
-        "numbers that are none",
+        "non-finite metrics",
         names[0],
         BAD,
         f"NaN from step {first}: {', '.join(names[:3])}{more}",
         "metrics whose last values are NaN or infinite",
-        "begin again from a checkpoint before that step with a lower actor.optimizer.lr; look at the rollouts of that step",
+        "restart from a checkpoint before that step with a lower actor.optimizer.lr, and read the rollouts of that step",
     )
 
 
 def _shares(counts: Column, samples: Column) -> list[float]:
-    """Divide counts of responses by the responses of their steps. ``samples`` counts those of all steps so far."""
+    """Divide the count of each step by its number of responses. ``samples`` is the number of responses of all steps so far."""
     shares, before = [], 0.0
     for count, so_far in zip(counts, samples, strict=False):
         if so_far is not None:

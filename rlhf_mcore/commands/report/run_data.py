@@ -1,4 +1,4 @@
-"""Read what a run has left in its directory. A run that is still going on is read as far as it has come."""
+"""Read the files in a run's directory. The run may still be writing them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _OF_SAMPLES = (
     "policy_version",
     "turns",
 )
-MAX_TOKENS = 300_000  # of a run in a page: about 10 MB
+MAX_TOKENS = 300_000  # tokens of a run in a page: about 10 MB
 _OF_TOKENS = ("tokens", "advantages", "logprob_differences")
 _OF_GROUPS = ("step", "prompt_id", "prompt", "ground_truth")
-IMAGES = "images"  # the folder of a run, with a file for every digest; of a group, its digests
-MAX_IMAGES = 500  # of a run in a page
-MAX_BYTES = 8 * 2**20  # of these, as files, in all
+IMAGES = "images"  # in a run, the folder with a file for every digest; in a group, the key with its digests
+MAX_IMAGES = 500  # images of a run in a page
+MAX_BYTES = 8 * 2**20  # total size of these images as files
 SIDE = 256  # pixels: a larger image is scaled down to it
 _MAX_FILE_BYTES = 64 * 2**20
 _MAX_PIXELS = 64 * 2**20
@@ -47,13 +47,13 @@ _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """One run.
+    """The data of one run.
 
-    ``metrics`` are columns of equal length, ``step`` among them; None: a step did not report it, or it was not finite.
-    ``not_finite``: of a metric whose last reports are no numbers, the step of the first of these.
-    ``groups`` are the prompts of steps, each with its ``samples``; they may be fewer than the ``num_rollouts`` that the run has
-    written. ``images``: by the digests in ``groups``, data URLs. ``config``: key with dots -> value. ``software``: versions, as the
-    last checkpoint names them.
+    ``metrics``: columns of equal length, including ``step``. None means that a step did not report the metric, or not a finite value.
+    ``not_finite``: metrics whose last values are NaN or infinite, with the first such step.
+    ``groups``: the prompts of steps with their ``samples``. They may contain fewer than the ``num_rollouts`` rollouts of the run.
+    ``images``: data URLs by the digests in ``groups``. ``config``: values by dotted key. ``software``: versions in the last
+    checkpoint.
     """
 
     name: str
@@ -76,13 +76,14 @@ def read_run(directory: Path, max_rollouts: int) -> RunData:
     """Read a run's directory.
 
     Raises:
-        ConfigError: it is not that of a run, or a file in it is not what a run writes.
+        ConfigError: it is not a run directory, or a file in it is invalid.
     """
     if not (directory / METRICS).is_file():
         inside = sorted(path.parent for path in directory.glob(f"*/{METRICS}")) if directory.is_dir() else []
         hint = f"; did you mean {inside[0]}?" if inside else ""
         raise ConfigError(
-            f"{directory}: no directory of a run with {METRICS}; name <output_dir>/<project>/<experiment>{hint}"
+            f"{directory}: not the directory of a run, because it contains no {METRICS}; "
+            f"give <output_dir>/<project>/<experiment>{hint}"
         )
     groups, num_rollouts = _groups(directory / ROLLOUTS, max_rollouts)
     checkpoints = sorted(
@@ -110,13 +111,13 @@ def read_run(directory: Path, max_rollouts: int) -> RunData:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Find directories of runs at and below a folder, as <output_dir>/<project>/<experiment> has them, in the order of their names."""
+    """Return the run directories at and below a folder, sorted by path. They may be three levels deep."""
     places = ("", "*/", "*/*/", "*/*/*/")
     return sorted({path.parent for place in places for path in folder.glob(f"{place}{METRICS}")})
 
 
 def _records(path: Path) -> dict[int, dict[str, float | None]]:
-    """Read the last record of every step: a step that was made again after a kill replaces the one before."""
+    """Return the last record of every step. A step that was repeated after a kill replaces its earlier record."""
     by_step: dict[int, dict[str, float | None]] = {}
     for line in read_lines(path, _REMEDY, is_growing=True):
         numbers = {
@@ -136,7 +137,7 @@ def _columns(records: Mapping[int, Mapping[str, float | None]]) -> dict[str, lis
 
 
 def _not_finite(records: Mapping[int, Mapping[str, float | None]]) -> dict[str, int]:
-    """Find the metrics whose last values are not finite, which are null in the file, with the step of the first of these."""
+    """Return the metrics whose last values are not finite (null in the file), with the first such step."""
     since: dict[str, int] = {}
     for step, record in records.items():
         for name, value in record.items():
@@ -154,7 +155,7 @@ def _images(directory: Path, groups: Sequence[Mapping[str, Any]]) -> dict[str, s
 
 
 def _groups(folder: Path, max_rollouts: int) -> tuple[list[dict[str, Any]], int]:
-    """Read the groups of the first and of the newest steps that fit, by step, and count all rollouts."""
+    """Read the groups of the first step and of as many of the newest steps as fit. Returns them with the number of all rollouts."""
     files = sorted(folder.glob("step-*.jsonl")) if folder.is_dir() else []
     kept: dict[Path, list[dict[str, Any]]] = {}
     total = used = num_tokens = 0
@@ -187,7 +188,7 @@ def _groups_of_step(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _add_tokens(groups: Sequence[dict[str, Any]], file: Path) -> int:
-    """Give samples what the run has recorded of their tokens. Returns how many tokens these are."""
+    """Add the recorded tokens to the samples. Returns the number of tokens."""
     samples = {(g["prompt_id"], sample.get("sample")): sample for g in groups for sample in g["samples"]}
     total = 0
     for line in read_lines(file, _REMEDY, is_growing=True) if file.is_file() else ():
@@ -200,7 +201,7 @@ def _add_tokens(groups: Sequence[dict[str, Any]], file: Path) -> int:
 
 
 def _add_episodes(groups: Sequence[dict[str, Any]], file: Path) -> None:
-    """Give samples the turns of their episodes, with times."""
+    """Add the turns of the episodes, with times, to the samples."""
     samples = {(g["prompt_id"], sample.get("sample")): sample for g in groups for sample in g["samples"]}
     for line in read_lines(file, _REMEDY, is_growing=True) if file.is_file() else ():
         sample = samples.get((line.content.get("prompt_id"), line.content.get("sample")))
@@ -215,7 +216,7 @@ def _config(path: Path) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(read_text(path, limit=MAX_CONFIG_BYTES, remedy=_REMEDY))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: no YAML ({str(error).splitlines()[0]}); {_REMEDY}") from error
+        raise ConfigError(f"{path}: not valid YAML ({str(error).splitlines()[0]}); {_REMEDY}") from error
     return content if isinstance(content, dict) else {}
 
 
@@ -227,11 +228,11 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value if isinstance(value, str | int | float | None) else json.dumps(value)
 
 
-_NAMES = {"experiment", "output_dir"}  # which runs of one configuration differ in anyway
+_NAMES = {"experiment", "output_dir"}  # these keys differ even between runs of one configuration
 
 
 def same_but_for_seeds(configs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Group the runs whose configurations differ in seeds alone, two and more of each kind."""
+    """Return the groups of at least two runs whose configurations differ only in seeds, as indices."""
     kinds: dict[str, list[int]] = {}
     for place, config in enumerate(configs):
         rest = {key: value for key, value in config.items() if key.split(".")[-1] != "seed" and key not in _NAMES}
@@ -241,16 +242,16 @@ def same_but_for_seeds(configs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def different_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List the keys that not all configurations give the same value, in their order."""
+    """Return the keys whose values differ between the configurations, in the order of the configurations."""
     keys = dict.fromkeys(key for config in configs for key in config)
     return [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
 
 
 # ------------------------------------------------------------------------------------------------------------- images
 def images_of(directory: Path, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the images of groups as data URLs by digest: those of the last groups first, as many as a page holds.
+    """Return the images of groups as data URLs by digest. The last groups come first, up to the limits of a page.
 
-    An image whose file is missing, or is none, is left out.
+    Images with a missing or invalid file are skipped.
     """
     found: dict[str, str] = {}
     room = MAX_BYTES
@@ -269,14 +270,14 @@ def images_of(directory: Path, groups: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def _digests(groups: Sequence[Mapping[str, Any]]) -> Iterable[str]:
-    """List digests, each once. What is none could be the path of another file."""
+    """Return each digest once. Strings that are not digests are skipped, because they could be paths of other files."""
     named = (digest for group in reversed(groups) for digest in group.get(IMAGES) or ())
     return dict.fromkeys(digest for digest in named if isinstance(digest, str) and _DIGEST.fullmatch(digest))
 
 
-@lru_cache(maxsize=2 * MAX_IMAGES)  # a page that is served is made again and again; a file of a digest stays what it is
+@lru_cache(maxsize=2 * MAX_IMAGES)  # a served page is built many times, and the file of a digest never changes
 def _small(path: Path) -> bytes | None:
-    """Return an image, upright and scaled down, as PNG where it has few pixels and as JPEG else; None: it cannot be read."""
+    """Return an image, upright and scaled down, as PNG if it is small, else as JPEG. Returns None if it cannot be read."""
     from PIL import Image
 
     from rlhf_mcore.data.image_rows import upright_rgb
@@ -287,7 +288,7 @@ def _small(path: Path) -> bytes | None:
             return None
         file.draft("RGB", (SIDE, SIDE))
         image = upright_rgb(file)
-    except Exception:  # whatever a decoder raises of a file that nobody trusts
+    except Exception:  # a decoder may raise any error for an untrusted file
         return None
     image.thumbnail((SIDE, SIDE))
     content = io.BytesIO()

@@ -1,4 +1,4 @@
-"""The report over HTTP on the loopback interface: the page, and newer data when files have changed."""
+"""Serve the report over HTTP on the loopback interface: the page, and newer data if files have changed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LOOPBACK = "127.0.0.1"
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves ``/`` and ``/data.json``. A request that names another host is refused: a page elsewhere may not read this one.
+    """Serve ``/`` and ``/data.json``. Requests for other host names are rejected, so that pages of other sites cannot read the data.
 
-    ``folder``: all runs in it are shown instead of ``directories``, those that begin later too: without rollouts, and each with them
-    on a page of its own, ``/run/<path in the folder>/``. A run there that cannot be read is left out.
+    With ``folder``, the page shows all runs in this folder instead of ``directories``, including later runs. It shows no rollouts;
+    each run has its own page with rollouts at ``/run/<path in the folder>/``. Runs that cannot be read are skipped.
 
     Raises:
-        ConfigError: a directory is not that of a run, or the port is taken.
+        ConfigError: a directory is not a run directory, or the port is taken.
     """
 
     daemon_threads = True
@@ -37,18 +37,22 @@ class ReportServer(ThreadingHTTPServer):
         self._folder = folder
         self._max_rollouts = max_rollouts
         self._lock = Lock()
-        self._read: dict[str, tuple[str, list[RunData]]] = {}  # of an address, the state of its files and its runs
+        self._read: dict[str, tuple[str, list[RunData]]] = {}  # address -> state of its files, and its runs
         self.newest("")
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
-            raise ConfigError(f"--port {port}: {error.strerror}; choose another, or 0 for any free one") from error
+            raise ConfigError(
+                f"--port {port}: {error.strerror}; choose another port, or 0 for any free port"
+            ) from error
 
     def newest(self, run: str) -> tuple[list[RunData], str]:
-        """Return the runs, or a single one of the folder, read again if their files have changed, and a tag of their state.
+        """Return the runs and a tag of their state. Runs are read again if their files have changed.
+
+        ``run``: the path of a single run in the folder; "" for all runs.
 
         Raises:
-            ConfigError: they cannot be read, or there is no such run.
+            ConfigError: a run cannot be read.
         """
         with self._lock:
             places = self._places(run)
@@ -58,7 +62,7 @@ class ReportServer(ThreadingHTTPServer):
             return self._read[run][1], state
 
     def links(self, runs: Sequence[RunData]) -> list[str]:
-        """List addresses of the pages of single runs, in a folder of runs."""
+        """Return the addresses of the pages of single runs; [] without a folder."""
         if self._folder is None:
             return []
         return [f"/run/{quote(Path(run.path).relative_to(self._folder).as_posix())}/" for run in runs]
@@ -78,7 +82,7 @@ class ReportServer(ThreadingHTTPServer):
                     raise
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore a browser that goes away in the middle of an answer; print the traceback of other errors."""
+        """Ignore browsers that close the connection during an answer; print the traceback of other errors."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -132,4 +136,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print nothing: the terminal shows the address only."""
+        """Print nothing, so that the terminal shows only the address."""

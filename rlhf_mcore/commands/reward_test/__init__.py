@@ -1,3 +1,3 @@
-"""Data and a reward enter; what the reward says of right and wrong answers leaves."""
+"""The command ``reward-test``: show the scores that a reward gives to right and wrong answers in the data."""
 
-SUMMARY = "try the reward on the data: ground truths must be right, other answers must not"
+SUMMARY = "test the reward on the data: it must accept ground truths and reject other answers"

@@ -1,4 +1,4 @@
-"""``rlhf-mcore reward-test CONFIG``: whether the reward gives ground truths the full mark, and other answers not. Needs no model."""
+"""``rlhf-mcore reward-test CONFIG``: check that the reward gives full marks to ground truths only. Needs no model."""
 
 from __future__ import annotations
 
@@ -17,36 +17,42 @@ from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.validate import reward_and_data_problems, warnings_of
 from rlhf_mcore.readers.hub import DATA_KEYS, localize
 
-EPISODES = 8  # of an environment, of each file
+EPISODES = 8  # number of episodes of the environment, for each of data.train and data.eval
 EPILOG = """\
 exit codes:
-  0          all ground truths are right, no empty response and no answer of another row is; an environment takes a turn
-  2          there are disagreements, or a mistake in the configuration, the command line or the data"""
+  0          ground truths score full marks, empty responses and answers of other rows do not; the environment works
+  2          there are disagreements, or an error in the configuration, the command line or the data"""
 
 
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Try and print. Returns the exit code."""
+    """Test the reward and print the reports. Returns the exit code."""
     args = _parser().parse_intermixed_args(argv)
     if args.limit < 1:
-        _parser().error(f"--limit {args.limit}: at least one row has to be tried")
+        _parser().error(f"--limit {args.limit} is out of range; it must be at least 1")
     return _try(args.config, args.overrides, args.limit)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore reward-test",
-        "Score the ground truths of data.train and data.eval as if a model had answered them, in the notations that models use; "
-        "then empty responses, and the answers of other rows. The first must get the full mark, the others must not. Every "
-        "disagreement is printed. An environment is reset for some rows, and takes a turn without a word. No model is loaded.",
+        "Score the ground truths in data.train and data.eval as if they were responses, in the notations that models use. Then score "
+        "empty responses and the answers of other rows. Ground truths must get full marks, the others must not. Every disagreement is "
+        "printed. If the run has an environment, reset it for some rows and take one empty turn. No model is loaded.",
         examples=[
             "rlhf-mcore reward-test configs/quickstart/grpo.yaml",
             "rlhf-mcore reward-test my_run.yaml reward.function=examples/own_reward.py:grade --limit 200",
         ],
         exits=EPILOG,
-        config="YAML file: the one of the training run",
+        config="YAML file of the training run",
     )
-    parser.add_argument("--limit", type=int, default=50, metavar="N", help="rows of each of the two (default: 50)")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=50,
+        metavar="N",
+        help="number of rows from each of data.train and data.eval (default: 50)",
+    )
     return parser
 
 
@@ -80,7 +86,7 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
             reports.append(try_reward(cfg.reward, rows, name, sources.total()))
     texts = [*map(as_text, reports)]
     if cfg.environment.function is not None:
-        begun = f"environment.function={cfg.environment.function}: {episodes} episodes of a turn without a word"
+        begun = f"environment.function={cfg.environment.function}: {episodes} episodes with one empty turn"
         lines = [line for _, line in once_each((place, error, error) for place, error in failed)]
         texts.append("\n".join([f"{begun}, {len(failed)} failed", *lines]))
     texts += [f"warning: {warning}" for warning in warnings_of(cfg)]

@@ -1,4 +1,4 @@
-"""Try an environment before a run, and write what a reward says of right and wrong answers."""
+"""Try an environment before a run, and format the scores of right and wrong answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def as_text(report: TrialReport, shown: int = 10) -> str:
-    """Write a table of the data sources, and the first disagreements under it."""
+    """Return a table of the data sources, followed by the first disagreements."""
     table: list[tuple[str, ...]] = [("data source", "rows", "truth right", "empty right", "others right", "no score")]
     for source in sorted({row.prompt.data_source for row in report.rows}):
         all_rows, tried, wrong, empty, others = (
@@ -37,7 +37,7 @@ def as_text(report: TrialReport, shown: int = 10) -> str:
         lines += ["", f"warning: {warning}"]
     if report.tops and not report.is_sound:
         tops = ", ".join(f"{top:g}" + f" ({source})" * (len(report.tops) > 1) for source, top in report.tops.items())
-        lines += ["", f"right is the highest score that a ground truth has: {tops}"]
+        lines += ["", f"right means the highest score of any ground truth: {tops}"]
     lines += _disagreements("ground truths that are not right", report.wrong_truths, "truth", shown)
     lines += _disagreements("empty responses that are right", report.paid_empty, "empty", shown)
     lines += _disagreements("answers of other rows that are right", report.paid_others, "other", shown)
@@ -65,9 +65,9 @@ def _disagreements(title: str, rows: Sequence[TrialRow], kind: str, shown: int) 
 
 
 def once_each(problems: Iterable[tuple[str, str, str]]) -> list[tuple[int, str]]:
-    """Write lines of rows, each with its number of rows: where an error repeats, there is one line, with the first row.
+    """Return (number of rows, line) for each problem. Rows with the same error share one line, which names the first row.
 
-    ``problems``: a row's place, a text, and the error that it may share with other rows ("": none).
+    ``problems``: for each row its place, a text, and the error that other rows may share ("": no such error).
     """
     groups: dict[str | int, list[tuple[str, str]]] = {}
     for number, (place, text, error) in enumerate(problems):
@@ -80,10 +80,10 @@ def once_each(problems: Iterable[tuple[str, str, str]]) -> list[tuple[int, str]]
 
 # -------------------------------------------------------------------------------------------------------- environment
 def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, str]]:
-    """Try the environment for one turn of each prompt; returns (prompt, error) of each that has failed, in their order.
+    """Try the environment for one turn of each prompt. Returns (prompt id, error) for each failed prompt, in order.
 
     Raises:
-        ConfigError: the environment cannot be loaded, call after call is lost, or one gives no answer in time.
+        ConfigError: the environment cannot be loaded, its process dies repeatedly, or a call does not answer in time.
     """
     silent: Any = "" if cfg.environment.tool_parser is None else {"content": "", "tool_calls": []}
     sessions, under_way = sessions_of(cfg.environment, 1, os.getcwd()), set(range(len(prompts)))
@@ -115,11 +115,11 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
                     if error:
                         under_way.discard(key)
                         problems[key] = prompts[key].prompt_id, f"in {method}: {error}"
-                    if answer.timed_out:  # with the others it may be the same, a timeout each
+                    if answer.timed_out:  # the other prompts may also time out, so stop here
                         bound = "environment.timeout_s" if endpoint is None else "environment.agent.timeout_s"
                         raise ConfigError(
                             f"environment.function={cfg.environment.function} on {prompts[key].prompt_id}, in {method}: "
-                            f"{error}; nothing more was tried. Correct it, or raise {bound}"
+                            f"{error}; the other prompts were not tried. Correct the environment, or raise {bound}"
                         )
     finally:
         sessions.close_all()
@@ -127,7 +127,7 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
 
 
 def _end_problem(cfg: Config, answer: StepResult, has_asked: bool) -> str:
-    """Describe what is wrong with the end of an agent's episode, "" where it is well."""
+    """Return the problem at the end of an agent's episode, or "" if there is none."""
     if not has_asked:
         return NO_TURN
     return missing_reward(answer.messages) if cfg.environment.score != "reward" else ""

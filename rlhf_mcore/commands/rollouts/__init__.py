@@ -1,3 +1,3 @@
-"""A running job enters; its engines are listed or changed."""
+"""The command ``rollouts``: list or change the engines of a running job."""
 
 SUMMARY = "list, add, drain or remove the engines of a running job"

@@ -1,4 +1,4 @@
-"""``rlhf-mcore rollouts RUN_DIR list|add [N]|drain ID|remove ID``: the engines of a running job."""
+"""``rlhf-mcore rollouts RUN_DIR list|add [N]|drain ID|remove ID``: list or change the engines of a running job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMNS = {
     "state": "state",
     "version": "weights",
     "requests": "requests",
-    "tokens": "tokens drawn",
+    "tokens": "sampled tokens",
     "failures": "failures",
 }
 _MOST = 256  # engines added by one command
@@ -27,7 +27,7 @@ _MOST = 256  # engines added by one command
 
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Give the command and print the engines after it. Returns the exit code."""
+    """Send the command to the job, then print its engines. Returns the exit code."""
     args = _parser().parse_args(argv)
     engines = _ask(Path(args.directory), args.command, args.argument)
     say(json.dumps(engines, indent=1) if args.json else "\n".join(_table(engines)))
@@ -37,15 +37,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore rollouts",
-        "List, add, drain or remove the engines of a job that runs on this machine with rollout.placement=disaggregated. An engine "
-        "that is added answers requests after the next publish of weights; one that is drained answers its own first; the "
-        "requests of one that is removed are answered by others. The configuration stays as it is: a run that is started again "
-        "begins with rollout.num_engines.",
+        "List, add, drain or remove the engines of a job that runs on this machine with rollout.placement=disaggregated. An added "
+        "engine answers requests after the next weight sync. A drained engine finishes its requests first. The requests of a "
+        "removed engine go to other engines. The configuration does not change: a restarted run starts rollout.num_engines engines.",
         examples=["rlhf-mcore rollouts outputs/my/run list", "rlhf-mcore rollouts outputs/my/run add 2"],
     )
     parser.add_argument("directory", metavar="RUN_DIR", help="<output_dir>/<project>/<experiment> of the job")
-    parser.add_argument("command", choices=("list", "add", "drain", "remove"), help="what to do")
-    parser.add_argument("argument", nargs="?", metavar="N|ID", help="add: how many (1); drain, remove: which engine")
+    parser.add_argument("command", choices=("list", "add", "drain", "remove"), help="command for the job")
+    parser.add_argument(
+        "argument",
+        nargs="?",
+        metavar="N|ID",
+        help="add: number of engines (default: 1); drain, remove: name of the engine",
+    )
     parser.add_argument("--json", action="store_true", help="print the engines as JSON")
     return parser
 
@@ -59,14 +63,16 @@ def _ask(directory: Path, command: str, argument: str | None) -> list[dict[str, 
         return ask(directory, command)
     if command == "add":
         if not (argument or "1").isdecimal() or not 1 <= int(argument or 1) <= _MOST:
-            raise ConfigError(f"add {argument!r}: not a number of engines; use one from 1 to {_MOST}")
+            raise ConfigError(f"add {argument!r}: not a number of engines; use a number from 1 to {_MOST}")
         return ask(directory, command, number=int(argument or 1))
     if argument is None:
-        raise ConfigError(f"{command} which engine? `rlhf-mcore rollouts {directory} list` names them")
+        raise ConfigError(
+            f"{command}: the name of an engine is missing; `rlhf-mcore rollouts {directory} list` shows the names"
+        )
     return ask(directory, command, name=argument)
 
 
 def _table(engines: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Write a line about each engine. The version of an engine without weights is -1."""
+    """Yield a header and one line per engine. An engine without weights has the version -1."""
     shown = [{**engine, "version": "none" if engine["version"] < 0 else engine["version"]} for engine in engines]
     return aligned([[*_COLUMNS.values()], *([str(engine[key]) for key in _COLUMNS] for engine in shown)])

@@ -1,4 +1,4 @@
-"""``rlhf-mcore verify-checkpoint DIR``: name every file of a checkpoint that is damaged, missing, truncated or too many."""
+"""``rlhf-mcore verify-checkpoint DIR``: list all damaged, missing, truncated and extra files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf_mcore.cli.terminal import progress_bar, say, working
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.readers.adapter_files import base_model, holds_adapter
 
-SHOWN = 100  # problems of a checkpoint: a manifest may name a million files that are not there
+SHOWN = 100  # maximum number of listed problems per checkpoint, because a manifest may name a million missing files
 EPILOG = """\
 exit codes:
   0          intact
@@ -32,19 +32,19 @@ exit codes:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """Hold what was found in one checkpoint."""
+    """The problems found in one checkpoint."""
 
     path: Path
     problems: list[Problem]
-    pins: list[str] = field(default_factory=list)  # names under which it is kept
+    pins: list[str] = field(default_factory=list)  # names that protect it from deletion
 
     @property
     def is_intact(self) -> bool:
-        """Return whether it can be loaded: extra files are reported, and do no harm."""
+        """Return whether the checkpoint can be loaded. Extra files are reported, but are no damage."""
         return not any(problem.is_damage for problem in self.problems)
 
     def as_text(self) -> str:
-        """Write a line, and one more per problem, up to ``SHOWN``."""
+        """Return one line for the checkpoint and one per problem, up to ``SHOWN`` problems."""
         pins = f", pinned as {', '.join(self.pins)}" if self.pins else ""
         lines = [f"{self.path}: {'intact' if self.is_intact else 'damaged'}{pins}"]
         lines += [f"  {problem}" for problem in self.problems[:SHOWN]]
@@ -53,7 +53,7 @@ class CheckpointReport:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Write as many problems as the text has, and the number of all."""
+        """Return the same problems as the text, and the number of all problems."""
         shown = [asdict(problem) for problem in self.problems[:SHOWN]]
         counts = {"problems": shown, "num_problems": len(self.problems)}
         return {"path": str(self.path), "intact": self.is_intact, "pins": self.pins, **counts}
@@ -65,7 +65,7 @@ def _count(problems: Sequence[Problem]) -> str:
 
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check and print. Returns the exit code."""
+    """Check the checkpoints and print the reports. Returns the exit code."""
     args = _parser().parse_args(argv)
     checkpoints = _checkpoints(Path(args.directory))
     with progress_bar(Console(stderr=True), "comparing", sum(map(_num_bytes, checkpoints))) as advance:
@@ -85,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore verify-checkpoint",
-        "Compare every file of a checkpoint with its manifest; of a delta, the full checkpoint that it needs too. "
-        "Given a run directory, all checkpoints in it and the links to them.",
+        "Compare every file of a checkpoint with its manifest. For a delta, also check the full checkpoint that it needs. "
+        "For a run directory, check all checkpoints and links in it.",
         examples=[
             "rlhf-mcore verify-checkpoint outputs/my/run",
             "rlhf-mcore verify-checkpoint outputs/my/run/checkpoint-100 --quick",
@@ -94,16 +94,16 @@ def _parser() -> argparse.ArgumentParser:
         exits=EPILOG,
     )
     parser.add_argument("directory", metavar="DIR", help="a checkpoint, or a run directory")
-    parser.add_argument("--quick", action="store_true", help="compare names and sizes, read no content")
+    parser.add_argument("--quick", action="store_true", help="compare only names and sizes, not the content")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """List the checkpoint, or those of a run directory.
+    """Return the checkpoint, or all checkpoints and links of a run directory.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no checkpoint.
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory; give a checkpoint or a run directory")
@@ -111,12 +111,14 @@ def _checkpoints(directory: Path) -> list[Path]:
         return [directory.resolve()]
     checkpoints = [*(checkpoint.path for checkpoint in scan(directory)), *linked_checkpoints(directory)]
     if not checkpoints:
-        raise ConfigError(f"{directory} has neither a {MANIFEST} nor checkpoints; give a checkpoint or a run directory")
+        raise ConfigError(
+            f"{directory} contains neither a {MANIFEST} nor checkpoints; give a checkpoint or a run directory"
+        )
     return [*checkpoints, *(directory / link for link in (LATEST, BEST) if (directory / link).is_symlink())]
 
 
 def _num_bytes(path: Path) -> int:
-    """Sum the sizes of the files in a checkpoint's manifest; 0 where it cannot be read or is a link."""
+    """Return the total size of the files in a checkpoint's manifest, or 0 if it cannot be read or is a link."""
     try:
         return 0 if path.is_symlink() else sum(entry.size for entry in read_manifest(path).files.values())
     except ConfigError:
@@ -132,17 +134,17 @@ def _check(path: Path, progress: Callable[[int], None], *, hashes: bool) -> Chec
         return CheckpointReport(path, [Problem(path.name, "outside", detail)])
     if linked_step(path.parent, path.name) is None:
         return CheckpointReport(
-            path, [Problem(path.name, "missing", f"names {path.readlink()}, which is no checkpoint")]
+            path, [Problem(path.name, "missing", f"links to {path.readlink()}, which is not a checkpoint")]
         )
     return CheckpointReport(path, [])
 
 
 def _unusable(checkpoint: Path, extra: list[Problem]) -> list[Problem]:
-    """Explain why no run could resume from a full checkpoint with intact files. Models with files that are not loaded are left out."""
+    """Return the reasons why no run could resume from a full checkpoint with intact files. Models with extra files are skipped."""
     from rlhf_mcore.cli.saved_checkpoint import check_saved  # imports torch
 
     if base_of(checkpoint) is not None:
-        return []  # its weights would have to be put together first
+        return []  # a delta, whose weights would have to be restored first
     models = model_names(read_manifest(checkpoint).files)
     added = {problem.path.split("/")[0] for problem in extra}
     for model in models:

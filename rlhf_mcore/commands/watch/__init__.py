@@ -1,3 +1,3 @@
-"""The page of ``report``, served while a run writes."""
+"""The command ``watch``: serve the page of ``report`` during a run."""
 
-SUMMARY = "the same page in a browser during a run"
+SUMMARY = "show the page of report in a browser during a run"

@@ -1,4 +1,4 @@
-"""``rlhf-mcore watch RUN [RUN ...]``: the report of runs that are going on, served to a browser on this machine only."""
+"""``rlhf-mcore watch RUN [RUN ...]``: serve the report of running runs to a browser on this machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore watch",
-        "Show the report of runs in a browser while they go on. It is served on the loopback interface only; from another machine "
-        "use ssh -L 8321:127.0.0.1:8321.",
+        "Show the report of runs in a browser while they are running. The page is served on the loopback interface only; from "
+        "another machine, use ssh -L 8321:127.0.0.1:8321.",
         examples=["rlhf-mcore watch outputs/quickstart/grpo"],
     )
     parser.add_argument("run", type=Path, nargs="+", metavar="RUN", help="directory of a run")

@@ -319,7 +319,7 @@ def test_an_agent_is_tried_before_a_run(capsys: pytest.CaptureFixture[str], fold
         )
     )
     assert reward_test.main(["run.yaml", "environment.agent.function=functions.py:well"]) == 0
-    assert "2 episodes of a turn without a word, 0 failed" in capsys.readouterr().out
+    assert "2 episodes with one empty turn, 0 failed" in capsys.readouterr().out
     wrong = {
         "odd": "in step: ended with 'much'",
         "plain": "ended without a reward; let it give one, or set environment.score=reward",

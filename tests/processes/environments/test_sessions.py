@@ -269,7 +269,7 @@ def test_reward_test_plays_a_turn_without_a_word(make: Make, capsys: pytest.Capt
     assert reward_test.main(["run.yaml", "environment.function=file.py:Counting"]) == 0
     assert (
         capsys.readouterr().out
-        == "environment.function=file.py:Counting: 2 episodes of a turn without a word, 0 failed\n\nwarning: environment.max_tokens "
+        == "environment.function=file.py:Counting: 2 episodes with one empty turn, 0 failed\n\nwarning: environment.max_tokens "
         "is null, so an episode, including the environment's text, has at most 256 tokens, as many as one turn "
         "(rollout.sampling.max_new_tokens); set it to the tokens of environment.max_turns=8 turns\n"
     )
@@ -285,5 +285,6 @@ def test_reward_test_plays_a_turn_without_a_word(make: Make, capsys: pytest.Capt
     found = capsys.readouterr()
     assert found.out == "" and found.err == (
         f"error: environment.function=slow.py:Slow on train.jsonl, line {found.err.partition('line ')[2][0]}, in reset: gave no "
-        "answer within environment.timeout_s=0.5 s; nothing more was tried. Correct it, or raise environment.timeout_s\n"
+        "answer within environment.timeout_s=0.5 s; the other prompts were not tried. Correct the environment, or raise "
+        "environment.timeout_s\n"
     )

@@ -102,7 +102,7 @@ def test_a_function_is_measured_by_its_own_best_score(
     (tmp_path / "grade.py").write_text(f"def grade(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
     report = tried(RewardConfig(function=f"{tmp_path}/grade.py:grade", workers=1), data(["1", "2", "3"]))
     assert (len(report.wrong_truths), len(report.paid_empty), len(report.paid_others)) == (wrong, empty, others)
-    text, top = as_text(report), "right is the highest score that a ground truth has: "
+    text, top = as_text(report), "right means the highest score of any ground truth: "
     assert (top + ("0" if "0.0" in body or "raise" in body else "1") in text) is not report.is_sound
     if "raise" in body:  # told once
         line = as_text(report).splitlines()[-1]

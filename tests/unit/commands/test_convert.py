@@ -376,9 +376,9 @@ def test_a_directory_that_cannot_be_made(model: Path, tmp_path: Path, capsys: Ca
 def test_what_megatrons_arguments_cannot_tell_is_noted(tmp_path: Path, capsys: Capture) -> None:
     queries = "norms of queries and keys of all heads together"
     outputs, gelu, scaled = (
-        "norms of what attention and MLP return",
+        "norms of the outputs of attention and MLP",
         "activation 'gelu_pytorch_tanh'",
-        "embeddings that are scaled",
+        "scaled embeddings",
     )
     noted: dict[str, list[str]] = {
         "qwen2_yarn": ["rope type 'yarn'"],

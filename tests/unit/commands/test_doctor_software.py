@@ -149,10 +149,18 @@ def test_where_there_is_no_cudnn_nothing_is_said_of_it() -> None:
 @pytest.mark.parametrize(
     ("capability", "installed", "found"),
     [
-        ("9.0", {"transformer-engine": "2.11.0"}, "can be set, with a torch of CUDA 12.9 or later"),
-        ("8.0", {}, "not here: it needs Transformer Engine and GPUs of compute capability 9.0, found 8.0"),
-        ("10.0", {"transformer-engine": "2.11.0"}, "not here: it needs GPUs of compute capability 9.0, found 10.0"),
-        ("", {"transformer-engine": "2.11.0"}, "not here: it needs GPUs of compute capability 9.0, found unknown"),
+        ("9.0", {"transformer-engine": "2.11.0"}, "supported, with a torch for CUDA 12.9 or later"),
+        ("8.0", {}, "not supported here; it needs Transformer Engine and GPUs of compute capability 9.0, found 8.0"),
+        (
+            "10.0",
+            {"transformer-engine": "2.11.0"},
+            "not supported here; it needs GPUs of compute capability 9.0, found 10.0",
+        ),
+        (
+            "",
+            {"transformer-engine": "2.11.0"},
+            "not supported here; it needs GPUs of compute capability 9.0, found unknown",
+        ),
     ],
 )
 def test_whether_a_policy_can_compute_in_8_bits_is_a_note(

@@ -14,7 +14,7 @@ from rlhf_mcore.cli.document import receive
 def test_without_a_checkpoint_it_says_what_is_missing(workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main_module.main(["evaluate", "run.yaml", "data.eval=[train.jsonl]"]) == 2
     assert capsys.readouterr().err == (
-        "error: evaluate.checkpoint is not set, and the configuration's own run outputs/rlhf_mcore/default has no checkpoint; "
+        "error: evaluate.checkpoint is not set, and the run of this configuration (outputs/rlhf_mcore/default) has no checkpoint; "
         "name a model directory, as in evaluate.checkpoint=DIR\n"
     )
 

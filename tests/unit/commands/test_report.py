@@ -116,7 +116,7 @@ def test_of_too_many_rollouts_the_first_and_the_newest_steps_are_kept(run: Path)
         ("metrics.jsonl", '{"reward/mean": 1}\n', "step"),
         ("metrics.jsonl", '{"step": 1}\nno json\n{"step": 3, "rew', "metrics.jsonl, line 2: cannot be read"),
         ("rollouts/step-000001.jsonl", "[]\n", "step-000001.jsonl, line 1: is not a JSON object"),
-        ("config.yaml", "a: [", "config.yaml: no YAML"),
+        ("config.yaml", "a: [", "config.yaml: not valid YAML"),
         ("checkpoint-2/manifest.json", "{}", "libraries"),
     ],
 )
@@ -253,7 +253,7 @@ def test_text_of_a_run_is_data_and_no_other_script_may_run(run: Path) -> None:
 def test_a_report_is_one_file_beside_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run), "--rollouts", "8"]) == 0
     printed = capsys.readouterr().out
-    assert f"{run}/report.html" in printed and "12 rollouts, of which the page holds about 8" in printed
+    assert f"{run}/report.html" in printed and "the page contains about 8 of 12 rollouts" in printed
     assert (run / "report.html").read_text().startswith("<!doctype html>")
 
 
@@ -287,5 +287,5 @@ def test_watching_serves_newer_data_to_this_machine_only(run: Path, capsys: pyte
         finally:
             server.shutdown()
             thread.join()
-    with pytest.raises(ConfigError, match="no directory of a run"):
+    with pytest.raises(ConfigError, match="not the directory of a run"):
         ReportServer([run / "nowhere"], 100, 0)

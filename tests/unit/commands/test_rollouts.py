@@ -15,9 +15,9 @@ from rlhf_mcore.rollout.remote import control
 from rlhf_mcore.rollout.remote.fleet_state import EngineStatus
 
 TABLE = """\
-engine  state     weights  requests  tokens drawn  failures
-0       serving   4        12        3456          0
-1       starting  none     0         0             2
+engine  state     weights  requests  sampled tokens  failures
+0       serving   4        12        3456            0
+1       starting  none     0         0               2
 """
 
 
@@ -60,10 +60,10 @@ def test_commands_reach_the_job_of_a_run_directory(tmp_path: Path, capsys: pytes
     ("arguments", "message"),
     [
         (["list", "3"], "list takes no argument, found '3'"),
-        (["add", "0"], "add '0': not a number of engines; use one from 1 to 256"),
+        (["add", "0"], "add '0': not a number of engines; use a number from 1 to 256"),
         (["add", "many"], "add 'many': not a number of engines"),
-        (["drain"], "drain which engine?"),
-        (["remove"], "remove which engine?"),
+        (["drain"], "drain: the name of an engine is missing"),
+        (["remove"], "remove: the name of an engine is missing"),
     ],
 )
 def test_a_command_that_cannot_be_is_refused(

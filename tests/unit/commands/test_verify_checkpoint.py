@@ -83,7 +83,7 @@ def test_all_checkpoints_of_a_run_and_its_links(tmp_path: Path, capsys: pytest.C
         f"{second}: intact",
         f"{tmp_path / 'latest'}: intact",
         f"{tmp_path / 'best'}: damaged",
-        "  best: names checkpoint-15, which is no checkpoint",
+        "  best: links to checkpoint-15, which is not a checkpoint",
     ]
 
 
@@ -94,7 +94,9 @@ def test_a_checkpoint_without_a_manifest_is_damaged(tmp_path: Path, capsys: pyte
     assert "manifest.json" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name, words", [("absent", "is not a directory"), (".", "has neither a manifest.json nor")])
+@pytest.mark.parametrize(
+    "name, words", [("absent", "is not a directory"), (".", "contains neither a manifest.json nor")]
+)
 def test_where_there_is_no_checkpoint(
     name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

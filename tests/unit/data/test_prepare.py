@@ -107,12 +107,12 @@ def test_unusable_rows_stop_it_with_their_places_or_are_counted() -> None:
     ("rows", "options", "message"),
     [
         ([], {}, "the data has no rows"),
-        ([{"x": 1, "y": 2}], {}, "row 0: rows with the columns x, y are of no known shape; name one with --format"),
+        ([{"x": 1, "y": 2}], {}, "row 0: rows with the columns x, y have no known format; choose one with --format"),
         ([{"x": 1}], {}, "data.prompt_key and data.answer_key"),
         ([{"x": 1}], {"task": "preference"}, "data.prompt_key, data.chosen_key and data.rejected_key"),
-        ([{"messages": [{"role": "user", "content": "a"}]}], {"task": "sft"}, "no row is left"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], {"task": "sft"}, "no usable row is left"),
         ([{"messages": [{"role": "user", "content": " "}]}], {}, "row 0: the prompt is empty"),
-        ([{"prompt": [{"role": "system", "content": "a"}]}], {}, "does not end with a turn of the user"),
+        ([{"prompt": [{"role": "system", "content": "a"}]}], {}, "does not end with a user message"),
     ],
 )
 def test_mistakes(rows: list[dict[str, Any]], options: dict[str, Any], message: str) -> None:
@@ -161,7 +161,10 @@ def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_data_set_needs_its_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert main(["openai/gsm8k", "--out", "out"]) == 2
-    assert "no such file or directory. If it is the id of a data set, `pip install datasets`" in capsys.readouterr().err
+    assert (
+        "no such file or directory. If it is the Hub id of a data set, `pip install datasets`"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_data_set_comes_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +182,7 @@ def test_a_data_set_comes_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_token_limits_need_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--out", str(tmp_path / "out"), "--max-prompt-tokens", "5"]) == 2
-    assert "name a --tokenizer directory" in capsys.readouterr().err
+    assert "add --tokenizer DIR" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

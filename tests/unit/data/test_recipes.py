@@ -136,7 +136,7 @@ def test_a_transcript_of_several_turns() -> None:
             {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: x\n\nAssistant: c"},
             "answer different prompts",
         ),
-        ("preference", {"chosen": "\n\nHuman: a", "rejected": "c"}, "does not end with an answer of the assistant"),
+        ("preference", {"chosen": "\n\nHuman: a", "rejected": "c"}, "does not end with an assistant message"),
     ],
 )
 def test_unusable_rows_name_place_and_reason(recipe: str, row: dict[str, Any], message: str) -> None:

@@ -36,8 +36,8 @@ def test_paths_and_sizes_that_cannot_be(place: Path, capsys: pytest.CaptureFixtu
         ([*HF, "model", "out", "--shard-size", "9" * 400], "is not a size; write it as 500MB or 4GiB"),
         ([*HF, "model", "loop", "--overwrite"], "loop is a link to loop; give a directory as DST"),
         ([*HF, "model", "link", "--overwrite"], "link is a link to kept; give a directory as DST"),
-        ([*HF, "model", ".", "--overwrite"], "holds SRC, which would be replaced with it; give another DST"),
-        ([*HF, str(SAMPLE / "model"), ".", "--overwrite"], "holds the working directory, which would be replaced"),
+        ([*HF, "model", ".", "--overwrite"], "contains SRC, which would be removed with it; give another DST"),
+        ([*HF, str(SAMPLE / "model"), ".", "--overwrite"], "contains the working directory, which would be removed"),
     ]:
         before = sorted(path.relative_to(place.parent) for path in place.parent.rglob("*"))
         assert main(arguments) == 2
@@ -107,5 +107,5 @@ def test_a_share_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     for share in ["5%", "nan", "1"]:
         with pytest.raises(SystemExit) as ended:
             main(["prepare-data", "rows.jsonl", "--out", "out", "--eval-share", share])
-        told = f"argument --eval-share: {share} is out of range; give a share from 0 to less than 1, as 0.05\n"
+        told = f"argument --eval-share: {share} is out of range; give a share from 0 to less than 1, such as 0.05\n"
         assert ended.value.code == 2 and capsys.readouterr().err.endswith(told)
