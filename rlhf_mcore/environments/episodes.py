@@ -226,7 +226,7 @@ class Episodes:
             tokens = self._expand(tokens, prompt.images)
             added = len(tokens) - len(each.prompt.prompt_ids)
             if added >= each.max_tokens:
-                error = f"returned a first observation of {added} tokens, which leaves no room in {each.max_tokens} of an episode"
+                error = f"returned a first observation of {added} tokens, which fills the {each.max_tokens} tokens of an episode"
                 self._fail(key, StepResult(error=error))
                 return
             each.prompt = replace(prompt, prompt_ids=tokens, text=text)
@@ -271,9 +271,9 @@ class Episodes:
         if not sources:
             return prompt
         if self._images is None:
-            raise UnreadableText("returned an image, and the model sees none")
+            raise UnreadableText("returned an image, but the model reads no images")
         if self._images.writes_around:
-            raise UnreadableText("returned an image, and those of this model are supported in prompts only")
+            raise UnreadableText("returned an image, but images of this model are supported in prompts only")
         try:
             taken = self._images.take(sources, Path.cwd(), "the observation", seen=len(prompt.images))
         except ConfigError as error:
@@ -287,7 +287,7 @@ class Episodes:
         try:
             return self._images.expand(tokens, images, "the observation")
         except ConfigError as error:
-            raise UnreadableText(f"returned what does not go with images: {error}") from error
+            raise UnreadableText(f"returned an observation whose image tokens are invalid: {error}") from error
 
     def _has_drawn_images(self, each: _Episode) -> bool:
         """Return whether the policy sampled an image token. A later image could not be distinguished from that token."""
@@ -365,8 +365,8 @@ def row_of(prompt: Prompt) -> Mapping[str, Any]:
         return json.loads(json.dumps(row, default=_plain))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"environment.function is given ground_truth and extra_info as JSON, and those of prompt {prompt.prompt_id!r} are not: "
-            f"{error}. Store such values as texts or numbers"
+            f"prompt {prompt.prompt_id!r}: ground_truth or extra_info cannot be sent to environment.function as JSON: {error}. "
+            "Store such values as texts or numbers"
         ) from error
 
 

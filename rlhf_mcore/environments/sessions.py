@@ -280,8 +280,8 @@ class Sessions:
             self._answer(key, StepResult(error=cause + tail, timed_out=timed_out))
             if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
                 raise ConfigError(
-                    f"{self.name} gave no answer to {MAX_LOST_IN_A_ROW} calls in a row; in the last of them it {cause}{tail}: correct "
-                    "it, or give it more with environment.timeout_s and environment.memory_gib"
+                    f"{self.name} gave no answer to {MAX_LOST_IN_A_ROW} calls in a row; in the last call it {cause}{tail}. "
+                    "Correct it, or raise environment.timeout_s or environment.memory_gib"
                 )
 
 
@@ -315,7 +315,7 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessio
     sessions.name = name
     if own.function in ASKING:  # it enforces its own deadlines, unless the agent blocks the worker's event loop
         keys = "environment.agent.timeout_s and environment.timeout_s"
-        sessions.bound = f"the {timeout_s:g} s of {keys} (a coroutine waits with await alone)"
+        sessions.bound = f"the {timeout_s:g} s of {keys} (a coroutine must wait with await, not with blocking calls)"
     return sessions
 
 

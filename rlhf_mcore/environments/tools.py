@@ -63,13 +63,13 @@ class Tools:
                 self._tools[name] = partial(run_program, cpu_s=cpu_s, isolation=isolation)
             elif name == "search":
                 if corpus is None:
-                    raise ConfigError(f"{KEY} has 'search', which needs a corpus: set environment.options.corpus")
+                    raise ConfigError(f"{KEY} contains 'search', which needs a corpus; set environment.options.corpus")
                 self._tools[name] = partial(find_documents, read_corpus(corpus), results)
             elif ":" in name:
                 self._tools[name.rpartition(":")[2]] = load_function(name, KEY)
             else:
                 raise ConfigError(
-                    f"{KEY}: {name!r} is no tool; choose from calculator, python, search, or name path/to/file.py:name"
+                    f"{KEY}: {name!r} is not a tool; use calculator, python, search, or path/to/file.py:name"
                 )
 
     def reset(self, row: Any, seed: int) -> None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]  # a message with images has "texts", the texts around the images
 REMEDY = (
-    "use a template that leaves earlier turns as they are, or set environment.rewritten_history=keep, which goes on from what was "
-    "sampled"
+    "use a template that does not change earlier turns, or set environment.rewritten_history=keep, which continues from the sampled "
+    "tokens"
 )
 
 
@@ -130,7 +130,7 @@ class TurnText:
         prompt = [{"role": "user", "content": _stand_in(0)}]
         closed, asked, whole = self._render((prompt, False), (prompt, True), ([*prompt, *added], True))
         if not asked.startswith(closed) or not whole.startswith(closed):
-            raise ConfigError(f"{self._named}: it writes a prompt differently when messages follow it; {REMEDY}")
+            raise ConfigError(f"{self._named}: it changes the text of a prompt when messages follow it; {REMEDY}")
         return asked.removeprefix(closed), self._split(whole.removeprefix(closed), roles)
 
     def _following(self, roles: tuple[str, ...]) -> tuple[str, list[str]]:
@@ -142,8 +142,8 @@ class TurnText:
             asked, closed, whole = self._render(([prompt], True), (turns, False), ([*turns, *added], True))
             if not self._keep and not (closed.startswith(asked + said) and whole.startswith(closed)):
                 raise ConfigError(
-                    f"{self._named}: it writes what the policy has said differently when messages of {', '.join(roles) or 'nobody'} "
-                    f"follow ({said!r} is in {whole!r:.400}), so the policy would learn from a history that it never sees; {REMEDY}"
+                    f"{self._named}: it changes the text of earlier turns when messages of {', '.join(roles) or 'no role'} "
+                    f"follow ({said!r} became {whole!r:.400}), so the policy would train on a history that it never sees; {REMEDY}"
                 )
             endings.append(whole.rpartition("turnofpolicy")[2])
         return "", self._split(endings[0], roles)
@@ -154,8 +154,8 @@ class TurnText:
             if "error" in answer:
                 roles = ", ".join(message["role"] for message in messages)
                 raise ConfigError(
-                    f"{self._named} refuses messages of the roles {roles}: {answer['error']}. Let the environment return messages of "
-                    "roles that it knows"
+                    f"{self._named} rejects messages of the roles {roles}: {answer['error']}. Return messages of roles that the "
+                    "template supports"
                 )
         return [answer["text"] for answer in answers]
 

@@ -62,8 +62,10 @@ def main(descriptor: int) -> None:
     try:
         os.chdir(order["folder"])
     except OSError as error:
-        problem = f"{KEY}={order['spec']}: the folder {order['folder']}, in which the run was started, is not on {os.uname().nodename}"
-        connection.sendall(encode({"problem": f"{problem} ({error.strerror}); its engines need a copy of it"}))
+        problem = (
+            f"{KEY}={order['spec']}: the folder {order['folder']} of the run does not exist on {os.uname().nodename}"
+        )
+        connection.sendall(encode({"problem": f"{problem} ({error.strerror}); copy it to this machine"}))
         return
     sys.path.append(os.getcwd())
     try:
@@ -102,7 +104,7 @@ def load_environment(spec: str) -> Callable[..., Any]:
     kind = load_function(spec, KEY)
     missing = [name for name in ("reset", "step") if not callable(getattr(kind, name, None))]
     if not inspect.isclass(kind) or missing:
-        what = f"no method {' and no method '.join(missing)}" if inspect.isclass(kind) else "is no class"
+        what = f"no method {' and no method '.join(missing)}" if inspect.isclass(kind) else "is not a class"
         has = "has " if inspect.isclass(kind) else ""
         raise ConfigError(f"{KEY} is {spec!r}, but it {has}{what}: it needs reset(row, seed) and step(action)")
     return kind

@@ -237,7 +237,7 @@ class Engine(VersionedWeights, ABC):
         digests, self._digest = self._gather_digests(self._digest), 0
         if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise RuntimeError(
-                f"ranks {differing} of engine {self.rank.engine_index} have sampled other tokens than its rank 0; start the run "
+                f"ranks {differing} of engine {self.rank.engine_index} sampled other tokens than its rank 0; start the run "
                 "again, and check their devices if it happens again"
             )
 
@@ -296,7 +296,7 @@ class Engine(VersionedWeights, ABC):
         """
         if self._in_flight and self._at_publish == "drain":
             raise RuntimeError(
-                f"{len(self._in_flight)} requests are in flight; rollout.at_publish=drain ends them before a sync"
+                f"{len(self._in_flight)} requests are in flight, but rollout.at_publish=drain finishes all requests before a sync"
             )
         super().begin_load()
 
@@ -437,8 +437,8 @@ def new_token_limits(requests: Sequence[Request], max_model_len: int) -> list[in
         room = max_model_len - len(request.prompt_ids)
         if room < 1:
             raise ValueError(
-                f"{request.name} has {len(request.prompt_ids)} tokens, which leaves no room for a response in "
-                f"rollout.max_model_len={max_model_len}; raise it or drop prompts by data.max_prompt_tokens"
+                f"{request.name} has {len(request.prompt_ids)} tokens, which fill "
+                f"rollout.max_model_len={max_model_len}; raise it, or skip long prompts with data.max_prompt_tokens"
             )
         limits.append(min(request.sampling.max_new_tokens, room))
     return limits
@@ -463,8 +463,8 @@ def refuse_foreign_code(model_dir: str) -> None:
         raise ConfigError(f"model.path={model_dir!r}: no config.json there; give a Hugging Face model directory")
     if "auto_map" in _read(path):
         raise ConfigError(
-            f"model.path={model_dir!r}: config.json asks to run code of its own (auto_map), which is refused; "
-            "use an architecture that transformers knows"
+            f"model.path={model_dir!r}: config.json would run code from this directory (auto_map), which is not allowed; "
+            "use an architecture that transformers supports"
         )
 
 
@@ -525,14 +525,14 @@ class ExpectedTensors:
         missing = sorted(min(group) for group in self.groups if not group & names)
         if missing:
             shown = shortened(missing, separator=", ")
-            raise ValueError(f"{len(missing)} tensors of the model were not handed to the engine: {shown}")
+            raise ValueError(f"{len(missing)} tensors of the model were not sent to the engine: {shown}")
 
     def _check(self, name: str, tensor: Tensor, seen: set[str]) -> None:
         shape = self.shapes.get(name)
         if shape is None:
             raise ValueError(f"tensor {name!r} is not part of the rollout engine's model")
         if name in seen:
-            raise ValueError(f"tensor {name!r} was handed to the rollout engine twice")
+            raise ValueError(f"tensor {name!r} was sent to the rollout engine twice")
         if tuple(tensor.shape) != shape:
             raise ValueError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, the rollout engine's model needs {shape}"

@@ -23,7 +23,7 @@ __all__ = ["endpoint", "folder", "reader", "run", "tokenizer"]  # fixtures
 HOSTILE = [
     ({"input": "x", "previous_response_id": "r"}, 400, "previous_response_id"),
     ({"input": [{"type": "item_reference"}]}, 400, "item_reference"),
-    ({"input": "1" * 70_000}, 400, "more tokens than fit"),
+    ({"input": "1" * 70_000}, 400, "its tokens cannot fit"),
 ]
 VALID: dict[str, Any] = {
     "input": [

@@ -33,10 +33,10 @@ class Messages(Dialect):
             messages.append({"role": "system", "content": text_of(body["system"], "system")})
         given = body.get("messages")
         if not isinstance(given, list) or not given:
-            raise bad_request("messages must be a list that is not empty")
+            raise bad_request("messages must be a non-empty list")
         for number, message in enumerate(given):
             if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
-                raise bad_request(f"messages[{number}] has no role, or neither user nor assistant")
+                raise bad_request(f"messages[{number}] needs the role user or assistant")
             messages += _from_blocks(message["role"], message.get("content"), f"messages[{number}]")
         tools = body.get("tools") or []
         if not isinstance(tools, list) or not all(
@@ -149,7 +149,8 @@ def _from_blocks(role: str, content: Any, where: str) -> list[dict[str, Any]]:
             results.append({"role": "tool", **result, "tool_call_id": str(block.get("tool_use_id") or "")})
         else:
             raise bad_request(
-                f"the content of {where} has a part of type {kind!r:.40}: the policy reads text, images and results of tools"
+                f"the content of {where} has a part of type {kind!r:.40}, which is not supported; use text, image, tool_use or "
+                "tool_result"
             )
     message = {"role": role, **content_of(said, where)} | ({"tool_calls": calls} if calls else {})
     return results + ([message] if message["content"] or calls or not results else [])

@@ -13,7 +13,7 @@ from rlhf_mcore.foreign import is_deeper
 MODEL = "policy"  # the model name in answers; names in requests are ignored
 MAX_DEPTH = 64  # limit for nested values in a request and in the arguments of a call
 
-NO_PARSER = "tools are given, and environment.tool_parser is not set, so none can be called"
+NO_PARSER = "the request has tools, but environment.tool_parser is not set, so the policy cannot call them"
 
 
 class RequestError(Exception):

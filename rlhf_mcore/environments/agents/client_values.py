@@ -45,7 +45,7 @@ def read_stops(value: Any) -> tuple[str, ...]:
     """
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise bad_request(f"stop is {value!r:.80}: it must be a text, or at most {MAX_STOPS} of them")
+        raise bad_request(f"stop is {value!r:.80}: it must be a text, or a list of at most {MAX_STOPS} texts")
     return tuple(stops)
 
 
@@ -69,7 +69,9 @@ def read_schemas(tools: Any) -> list[dict[str, Any]]:
 def check_tool_choice(choice: Any, most: Sequence[Any]) -> None:
     """Reject a tool choice that is not among ``most``."""
     if choice not in most:
-        raise bad_request(f"tool_choice is {choice!r:.60}: a policy in training decides itself whether it calls a tool")
+        raise bad_request(
+            f"tool_choice is {choice!r:.60}: not supported, because the policy decides whether it calls a tool; use auto"
+        )
 
 
 def read_object(body: Body, name: str) -> Mapping[str, Any]:
@@ -109,12 +111,12 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
         RequestError: there is no message, or one is malformed.
     """
     if not isinstance(messages, list) or not messages:
-        raise bad_request("messages must be a list that is not empty")
+        raise bad_request("messages must be a non-empty list")
     checked = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise bad_request(f"{where} has no role, or none of {', '.join(ROLES)}")
+            raise bad_request(f"{where} needs a role, one of {', '.join(ROLES)}")
         role = "system" if message["role"] == "developer" else message["role"]
         own = message_of(role, message.get("content"), where)
         own |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
@@ -171,8 +173,8 @@ def text_of(content: Any, where: str) -> str:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise RequestError(
                 400,
-                f"the content of {where} has a part of type {kind!r:.40}: the policy reads text, and images in messages of users and "
-                "tools; leave it out",
+                f"the content of {where} has a part of type {kind!r:.40}, which is not supported; send text, or images in messages of "
+                "users and tools",
             )
         texts.append(text)
     return "".join(texts)
@@ -220,7 +222,7 @@ def _data_url(part: Mapping[str, Any], where: str) -> str:
     if not isinstance(url, str) or not url.startswith("data:image/"):
         raise RequestError(
             400,
-            f"the content of {where} has a part of type {part['type']!r} that is no data URL, but {url!r:.60}: nothing is fetched and "
-            "no file is read, so give the image itself, data:image/png;base64,...",
+            f"the content of {where} has a part of type {part['type']!r} with {url!r:.60}, which is not an image data URL; the "
+            "endpoint reads no URLs and files, so send the image itself, data:image/png;base64,...",
         )
     return url

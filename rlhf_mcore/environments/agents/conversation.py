@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rlhf_mcore.environments.agents.images import RequestImages
     from rlhf_mcore.types import Completion, Prompt
 
-STRAY = "a token of an image is there without an image, and behind it no image is shown"
-_NO_TEMPLATE = "the tokenizer has no chat template, and nothing else writes messages: ask /v1/completions with a text"
+STRAY = "the conversation has an image token without an image, so no image can follow it"
+_NO_TEMPLATE = "the tokenizer has no chat template, so messages are not supported; use /v1/completions with a text"
 _THOUGHT = "<think>"  # some templates end the generation prompt with it
 # (text of a turn with special tokens, tool schemas of the request) -> message.
 Parse = Callable[[str, Sequence[Mapping[str, Any]]], dict[str, Any]]
@@ -108,7 +108,7 @@ class Conversation:
             answer = next(rendered, None) or {"error": broken}
             broken = answer.get("error", "")
             if broken:
-                places.append(f"the chat template refuses these messages: {broken}")
+                places.append(f"the chat template rejects these messages: {broken}")
             else:
                 places.append(_contain(self._rendered, tree, asked, each.nodes, answer["text"]))
         return places
@@ -172,7 +172,7 @@ class Conversation:
         It needs at least one token, and an image for each image token.
         """
         if place.parent is None and not place.context:
-            return "the prompt has no token: its text is empty for the tokenizer"
+            return "the prompt is empty: the tokenizer returned no tokens"
         if self.images is not None and not self.images.are_of(place.context, place.images):
             return STRAY
         return place

@@ -311,7 +311,7 @@ class AgentEpisodes:
             call.answer(RequestError(400, NO_PARSER))
         elif (size := num_characters(asked)) > (most := most_characters(self._rules.max_total)):
             each.limit = "length"
-            reason = f"the request has {size:,} characters, more than {most:,}: they have more tokens than fit"
+            reason = f"the request has {size:,} characters, more than the limit of {most:,}, so its tokens cannot fit"
             call.answer(RequestError(400, reason, _TOO_LONG))
         else:
             each.log.answer_calls(answered_calls(asked), call.asked_at)

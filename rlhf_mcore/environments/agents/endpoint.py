@@ -41,7 +41,7 @@ DIALECTS: dict[str, Dialect] = {
     "/v1/completions": Completions(),
     "/v1/messages": Messages(),
 }
-_ENDED = "the episode of this key has ended, or there was none"
+_ENDED = "the episode of this key has ended, or the key is unknown"
 
 
 def served_paths() -> list[str]:
@@ -123,7 +123,9 @@ class Endpoint:
         thread.start()
         ready.wait()
         if problem:
-            raise ConfigError(f"{KEY}={host}: nothing can listen there ({problem[0]}); give an address of this machine")
+            raise ConfigError(
+                f"{KEY}={host}: the endpoint cannot listen there ({problem[0]}); give an address of this machine"
+            )
         self.close_all = weakref.finalize(self, _end, self._loop, ended, thread)
 
     # ----------------------------------------------------------------------------------- of the engine's thread
@@ -262,7 +264,7 @@ class Endpoint:
         """
         if len(episode.waiting) + len(order.asked) > MAX_WAITING:
             raise RequestError(
-                429, f"the episode has {len(episode.waiting)} requests under way, of at most {MAX_WAITING}"
+                429, f"the episode has {len(episode.waiting)} concurrent requests; the limit is {MAX_WAITING}"
             )
         loop = asyncio.get_running_loop()
         calls, answers = [], []
@@ -342,7 +344,7 @@ def _refuse_all(episode: _ServedEpisode) -> None:
 
 async def _not_served(request: web.Request) -> web.StreamResponse:
     served = ", ".join(f"POST {path}" for path in served_paths())
-    refusal = RequestError(404, f"{request.method} {request.path} is not served; {served} are, and GET /v1/models")
+    refusal = RequestError(404, f"{request.method} {request.path} is not served; use {served} or GET /v1/models")
     return _refusal(_CHAT, refusal)
 
 
@@ -362,9 +364,9 @@ def _object(content: bytes) -> dict[str, Any]:
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is no JSON: {str(error)[:200]}") from error
+        raise RequestError(400, f"the body is not JSON: {str(error)[:200]}") from error
     if not isinstance(body, dict):
-        raise RequestError(400, "the body is no JSON object")
+        raise RequestError(400, "the body is not a JSON object")
     if is_deeper(body, MAX_DEPTH):
         raise RequestError(400, f"the body is nested deeper than {MAX_DEPTH}")
     return body

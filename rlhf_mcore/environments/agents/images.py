@@ -35,7 +35,7 @@ def take_images(asked: TurnInput, images: RequestImages | None) -> TurnInput:
     if not urls:
         return asked
     if images is None:
-        raise RequestError(400, "messages have images, and the model sees none")
+        raise RequestError(400, "messages have images, but the model reads no images")
     digests = iter(images.take(urls))
     messages = [
         {**message, "images": [next(digests) for _ in message["images"]]} if "images" in message else message
@@ -59,7 +59,7 @@ class RequestImages:
         """
         assert all(url.startswith("data:") for url in urls), "nothing else is read from requests"
         if self.reader.writes_around:
-            raise RequestError(400, "messages have images, and those of this model are supported in prompts only")
+            raise RequestError(400, "messages have images, but images of this model are supported in prompts only")
         try:
             return self.reader.take(urls, Path(), "the messages")
         except ConfigError as error:

@@ -29,9 +29,11 @@ class ChatCompletions(Dialect):
     def read(self, body: Body) -> ClientRequest:
         shape = body.get("response_format") or {"type": "text"}
         if not isinstance(shape, dict) or shape.get("type") != "text":
-            raise bad_request(f"response_format is {shape!r:.80}: only text is drawn")
+            raise bad_request(
+                f"response_format is {shape!r:.80}: not supported, because it changes the sampling distribution; use text"
+            )
         if body.get("top_logprobs"):
-            raise bad_request("top_logprobs is set: only the logprobs of the tokens that were drawn are known")
+            raise bad_request("top_logprobs is set: not supported, because only logprobs of sampled tokens are stored")
         wants_usage(body)
         check_tool_choice(body.get("tool_choice"), (None, "auto", "none"))
         tools = [] if body.get("tool_choice") == "none" else read_schemas(body.get("tools"))
@@ -120,12 +122,12 @@ class Completions(Dialect):
         is_one = isinstance(prompt, str) or (isinstance(prompt, list) and all(_is_token(item) for item in prompt))
         prompts: Any = [prompt] if is_one else prompt
         if not isinstance(prompts, list) or not 1 <= len(prompts) <= MAX_N:
-            raise bad_request(f"prompt must be a text, tokens, or a list of at most {MAX_N} of them")
+            raise bad_request(f"prompt must be a text, a list of tokens, or a list of at most {MAX_N} such prompts")
         for each in prompts:
             if not each or not (isinstance(each, str) or (isinstance(each, list) and all(map(_is_token, each)))):
-                raise bad_request("prompt is empty, or neither a text nor tokens")
+                raise bad_request("prompt must be a non-empty text or list of tokens")
         if body.get("echo") or body.get("suffix"):
-            raise bad_request("echo and suffix are not offered")
+            raise bad_request("echo and suffix are not supported")
         wants_usage(body)
         order = ClientRequest(
             [TurnInput(prompt=each) for each in prompts],
@@ -135,7 +137,7 @@ class Completions(Dialect):
             bool(body.get("stream")),
         )
         if order.n * len(prompts) > MAX_N:
-            raise bad_request(f"{order.n * len(prompts)} completions are asked for: {MAX_N} at a time")
+            raise bad_request(f"{order.n * len(prompts)} completions requested; the limit is {MAX_N}")
         return order
 
     def stream(self, body: Body) -> Stream:

@@ -58,9 +58,9 @@ def missing_reward(messages: Sequence[Mapping[str, str]]) -> str:
     """Return the error for an agent that returned no reward, from the messages of its step; "" if it returned one."""
     if [message["role"] for message in messages] != [UNGRADED]:
         return ""
-    how = "let it give one"
+    how = "return one"
     if said := messages[0]["content"]:
-        how = f'its last line is {said!r}; let that be {{"reward": number}}'
+        how = f'its last line is {said!r}; print {{"reward": number}} as the last line'
     return f"ended without a reward; {how}, or set environment.score=reward"
 
 
@@ -84,14 +84,14 @@ def _load(spec: str, has_container: bool) -> tuple[Callable[..., Any], bool]:
     signature = inspect.signature(function)
     container = signature.parameters.get("container")
     if container is not None and not has_container and container.default is inspect.Parameter.empty:
-        raise ConfigError(f"{key} takes a container, and there are none; set environment.container.kind")
+        raise ConfigError(f"{key} takes a container, but the run has none; set environment.container.kind")
     try:
         signature.bind(*_PARAMETERS, **({"container": None} if container is not None else {}))
     except TypeError as error:
         wanted = ", ".join(_PARAMETERS)
         raise ConfigError(f"{key}: its parameters are {signature} ({error}); let it take ({wanted})") from None
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-        raise ConfigError(f"{key} yields; let it return its reward")
+        raise ConfigError(f"{key} is a generator; return the reward instead")
     return function, container is not None
 
 
@@ -135,7 +135,7 @@ class AgentEnvironment:
             first, *rest = command[0].split() or [""]
             if rest:  # arguments may be secrets
                 raise ConfigError(
-                    f"{KEY}.command is one text, {first!r} and more; write it as a list, [{first}, agent.py]"
+                    f"{KEY}.command is one text that starts with {first!r}; write it as a list, [{first}, agent.py]"
                 )
             raise ConfigError(f"{KEY}.command: there is no program {command[0]!r}; give its path")
         if command and (script := _missing_script(command)) is not None:
@@ -235,7 +235,7 @@ class AgentEnvironment:
             return json.loads(content or b"null")
         except (ValueError, RecursionError):
             shown = content[:_SHOWN_CHARS].decode(errors="replace")
-            raise EnvironmentFailed(f"answered what is no JSON: {shown!r}") from None
+            raise EnvironmentFailed(f"answered with invalid JSON: {shown!r}") from None
 
     async def _call(self, told: Mapping[str, str], workplace: Workplace | None) -> Any:
         assert self._function is not None

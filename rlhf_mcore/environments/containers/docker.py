@@ -93,7 +93,9 @@ class DockerKind(ContainerKind):
             with tempfile.TemporaryDirectory() as folder:
                 for path, content in context.items():
                     if not Path(folder, path).resolve().is_relative_to(Path(folder).resolve()):
-                        raise ConfigError(f"{KEY}={self._program}: {path!r:.200} is not below its Dockerfile")
+                        raise ConfigError(
+                            f"{KEY}={self._program}: {path!r:.200} is not in the directory of its Dockerfile"
+                        )
                     (file := Path(folder, path)).parent.mkdir(parents=True, exist_ok=True)
                     file.write_bytes(content)
                     file.chmod(0o755 if content.startswith(b"#!") else 0o644)
@@ -126,7 +128,7 @@ class DockerContainer(Container):
         if not started.ok:
             await made.close()
             why = started.output.strip()[-_SHOWN_CHARS:] or started.reason
-            raise OSError(f"{program} starts no container of {image}: {why}")
+            raise OSError(f"{program} cannot start a container of {image}: {why}")
         try:
             made._can_time = (await made.run("command -v timeout")).ok
             if not made.cwd:

@@ -102,7 +102,7 @@ class Containers:
             ran = await container.run(command, timeout_s=limits.start_timeout_s)
             if not ran.ok:
                 shown = ran.output.strip()[-_SHOWN_CHARS:] or ran.reason
-                raise ConfigError(f"the setup of a task fails in its container, {command!r:.200}: {shown}")
+                raise ConfigError(f"a setup command of a task failed in its container, {command!r:.200}: {shown}")
 
     async def warm(self, tasks: Iterable[Task]) -> None:
         """Prepare everything that the containers of tasks need, for example images. A few tasks are prepared concurrently.

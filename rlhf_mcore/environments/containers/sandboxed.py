@@ -40,7 +40,7 @@ def check_machine() -> None:
     """
     if not (level := machine_level()).reaches(_LEVEL):
         why = "; ".join(level.missing) or f"its isolation is {level.name}"
-        raise ConfigError(f"{KEY}=sandbox: this machine gives no namespaces ({why}): {REMEDIES[_LEVEL]}")
+        raise ConfigError(f"{KEY}=sandbox: this machine does not support namespaces ({why}): {REMEDIES[_LEVEL]}")
 
 
 class SandboxContainer(Container):
@@ -108,7 +108,7 @@ class SandboxKind(ContainerKind):
         """
         if task.image is not None:
             raise ConfigError(
-                f"{KEY}=sandbox has no images, and a task is made for {task.image}; use docker, podman or remote"
+                f"{KEY}=sandbox has no images, but a task needs the image {task.image}; use docker, podman or remote"
             )
         if "Dockerfile" not in task.context:
             return task

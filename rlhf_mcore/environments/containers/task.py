@@ -74,14 +74,16 @@ def task_of(extra_info: Mapping[str, Any]) -> Task:
         try:
             given = json.loads(given)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{COLUMN} is no JSON: {error}") from error
+            raise ConfigError(f"{COLUMN} is not JSON: {error}") from error
     if given is None:
         return Task()
     if not isinstance(given, Mapping):
         raise ConfigError(f"{COLUMN} must be an object, found {given!r:.60}")
     told = {name: value for name, value in given.items() if value is not None}  # parquet adds null fields of other rows
     if unknown := sorted(told.keys() - _KEYS):
-        raise ConfigError(f"{COLUMN} has unknown fields: {', '.join(unknown)}; there are {', '.join(sorted(_KEYS))}")
+        raise ConfigError(
+            f"{COLUMN} has unknown fields: {', '.join(unknown)}; allowed fields: {', '.join(sorted(_KEYS))}"
+        )
     base = Task()
     if "folder" in told:
         read_folder = load_plugin("container_extras", "folder", f"{COLUMN}.folder", package="containers")
@@ -100,7 +102,7 @@ def task_of(extra_info: Mapping[str, Any]) -> Task:
 def _text(told: Mapping[str, Any], name: str) -> str:
     value = told[name]
     if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise ConfigError(f"{COLUMN}.{name} must be a text that is not empty, found {value!r:.60}")
+        raise ConfigError(f"{COLUMN}.{name} must be a non-empty text, found {value!r:.60}")
     return value
 
 
@@ -141,7 +143,7 @@ def _tests(given: Any) -> TaskTests:
     told = {name: value for name, value in given.items() if value is not None}
     if (unknown := sorted(told.keys() - _TESTS)) or "command" not in told:
         what = f"has unknown fields: {', '.join(unknown)}" if unknown else "has no command"
-        raise ConfigError(f"{COLUMN}.tests {what}; there are {', '.join(sorted(_TESTS))}")
+        raise ConfigError(f"{COLUMN}.tests {what}; allowed fields: {', '.join(sorted(_TESTS))}")
     seconds = told.get("timeout_s", TESTS_TIMEOUT_S)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ConfigError(f"{COLUMN}.tests.timeout_s must be a number above 0, found {seconds!r:.60}")

@@ -51,12 +51,12 @@ def _problems(cfg: RolloutConfig) -> Iterator[str]:
         yield "rollout.engine=server needs rollout.server.urls; list the servers, such as [http://10.0.0.7:8000]"
     for url in urls:
         if not _is_address(url):
-            yield f"rollout.server.urls has {without_secrets(url)!r}, which is no address of a server; give http://host:port"
+            yield f"rollout.server.urls has {without_secrets(url)!r}, which is not a server address; use http://host:port"
     for url in sorted({url for url in urls if urls.count(url) > 1}):
         yield f"rollout.server.urls has {without_secrets(url)!r} more than once; list each server once"
     if cfg.server.weights_dir is None:
         yield (
-            "rollout.engine=server needs rollout.server.weights_dir; name a directory that trainer and servers see at one path"
+            "rollout.engine=server needs rollout.server.weights_dir; name a directory with one path on the trainer and the servers"
         )
     variable = cfg.server.token_env
     if variable is not None and not os.environ.get(variable):
@@ -64,8 +64,8 @@ def _problems(cfg: RolloutConfig) -> Iterator[str]:
     sampling = cfg.sampling
     if sampling.top_p != 1 or sampling.top_k != -1:
         yield (
-            f"rollout.sampling.top_p={sampling.top_p:g}, top_k={sampling.top_k}: rollout.engine=server does not tell what a token "
-            "was drawn from; set them to 1 and -1"
+            f"rollout.sampling.top_p={sampling.top_p:g}, top_k={sampling.top_k}: rollout.engine=server does not report the "
+            "candidates of each sampled token; set them to 1 and -1"
         )
 
 

@@ -68,16 +68,18 @@ class Client:
                 async for part in answer.content.iter_any():
                     content += part
                     if len(content) > max_bytes:
-                        raise ServerFailed(f"{url} answers more than {max_bytes:,} bytes")
+                        raise ServerFailed(f"{url} answers with more than {max_bytes:,} bytes")
                 if answer.status != 200:
                     shown = content[: 4 * _SHOWN].decode("utf-8", "replace")[:_SHOWN]
-                    raise ServerFailed(f"{url} answers {answer.status}: {shown}")
+                    raise ServerFailed(f"{url} answers with status {answer.status}: {shown}")
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise ServerFailed(f"{url} does not answer: {type(error).__name__} {error}".strip()) from error
         try:
             return json.loads(content) if content else None
         except (ValueError, RecursionError) as error:
-            raise ServerFailed(f"{url} answers no JSON: {type(error).__name__} {str(error)[:_SHOWN]}") from error
+            raise ServerFailed(
+                f"{url} answers with invalid JSON: {type(error).__name__} {str(error)[:_SHOWN]}"
+            ) from error
 
     def close(self) -> None:
         """Cancel the requests in flight, and close the session and the thread."""

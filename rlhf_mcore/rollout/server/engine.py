@@ -152,7 +152,7 @@ class ServerEngine(Engine):
         """
         if (served / "config.json").is_file() and read_geometry(served) != read_geometry(self._model_dir):
             raise ConfigError(
-                f"{where} serves {served}, whose sizes are not those of model.path={self._model_dir}; start the "
+                f"{where} serves {served}, whose sizes differ from model.path={self._model_dir}; start the "
                 "server with the configuration of model.path"
             )
 
@@ -189,7 +189,7 @@ class ServerEngine(Engine):
                 return await self._ask_for(url, request, limit, label)
             except Exception as error:
                 self._well.pop(url, None)
-                reason = f"{url} answers what is no response: {type(error).__name__} {error}"
+                reason = f"{url} answers with an invalid response: {type(error).__name__} {error}"
                 problem = error if isinstance(error, ServerFailed) else ServerFailed(reason)
             finally:
                 if url in self._well:
@@ -221,7 +221,7 @@ class ServerEngine(Engine):
             answer = self._answers.get(timeout=_WAIT_S)
             while True:
                 if isinstance(answer, Exception):
-                    raise RuntimeError(f"the servers of rollout.server.urls draw no more: {answer}") from answer
+                    raise RuntimeError(f"the servers of rollout.server.urls stopped sampling: {answer}") from answer
                 if self._under_way.pop(answer.request_id, None) is not None:  # None: the request was cancelled
                     finished.append(answer)
                 answer = self._answers.get_nowait()
@@ -245,7 +245,9 @@ class ServerEngine(Engine):
             RuntimeError: requests are in flight, or no server loaded the weights; raised on every rank.
         """
         if self._in_flight:
-            raise RuntimeError(f"{len(self._in_flight)} requests are in flight: servers get weights between them")
+            raise RuntimeError(
+                f"{len(self._in_flight)} requests are in flight; servers load weights only between requests"
+            )
         self.begin_load()
         folder = self._folder / str(version)
         writer = ShardWriter(folder) if self.rank.is_lead else None
@@ -265,8 +267,8 @@ class ServerEngine(Engine):
         shutil.rmtree(writer.folder)
         if not self._well:
             raise RuntimeError(
-                f"no server has taken the weights: {'; '.join(map(str, problems.values()))}; are they weights of the model "
-                "that it was started with? If not, start it again with the configuration of model.path"
+                f"no server loaded the weights: {'; '.join(map(str, problems.values()))}; if a server runs another "
+                "model than model.path, start it again with the configuration of model.path"
             )
 
     async def _replace_all(self, folder: str, label: str) -> dict[str, Exception | None]:
@@ -363,15 +365,17 @@ def completion_of(answer: Any, request: Request, url: str, bounds: AnswerBounds,
         content = choice.object("logprobs").objects("content")
         logprobs = [entry.number("logprob", -_FLOAT, MAX_LOGPROB) for entry in content]
     except ValueError as error:
-        raise ServerFailed(f"{url} answers what is no response: {error}") from error
+        raise ServerFailed(f"{url} answers with an invalid response: {error}") from error
     if len(tokens) > bounds.max_tokens:
-        raise ServerFailed(f"{url} has answered {len(tokens)} tokens, and was asked for at most {bounds.max_tokens}")
+        raise ServerFailed(
+            f"{url} answers with {len(tokens)} tokens, more than the requested maximum of {bounds.max_tokens}"
+        )
     if drawn_by != {bounds.label}:
         raise ServerFailed(
-            f"{url} has drawn by the weights {', '.join(sorted(drawn_by))}, which are not this run's {bounds.label}"
+            f"{url} sampled from the weights {', '.join(sorted(drawn_by))} instead of this run's {bounds.label}"
         )
     if finish_reason not in ("stop", "length") or not tokens or len(tokens) != len(logprobs):
-        raise ServerFailed(f"{url} has ended a response of {len(tokens)} tokens early: {finish_reason}")
+        raise ServerFailed(f"{url} ended a response of {len(tokens)} tokens early: {finish_reason}")
     return Completion(
         request.request_id,
         np.array(tokens, np.int32),

@@ -63,7 +63,7 @@ def test_an_engine_names_its_backends(two_engines: Seen, one_engine: Seen) -> No
 def test_a_rank_that_samples_other_tokens_is_an_error(one_engine: Seen, two_engines: Seen) -> None:
     for rank in one_engine:
         for name in ("generate", "collect"):
-            assert "ranks [1] of engine 0 have sampled other tokens" in rank["other rank"][name]
+            assert "ranks [1] of engine 0 sampled other tokens" in rank["other rank"][name]
         assert rank["other rank"]["again"] == "nothing was raised"
     for rank in two_engines:  # nothing to compare with
         assert set(rank["other rank"].values()) == {"nothing was raised"}
@@ -199,7 +199,7 @@ def test_responses_in_flight_go_on_with_new_weights(seen: Seen, mode: str) -> No
 
 def test_where_responses_are_to_end_first_new_weights_are_refused(seen: Seen) -> None:
     published = seen[0]["publish"]["drain"]
-    assert published["error"].startswith("RuntimeError: 3 requests are in flight; rollout.at_publish=drain")
+    assert published["error"].startswith("RuntimeError: 3 requests are in flight, but rollout.at_publish=drain")
     assert [versions for _, versions in published["drawn"].values()] == [[[0, 40]]] * 3
 
 

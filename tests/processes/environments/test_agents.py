@@ -225,7 +225,7 @@ def test_programs(endpoint: Endpoint) -> None:
         play(endpoint, 1, command=["no-such-program"])
     with refused(ConfigError, field="environment.agent.command", remedy="write it as a list, [python, agent.py]"):
         play(endpoint, 1, command=["python program.py --token=secret"])
-    for name, remedy in {"few": "let it take (task, base_url, api_key)", "yields": "let it return its reward"}.items():
+    for name, remedy in {"few": "let it take (task, base_url, api_key)", "yields": "return the reward instead"}.items():
         with refused(ConfigError, field="environment.agent.function", value=f"functions.py:{name}", remedy=remedy):
             play(endpoint, 1, function=f"functions.py:{name}")
 
@@ -282,7 +282,7 @@ def test_servers(endpoint: Endpoint) -> None:
     assert rewards.reward == 0.5 and silent.messages == [{"role": UNGRADED, "content": ""}]
     [gone] = play(endpoint, "rewards", url=url)
     assert "did not answer: Cannot connect to host 127.0.0.1" in gone.error
-    assert "answered more than 65536 bytes" in floods.error and junk.error == "answered what is no JSON: 'junk'"
+    assert "answered more than 65536 bytes" in floods.error and junk.error == "answered with invalid JSON: 'junk'"
     assert "answered with status 500" in fails.error
 
 
@@ -297,7 +297,7 @@ def test_tests_in_the_container_grade_what_a_function_has_not_graded(endpoint: E
     assert [answer.reward for answer in plain] == [1.0, 0.0, 0.75]
     [broken] = play(endpoint, "x", function="functions.py:codes", kind="sandbox", extra={"container": {"imag": "x"}})
     assert "extra_info.container has unknown fields: imag" in broken.error
-    with pytest.raises(ConfigError, match=r"takes a container, and there are none; set environment\.container\.kind"):
+    with pytest.raises(ConfigError, match=r"takes a container, but the run has none; set environment\.container\.kind"):
         play(endpoint, "x", function="functions.py:codes")
 
 
@@ -322,7 +322,7 @@ def test_an_agent_is_tried_before_a_run(capsys: pytest.CaptureFixture[str], fold
     assert "2 episodes with one empty turn, 0 failed" in capsys.readouterr().out
     wrong = {
         "odd": "in step: ended with 'much'",
-        "plain": "ended without a reward; let it give one, or set environment.score=reward",
+        "plain": "ended without a reward; return one, or set environment.score=reward",
         "mute": "ended without a turn of the policy",
     }
     for name, problem in wrong.items():

@@ -347,7 +347,7 @@ def test_what_a_sandbox_cannot_do_is_refused() -> None:
 
         asyncio.run(main())
 
-    with pytest.raises(ConfigError, match=r"has no images, and a task is made for ubuntu:24\.04; use docker"):
+    with pytest.raises(ConfigError, match=r"has no images, but a task needs the image ubuntu:24\.04; use docker"):
         opens(Task(image="ubuntu:24.04"))
-    with pytest.raises(ConfigError, match=r"the setup of a task fails in its container, 'exit 4'"):
+    with pytest.raises(ConfigError, match=r"a setup command of a task failed in its container, 'exit 4'"):
         opens(Task(setup=("exit 4",)))

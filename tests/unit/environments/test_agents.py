@@ -450,16 +450,16 @@ HI = [{"role": "user", "content": "q"}]
 DEEP = '{"a":' * 960 + "1" + "}" * 960
 NESTED = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": DEEP}}]}
 HOSTILE = [
-    ("chat/completions", b"{", 400, "no JSON"),
-    ("chat/completions", b"[" * 100_000, 400, "no JSON"),
-    ("chat/completions", b"[]", 400, "no JSON object"),
-    ("chat/completions", {}, 400, "messages must be a list"),
-    ("chat/completions", {"messages": [7]}, 400, "messages[0] has no role"),
-    ("chat/completions", {"messages": [{"role": "root", "content": "x"}]}, 400, "messages[0] has no role"),
+    ("chat/completions", b"{", 400, "not JSON"),
+    ("chat/completions", b"[" * 100_000, 400, "not JSON"),
+    ("chat/completions", b"[]", 400, "not a JSON object"),
+    ("chat/completions", {}, 400, "messages must be a non-empty list"),
+    ("chat/completions", {"messages": [7]}, 400, "messages[0] needs a role"),
+    ("chat/completions", {"messages": [{"role": "root", "content": "x"}]}, 400, "messages[0] needs a role"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'image_url'"),
-    ("chat/completions", {"messages": [{"role": "system", "content": [{"type": "image_url"}]}]}, 400, "reads text"),
+    ("chat/completions", {"messages": [{"role": "system", "content": [{"type": "image_url"}]}]}, 400, "send text"),
     ("chat/completions", {"messages": [{"role": "user", "content": "\0"}]}, 400, "NUL"),
-    ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "refuses these messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "rejects these messages"),
     ("chat/completions", {"messages": HI, "n": 10**9}, 400, "n is 1000000000"),
     ("chat/completions", {"messages": HI, "max_tokens": -1}, 400, "max_tokens is -1"),
     ("chat/completions", {"messages": HI, "stop": ["x"] * 99}, 400, "stop is"),
@@ -468,12 +468,12 @@ HOSTILE = [
     ("chat/completions", {"messages": HI, "tool_choice": "required"}, 400, "tool_choice"),
     ("chat/completions", {"messages": HI, "tools": "all"}, 400, "tools must be a list"),
     ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [1]}]}, 400, "tool_calls"),
-    ("completions", {"prompt": []}, 400, "prompt is empty"),
+    ("completions", {"prompt": []}, 400, "prompt must be a non-empty text"),
     ("completions", {"prompt": [-1]}, 400, "prompt"),
     ("completions", {"prompt": "x", "echo": True}, 400, "echo"),
     ("completions", {"prompt": [5, 105]}, 400, "token 105"),  # the tokenizer has 105
     ("completions", {"prompt": [5, 2**31 - 1]}, 400, "token 2147483647"),
-    ("completions", {"prompt": "\ue0ff"}, 400, "no token"),
+    ("completions", {"prompt": "\ue0ff"}, 400, "prompt is empty"),
     ("completions", {"prompt": "x", "stream": True, "stream_options": "usage"}, 400, "stream_options"),
     ("chat/completions", {"messages": HI, "stream": True, "stream_options": [1]}, 400, "stream_options"),
     ("chat/completions", {"messages": [*HI, NESTED], "tools": TOOLS}, 400, "nested deeper than 64"),
@@ -497,7 +497,7 @@ def test_junk_is_refused_in_one_line_and_harms_nobody(run: Any, tokenizer: PreTr
             for path in ("chat/completions", "messages", "begin"):
                 assert post(base_url, path, b"{}", key and key.encode().decode("latin-1"))[0] == 401
         status, answer = post(base_url, "embeddings", b"{}", api_key)
-        assert status == 404 and "POST /v1/embeddings is not served; POST /v1/chat/" in answer["error"]["message"]
+        assert status == 404 and "POST /v1/embeddings is not served; use POST /v1/chat/" in answer["error"]["message"]
         assert post(base_url, "chat/completions", b"x" * (serving.MAX_BYTES + 1), api_key)[0] == 413
         assert chat(base_url, api_key).models.list().data[0].id == "policy"
         assert (

@@ -26,10 +26,10 @@ def test_rows() -> None:
 @pytest.mark.parametrize(
     ("told", "problem"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ([1], "must be an object"),
         ({"imag": "x"}, "has unknown fields: imag"),
-        ({"image": 3}, "image must be a text"),
+        ({"image": 3}, "image must be a non-empty text"),
         ({"workdir": "app"}, "give an absolute path"),
         ({"setup": [1]}, "setup must be a command"),
         ({"files": ["a"]}, "files must be an object"),

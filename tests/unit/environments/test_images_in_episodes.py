@@ -353,11 +353,14 @@ def test_an_image_that_cannot_be_used_is_refused_by_name(
     endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, reader: ImageReader
 ) -> None:
     for url, reason in [
-        ("http://example.com/a.png", "'http://example.com/a.png': nothing is fetched"),
-        ("https://example.com/a.png", "nothing is fetched"),
-        ("file:///etc/hostname", "'file:///etc/hostname': nothing is fetched and no file is read"),
-        ("wide.png", "'wide.png': nothing is fetched and no file is read"),
-        ("data:text/plain;base64,AA==", "nothing is fetched"),
+        ("http://example.com/a.png", "'http://example.com/a.png', which is not an image data URL"),
+        ("https://example.com/a.png", "which is not an image data URL"),
+        (
+            "file:///etc/hostname",
+            "'file:///etc/hostname', which is not an image data URL; the endpoint reads no URLs and files",
+        ),
+        ("wide.png", "'wide.png', which is not an image data URL; the endpoint reads no URLs and files"),
+        ("data:text/plain;base64,AA==", "which is not an image data URL"),
         ("data:image/png,AA", "not an image data URL"),
         ("data:image/png;base64,!", "is not base64"),
         (data_url(b"no picture"), "the messages, image 1: it cannot be read"),
@@ -384,7 +387,7 @@ def test_too_many_images_and_those_of_a_model_that_sees_none_are_refused(
     [message] = Asking(endpoint, tokenizer, reader, play).refusals
     assert "4 images, more than data.max_images=3" in message
     [message] = Asking(endpoint, tokenizer, None, play).refusals
-    assert message == "messages have images, and the model sees none"
+    assert message == "messages have images, but the model reads no images"
 
 
 def test_behind_a_token_that_the_policy_has_drawn_an_agent_is_shown_no_image(
@@ -399,7 +402,7 @@ def test_behind_a_token_that_the_policy_has_drawn_an_agent_is_shown_no_image(
 
     played = Asking(endpoint, tokenizer, reader, play, says="#a")
     [message] = played.refusals
-    assert message == "a token of an image is there without an image, and behind it no image is shown"
+    assert message == "the conversation has an image token without an image, so no image can follow it"
     assert played.found.finish_reason == "length" and len(played.engine.requests) == 2
     assert [len(request.images) for request in played.engine.requests] == [1, 1]
 
@@ -437,8 +440,7 @@ def test_without_a_template_messages_are_refused_and_texts_are_continued(endpoin
     played = Asking(endpoint, plain, None, play)
     [message] = played.refusals
     assert (
-        message
-        == "the tokenizer has no chat template, and nothing else writes messages: ask /v1/completions with a text"
+        message == "the tokenizer has no chat template, so messages are not supported; use /v1/completions with a text"
     )
     assert plain.decode(played.found.token_ids) == "qa<end>"
 
@@ -446,6 +448,6 @@ def test_without_a_template_messages_are_refused_and_texts_are_continued(endpoin
 @pytest.mark.parametrize("role", ["system", "assistant"])
 def test_an_image_in_another_message_is_refused_by_where_images_may_be(role: str) -> None:
     with pytest.raises(
-        RequestError, match=r"messages\[0\] has a part of type 'image_url': .* images in messages of users and tools"
+        RequestError, match=r"messages\[0\] has a part of type 'image_url', .* images in messages of users and tools"
     ):
         message_of(role, [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}], "messages[0]")

@@ -79,8 +79,8 @@ def test_python_runs_in_the_sandbox() -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"tools": ["abacus"]}, "'abacus' is no tool; choose from calculator, python, search"),
-        ({"tools": ["search"]}, "needs a corpus: set environment.options.corpus"),
+        ({"tools": ["abacus"]}, "'abacus' is not a tool; use calculator, python, search"),
+        ({"tools": ["search"]}, "needs a corpus; set environment.options.corpus"),
         ({"tools": ["search"], "corpus": "none.txt"}, "environment.options.corpus=none.txt cannot be read"),
     ],
 )

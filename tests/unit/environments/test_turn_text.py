@@ -67,7 +67,7 @@ def test_a_template_that_rewrites_history_is_refused_by_name_or_used_for_new_mes
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        (ALTERNATES, "refuses messages of the roles user, assistant, tool: only users and assistants"),
+        (ALTERNATES, "rejects messages of the roles user, assistant, tool: only users and assistants"),
         (DROPS, "leaves out a message of the role tool"),
     ],
 )

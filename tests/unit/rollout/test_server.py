@@ -235,7 +235,7 @@ def test_a_server_that_lies_is_left_out(build: Any, servers: list[Server], tmp_p
     assert [completion.token_ids.tolist() for completion in drawn] == [[21 + n, 22 + n, 23 + n] for n in range(4)]
     assert len(servers[1].bodies) == 4
     servers[1].lie = lie
-    with pytest.raises(RuntimeError, match=f"draw no more: {servers[1].url}") as raised:
+    with pytest.raises(RuntimeError, match=f"stopped sampling: {servers[1].url}") as raised:
         engine.generate(requests(1))
     assert len(str(raised.value)) < 1200
 
@@ -278,7 +278,7 @@ def test_a_login_in_an_address_is_not_shown(build: Any, servers: list[Server]) -
     cfg = Config()
     cfg.rollout.server.urls = ["http://user:secretpw@a:1"] * 2 + ["ftp://user:secretpw@a", "http://user:secretpw@[a"]
     problems = " ".join(engine_kind("server").model_problems(cfg.rollout, cfg.model, None, records_routes=False))  # type: ignore[arg-type]
-    assert "secretpw" not in problems and "more than once" in problems and "no address" in problems
+    assert "secretpw" not in problems and "more than once" in problems and "not a server address" in problems
 
 
 def test_a_server_that_does_not_take_weights_draws_nothing(build: Any, servers: list[Server]) -> None:
@@ -290,7 +290,8 @@ def test_a_server_that_does_not_take_weights_draws_nothing(build: Any, servers: 
     assert servers[1].asked[-1] == "/resume" and servers[1].label.endswith("-0-incomplete")  # it is not ours alone
     servers[0].fails_at = "/collective_rpc"
     with pytest.raises(
-        RuntimeError, match=r"has taken the weights: http.*/collective_rpc answers 500: .*no memory.*is resumed"
+        RuntimeError,
+        match=r"no server loaded the weights: http.*/collective_rpc answers with status 500: .*no memory.*is resumed",
     ):
         engine.load_weights(weights(1.0), version=1)
     servers[0].fails_at = servers[1].fails_at = "/resume"
@@ -323,9 +324,9 @@ def test_a_server_of_another_model_is_sent_nothing(build: Any, servers: list[Ser
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"forced_label": "default"}, "has drawn by the weights default, which are not this run's rlhf_mcore-"),
-        ({"finish_reason": "abort"}, "has ended a response of 3 tokens early: abort"),
-        ({"fails_at": "/inference/v1/generate"}, "/inference/v1/generate answers 500"),
+        ({"forced_label": "default"}, "sampled from the weights default instead of this run's rlhf_mcore-"),
+        ({"finish_reason": "abort"}, "ended a response of 3 tokens early: abort"),
+        ({"fails_at": "/inference/v1/generate"}, "/inference/v1/generate answers with status 500"),
     ],
 )
 def test_a_response_of_other_weights_or_half_a_response_is_none(
@@ -336,7 +337,7 @@ def test_a_response_of_other_weights_or_half_a_response_is_none(
     for name, value in change.items():
         setattr(servers[0], name, value)
     with pytest.raises(
-        RuntimeError, match=f"the servers of rollout.server.urls draw no more: {servers[0].url}.*{told}"
+        RuntimeError, match=f"the servers of rollout.server.urls stopped sampling: {servers[0].url}.*{told}"
     ):
         engine.generate(requests(2))
 
@@ -376,7 +377,7 @@ def test_a_place_that_cannot_hold_weights_is_refused(build: Any, servers: list[S
 
 def test_the_key_is_sent_from_its_variable(build: Any, servers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
     servers[0].token = "s3cret"
-    with pytest.raises(ConfigError, match="answers 401"):
+    with pytest.raises(ConfigError, match="answers with status 401"):
         build(servers[0])
     monkeypatch.setenv("KEY_OF_A_TEST", "s3cret")
     engine = build(servers[0], token_env="KEY_OF_A_TEST")
@@ -397,7 +398,7 @@ def test_weights_go_to_files_of_a_bounded_size(tmp_path: Path) -> None:
     ("overrides", "told"),
     [
         ([], "needs rollout.server.urls"),
-        (["rollout.server.urls=[10.0.0.7:8000]"], "has '10.0.0.7:8000', which is no address"),
+        (["rollout.server.urls=[10.0.0.7:8000]"], "has '10.0.0.7:8000', which is not a server address"),
         (["rollout.server.urls=[http://a:1]"], "needs rollout.server.weights_dir"),
         (
             ["rollout.server.urls=[http://a:1,http://a:1]", "rollout.server.weights_dir=/w"],

@@ -37,9 +37,9 @@ def test_a_whole_model_passes_with_its_tied_tensor_under_either_name_or_both() -
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ([EMBED, HEAD], "1 tensors .* not handed .* norm.weight"),
-        ([NORM], "1 tensors .* not handed .* embed.weight"),
-        ([EMBED, NORM, EMBED], "'embed.weight' was handed .* twice"),
+        ([EMBED, HEAD], "1 tensors .* not sent .* norm.weight"),
+        ([NORM], "1 tensors .* not sent .* embed.weight"),
+        ([EMBED, NORM, EMBED], "'embed.weight' was sent .* twice"),
         ([EMBED, ("norm.weight", (2,))], r"'norm.weight' has shape \(2,\), .* needs \(3,\)"),
         ([EMBED, NORM, ("bias", (1,))], "'bias' is not part"),
     ],
