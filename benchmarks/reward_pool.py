@@ -76,6 +76,7 @@ def processor_seconds(pids: list[int]) -> Callable[[], float]:
 def compare(milliseconds: float, items: int, workers: int, turns: int, folder: Path) -> dict[str, Any]:
     """One size of function: the pool against bare processes."""
     from rlhf_mcore.config.schema import RewardConfig
+    from rlhf_mcore.coroutines import run
     from rlhf_mcore.rewards.function import build_function_reward
     from rlhf_mcore.rewards.reward import make_text_trajectory
     from rlhf_mcore.types import Prompt
@@ -88,7 +89,7 @@ def compare(milliseconds: float, items: int, workers: int, turns: int, folder: P
     ]
     (folder / "grade.py").write_text(SOURCE, encoding="utf-8")
     reward = build_function_reward(RewardConfig(function=f"{folder}/grade.py:grade", workers=workers))
-    reward.score(rows[: 4 * workers * 32])  # all workers are there
+    run(reward.score(rows[: 4 * workers * 32]))  # all workers are there
     ours = processor_seconds([int(path.name) for path in Path("/proc").glob("[0-9]*") if _is_worker(path)])
     turns_made: list[dict[str, float]] = []
     with multiprocessing.get_context("fork").Pool(workers, os.setsid) as pool:
@@ -99,7 +100,7 @@ def compare(milliseconds: float, items: int, workers: int, turns: int, folder: P
                 "bare": lambda: measured(
                     lambda: pool.map(bare, [(text, rounds) for text in texts], chunksize=4), theirs
                 ),
-                "pool": lambda: measured(lambda: [score.value for score in reward.score(rows)], ours),
+                "pool": lambda: measured(lambda: [score.value for score in run(reward.score(rows))], ours),
             }
             found = {name: sides[name]() for name in (sides if turn % 2 else reversed(sides))}
             assert found["bare"][0] == found["pool"][0]

@@ -229,15 +229,8 @@ class Sleeper(Protocol):
 class RewardFunction(Protocol):
     """Scores finished trajectories."""
 
-    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """Begin with trajectories, while others are still drawn. What is returned waits for their scores, in order.
-
-        It is called once. Mistakes of the reward are raised by either of the two.
-        """
-        ...
-
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """``submit``, and wait."""
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Return the scores of trajectories, in order."""
         ...
 
 

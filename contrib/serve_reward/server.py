@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.http_pool import MAX_ERROR_CHARS, WireError, read_json
 from rlhf_mcore.rewards.reward import make_text_trajectory
 from rlhf_mcore.types import Prompt, Score
@@ -76,7 +77,7 @@ class RewardServer:
             )
             prompt.extra_info = dict(item.get("extra_info", {}))
             rows.append(make_text_trajectory(prompt, item["solution_str"]))
-        return self._reward.score(rows) if rows else []
+        return run(self._reward.score(rows)) if rows else []
 
 
 def read_items(value: Any) -> list[dict[str, Any]]:

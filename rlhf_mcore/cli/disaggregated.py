@@ -71,8 +71,7 @@ def build_disaggregated(
     first = None
     if fleet is not None:
         sampling = training_sampling(cfg)
-        begin_scores = rewards.graders.submit
-        ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, begin_scores, make_request)
+        ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, rewards.begin, make_request)
         run.stack.enter_context(ahead.run())
         first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work, fleet.tokens_drawn)
     kind = engine_kind(rollout.engine)

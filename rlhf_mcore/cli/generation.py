@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +25,7 @@ from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.questions import adapter_sizes, draws_greedy, sends_adapters, sent_geometry, sent_quantisation
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
+from rlhf_mcore.coroutines import Background
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.environments.build import EpisodeSpec, build_episode_sampler
@@ -47,7 +49,7 @@ from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.reinforcement import AddScores, EnginePublisher, SampledBatches
 from rlhf_mcore.trainer.sampled import FillStep, take_next_batch
 from rlhf_mcore.trainer.scores import OnError
-from rlhf_mcore.types import Prompt, Sampling
+from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 
 if TYPE_CHECKING:
     from rlhf_mcore.bridge.run.remote import RemoteBridge
@@ -60,6 +62,11 @@ class Rewards:
 
     graders: RewardFunction
     add_model: AddScores
+    thread: Background
+
+    def begin(self, trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
+        """Let the graders score in their thread."""
+        return self.thread.start(self.graders.score(trajectories))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,7 @@ def build_colocated(
         PromptBatches(data.train, sampler),
         batch_sampler,
         sampling,
-        rewards.graders,
+        rewards.begin,
         choose_fill_step(cfg, on_error),
         build_exchange(cfg, on_error),
         record,

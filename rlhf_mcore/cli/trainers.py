@@ -19,6 +19,7 @@ from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.questions import has_teacher, needs_critic, needs_reference
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.coroutines import Background
 from rlhf_mcore.data.prefixes import SHORTEST
 from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
 from rlhf_mcore.expected_kernels import kernels_text
@@ -126,7 +127,9 @@ def rl_trainer(run: RunContext) -> TrainingLoop:
     reward = (
         None if models.reward is None else ModelReward(graders, models.reward.compute_scores, cfg.reward.model.weight)
     )
-    rewards = Rewards(graders, keep_scores if reward is None else reward.add)
+    thread = Background("rewards")
+    run.stack.callback(thread.close)
+    rewards = Rewards(graders, keep_scores if reward is None else reward.add, thread)
     in_advantages = teacher is not None and teacher.top_k is None
     estimation = AdvantageComputer(cfg.algorithm, teacher_coef=cfg.teacher.coef if in_advantages else 0.0)
     sampler, counters = _prompt_sampler(cfg, data.train), Counters()

@@ -387,22 +387,12 @@ class EnvironmentReward:
     graders: RewardFunction | None = None
     adds: bool = True
 
-    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """Submit episodes to the graders. Returns a function that waits for their scores.
-
-        An episode whose environment failed keeps its failure as the score.
-        """
-        graded = self.graders.submit(trajectories) if self.graders is not None else None
-
-        def finish() -> list[Score]:
-            given = graded() if graded is not None else [None] * len(trajectories)
-            return [self._score(trajectory, score) for trajectory, score in zip(trajectories, given, strict=True)]
-
-        return finish
-
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Score episodes: submit them, and wait."""
-        return self.submit(trajectories)()
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Return the scores of episodes. An episode whose environment failed keeps its failure as the score."""
+        graded: Sequence[Score | None] = [None] * len(trajectories)
+        if self.graders is not None:
+            graded = await self.graders.score(trajectories)
+        return [self._score(trajectory, score) for trajectory, score in zip(trajectories, graded, strict=True)]
 
     def _score(self, trajectory: Trajectory, graded: Score | None) -> Score:
         own = trajectory.score

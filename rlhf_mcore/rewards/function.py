@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from rlhf_mcore.config.reward_sources import function_name
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.rewards.pool import (
-    Collect,
     Outcome,
     Pool,
     Pools,
@@ -44,9 +44,9 @@ class InProcessPool:
     def __init__(self, call: Call) -> None:
         self._call, self._thread = call, ThreadPoolExecutor(1, "reward")
 
-    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
+    async def answer_all(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
         calls = [self._thread.submit(self._call, json.loads(item)) for item in items]
-        return lambda: [Outcome(call.result()) for call in calls]
+        return [Outcome(answer) for answer in await asyncio.gather(*map(asyncio.wrap_future, calls))]
 
     def close(self) -> None:
         """Wait for running calls."""
@@ -82,8 +82,8 @@ class PooledReward:
         self._name, self._pool, self._on_error, self._with_prompt = name, pool, on_error, with_prompt
         self._batched, self._part, self._images = batched, part, images
 
-    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """Submit trajectories. The returned function waits for the scores.
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Return the scores of trajectories, in order.
 
         Unless ``reward.on_error`` is "fail", a trajectory without a result gets score 0 and a failure.
 
@@ -95,12 +95,8 @@ class PooledReward:
         items = [self._item(each) for each in trajectories]
         if self._batched and items:
             items = [b'{"batch": [' + b", ".join(items) + b"]}"]
-        collect = self._pool.submit(items, stop_at_failure=self._on_error == "fail")
-        return lambda: self._scores(trajectories, self._each(collect(), len(trajectories)))
-
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Submit trajectories and wait for their scores."""
-        return self.submit(trajectories)()
+        outcomes = await self._pool.answer_all(items, stop_at_failure=self._on_error == "fail")
+        return self._scores(trajectories, self._each(outcomes, len(trajectories)))
 
     def close(self) -> None:
         """Stop the workers."""

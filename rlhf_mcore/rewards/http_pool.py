@@ -21,13 +21,13 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, Collect, Outcome
+from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, Outcome
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -126,24 +126,20 @@ class HttpPool(ABC):
             WireError: the answer has another format.
         """
 
-    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
-        """Submit items, from any thread; see :class:`rlhf_mcore.rewards.pool.Pool`.
+    async def answer_all(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
+        """Return the outcomes of items; see :class:`rlhf_mcore.rewards.pool.Pool`.
 
-        The returned function raises ConfigError if no request can succeed, or if ``MAX_LOST_IN_A_ROW`` items in a row were
-        lost.
+        Raises:
+            ConfigError: no request can succeed, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
         """
-        future = self._client.run(self._outcomes(items, stop_at_failure))
-
-        def collect() -> list[Outcome | None]:
-            try:
-                return future.result()
-            except CancelledError as error:
-                raise RuntimeError(f"the client of {self.name} was closed") from error
-            except BaseException:
-                future.cancel()  # after Ctrl-C, the result is no longer needed
-                raise
-
-        return collect
+        wait = asyncio.wrap_future(self._client.run(self._outcomes(items, stop_at_failure)))
+        try:
+            await asyncio.wait([wait])
+        finally:
+            wait.cancel()
+        if wait.cancelled():
+            raise RuntimeError(f"the client of {self.name} was closed")
+        return wait.result()
 
     # --------------------------------------------------------------------------------------------------- in the thread
     async def _outcomes(self, items: Sequence[bytes], stop_at_failure: bool) -> list[Outcome | None]:

@@ -7,11 +7,12 @@ replaced. Answers are JSON and never unpickled, because a worker runs code from 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,10 +69,6 @@ class Outcome:
         return self.lost or self.answer.get("error", "")
 
 
-# Waits for the outcomes and returns them in order. None: the item was skipped.
-Collect = Callable[[], "list[Outcome | None]"]
-
-
 class Pool(Protocol):
     """A pool that answers items."""
 
@@ -80,8 +77,11 @@ class Pool(Protocol):
         """Stop everything that the pool has started. Waiting callers get an error."""
         ...
 
-    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
-        """Submit items. With ``stop_at_failure``, skip the remaining items after the first failure."""
+    async def answer_all(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
+        """Return the outcomes of items, in order. None: the item was skipped.
+
+        With ``stop_at_failure``, the remaining items are skipped after the first failure.
+        """
         ...
 
 
@@ -234,7 +234,7 @@ class _Threads:
         self.num_answered = 0  # items, without those equal to ``ASK``
         self._error: Exception | None = None  # why the pool has ended
 
-    def submit(self, items: Sequence[bytes], stop_at_failure: bool) -> Collect:
+    def submit(self, items: Sequence[bytes]) -> list[Future[Outcome]]:
         """Submit items. Start workers until there is one per queued item, or the limit is reached."""
         tasks = [_QueuedItem(item) for item in items]
         with self._lock:
@@ -247,7 +247,15 @@ class _Threads:
                 thread = Thread(target=self._serve, args=(worker,), name="reward-pool", daemon=True)
                 self._threads[thread] = worker
                 thread.start()
-        return lambda: self._collect([task.future for task in tasks], stop_at_failure)
+        return [task.future for task in tasks]
+
+    def cancel(self, futures: Sequence[Future[Outcome]]) -> None:
+        """Cancel items that have no outcome yet, and interrupt the workers that run them."""
+        for future in futures:
+            if not future.cancel():
+                with self._lock:
+                    if future in self._running:
+                        self._running[future].interrupt()
 
     def close(self, error: Exception | None = None) -> None:
         """Stop the workers. Waiting callers get an error."""
@@ -261,19 +269,6 @@ class _Threads:
         for thread in threads:
             if current_thread() not in threads:
                 thread.join(CLOSE_TIMEOUT_S)
-
-    def _collect(self, futures: Sequence[Future[Outcome]], stop_at_failure: bool) -> list[Outcome | None]:
-        try:
-            for future in as_completed(futures):
-                if future.result().problem and stop_at_failure:
-                    break
-            return [future.result() if future.done() else None for future in futures]
-        finally:  # also after Ctrl-C, when nothing will collect the remaining items
-            for future in futures:
-                if not future.cancel():
-                    with self._lock:
-                        if future in self._running:
-                            self._running[future].interrupt()
 
     def _fail_waiting(self, error: Exception) -> None:
         with suppress(Empty):
@@ -394,21 +389,38 @@ class WorkerPool:
         Raises:
             ConfigError: the function cannot be loaded.
         """
-        [outcome] = self.submit([ASK])()
-        return outcome.answer if outcome is not None else {}
+        futures = self._threads.submit([ASK])
+        try:
+            return futures[0].result().answer
+        finally:  # also after Ctrl-C
+            self._threads.cancel(futures)
 
     @property
     def num_answered(self) -> int:
         """Return the number of items answered so far."""
         return self._threads.num_answered
 
-    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
-        """Submit items, from any thread; see :class:`Pool`.
+    async def answer_all(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
+        """Return the outcomes of items; see :class:`Pool`.
 
-        The returned function raises ConfigError if the function cannot be loaded, or if ``MAX_LOST_IN_A_ROW`` items in a row
-        were lost.
+        Raises:
+            ConfigError: the function cannot be loaded, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
         """
-        return self._threads.submit(items, stop_at_failure)
+        futures = self._threads.submit(items)
+        waits = [asyncio.wrap_future(future) for future in futures]
+        for wait in waits:
+            wait.add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )  # asyncio reports errors that nobody reads
+        try:
+            for wait in asyncio.as_completed(waits):
+                if (await wait).problem and stop_at_failure:
+                    break
+            return [future.result() if future.done() else None for future in futures]
+        finally:
+            self._threads.cancel(futures)
+            for wait in waits:
+                wait.cancel()
 
 
 def _close(threads: _Threads, owner: int) -> None:

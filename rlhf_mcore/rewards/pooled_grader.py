@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.pool import Outcome, Pools, WorkerPool, default_workers, local_pool
 
 Verdict = tuple[float, "str | None"]  # a grade, and the cause if there is none: timeout | error
@@ -24,26 +25,19 @@ class PooledGrader(ABC):
         self._pool: WorkerPool | None = None
 
     def __call__(self, response: str, ground_truth: Any) -> float:
-        return self.grade([(response, ground_truth)])[0][0]
+        [(grade, _)] = run(self.grade([(response, ground_truth)]))
+        return grade
 
-    def grade(self, pairs: Sequence[tuple[str, Any]]) -> list[Verdict]:
-        """Submit pairs and wait for their verdicts."""
-        return self.submit(pairs)()
-
-    def submit(self, pairs: Sequence[tuple[str, Any]]) -> Callable[[], list[Verdict]]:
-        """Submit responses with their ground truths. The returned function waits for the verdicts, in order.
+    async def grade(self, pairs: Sequence[tuple[str, Any]]) -> list[Verdict]:
+        """Return the verdicts of responses with their ground truths, in order.
 
         A response without a grade in time gets 0 with "timeout" or "error".
         """
         questions = [self.question(*pair) for pair in pairs]
         asked = list(dict.fromkeys(each for each in questions if isinstance(each, bytes)))
-        collect = self.start().submit(asked) if asked else list
-
-        def finish() -> list[Verdict]:
-            verdicts = dict(zip(asked, map(self._verdict, collect()), strict=True))
-            return [verdicts[each] if isinstance(each, bytes) else each for each in questions]
-
-        return finish
+        outcomes = await self.start().answer_all(asked) if asked else []
+        verdicts = dict(zip(asked, map(self._verdict, outcomes), strict=True))
+        return [verdicts[each] if isinstance(each, bytes) else each for each in questions]
 
     def close(self) -> None:
         """Stop the worker processes and their programs."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 
@@ -40,18 +41,10 @@ class SummedReward:
     added: Graders
     weight: float
 
-    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """Submit trajectories to both graders."""
-        collects = self.first.submit(trajectories), self.added.submit(trajectories)
-
-        def finish() -> list[Score]:
-            return [self._sum(*pair) for pair in zip(*(collect() for collect in collects), strict=True)]
-
-        return finish
-
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Submit trajectories and wait for their scores."""
-        return self.submit(trajectories)()
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Return the sums of the scores of both graders, which score at the same time."""
+        scores, added = await asyncio.gather(self.first.score(trajectories), self.added.score(trajectories))
+        return [self._sum(*pair) for pair in zip(scores, added, strict=True)]
 
     def close(self) -> None:
         """Stop the threads and processes of both graders."""
@@ -138,8 +131,8 @@ class RuleReward:
         for rule in [*rules, *(rule for table in (sources or {}).values() for rule in table)]:
             self._grader(rule)
 
-    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """Grade trajectories, and submit the rest to workers. The returned function waits for the workers and returns all scores.
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Return the scores of trajectories, in order. Graders with workers grade at the same time.
 
         Raises:
             ConfigError: a prompt's data source has no rules, or a prompt has no ground truth for a rule that compares with it.
@@ -155,30 +148,21 @@ class RuleReward:
                         "name its column in data.answer_key, or use reward.function"
                     )
                 rows_of[self._grader(rule)].append((row, rule.name))
-        pending = []
-        for grader, rows in rows_of.items():
-            pairs = [(trajectories[row].response_text, trajectories[row].prompt.ground_truth) for row, _ in rows]
-            pending.append((rows, pairs, _begin(grader, pairs)))
-
-        def finish() -> list[Score]:
-            scores = [Score(0.0) for _ in trajectories]
-            for rows, pairs, grades in pending:
-                for (row, name), (response, _), (grade, failure) in zip(rows, pairs, grades(), strict=True):
-                    scores[row].parts[name] = grade
-                    scores[row].failure = scores[row].failure or failure
-                    scores[row].answered &= grade > 0 or finds_answer(name, response)
-            for score, its_rules in zip(scores, rules, strict=True):
-                score.value = math.fsum(
-                    rule.weight * (rule.incorrect + score.parts[rule.name] * (rule.correct - rule.incorrect))
-                    for rule in its_rules
-                )
-            return scores
-
-        return finish
-
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Submit trajectories and wait for their scores."""
-        return self.submit(trajectories)()
+        graded = await asyncio.gather(
+            *(_grade(grader, [trajectories[row] for row, _ in rows]) for grader, rows in rows_of.items())
+        )
+        scores = [Score(0.0) for _ in trajectories]
+        for rows, verdicts in zip(rows_of.values(), graded, strict=True):
+            for (row, name), (grade, failure) in zip(rows, verdicts, strict=True):
+                scores[row].parts[name] = grade
+                scores[row].failure = scores[row].failure or failure
+                scores[row].answered &= grade > 0 or finds_answer(name, trajectories[row].response_text)
+        for score, its_rules in zip(scores, rules, strict=True):
+            score.value = math.fsum(
+                rule.weight * (rule.incorrect + score.parts[rule.name] * (rule.correct - rule.incorrect))
+                for rule in its_rules
+            )
+        return scores
 
     def close(self) -> None:
         """Stop the worker processes."""
@@ -193,12 +177,12 @@ class RuleReward:
         return self._graders[key]
 
 
-def _begin(grader: Grader, pairs: Sequence[tuple[str, Any]]) -> Callable[[], list[Verdict]]:
-    """Start to grade pairs. A verdict contains a cause if the workers gave no grade in time."""
+async def _grade(grader: Grader, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+    """Return the verdicts of responses. A verdict contains a cause if the workers gave no grade in time."""
+    pairs = [(trajectory.response_text, trajectory.prompt.ground_truth) for trajectory in trajectories]
     if isinstance(grader, PooledGrader):
-        return grader.submit(pairs)
-    grades: list[Verdict] = [(grader(*pair), None) for pair in pairs]
-    return lambda: grades
+        return await grader.grade(pairs)
+    return [(grader(*pair), None) for pair in pairs]
 
 
 def check_sources(prompts: Iterable[Prompt], sources: Mapping[str, Sequence[RuleConfig]] | None, where: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig, JudgeConfig, RemoteRewardConfig, RewardConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, NoResults, Pools, WorkerLimits, WorkerPool, local_pool
 from rlhf_mcore.rewards.reward import build_reward, make_text_trajectory, scoring_keys
 from rlhf_mcore.rewards.trial import (
@@ -133,7 +134,7 @@ def _try_one_response(cfg: RewardConfig, data: DataConfig, name: str, pools: Poo
     reward = trial_reward(cfg.model_copy(update=others), single)
     try:
         response = "".join(right_responses(cfg, row.prompt, AT_START)[:1])
-        [score] = reward.score([make_text_trajectory(row.prompt, response)])
+        [score] = run(reward.score([make_text_trajectory(row.prompt, response)]))
     finally:
         reward.close()
     return score.cause if score.failure == "timeout" else None

@@ -22,6 +22,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_sources import needs_truth, rules_for, scores_alone
 from rlhf_mcore.config.rules.data import SCANNED_ROWS
 from rlhf_mcore.config.schema import DataConfig, RewardConfig, RuleConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.readers.data_columns import file_keys, row_limits, settings_of
@@ -235,7 +236,7 @@ def _score(
     reward: RewardFunction, pairs: Sequence[tuple[TrialRow, str]]
 ) -> Iterator[tuple[tuple[TrialRow, str], Score]]:
     responses = [make_text_trajectory(row.prompt, text) for row, text in pairs]
-    return zip(pairs, reward.score(responses) if responses else [], strict=True)
+    return zip(pairs, run(reward.score(responses)) if responses else [], strict=True)
 
 
 def right_responses(cfg: RewardConfig, prompt: Prompt, notations: Sequence[str]) -> list[str]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_mcore.config.errors import shortened
+from rlhf_mcore.coroutines import cancel_all
 from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory, check_completion
 from rlhf_mcore.sampling.followers import EnginePass, send_pass
-from rlhf_mcore.sampling.running import cancel_all
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Condition, Event, Thread
@@ -19,12 +20,11 @@ from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory, check_completion
 from rlhf_mcore.sampling.requests import MakeRequest, request_of
 from rlhf_mcore.sampling.rollouts import Decode, build_trajectories
 from rlhf_mcore.sampling.seeds import sampling_of_batch
+from rlhf_mcore.trainer.sampled import BeginScores
 from rlhf_mcore.types import DRAFTS, ROUTES, Completion, Prompt, Request, Sampling, Score, Trajectory
 
 POLL_S, IDLE_S = 1.0, 0.05  # of the thread: most that it waits for a response, and when there is none to wait for
 _KEPT = ("number", "place", "step", "attempt")  # of a group, in a checkpoint
-# Trajectories -> what waits for their scores, in order.
-BeginScores = Callable[["Sequence[Trajectory]"], "Callable[[], list[Score]]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class PromptGroup:
     requests: dict[int, Request] = field(default_factory=dict)  # that are not answered yet, by request id
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample
     trajectories: list[Trajectory] = field(default_factory=list)  # of all samples, when the last one has finished
-    scores: Callable[[], list[Score]] | None = None  # waits for those of the trajectories
+    scores: Future[list[Score]] | None = None  # of the trajectories
 
     @property
     def oldest_version(self) -> int | None:
@@ -92,7 +92,7 @@ class SamplingAhead:
     Args:
         prompts: of the data, in the order that ``sampler`` counts.
         sampler: draws ``schedule.prompts_per_step`` at a time. What it has drawn is answered here or learned from.
-        begin_scores: trajectories -> what waits for their scores.
+        begin_scores: trajectories -> their scores, which are computed meanwhile.
     """
 
     def __init__(

@@ -6,12 +6,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.protocols import EngineRank, Generator
 from rlhf_mcore.sampling.engine_loop import EngineLoop
 from rlhf_mcore.sampling.followers import follow
 from rlhf_mcore.sampling.policy import Job
 from rlhf_mcore.sampling.rollouts import Decode, MakeRollout, sample_single_turn
-from rlhf_mcore.sampling.running import run
 from rlhf_mcore.sampling.seeds import number_occurrences
 from rlhf_mcore.trainer.dealing import Dealer
 from rlhf_mcore.types import Prompt, Sampling, Trajectory

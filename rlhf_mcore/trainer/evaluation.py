@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_mcore.config.choices import GRADERS
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import EngineRank, RewardFunction
@@ -89,7 +90,7 @@ def grade(
     """Draw and score ``sampling.n`` responses per prompt; [] on ranks that are not their engine's lead."""
     trajectories = sampler.sample(prompts, sampling, step=SEED_STEP) if prompts else []
     sampler.wait()
-    scores = reward.score(trajectories)
+    scores = run(reward.score(trajectories))
     return [(t, s, graded(t, s)) for t, s in zip(trajectories, scores, strict=True)]
 
 
@@ -220,11 +221,7 @@ class RecordedScores:
 
     scores: dict[tuple[int, int], Score]  # (row of the prompt, sample)
 
-    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """Look scores up: there is nothing to wait for."""
-        return lambda: self.score(trajectories)
-
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Return one score per trajectory, in order."""
         return [self.scores[t.prompt.index, t.sample] for t in trajectories]
 
@@ -253,7 +250,7 @@ def score_records(
     scored = []
     for batch in batches(prompts, engine, size):
         mine = [(p, r) for p in batch for r in by_prompt[p.index]] if engine.is_lead else []
-        scores = reward.score([_trajectory(*pair) for pair in mine])
+        scores = run(reward.score([_trajectory(*pair) for pair in mine]))
         for (_, record), score in zip(mine, scores, strict=True):
             correct = is_correct(score.value, score.parts)
             whole = record | {"score": score.value, "parts": score.parts, "correct": correct}

@@ -26,14 +26,9 @@ class ModelReward:
     compute_scores: Callable[[TrainBatch], Tensor]  # [B], of whole responses; collective over the world
     weight: float
 
-    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """Let the graders begin. What is returned is collective over the world, and calls the model."""
-        others = self.graders.submit(trajectories)
-        return lambda: self.add(trajectories, others())
-
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Collective over the world: every rank calls it, with none or some trajectories of its own."""
-        return self.submit(trajectories)()
+        return self.add(trajectories, await self.graders.score(trajectories))
 
     def add(self, trajectories: Sequence[Trajectory], others: Sequence[Score]) -> list[Score]:
         """Add the model's score to the scores ``others`` of graders. Collective over the world."""

@@ -109,7 +109,7 @@ class PipelinedBatches:
         prompts = [replace(self.prompts[place], occurrence=occurrence) for place, occurrence in named]
         placed = [(place, trajectory) for place, group in enumerate(taken) for trajectory in group.trajectories]
         with self.recorder.phase("score"):
-            scores = [score for group in taken if group.scores is not None for score in group.scores()]
+            scores = [score for group in taken if group.scores is not None for score in group.scores.result()]
             scores = self.add_model([trajectory for _, trajectory in placed], scores)
         rollouts = [Rollout(*each, score) for each, score in zip(placed, scores, strict=True)]
         return SampledBatch(prompts, rollouts)

@@ -17,9 +17,10 @@ from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import DRAFTS
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from rlhf_mcore.data.source import PromptBatches
     from rlhf_mcore.protocols import (
-        RewardFunction,
         Sleeper,
         SyncStats,
         TrainableModel,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.record import RunRecord
-    from rlhf_mcore.trainer.sampled import FillStep
+    from rlhf_mcore.trainer.sampled import BeginScores, FillStep
     from rlhf_mcore.trainer.token_record import TokenRecord
     from rlhf_mcore.trainer.work import StepWork
     from rlhf_mcore.types import Field, Prompt, Sampling, Score, TrainBatch, Trajectory, UpdateResult
@@ -68,14 +69,14 @@ class Roles:
 class SampledBatches:
     """Synchronous: a step's responses are drawn when the step asks for them, and scored while others are drawn.
 
-    ``add_model`` adds to the scores of ``reward`` those of a reward model, which needs the device. Collective. ``pop_preemptions``:
+    ``add_model`` adds to the scores of graders those of a reward model, which needs the device. Collective. ``pop_preemptions``:
     of this rank's engine since the last call, if the engine counts them.
     """
 
     prompt_source: PromptBatches
     sampler: BatchSampler
     sampling: Sampling
-    reward: RewardFunction
+    begin_scores: BeginScores
     fill_step: FillStep
     exchange: RowExchange
     recorder: RunRecord
@@ -93,12 +94,12 @@ class SampledBatches:
     def _sample(self, step: int, number: int) -> SampledBatch:
         """Sample and score batch ``number`` of a step."""
         prompts = self.prompt_source.next_batch()
-        waits: dict[int, Callable[[], list[Score]]] = {}  # by position, for the scores of its trajectories
+        begun: dict[int, Future[list[Score]]] = {}  # the scores of a prompt's trajectories, by its place
         longest = count = 0
 
-        def finished(position: int, trajectories: Sequence[Trajectory]) -> None:
+        def finished(place: int, trajectories: Sequence[Trajectory]) -> None:
             nonlocal longest, count
-            waits[position] = self.reward.submit(trajectories)
+            begun[place] = self.begin_scores(trajectories)
             count += len(trajectories)
             longest = max(longest, *(trajectory.num_sampled for trajectory in trajectories))
             waiting = self.sampler.engine.num_in_flight
@@ -109,7 +110,7 @@ class SampledBatches:
             sampling = sampling_of_batch(self.sampling, number)
             placed = self.sampler.sample_step(prompts, sampling, step=step, finished=finished)
         with self.recorder.phase("score"):
-            scores = [score for position in sorted(waits) for score in waits[position]()]
+            scores = [score for place in sorted(begun) for score in begun[place].result()]
             scores = self.add_model([trajectory for _, trajectory in placed], scores)
         rollouts = [Rollout(*each, score) for each, score in zip(placed, scores, strict=True)]
         return SampledBatch(prompts, rollouts)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from rlhf_mcore.types import Prompt, Score, Trajectory
 
 
@@ -66,6 +68,8 @@ def _moved(rollouts: Sequence[Rollout], new_place: dict[int, int]) -> list[Rollo
     return [replace(rollout, place=new_place[rollout.place]) for rollout in rollouts if rollout.place in new_place]
 
 
+# Trajectories -> their scores, in order, which are computed meanwhile.
+BeginScores = Callable[["Sequence[Trajectory]"], "Future[list[Score]]"]
 # The number of prompts that a step misses (0 at its beginning) and the number of the batch within the step, from 0 -> further prompts
 # with their rollouts: as many as are missing, or a whole batch. Collective.
 SampleBatch = Callable[[int, int], SampledBatch]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from rlhf_mcore.cli.reward_pools import reward_pools
 from rlhf_mcore.config.schema import RewardConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.reward import build_reward, make_text_trajectory
 from rlhf_mcore.types import Prompt
 
@@ -22,7 +23,8 @@ def main(function: str) -> None:
 
     rows = [make_text_trajectory(Prompt(str(n), n, [1], ""), "x" * n) for n in range(3)]
     print(
-        json.dumps([[score.value for score in reward.score(rows)], ray.get_runtime_context().gcs_address]), flush=True
+        json.dumps([[score.value for score in run(reward.score(rows))], ray.get_runtime_context().gcs_address]),
+        flush=True,
     )
     dist.barrier()  # Ray ends with the first rank
     reward.close()

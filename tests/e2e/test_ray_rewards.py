@@ -19,6 +19,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig
+from rlhf_mcore.coroutines import Background, run
 from rlhf_mcore.own_processes import children, has_ended
 from rlhf_mcore.rewards.function import PooledReward, build_function_reward
 from rlhf_mcore.rewards.ray_pool import RayPools
@@ -78,13 +79,13 @@ def test_scores_are_those_of_local_workers(
 ) -> None:
     here = f"float(os.getcwd() == {os.getcwd()!r})"
     body = f"import random; return {{'score': int(solution_str) + random.random(), 'here': {here}}}"
-    far = reward(body, workers=2).score(rows(50))
+    far = run(reward(body, workers=2).score(rows(50)))
     local = build_function_reward(RewardConfig(function=f"{tmp_path}/my_reward.py:grade", workers=1))
-    assert far == local.score(rows(50)) and far[0].parts == {"here": 1.0}
+    assert far == run(local.score(rows(50))) and far[0].parts == {"here": 1.0}
     local.close()
     pairs = [(r"\boxed{\frac{1}{\sqrt3}}", r"\frac{\sqrt3}{3}"), (r"\boxed{x+1}", "x+2")]
     ruled = build_reward(RewardConfig(rules=[RuleConfig(name="math")], workers=1), pools)
-    assert [score.value for score in ruled.score([trajectory(*pair[:1], truth=pair[1]) for pair in pairs])] == [
+    assert [score.value for score in run(ruled.score([trajectory(*pair[:1], truth=pair[1]) for pair in pairs]))] == [
         1.0,
         0.0,
     ]
@@ -103,20 +104,20 @@ def test_fault_24_a_bad_function_ends_in_its_policy_there_too(reward: Callable[.
         ),
     }
     body = "\n    ".join(f"if solution_str == '{text}': {what}" for text, (what, *_) in bad.items()) + "\n    return 1"
-    scores = reward(body, timeout_s=1.5, memory_gib=0.25, workers=2).score(rows(6))
+    scores = run(reward(body, timeout_s=1.5, memory_gib=0.25, workers=2).score(rows(6)))
     assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     for text, (_, kind, cause) in bad.items():
         found = scores[int(text)]
         assert found.failure == kind and cause in found.cause and f"prompt 'train-{text}', sample 3" in found.cause
     with pytest.raises(ConfigError, match=r"prompt 'train-1', sample 3, raised ValueError: no such unit"):
-        reward(body, timeout_s=1.5, memory_gib=0.25, on_error="fail").score(rows(3))
+        run(reward(body, timeout_s=1.5, memory_gib=0.25, on_error="fail").score(rows(3)))
 
 
 def test_credentials_stay_here(reward: Callable[..., PooledReward], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("JUDGE_KEY", "secret")
     body = "return {'score': 0, **{name: 1 for name, value in os.environ.items() if value == 'secret' or 'RAY_AUTH' in name}}"
-    assert reward(body, env=["JUDGE_KEY"]).score(rows(1))[0].parts == {"JUDGE_KEY": 1.0}
+    assert run(reward(body, env=["JUDGE_KEY"]).score(rows(1)))[0].parts == {"JUDGE_KEY": 1.0}
 
 
 def test_fault_32_what_an_actor_held_is_tried_on_another_one(
@@ -127,10 +128,10 @@ def test_fault_32_what_an_actor_held_is_tried_on_another_one(
     kill = "os.kill(os.getppid(), 9); time.sleep(99)"
     first = f"solution_str == '5' and not os.path.exists({str(mark)!r})"
     body = f"if {first}: open({str(mark)!r}, 'w'); {kill}\n    return 1"
-    assert reward(body, workers=2).score(rows(40)) == [Score(1.0)] * 40
+    assert run(reward(body, workers=2).score(rows(40))) == [Score(1.0)] * 40
     assert "lost its Ray actor" in capfd.readouterr().err
     always = f"if solution_str == '2': {kill}\n    return 1"
-    found = reward(always).score(rows(4))
+    found = run(reward(always).score(rows(4)))
     assert [score.failure for score in found] == [None, None, "error", None]
     assert "lost its Ray actor" in found[2].cause
 
@@ -156,10 +157,10 @@ def test_fault_32_what_a_machine_held_that_is_lost_is_tried_on_another_one(
         )
         # The first worker waits in its first response until the second has started, on a busy machine for minutes.
         graded = reward(body, RayPools(cluster.problem, 40000.0), workers=2, timeout_s=200.0)
-        waiting = graded.submit(rows(200))
+        waiting = Background("test").start(graded.score(rows(200)))
         wait_for(lambda: len(list(tmp_path.glob("on-*"))) == 2, 200)
         node.kill_all_processes(check_alive=False, allow_graceful=False)
-        assert waiting() == [Score(float(number)) for number in range(200)]
+        assert waiting.result() == [Score(float(number)) for number in range(200)]
     finally:
         node.kill_all_processes(check_alive=False, allow_graceful=False)
     assert "lost its Ray actor" in capfd.readouterr().err
@@ -177,11 +178,13 @@ def test_programs_run_in_the_sandbox_of_an_actor(pools: RayPools) -> None:
     rule = RuleConfig(name="code", test_s=1.0, total_s=2.0)
     ruled = build_reward(RewardConfig(rules=[rule], workers=1), pools)
     tests = [expected and {"inputs": ["0\n"], "outputs": expected} for expected in programs.values()]
-    scores = ruled.score(
-        [
-            trajectory(f"```python\n{code}\n```", truth=truth or "42")
-            for code, truth in zip(programs, tests, strict=True)
-        ]
+    scores = run(
+        ruled.score(
+            [
+                trajectory(f"```python\n{code}\n```", truth=truth or "42")
+                for code, truth in zip(programs, tests, strict=True)
+            ]
+        )
     )
     ruled.close()
     assert [(score.value, score.failure) for score in scores] == [(1.0, None), *[(0.0, None)] * 3, (0.0, "error")]
@@ -197,10 +200,12 @@ def test_groups_are_scored_while_others_are_waited_for(reward: Callable[..., Poo
     scored = reward(
         f"while solution_str == '0' and not os.path.exists({str(mark)!r}): time.sleep(0.01)\n    return 1", workers=2
     )
-    slow, quick = scored.submit(rows(1)), [scored.submit(rows(4)[1:]) for _ in range(3)]
-    assert [collect() for collect in quick] == [[Score(1.0)] * 3] * 3
+    thread = Background("test")
+    slow = thread.start(scored.score(rows(1)))
+    quick = [thread.start(scored.score(rows(4)[1:])) for _ in range(3)]
+    assert [future.result() for future in quick] == [[Score(1.0)] * 3] * 3
     mark.touch()
-    assert slow() == [Score(1.0)]
+    assert slow.result() == [Score(1.0)]
 
 
 def test_the_ranks_of_a_machine_share_one_ray_which_ends_with_them(tmp_path: Path) -> None:
@@ -249,10 +254,10 @@ def test_there_is_no_ray_at_an_address() -> None:
 
 def test_fault_32_a_run_without_ray_ends_with_one_message(reward: Callable[..., PooledReward], pools: RayPools) -> None:
     """The last test of the file: Ray is killed while a response is being scored."""
-    waiting = reward("time.sleep(10**6)", timeout_s=600.0).submit(rows(1))
+    waiting = Background("test").start(reward("time.sleep(10**6)", timeout_s=600.0).score(rows(1)))
     time.sleep(1.0)
     (head,) = children()
     os.kill(head, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"reward\.function=.*: Ray on this machine has ended; start the run again"):
-        waiting()
+        waiting.result()
     assert has_ended(head)

@@ -16,6 +16,7 @@ import pytest
 
 from rlhf_mcore.config.reward_sources import SOURCES
 from rlhf_mcore.config.schema import SandboxConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.code import CodeGrader
 
 THEIRS = """
@@ -62,7 +63,7 @@ def test_scores_are_verls() -> None:
     theirs = json.loads(done.stdout.strip().splitlines()[-1])
     (rule,) = SOURCES["apps"]
     grader = CodeGrader(rule, SandboxConfig())
-    ours = grader.submit([(f"```python\n{code}\n```", truth) for code, truth, _ in CASES])()
+    ours = run(grader.grade([(f"```python\n{code}\n```", truth) for code, truth, _ in CASES]))
     grader.close()
     expected = [score for *_, score in CASES]
     assert [score for score, _ in ours] == pytest.approx(expected)

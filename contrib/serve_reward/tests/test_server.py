@@ -20,6 +20,7 @@ from aiohttp import web
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore_contrib.serve_reward.server import RewardServer
 from rlhf_mcore_contrib.serving import check_host
@@ -63,7 +64,7 @@ def test_scores_of_a_server_are_those_of_its_reward(batch_size: int) -> None:
     local = build_reward(RewardConfig(rules=rules))
     with reward_server(RewardServer(local)) as url:
         found = scored(made, url, batch_size=batch_size)
-    assert found == local.score(made)
+    assert found == run(local.score(made))
     assert [score.value for score in found[:4]] == [0.75, 0.0, 0.25, 0.75]
 
 

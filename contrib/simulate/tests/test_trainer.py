@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from rlhf_mcore.types import Request as Asked
 from rlhf_mcore_contrib.simulate.engine import Engine, EngineTimes, Group, Request
 from rlhf_mcore_contrib.simulate.lengths import read_lengths
 from rlhf_mcore_contrib.simulate.schedule import CONTINUE, DRAIN, RESUBMIT, Scenario, Schedule, TrainTimes, simulate
-from tests.unit.trainer.records import prompt
+from tests.unit.trainer.records import done, prompt
 
 PROMPTS = [prompt(index) for index in range(64)]
 SAMPLES, STEPS = 2, 12
@@ -79,8 +80,8 @@ class PlayedEngines:
         )
 
 
-def scores_of(trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-    return lambda: [Score(0.0) for _ in trajectories]
+def scores_of(trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
+    return done([Score(0.0) for _ in trajectories])
 
 
 def trained(

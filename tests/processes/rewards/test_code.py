@@ -16,6 +16,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rewards import code
 from rlhf_mcore.rewards.code import CodeGrader
@@ -162,8 +163,8 @@ def graders() -> Iterator[dict[str, CodeGrader]]:
 
 def test_all_or_nothing_and_the_share(graders: dict[str, CodeGrader]) -> None:
     pairs = [(RIGHT, SQUARES), (HALF, SQUARES), ("no code", SQUARES), ("", SQUARES)]
-    assert graders["all"].submit(pairs)() == [(1.0, None), (0.0, None), (0.0, None), (0.0, None)]
-    assert graders["share"].submit(pairs)() == [(1.0, None), (1 / 3, None), (0.0, None), (0.0, None)]
+    assert run(graders["all"].grade(pairs)) == [(1.0, None), (0.0, None), (0.0, None), (0.0, None)]
+    assert run(graders["share"].grade(pairs)) == [(1.0, None), (1 / 3, None), (0.0, None), (0.0, None)]
 
 
 def test_functions_asserts_and_arrays(graders: dict[str, CodeGrader]) -> None:
@@ -179,7 +180,7 @@ def test_functions_asserts_and_arrays(graders: dict[str, CodeGrader]) -> None:
         ["assert f(3) == 10"],
         {"test": "def check(candidate):\n    assert candidate(3) == 9", "entry_point": "g"},
     ]
-    grades = graders["all"].submit([(square, truth) for truth in truths])()
+    grades = run(graders["all"].grade([(square, truth) for truth in truths]))
     assert grades == [(1.0, None)] * 4 + [(0.0, None)] * 2
 
 
@@ -201,7 +202,7 @@ def test_fault_24_a_program_that_is_wrong_gets_nothing_and_harms_nothing(
     graders: dict[str, CodeGrader], program: str
 ) -> None:
     response = f"```python\n{program}\n```"
-    assert graders["all"].submit([(response, SQUARES), (RIGHT, SQUARES)])() == [(0.0, None), (1.0, None)]
+    assert run(graders["all"].grade([(response, SQUARES), (RIGHT, SQUARES)])) == [(0.0, None), (1.0, None)]
 
 
 def test_what_a_function_gives_back_is_data_and_nothing_else(graders: dict[str, CodeGrader]) -> None:
@@ -224,7 +225,7 @@ def f(x):
         except OSError: pass
     os._exit(0)"""
     responses = ["```python\n" + code.format(text) + "\n```" for text in written]
-    grades = graders["all"].submit([(response, truth) for response in responses])()
+    grades = run(graders["all"].grade([(response, truth) for response in responses]))
     assert grades == [
         (0.0, None),
         (0.0, None),
@@ -240,7 +241,7 @@ def f(x):
 
 
 def test_tests_that_cannot_be_read_are_an_error_and_not_a_wrong_answer(graders: dict[str, CodeGrader]) -> None:
-    assert graders["all"].submit([(RIGHT, "42"), (RIGHT, object()), (RIGHT, SQUARES)])() == [
+    assert run(graders["all"].grade([(RIGHT, "42"), (RIGHT, object()), (RIGHT, SQUARES)])) == [
         (0.0, "error"),
         (0.0, "error"),
         (1.0, None),

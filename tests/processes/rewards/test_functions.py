@@ -13,6 +13,7 @@ import rlhf_mcore as rm
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import FunctionConfig, RewardConfig, RuleConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.rewards.reward import build_reward, scoring_keys
 from rlhf_mcore.trainer.evaluation import is_correct
@@ -71,7 +72,7 @@ def trajectory(text: str, index: int = 0, messages: Any = None, **extra: Any) ->
 def scores(cfg: RewardConfig, *texts: str, **more: Any) -> list[Score]:
     reward = build_reward(cfg)
     try:
-        return reward.score([trajectory(text, n, **more) for n, text in enumerate(texts)])
+        return run(reward.score([trajectory(text, n, **more) for n, text in enumerate(texts)]))
     finally:
         reward.close()
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlhf_mcore.config.schema import RuleConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards import mathematics
 from rlhf_mcore.rewards.graders import answer_format, boxed
 from rlhf_mcore.rewards.mathematics import MathGrader
@@ -109,10 +110,10 @@ def test_the_last_mark_counts(grader: MathGrader, response: str, expected: float
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=[bomb[:30] for bomb in BOMBS])
 def test_a_bomb_is_no_answer(grader: MathGrader, bomb: str) -> None:
-    ((grade, failure),) = grader.grade([(f"\\boxed{{{bomb}}}", "x+1")])
+    ((grade, failure),) = run(grader.grade([(f"\\boxed{{{bomb}}}", "x+1")]))
     assert grade == 0.0
     assert failure == ("timeout" if bomb in BOMBS[-2:] else None)
-    assert grader.grade([(r"\boxed{\frac{2x+2}{2}}", "x+1")]) == [(1.0, None)]  # the next one is judged as ever
+    assert run(grader.grade([(r"\boxed{\frac{2x+2}{2}}", "x+1")])) == [(1.0, None)]  # the next one is judged as ever
 
 
 def test_a_worker_that_is_stuck_is_replaced_and_only_its_answer_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,13 +121,13 @@ def test_a_worker_that_is_stuck_is_replaced_and_only_its_answer_lost(monkeypatch
     monkeypatch.setattr(mathematics, "CPU_S", 1000.0)
     grader = MathGrader(workers=1)
     pairs = [(r"\boxed{\frac{2x+2}{2}}", "x+1"), (f"\\boxed{{{BOMBS[-1]}}}", "x+1"), (r"\boxed{x+x}", "2x")]
-    assert grader.grade(pairs) == [(1.0, None), (0.0, "timeout"), (1.0, None)]
+    assert run(grader.grade(pairs)) == [(1.0, None), (0.0, "timeout"), (1.0, None)]
     grader.close()
 
 
 def test_answers_are_judged_once_and_in_order(grader: MathGrader) -> None:
     pairs = [(f"\\boxed{{{i % 5} + x}}", f"x+{i % 3}") for i in range(60)]
-    assert [grade for grade, _ in grader.grade(pairs)] == [float(i % 5 == i % 3) for i in range(60)]
+    assert [grade for grade, _ in run(grader.grade(pairs))] == [float(i % 5 == i % 3) for i in range(60)]
 
 
 def test_the_trainer_never_imports_sympy() -> None:
@@ -150,7 +151,7 @@ def test_a_rule_counts_what_it_is_told_to(grader: MathGrader, monkeypatch: pytes
     monkeypatch.setattr(
         reward, "_grader", lambda rule: grader if rule.name == "math" else answer_format
     )  # has sympy already
-    assert reward.score(rows) == [
+    assert run(reward.score(rows)) == [
         Score(1.5, {"math": 1.0, "format": 1.0}),
         Score(-0.5, {"math": 0.0, "format": 1.0}),
         Score(-1.0, {"math": 0.0, "format": 0.0}),

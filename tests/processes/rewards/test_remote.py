@@ -12,6 +12,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RemoteRewardConfig, RewardConfig
+from rlhf_mcore.coroutines import Background
 from rlhf_mcore.rewards import http_pool
 from rlhf_mcore.rewards.reward import build_reward
 from tests.messages import refused
@@ -181,10 +182,12 @@ def test_groups_are_sent_while_others_are_waited_for() -> None:
 
     with scripted(reply) as server:
         reward = build_reward(RewardConfig(remote=RemoteRewardConfig(url=server.url)))
-        slow, quick = reward.submit(rows(1)), reward.submit(rows(3)[1:])
-        assert [score.value for score in quick()] == [2.0, 4.0]
+        thread = Background("test")
+        slow, quick = thread.start(reward.score(rows(1))), thread.start(reward.score(rows(3)[1:]))
+        assert [score.value for score in quick.result()] == [2.0, 4.0]
         gate.set()
-        assert [score.value for score in slow()] == [0.0]
+        assert [score.value for score in slow.result()] == [0.0]
+        thread.close()
         reward.close()
         assert not [thread for thread in threading.enumerate() if thread.name == "reward-client"]
 

@@ -10,6 +10,7 @@ import pytest
 from rlhf_mcore.config import choices
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config, RewardConfig, RewardModelConfig, RuleConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards import function
 from rlhf_mcore.rewards.function import PooledReward
 from rlhf_mcore.rewards.reward import RuleReward, build_reward
@@ -46,7 +47,7 @@ def test_the_configuration_knows_every_rule():
 
 def test_rules_are_a_weighted_sum_with_unweighted_parts():
     reward = RuleReward([RuleConfig(name="final_number", weight=2.0), RuleConfig(name="format", weight=0.25)])
-    scores = reward.score([trajectory("#### 42"), trajectory("#### 41"), trajectory("42")])
+    scores = run(reward.score([trajectory("#### 42"), trajectory("#### 41"), trajectory("42")]))
     # 2 * 1 + 0.25 * 1; 2 * 0 + 0.25 * 1; 0
     assert [score.value for score in scores] == [2.25, 0.25, 0.0]
     assert scores[1].parts == {"final_number": 0.0, "format": 1.0}
@@ -66,23 +67,25 @@ def test_wrong_rules_are_refused_all_at_once():
 
 def test_a_reward_model_may_be_alone():
     alone = build_reward(RewardConfig(rules=[], model=RewardModelConfig(path="rm")))
-    assert [score.value for score in alone.score([trajectory("42"), trajectory("7")])] == [0.0, 0.0]
+    assert [score.value for score in run(alone.score([trajectory("42"), trajectory("7")]))] == [0.0, 0.0]
 
 
 def test_a_prompt_without_ground_truth_is_refused_unless_no_rule_needs_it():
     with refused(ValueError, field="data.answer_key", value=("train-7", "final_number")):
-        RuleReward([RuleConfig(name="format"), RuleConfig(name="final_number")]).score(
-            [trajectory("#### 42", truth=None)]
+        run(
+            RuleReward([RuleConfig(name="format"), RuleConfig(name="final_number")]).score(
+                [trajectory("#### 42", truth=None)]
+            )
         )
-    assert RuleReward([RuleConfig(name="format")]).score([trajectory("#### 42", truth=None)])[0].value == 1.0
+    assert run(RuleReward([RuleConfig(name="format")]).score([trajectory("#### 42", truth=None)]))[0].value == 1.0
 
 
 def test_build_reward_prefers_the_function(write):
     rules = [RuleConfig(name="exact_match", weight=3.0)]
-    assert build_reward(RewardConfig(rules=rules)).score([trajectory("42")])[0].value == 3.0
+    assert run(build_reward(RewardConfig(rules=rules)).score([trajectory("42")]))[0].value == 3.0
     spec = write("def grade(data_source, solution_str, ground_truth, extra_info): return 5")
-    assert build_reward(RewardConfig(rules=rules, function=spec)).score([trajectory("42")])[0].value == 5.0
-    assert build_reward(RewardConfig()).score([trajectory("#### 42")])[0].parts == {"final_number": 1.0}
+    assert run(build_reward(RewardConfig(rules=rules, function=spec)).score([trajectory("42")]))[0].value == 5.0
+    assert run(build_reward(RewardConfig()).score([trajectory("#### 42")]))[0].parts == {"final_number": 1.0}
 
 
 def test_a_function_gets_the_four_arguments_by_position(write):
@@ -93,7 +96,9 @@ def test_a_function_gets_the_four_arguments_by_position(write):
         "    return 0.5\n"
     )
     sample = trajectory("hi", level=2)
-    assert build_function_reward(spec).score([sample, sample])[1].value == 0.5  # the prompt's own dict was not cleared
+    assert (
+        run(build_function_reward(spec).score([sample, sample]))[1].value == 0.5
+    )  # the prompt's own dict was not cleared
 
 
 def test_parameters_of_the_known_names_may_come_in_any_order(write):
@@ -101,12 +106,12 @@ def test_parameters_of_the_known_names_may_come_in_any_order(write):
         "def grade(solution_str, ground_truth, extra_info=None, data_source=None, **kwargs):\n"
         "    return float((data_source, solution_str, ground_truth, extra_info) == ('sums', 'hi', '42', {}))\n"
     )
-    assert build_function_reward(spec).score([trajectory("hi")])[0].value == 1.0
+    assert run(build_function_reward(spec).score([trajectory("hi")]))[0].value == 1.0
 
 
 def test_a_dict_carries_parts(write):
     spec = write("def grade(*a): return {'score': True, 'length': 12, 'accuracy': 0.5, 'prediction': '41', 'x': None}")
-    (score,) = build_function_reward(spec).score([trajectory("hi")])
+    (score,) = run(build_function_reward(spec).score([trajectory("hi")]))
     assert score.value == 1.0
     assert score.parts == {"function.length": 12.0, "accuracy": 0.5}  # no grade of the rule length
     assert not is_correct(0.5, score.parts)
@@ -134,12 +139,12 @@ def test_a_dict_carries_parts(write):
 def test_a_bad_result_names_function_prompt_and_value(write, returned: str, complaint: str):
     reward = build_function_reward(write(f"def grade(*a): return {returned}"))
     with pytest.raises(ValueError, match=r"my_reward\.py:grade on prompt 'train-7', sample 3, .*" + complaint):
-        reward.score([trajectory("hi")])
+        run(reward.score([trajectory("hi")]))
 
 
 def test_a_huge_result_is_abridged(write):
     with pytest.raises(ValueError) as error:
-        build_function_reward(write("def grade(*a): return 'x' * 10 ** 6")).score([trajectory("hi")])
+        run(build_function_reward(write("def grade(*a): return 'x' * 10 ** 6")).score([trajectory("hi")]))
     assert len(str(error.value)) < 500
 
 
@@ -184,5 +189,5 @@ def test_a_file_with_a_dataclass_loads_and_shadows_nothing(tmp_path: Path):
     )
     import json
 
-    assert build_function_reward(f"{path}:grade").score([trajectory("hi")])[0].value == 0.75
+    assert run(build_function_reward(f"{path}:grade").score([trajectory("hi")]))[0].value == 0.75
     assert sys.modules["json"] is json

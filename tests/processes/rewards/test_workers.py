@@ -19,6 +19,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
+from rlhf_mcore.coroutines import Background, run
 from rlhf_mcore.own_processes import MAX_FRAME_BYTES, FrameError, decode, encode
 from rlhf_mcore.rewards.function import PooledReward, build_function_reward
 from rlhf_mcore.rewards.pool import WorkerLimits, default_workers, local_pool
@@ -75,7 +76,7 @@ def test_so_many_workers_are_started_as_the_configuration_asks_for(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
     monkeypatch.setenv("WORD", word := f"word-{os.getpid()}-{workers}")
     graded = reward("return 1", workers=workers, env=["WORD"])
-    assert [score.value for score in graded.score([trajectory("x", number) for number in range(9)])] == [1.0] * 9
+    assert [score.value for score in run(graded.score([trajectory("x", number) for number in range(9)]))] == [1.0] * 9
 
     def count() -> int:
         return len({os.getsid(pid) for pid in processes_with(word)})  # each worker has a session of its own
@@ -85,7 +86,7 @@ def test_so_many_workers_are_started_as_the_configuration_asks_for(
 
 
 def test_more_memory_than_there_can_be_is_no_limit(reward: Any) -> None:
-    assert reward("return 1", memory_gib=1e300).score([trajectory("x")])[0].value == 1.0
+    assert run(reward("return 1", memory_gib=1e300).score([trajectory("x")]))[0].value == 1.0
 
 
 # body of the function; what the message says of it. The response is "bad"; "good" ones get 1 (see below).
@@ -114,7 +115,7 @@ def scoring(threads: ThreadPoolExecutor, reward: Any, body: str, timeout_s: floa
     rows = [trajectory(text, index) for index, text in enumerate(["good", "bad", "good"])]
     guarded = "if solution_str == 'good': return 1\n    " + body
     rewards = [reward(guarded, on_error=policy, timeout_s=timeout_s, memory_gib=0.25) for policy in ("fail", "zero")]
-    return [threads.submit(each.score, rows) for each in rewards]
+    return [threads.submit(lambda each=each: run(each.score(rows))) for each in rewards]
 
 
 def check_policies(name: str, scored: list[Future[list[Score]]], cause: str, failure: str) -> None:
@@ -162,7 +163,7 @@ def test_fault_31_what_a_function_does_beside_its_score_does_no_harm(
     reward: Callable[..., PooledReward], name: str
 ) -> None:
     here = os.getcwd()
-    scores = reward(HARMLESS[name]).score([trajectory("hi", index) for index in range(5)])
+    scores = run(reward(HARMLESS[name]).score([trajectory("hi", index) for index in range(5)]))
     assert [score.value for score in scores] == [1.0] * 5
     assert os.getcwd() == here
 
@@ -172,17 +173,19 @@ def test_every_call_begins_in_the_directory_of_the_trainer(reward: Callable[...,
     rows = [trajectory("hi", index) for index in range(3)]
     for row in rows:
         row.prompt.ground_truth = os.getcwd()
-    assert [score.value for score in reward(body).score(rows)] == [1.0] * 3
+    assert [score.value for score in run(reward(body).score(rows))] == [1.0] * 3
 
 
 def test_what_a_function_prints_is_seen(reward: Callable[..., PooledReward], capfd: Any) -> None:
-    reward("print('seen', solution_str); return 1").score([trajectory("here")])
+    run(reward("print('seen', solution_str); return 1").score([trajectory("here")]))
     assert "seen here" in capfd.readouterr().err
 
 
 def test_fault_31_a_flood_of_what_a_function_prints_is_cut(reward: Callable[..., PooledReward], capfd: Any) -> None:
     flooding = reward("for _ in range(16 * int(solution_str)): os.write(1, b'x' * 2**16)\n    print('last'); return 1")
-    assert [score.value for score in flooding.score([trajectory("1"), trajectory("0"), trajectory("1")])] == [1.0] * 3
+    assert [score.value for score in run(flooding.score([trajectory("1"), trajectory("0"), trajectory("1")]))] == [
+        1.0
+    ] * 3
     shown = capfd.readouterr().err
     assert "is left out)" in shown and 2**17 <= len(shown) < 2**19 and "last" in shown
 
@@ -191,9 +194,11 @@ def test_workers_see_no_credentials(reward: Callable[..., PooledReward], monkeyp
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "JUDGE_KEY"):
         monkeypatch.setenv(name, "secret")
     body = "return {'score': 0, **{name: 1 for name, value in os.environ.items() if value == 'secret'}}"
-    assert reward(body).score([trajectory("hi")])[0].parts == {}
-    assert reward(body, env=["JUDGE_KEY"]).score([trajectory("hi")])[0].parts == {"JUDGE_KEY": 1.0}
-    (started_with,) = reward("return float('secret' in open('/proc/self/environ').read())").score([trajectory("hi")])
+    assert run(reward(body).score([trajectory("hi")]))[0].parts == {}
+    assert run(reward(body, env=["JUDGE_KEY"]).score([trajectory("hi")]))[0].parts == {"JUDGE_KEY": 1.0}
+    (started_with,) = run(
+        reward("return float('secret' in open('/proc/self/environ').read())").score([trajectory("hi")])
+    )
     assert started_with.value == 0.0
 
 
@@ -205,7 +210,7 @@ def test_scores_come_in_order_from_several_workers(reward: Callable[..., PooledR
     while len(os.listdir({str(begun)!r})) < 3: time.sleep(0.005)
     time.sleep(0.002 * (int(solution_str) % 3))
     return {{'score': int(solution_str), 'pid': os.getpid()}}"""
-    scores = reward(body, workers=3).score([trajectory(str(number), number) for number in range(200)])
+    scores = run(reward(body, workers=3).score([trajectory(str(number), number) for number in range(200)]))
     assert [score.value for score in scores] == list(map(float, range(200)))
     assert len({score.parts["pid"] for score in scores}) == 3
 
@@ -214,16 +219,21 @@ def test_groups_are_scored_while_others_are_waited_for(reward: Callable[..., Poo
     mark = tmp_path / "go on"
     body = f"while solution_str == 'slow' and not os.path.exists({str(mark)!r}): time.sleep(0.01)\n    return len(solution_str)"
     scored = reward(body, workers=2)
-    slow = scored.submit([trajectory("slow")])
-    quick = [scored.submit([trajectory("x" * (number + 1), number) for number in range(3)]) for _ in range(4)]
-    assert [[score.value for score in collect()] for collect in quick] == [[1.0, 2.0, 3.0]] * 4
+    thread = Background("test")
+    slow = thread.start(scored.score([trajectory("slow")]))
+    quick = [
+        thread.start(scored.score([trajectory("x" * (number + 1), number) for number in range(3)])) for _ in range(4)
+    ]
+    assert [[score.value for score in future.result()] for future in quick] == [[1.0, 2.0, 3.0]] * 4
     mark.touch()
-    assert [score.value for score in slow()] == [4.0]
+    assert [score.value for score in slow.result()] == [4.0]
     mark.unlink()
-    waits = scored.submit([trajectory("slow")])
+    waits = thread.start(scored.score([trajectory("slow")]))
+    wait_for(lambda: not waits.done())
     scored.close()
     with pytest.raises(RuntimeError, match="closed"):  # nobody waits for workers that have ended
-        waits()
+        waits.result()
+    thread.close()
 
 
 def test_a_pool_that_is_closed_while_it_loads_ends_at_once(tmp_path: Path) -> None:
@@ -239,45 +249,51 @@ def test_a_pool_that_is_closed_while_it_loads_ends_at_once(tmp_path: Path) -> No
         with pytest.raises(RuntimeError, match="the workers of a function were closed"):
             checked.result(30)
     with pytest.raises(RuntimeError, match="closed"):
-        pool.submit([b"{}"])
+        run(pool.answer_all([b"{}"]))
 
 
 def test_ctrl_c_frees_the_worker_of_what_was_waited_for(reward: Callable[..., PooledReward], tmp_path: Path) -> None:
     mark = tmp_path / "at it"
     slow = f"open({str(mark)!r}, 'w').close(); time.sleep(10**6)"
     scored = reward(f"if solution_str == 'slow': {slow}\n    return 1")
-    collect = scored.submit([trajectory("slow")])
-    wait_for(mark.exists)
-    Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def interrupt() -> None:
+        wait_for(mark.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    Timer(0.2, interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        collect()
-    assert scored.score([trajectory("quick")]) == [Score(1.0)]
+        run(scored.score([trajectory("slow")]))
+    assert run(scored.score([trajectory("quick")])) == [Score(1.0)]
 
 
 def test_a_group_that_fails_takes_no_other_along(reward: Callable[..., PooledReward]) -> None:
     """Quick items of several groups are given to a worker together; it is killed for the one that nobody wants any more."""
     scored = reward("return 1 / int(solution_str)", on_error="fail")
-    collects = [
-        scored.submit([trajectory(text, n) for n, text in enumerate(texts)]) for texts in ("1111", "2022", "4444")
+    thread = Background("test")
+    futures = [
+        thread.start(scored.score([trajectory(text, n) for n, text in enumerate(texts)]))
+        for texts in ("1111", "2022", "4444")
     ]
-    assert [score.value for score in collects[0]()] == [1.0] * 4
+    assert [score.value for score in futures[0].result()] == [1.0] * 4
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
-        collects[1]()
-    assert [score.value for score in collects[2]()] == [0.25] * 4
+        futures[1].result()
+    assert [score.value for score in futures[2].result()] == [0.25] * 4
+    thread.close()
 
 
 def test_one_worker_keeps_state_between_calls(reward: Callable[..., PooledReward]) -> None:
     source = "seen = 0\ndef grade(*arguments):\n    global seen\n    seen += 1\n    return seen"
     counting = reward(source=source)
-    assert [score.value for score in counting.score([trajectory("a", i) for i in range(40)])] == list(range(1, 41))
-    assert counting.score([trajectory("a")])[0].value == 41.0
+    assert [score.value for score in run(counting.score([trajectory("a", i) for i in range(40)]))] == list(range(1, 41))
+    assert run(counting.score([trajectory("a")]))[0].value == 41.0
 
 
 def test_a_random_score_is_that_of_the_response(reward: Callable[..., PooledReward]) -> None:
     source = "import random\nimport numpy\ndef grade(*arguments): return random.random() + numpy.random.rand()"
     rows = [trajectory("a", index) for index in range(9)]
-    first = [score.value for score in reward(source=source, workers=1).score(rows)]
-    second = [score.value for score in reward(source=source, workers=2).score(rows[::-1])][::-1]
+    first = [score.value for score in run(reward(source=source, workers=1).score(rows))]
+    second = [score.value for score in run(reward(source=source, workers=2).score(rows[::-1]))][::-1]
     assert first == second and len(set(first)) == 9
 
 
@@ -285,16 +301,16 @@ def test_arguments_travel_unchanged(reward: Callable[..., PooledReward]) -> None
     extra = {"list": [1, 2.5, None, True], "deep": {"a": {"b": "é\ud800\x00"}}, "number": 2**80, "long": "x" * 300_000}
     body = f"extra_info['list'].append(1); return float(extra_info == {extra | {'list': [*extra['list'], 1]}!r})"
     row = trajectory("\ud800\n\x00é", **extra)
-    assert [score.value for score in reward(body).score([row, row])] == [1.0, 1.0]
+    assert [score.value for score in run(reward(body).score([row, row]))] == [1.0, 1.0]
     assert row.prompt.extra_info == extra  # the prompt's own dict was not touched
     row = trajectory("x", array=np.arange(3), scalar=np.float32(0.5), nested=[np.int64(7)])
     body = "return float(extra_info == {'array': [0, 1, 2], 'scalar': 0.5, 'nested': [7]})"
-    assert reward(body).score([row])[0].value == 1.0
+    assert run(reward(body).score([row]))[0].value == 1.0
 
 
 def test_what_is_no_json_is_named(reward: Callable[..., PooledReward]) -> None:
     with pytest.raises(ConfigError, match=r"prompt 'train-0', sample 3, cannot be written as JSON: \{1\} is a set"):
-        reward("return 1").score([trajectory("x", tags={1})])
+        run(reward("return 1").score([trajectory("x", tags={1})]))
 
 
 def test_a_response_that_fails_once_is_tried_again_on_a_fresh_worker(
@@ -302,18 +318,20 @@ def test_a_response_that_fails_once_is_tried_again_on_a_fresh_worker(
 ) -> None:
     mark = tmp_path / "been here"
     body = f"if solution_str == '7' and not os.path.exists({str(mark)!r}): open({str(mark)!r}, 'w'); os._exit(1)\n    return 1"
-    scores = reward(body, workers=2).score([trajectory(str(number), number) for number in range(40)])
+    scores = run(reward(body, workers=2).score([trajectory(str(number), number) for number in range(40)]))
     assert scores == [Score(1.0)] * 40
 
 
 def test_a_function_that_never_answers_ends_the_run_whatever_the_policy(reward: Callable[..., PooledReward]) -> None:
     rows = [trajectory("a", index) for index in range(1000)]
     with refused(ConfigError, value=10):
-        reward("os._exit(3)", on_error="zero").score(rows)
+        run(reward("os._exit(3)", on_error="zero").score(rows))
 
 
 def test_every_failure_has_its_cause(reward: Callable[..., PooledReward]) -> None:
-    scores = reward("raise ValueError(solution_str)", on_error="zero").score([trajectory(str(n), n) for n in range(50)])
+    scores = run(
+        reward("raise ValueError(solution_str)", on_error="zero").score([trajectory(str(n), n) for n in range(50)])
+    )
     assert [score.failure for score in scores] == ["error"] * 50
     assert "on prompt 'train-0', sample 3, raised ValueError: 0" in scores[0].cause
 
@@ -322,7 +340,7 @@ def test_fault_24_children_end_with_their_worker(reward: Callable[..., PooledRew
     word = f"sleep-{random.getrandbits(64)}"
     body = f"import subprocess; subprocess.Popen(['sleep', '1000'], env={{'WORD': '{word}'}}); return 1"
     failing = reward(body)
-    failing.score([trajectory("hi")])
+    run(failing.score([trajectory("hi")]))
     wait_for(lambda: len(processes_with(word)) == 1)
     failing.close()
     wait_for(lambda: not processes_with(word))
@@ -336,12 +354,13 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     path.write_text(HEAD + body + "    while True: pass")
     program = (
         "from rlhf_mcore.config.schema import RewardConfig\n"
+        "from rlhf_mcore.coroutines import run\n"
         "from rlhf_mcore.rewards.function import build_function_reward\n"
         "from tests.episodes import single_turn\n"
         "from rlhf_mcore.types import Prompt\n"
         f"reward = build_function_reward(RewardConfig(function={f'{path}:grade'!r}, workers=2, env=['WORD']))\n"
         "rows = [single_turn(Prompt(str(n), n, [1], ''), 0, [1], [0.0], '', 'stop', 0) for n in range(2)]\n"
-        "reward.score(rows)\n"
+        "run(reward.score(rows))\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], stderr=subprocess.PIPE, env=os.environ | {"WORD": word}, text=True
@@ -359,10 +378,10 @@ def test_a_worker_that_ends_between_two_calls_is_replaced(reward: Callable[..., 
         "    if text == 'last': threading.Timer(0.05, os._exit, (1,)).start()\n    return os.getpid()"
     )
     scored = reward(source=source)
-    first = scored.score([trajectory("last")])[0].value
+    first = run(scored.score([trajectory("last")]))[0].value
     status = Path(f"/proc/{int(first)}/status")
     wait_for(lambda: not status.exists() or "zombie" in status.read_text())
-    assert scored.score([trajectory("next")])[0] != Score(first)
+    assert run(scored.score([trajectory("next")]))[0] != Score(first)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +427,7 @@ def test_a_file_of_the_working_directory_hides_no_module(
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
     (tmp_path / "my_helper.py").write_text("VALUE = 5")
     source = "import json\nimport my_helper\ndef grade(a, b, c, d): return json.loads(str(my_helper.VALUE))"
-    assert reward(source=source).score([trajectory("x")])[0].value == 5.0
+    assert run(reward(source=source).score([trajectory("x")]))[0].value == 5.0
 
 
 def test_the_cores_of_a_machine_are_shared_by_its_ranks(monkeypatch: Any) -> None:

@@ -118,7 +118,7 @@ def test_an_engine_is_traced_with_its_first_weights_and_the_bridge_planned_while
     for name, fake in fakes.items():
         monkeypatch.setattr(generation, name, fake)
     actor: Any = SimpleNamespace(model=engine)
-    rewards: Any = SimpleNamespace(graders=None, add_model=None)
+    rewards: Any = SimpleNamespace(begin=None, add_model=None)
     data: Any = SimpleNamespace(decode=None, train=None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     built = generation.build_colocated(run, actor, rewards, None, data)  # type: ignore[arg-type]

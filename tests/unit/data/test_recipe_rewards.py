@@ -12,6 +12,7 @@ from rlhf_mcore.commands.prepare_data.recipes import GSM8K_INSTRUCTION, RECIPES,
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.reward import Graders, build_reward
 from rlhf_mcore.types import Prompt
 from tests.episodes import single_turn
@@ -71,7 +72,7 @@ def scores(reward: Graders, recipe: str, responses: list[str]) -> list[float]:
         single_turn(Prompt(str(n), n, [1], "", ground_truth=example.ground_truth), 0, [1], [0.0], text, "stop", 0)
         for n, (example, text) in enumerate(zip(made, responses, strict=True))
     ]
-    return [score.value for score in reward.score(rows)]
+    return [score.value for score in run(reward.score(rows))]
 
 
 @cache

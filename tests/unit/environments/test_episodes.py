@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -105,7 +106,7 @@ def test_an_episode_is_what_was_sampled_between_the_markers_of_the_template(
     ]
     assert (found.num_cached, found.num_prefilled) == (8, 6 + 19)
     assert (found.response_text, found.finish_reason, found.versions) == ("bye", "stop", ((6, 3), (19, 4)))
-    [score] = EnvironmentReward().score([found])
+    [score] = asyncio.run(EnvironmentReward().score([found]))
     assert (score.value, score.parts) == (pytest.approx(0.6), {"environment": pytest.approx(0.6)})
 
 
@@ -178,10 +179,10 @@ def test_a_failure_ends_the_run_or_leaves_an_episode_without_a_score(
         run(["a", "fall"], prompt(tokenizer))
     found = run(["a", "fall"], prompt(tokenizer), fails=False)
     assert tokenizer.decode(found[0].sampled_ids) == "a<end>fall<end>"
-    [score] = EnvironmentReward().score(found)
+    [score] = asyncio.run(EnvironmentReward().score(found))
     assert (score.value, score.failure) == (0.0, "error") and "raised ValueError: over" in score.cause
     unread = run(["a"], prompt(tokenizer, first=["no", "observation"]), fails=False)  # type: ignore[arg-type]
-    assert EnvironmentReward().score(unread)[0].failure == "error" and unread[0].num_sampled == 2
+    assert asyncio.run(EnvironmentReward().score(unread))[0].failure == "error" and unread[0].num_sampled == 2
 
 
 class Following(Scripted):

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 from rlhf_mcore.config.schema import RemoteRewardConfig, RewardConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards import http_pool
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score, Trajectory
@@ -91,7 +92,7 @@ def scores_of(
         mock.patch.object(http_pool, "TRIES", tries),
         closing(build_reward(cfg, longest_s=longest_s)) as reward,
     ):
-        return reward.score(given)
+        return run(reward.score(given))
 
 
 def trajectory(text: str, index: int = 0, truth: Any = "42", **extra: Any) -> Trajectory:

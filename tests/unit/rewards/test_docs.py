@@ -13,6 +13,7 @@ import pytest
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.rules.reward import rule_problems, service_problems
 from rlhf_mcore.config.schema import RemoteRewardConfig, RewardConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score
 from tests.episodes import single_turn
@@ -34,7 +35,7 @@ def test_a_server_of_your_own(tmp_path: Path) -> None:
             single_turn(Prompt(text, n, [1], "", ground_truth="42"), 0, [1], [0.0], text, "stop", 0)
             for n, text in enumerate(["It is 42", "It is 41", "42 "])
         ]
-        assert reward.score(made) == [
+        assert run(reward.score(made)) == [
             Score(1.0, {"length": 8.0}),
             Score(0.0, {"length": 8.0}),
             Score(1.0, {"length": 3.0}),

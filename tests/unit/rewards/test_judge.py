@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import JudgeConfig, RewardConfig, RuleConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.trainer.evaluation import is_correct
 from rlhf_mcore.types import Prompt, Score, Trajectory
@@ -154,7 +155,7 @@ def test_a_judge_that_reads_images_is_shown_those_of_the_prompt(tmp_path: Path) 
         for images in (True, False):
             judge = JudgeConfig(url=f"{server.url}/v1", model="m", rubric="{prompt}|{response}", images=images)
             reward = build_reward(RewardConfig(rules=[], judge=judge), images=tmp_path)
-            assert reward.score([seen]) == [Score(0.5, {"judge": 0.5})]
+            assert run(reward.score([seen])) == [Score(0.5, {"judge": 0.5})]
             reward.close()
         shown, plain = (request.json()["messages"][0]["content"] for request in server.seen)
     assert plain == "What is 6 x 7?|It is red."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.pool import Outcome, WorkerLimits, WorkerLost, WorkerPool
 
 
@@ -27,7 +28,7 @@ class Dying:
 def answer(outcomes: list[Outcome | str], retries: int) -> Outcome:
     pool = WorkerPool("f", "", {}, WorkerLimits(workers=1, timeout_s=1, retries=retries), lambda: Dying(outcomes))
     try:
-        [outcome] = pool.submit([b"1"])()
+        [outcome] = run(pool.answer_all([b"1"]))
         assert outcome is not None and not outcomes
         return outcome
     finally:

@@ -8,6 +8,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_sources import SOURCES, any_needs_truth, rules_of
 from rlhf_mcore.config.rules.reward import rule_problems
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.reward import build_reward, check_sources
 from rlhf_mcore.types import Prompt, Trajectory
 from tests.episodes import single_turn
@@ -32,7 +33,7 @@ def test_every_source_is_graded_by_its_own_rules() -> None:
         trajectory("HuggingFaceH4/MATH-500", r"\boxed{42}"),
         trajectory("openai/gsm8k", "42"),
     ]
-    scores = build_reward(RewardConfig(sources=table)).score(rows)
+    scores = run(build_reward(RewardConfig(sources=table)).score(rows))
     assert [score.value for score in scores] == [1.0, 3.0, 1.0, -1.0, 1.0, 0.0]
     assert scores[1].parts == {"exact_match": 1.0, "length": 0.0}
     assert scores[2].parts == {"answer_line": 1.0}
@@ -62,7 +63,7 @@ def test_a_source_without_rules_is_named_with_its_rows_and_the_key() -> None:
     check_sources(prompts, None, "data.train")
     check_sources(prompts, {"*": [RuleConfig(name="math")]}, "data.train")
     with pytest.raises(ConfigError, match="'mystery'"):
-        build_reward(RewardConfig(sources={})).score([trajectory("mystery", "42")])
+        run(build_reward(RewardConfig(sources={})).score([trajectory("mystery", "42")]))
 
 
 def test_a_wrong_table_is_refused_by_its_key() -> None:
@@ -107,4 +108,4 @@ VERL += [
 def test_the_sources_that_verl_names_are_known(source: str) -> None:
     right = {"math_dapo": "Answer: 42", "openai/gsm8k": "#### 42"}
     text = right.get(source, "<think>x</think> \\boxed{42}\nAnswer: 42")
-    assert build_reward(RewardConfig(sources={})).score([trajectory(source, text)])[0].value == 1.0
+    assert run(build_reward(RewardConfig(sources={})).score([trajectory(source, text)]))[0].value == 1.0

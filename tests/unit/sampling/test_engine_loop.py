@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.sampling.checks import LostTrajectory
 from rlhf_mcore.sampling.engine_loop import EngineLoop
 from rlhf_mcore.sampling.followers import EnginePass, follow
 from rlhf_mcore.sampling.policy import Job, Policy
 from rlhf_mcore.sampling.requests import request_of
-from rlhf_mcore.sampling.running import run
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling
 from tests.unit.parallel.world import ThreadGroup, rank_threads, run_ranks
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from rlhf_mcore.sampling.checks import LostTrajectory
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingAhead, SamplingSchedule
 from rlhf_mcore.types import Completion, Ragged, Request, Sampling, Score, Trajectory
 from tests.messages import refused
-from tests.unit.trainer.records import prompt
+from tests.unit.trainer.records import done, prompt
 
 SAMPLES = 2
 PROMPTS = [prompt(index) for index in range(7)]
@@ -63,8 +64,8 @@ def completion(request: Request, versions: list[int]) -> Completion:
     return Completion(request.request_id, ids, np.full(len(ids), -0.5, np.float32), runs, "stop")
 
 
-def scores_of(trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-    return lambda: [Score(float(t.sampled_ids[0])) for t in trajectories]
+def scores_of(trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
+    return done([Score(float(t.sampled_ids[0])) for t in trajectories])
 
 
 def ahead_of(
@@ -125,7 +126,7 @@ def test_every_prompt_is_learned_from_once_and_soon(schedule: SamplingSchedule, 
         learned += [group.number for group in taken]
         for group in taken:
             assert [t.sample for t in group.trajectories] == list(range(SAMPLES)) and group.scores is not None
-            assert [score.value for score in group.scores()] == [t.sampled_ids[0] for t in group.trajectories]
+            assert [score.value for score in group.scores.result()] == [t.sampled_ids[0] for t in group.trajectories]
             versions = [version for t in group.trajectories for _, version in t.versions]
             assert step - 1 - max(versions) >= 0 and step - 1 - min(versions) <= schedule.max_staleness
     waiting = [group["number"] for group in ahead.state_dict()["groups"]]

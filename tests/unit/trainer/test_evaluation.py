@@ -47,7 +47,7 @@ class Engine(Streaming):
 
 
 class Reward:
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         return [Score(float(t.prompt.index % 2), {"answer": float(t.prompt.index % 2)}) for t in trajectories]
 
 
@@ -87,8 +87,8 @@ def test_means_over_all_prompts_and_per_source() -> None:
 
 
 class BrokenReward(Reward):
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        scored = super().score(trajectories)
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        scored = await super().score(trajectories)
         scored[0] = Score(0.0, failure="error", cause="reward.py raised ValueError")
         return scored
 
@@ -229,9 +229,9 @@ class LastToken:
     graders: RewardFunction
     asked: list[list[tuple[int, int]]] = field(default_factory=list)
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         self.asked.append([(t.prompt.index, t.sample) for t in trajectories])
-        others = self.graders.score(trajectories)
+        others = await self.graders.score(trajectories)
         said = [float(t.token_ids[-1]) / 1000 for t in trajectories]
         return [Score(o.value + s, {**o.parts, PART: s}) for o, s in zip(others, said, strict=True)]
 
@@ -284,7 +284,7 @@ def test_each_engine_scores_its_own_in_the_batches_of_training(
 class Function:
     """A user's function without parts: full marks for some responses by itself, for others with the model's help."""
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         return [Score(0.3 * t.prompt.index - 4.0 + t.sample) for t in trajectories]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, Rol
 from rlhf_mcore.trainer.sampled import Rollout, take_next_batch
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory, UpdateResult
 from tests.messages import refused
-from tests.unit.trainer.records import Streaming, batch_sampler, completions, prompt
+from tests.unit.trainer.records import Streaming, batch_sampler, completions, done, prompt
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -76,12 +77,9 @@ class Reward:
         self.log = log
         self.value: Callable[[Trajectory], float] = lambda trajectory: float(trajectory.sample)
 
-    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
+    def begin(self, trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
         self.log.append(("score", len(trajectories)))
-        return lambda: [Score(self.value(t)) for t in trajectories]
-
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        return self.submit(trajectories)()
+        return done([Score(self.value(t)) for t in trajectories])
 
 
 class Model:
@@ -224,7 +222,7 @@ def make(
     prompts = PromptBatches([prompt(i) for i in range(4)], sampler or Sampler())
     by = batch_sampler(Generating(log, lose))
     roles = Roles(models["actor"], models.get("critic"), models.get("reference"), **settings)
-    source = SampledBatches(prompts, by, Sampling(n=2), reward, take_next_batch, RowExchange(2), watch)
+    source = SampledBatches(prompts, by, Sampling(n=2), reward.begin, take_next_batch, RowExchange(2), watch)
     made = TrainingLoop(
         source=source,
         learner=PolicyLearner(roles, AdvantageComputer(algorithm), watch),

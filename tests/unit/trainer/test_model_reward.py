@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from torch import Tensor
 
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.reward import RuleReward
 from rlhf_mcore.trainer.evaluation import is_correct
 from rlhf_mcore.trainer.model_reward import PART, ModelReward
@@ -30,16 +31,13 @@ class LastToken:
 
 
 class Rules:
-    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        return lambda: self.score(trajectories)
-
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         return [Score(0.25, {"final_number": float(t.sample)}) for t in trajectories]
 
 
 def test_its_weighted_score_is_added() -> None:
     made = [trajectory(prompt(0), 0, 3), trajectory(prompt(1), 1, 1)]
-    found = ModelReward(Rules(), LastToken().compute_scores, 0.5).score(made)
+    found = run(ModelReward(Rules(), LastToken().compute_scores, 0.5).score(made))
     last = [float(t.token_ids[-1]) for t in made]
     assert [s.value for s in found] == [0.25 + 0.5 * value for value in last]
     assert [s.parts for s in found] == [
@@ -49,10 +47,10 @@ def test_its_weighted_score_is_added() -> None:
 
 def test_alone_it_is_the_score() -> None:
     made = [trajectory(prompt(2), 0, 2)]
-    assert ModelReward(RuleReward([]), LastToken().compute_scores, 2.0).score(made) == [
+    assert run(ModelReward(RuleReward([]), LastToken().compute_scores, 2.0).score(made)) == [
         Score(2.0 * float(made[0].token_ids[-1]), {PART: float(made[0].token_ids[-1])})
     ]
-    assert ModelReward(RuleReward([]), LastToken().compute_scores, 2.0).score([]) == []
+    assert run(ModelReward(RuleReward([]), LastToken().compute_scores, 2.0).score([])) == []
 
 
 @pytest.mark.usefixtures("rank_threads")
@@ -61,7 +59,7 @@ def test_ranks_score_together_and_each_gets_its_own() -> None:
 
     def body(group: ThreadGroup) -> tuple[list[float], list[int]]:
         model = LastToken()
-        found = ModelReward(RuleReward([]), model.compute_scores, 1.0).score(held[group.rank()])
+        found = run(ModelReward(RuleReward([]), model.compute_scores, 1.0).score(held[group.rank()]))
         return [s.value for s in found], model.asked
 
     for mine, (values, asked) in zip(held, run_ranks(3, body), strict=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePubli
 from rlhf_mcore.trainer.reinforcement import SampledBatches
 from rlhf_mcore.trainer.sampled import FillStep, Rollout, take_next_batch
 from rlhf_mcore.types import Completion, EngineWork, Request, Sampling, Score, Trajectory
-from tests.unit.trainer.records import Streaming, batch_sampler
+from tests.unit.trainer.records import Streaming, batch_sampler, done
 from tests.unit.trainer.test_ahead import PROMPTS, SAMPLES, Engines, ahead_of, completion
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -155,9 +155,9 @@ def test_tokens_of_engines_are_progress_of_every_rank() -> None:
     assert len(beats) == 2
 
 
-def half_teach(trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
+def half_teach(trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
     """Prompts of odd numbers have equal scores."""
-    return lambda: [Score(0.5 if t.prompt.index % 2 else float(t.sample)) for t in trajectories]
+    return done([Score(0.5 if t.prompt.index % 2 else float(t.sample)) for t in trajectories])
 
 
 @pytest.mark.parametrize(
@@ -204,12 +204,12 @@ def test_without_staleness_prompts_and_seeds_are_those_of_colocated_engines() ->
             submit(requests)
 
         bridge.engines.submit = recorded  # type: ignore[method-assign]
-        sampler, reward = PromptSampler(len(PROMPTS), 2, seed=5, shuffle=True), SimpleNamespace(submit=half_teach)
+        sampler = PromptSampler(len(PROMPTS), 2, seed=5, shuffle=True)
         prompts, sampling = PromptBatches(PROMPTS, sampler), Sampling(n=SAMPLES, seed=9)
         together: Any = (
             batch_sampler(Beside()),
             sampling,
-            reward,
+            half_teach,
             DynamicSampling(10).fill_step,
             RowExchange(SAMPLES),
             source.recorder,

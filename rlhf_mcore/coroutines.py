@@ -1,0 +1,67 @@
+"""Run coroutines: on the calling thread, or on a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Coroutine
+from concurrent.futures import Future
+from threading import Lock, Thread
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end and return its result. Tasks that it leaves are cancelled.
+
+    It works inside a running event loop too, as in a notebook: the outer loop stands still meanwhile.
+    """
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        loop.run_until_complete(cancel_all(asyncio.all_tasks(loop)))
+        loop.close()
+        asyncio._set_running_loop(outer)
+
+
+class Background:
+    """A thread that runs coroutines while other threads compute. It starts with the first coroutine."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: Thread | None = None
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine, from any thread. The future has its result."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread. A later ``start`` starts another one."""
+        with self._lock:
+            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is None or thread is None:
+            return
+
+        async def end() -> None:
+            await cancel_all([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
+
+        asyncio.run_coroutine_threadsafe(end(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
