@@ -148,7 +148,10 @@ def _reader_of(run: Path, model_dir: str, data: DataConfig) -> Callable[[], Imag
 def build_episode_sampler(
     spec: EpisodeSpec, generator: Generator, engine: EngineRank, ranks: dist.ProcessGroup | None, decode: Decode
 ) -> BatchSampler:
-    """Build the sampler that runs episodes on this rank's engine. ``ranks``: of the engine. Collective over the world."""
+    """Build the sampler that runs episodes on this rank's engine. Collective over the world.
+
+    ``ranks`` is the process group of the engine's ranks; None if the engine has one rank.
+    """
     episodes = on_every_rank(lambda: spec.build() if engine.is_lead else None)
     return BatchSampler(EpisodeGenerator(generator, episodes, ranks), engine, decode, sample_episode, ranks)
 

@@ -64,7 +64,7 @@ class _Session:
     actions: list[Any] = field(default_factory=list)
     host: _Host | None = None
     is_there: bool = False  # the session is open in the host's process
-    tries: int = 0  # of the current call
+    tries: int = 0  # failed tries of the current call
 
 
 class Sessions:

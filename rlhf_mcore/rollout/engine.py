@@ -345,7 +345,10 @@ class Engine(VersionedWeights, ABC):
 
     @cached_property
     def ranks(self) -> dist.ProcessGroup | None:
-        """Group of the engine's consecutive ranks, for messages on the host; None if there is one. They ask for it together."""
+        """Return the gloo group of the engine's ranks, which are consecutive; None if the engine has one rank.
+
+        The first access is collective over the engine's ranks.
+        """
         if self.num_ranks == 1:
             return None
         import torch.distributed as dist
@@ -544,7 +547,7 @@ DEBUG_VARIABLE = "RLHF_MCORE_DEBUG"  # if set, logs of libraries are not suppres
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Restore the state of the process's random number generators (Python, NumPy, torch) at the end of the block."""
+    """Restore the random number generators of Python, NumPy and torch (CPU and current GPU) at the end of the block."""
     import numpy as np
     import torch
 

@@ -60,7 +60,7 @@ class Stream(ABC):
 
     def __init__(self, body: Body) -> None:
         self.body = body
-        self.sent: defaultdict[int, str] = defaultdict(str)  # by turn
+        self.sent: defaultdict[int, str] = defaultdict(str)  # sent text, by turn number
 
     def say(self, number: int, words: str) -> Iterator[Part]:
         """Yield the events for the next text of a turn."""

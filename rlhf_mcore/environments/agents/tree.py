@@ -110,7 +110,7 @@ class TokenTree:
     def shared(
         self, text: str, nodes: Iterable[Node], end_of: Callable[[Node, str, int], int | None]
     ) -> tuple[Node | None, int]:
-        """Return the deepest of ``nodes`` whose whole path ``text`` begins with, and the position in ``text`` after it.
+        """Return the deepest of ``nodes`` whose complete path is at the start of ``text``, and the position in ``text`` after it.
 
         A template may change the spaces of a turn, and may leave out its end. ``end_of`` returns where a turn that starts at a
         position ends in the text; None if the text differs from the turn.
