@@ -8,12 +8,12 @@ import pytest
 
 from tests import costs, one_failure, tiers
 
-# Test processes share the cores. One compute thread each also makes sums come out the same on every machine.
+# Test processes share the cores. One compute thread per process also gives the same sums on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# As ranks on a CPU have it (rlhf_mcore/platform/cpu_libraries.py); read by MKL at the first product of a process.
+# The setting of ranks on a CPU (rlhf_mcore/platform/cpu_libraries.py). MKL reads it at the first product of a process.
 os.environ.setdefault("MKL_CBWR", "AUTO")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Models are made by the tests; a test that asks the hub for one has a mistake in it.
+# Tests build their models. A test that requests a model from the Hub is wrong.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Imports fill memory with objects that live to the end; the garbage collector need not look at them again and again."""
+    """Freeze the objects of imports, which live until the end, so that the garbage collector does not scan them again."""
     gc.disable()
     try:
         return (yield)

@@ -1,7 +1,7 @@
-"""An agent with a tool, as one writes it for any model behind OpenAI's API: the policy is at ``base_url``.
+"""An agent with a tool, written like an agent for any model with OpenAI's API. The policy is at ``base_url``.
 
-configs/quickstart/agent.yaml trains it. A turn that asks ``<tool>calculator 47*86</tool>`` gets the product, and the policy has to
-write it down behind ``####``.
+configs/quickstart/agent.yaml trains it. If a turn contains ``<tool>calculator 47*86</tool>``, the agent answers with the product. The
+policy must then write the product after ``####``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_TURNS = 4
 
 
 async def play(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Play an episode. Returns its reward."""
+    """Run an episode. Returns its reward."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages = list(task["messages"])
     for _ in range(MAX_TURNS):

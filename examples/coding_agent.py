@@ -1,7 +1,7 @@
-"""An agent that repairs code: it edits a file in its container until the test there passes.
+"""An agent that repairs code. It edits a file in its container until a test there passes.
 
-configs/quickstart/coding_agent.yaml trains it. A turn that says ``<edit>a*b</edit>`` becomes the body of the function in ``calc.py``,
-and the policy reads the last line of a test that fails. It gives no reward: tests that it has not seen run at the end.
+configs/quickstart/coding_agent.yaml trains it. A turn ``<edit>a*b</edit>`` replaces the body of the function in ``calc.py``, and the
+policy then reads the last line of the failing test. The agent returns no reward. Hidden tests run at the end and give the reward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_TURNS = 3
 
 
 async def play(task: dict[str, Any], base_url: str, api_key: str, container: Any) -> None:
-    """Play an episode; the tests of its row grade what it leaves in the container."""
+    """Run an episode. The tests of its row then grade the files in the container."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages = list(task["messages"])
     for _ in range(MAX_TURNS):

@@ -6,7 +6,7 @@ import rlhf_mcore as rm
 
 
 def right_sum(data_source, solution_str, ground_truth, extra_info):
-    """1 for the right number, and a little for looking like an answer."""
+    """Return 1 for the right number, and a small reward for the form of an answer."""
     return 1.0 if solution_str.strip() == f"#### {ground_truth}" else 0.1 * solution_str.startswith("####")
 
 

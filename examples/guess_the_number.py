@@ -1,4 +1,4 @@
-"""An environment of several turns: the policy guesses a number, and is told whether it is higher or lower."""
+"""An environment with several turns. The policy guesses a number and reads whether the number is higher or lower."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 
 class GuessTheNumber:
-    """A number from 1 to ``highest``, the same for all responses to a prompt in a step."""
+    """The number is from 1 to ``highest``, and the same for all responses to a prompt in a step."""
 
     def __init__(self, highest: int = 7) -> None:
         self.highest = highest
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
-        """Think of a number."""
+        """Choose a number."""
         self.number = random.Random(seed).randint(1, self.highest)
 
     def step(self, action: str) -> tuple[str | None, float, bool]:
-        """Answer a guess."""
+        """Answer a guess. Returns (answer, reward, whether the episode ends)."""
         guess = action.strip()
         if guess == str(self.number):
             return None, 1.0, True

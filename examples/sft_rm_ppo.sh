@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# From a base model to PPO: fine-tuning on right answers, a reward model on pairs, then PPO against it. After ./launch/quickstart.sh:
+# From a base model to PPO in three runs: fine-tuning on right answers, a reward model on pairs, and PPO with this reward model.
+# Run ./launch/quickstart.sh first.
 #
-#   ./examples/sft_rm_ppo.sh                       some minutes a run on two cores
-#   ./examples/sft_rm_ppo.sh trainer.num_steps=5   further arguments override keys of all three
+#   ./examples/sft_rm_ppo.sh                       some minutes per run on two cores
+#   ./examples/sft_rm_ppo.sh trainer.num_steps=5   further arguments override keys of all three runs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ ! -d quickstart ]]; then

@@ -1,6 +1,7 @@
-"""Pairs of answers that are the same and that are not, by kind.
+"""Pairs of equal and of different answers, by kind.
 
-``answers.jsonl`` holds a row for each ground truth. Equal ones score 1 under ``math``; the others score 0 under every rule.
+``answers.jsonl`` contains a row for each ground truth. Equal answers score 1 under ``math``. Different answers score 0 under
+all rules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Packages that some tests import and nothing else may see, out of the folder of their own in which launch/setup.sh installs them.
+"""Import packages that only some tests may see, from the separate folder in which launch/setup.sh installs them.
 
-transformers does other things where it finds torchvision, PEFT or accelerate, and users of the CPU stack have none of them.
+transformers behaves differently if it finds torchvision, PEFT or accelerate, and users of the CPU stack have none of these packages.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _ANY = DistributionFinder.Context()
 
 
 def is_there(*packages: str) -> bool:
-    """Tell whether launch/setup.sh has installed all of them."""
+    """Return whether launch/setup.sh has installed all of these packages."""
     return all((FOLDER / package).is_dir() for package in packages)
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
-    """Return a mark that skips tests where one of them is missing."""
+    """Return a mark that skips tests if one of these packages is missing."""
     return pytest.mark.skipif(
         not is_there(*packages), reason=f"launch/setup.sh did not install {' and '.join(packages)}"
     )
 
 
 def link(directory: Path, *packages: str) -> Path:
-    """Make a folder with these packages alone, which processes may have on their path."""
+    """Create a folder with only these packages, for the Python path of processes."""
     for package in packages:
         for entry in FOLDER.glob(f"{package}*"):
             (directory / entry.name).symlink_to(entry)
@@ -44,7 +44,7 @@ def link(directory: Path, *packages: str) -> Path:
 
 @cache
 def peft() -> Any:
-    """Import PEFT, and accelerate, which it imports, into this process."""
+    """Import PEFT and its dependency accelerate into this process."""
     finder = _Finder(("accelerate", "peft"))
     sys.meta_path.append(finder)
     try:
@@ -55,7 +55,7 @@ def peft() -> Any:
 
 @dataclass(frozen=True)
 class _Finder(DistributionFinder):
-    """Find some packages of the folder, and what is known of them."""
+    """Find some packages of the folder and their metadata."""
 
     names: tuple[str, ...]
 

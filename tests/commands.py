@@ -1,4 +1,4 @@
-"""Start commands, wait for them, and look at their processes and at what they leave behind. Time limits scale with the machine."""
+"""Start commands, wait for them, and check their processes and remaining files. Time limits scale with the machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wait_for(
     explain: Callable[[], str] = str,
     ended: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Wait until a condition holds or ``ended()`` is true. ``seconds`` are of the reference machine, see tests/machine_speed.py."""
+    """Wait until a condition holds or ``ended()`` is true. ``seconds``: limit on the reference machine (tests/machine_speed.py)."""
     end = time.monotonic() + scaled(seconds)
     while not condition():
         if ended():
@@ -34,21 +34,21 @@ def wait_for(
 
 @dataclass(slots=True)
 class Started:
-    """A command that is running. It writes into a file: a pipe that nobody reads would stop it."""
+    """A running command. Its output goes to a file, because a full pipe without reader would block it."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
     def output(self) -> str:
-        """What it has printed so far."""
+        """Return the output so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, condition: Callable[[], object], seconds: float = 240) -> None:
-        """Wait until something holds, at most until the command ends."""
+        """Wait until a condition holds, at most until the command ends."""
         wait_for(condition, seconds, self._explain, lambda: self.process.poll() is not None)
 
     def end(self, seconds: float = 240) -> str:
-        """Wait until it has ended. Returns what it has printed."""
+        """Wait until the command ends. Returns its output."""
         try:
             self.process.wait(timeout=scaled(seconds))
         except subprocess.TimeoutExpired:
@@ -61,7 +61,7 @@ class Started:
 
 @contextmanager
 def started(command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None) -> Iterator[Started]:
-    """A command in a directory, which is killed at the end of the block with all that it has started."""
+    """Run a command in a directory. At the end of the block, kill it and all processes that it has started."""
     log = directory / f"output-{time.monotonic_ns()}.txt"
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=directory, env=environment, stdout=out, stderr=subprocess.STDOUT)
@@ -77,7 +77,7 @@ def started(command: Sequence[str], directory: Path, environment: Mapping[str, s
 def finished(
     command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None, seconds: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, and return it with its output."""
+    """Run a command until it ends. Returns its exit code and output."""
     limit = scaled(seconds)
     try:
         return subprocess.run(
@@ -89,35 +89,35 @@ def finished(
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """Return the environment of a command, with a temporary folder of its own, so that what a kill leaves there is seen."""
+    """Return the environment of a command with a separate temporary folder, so that tests find files that a kill leaves there."""
     (directory / "tmp").mkdir(exist_ok=True)
     return {**os.environ, "PYTHONPATH": python_path(), "TMPDIR": str(directory / "tmp")}
 
 
 def python_path() -> str:
-    """Return PYTHONPATH with this repository first. An emulated processor, or another Megatron-core, stays in it."""
+    """Return PYTHONPATH with this repository first. It keeps the path of an emulated processor or of another Megatron-core."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 def left_behind(directory: Path) -> list[str]:
-    """What kills have left in the temporary folder, but for torch's cache of compiled code, which the next run uses."""
+    """Return the files that kills have left in the temporary folder. Skip torch's cache of compiled code, which the next run uses."""
     return [path.name for path in (directory / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
 
 
 def descendants(pid: int) -> list[int]:
-    """Ids of the processes that a process has started, and those that these have started, and so on."""
+    """Return the ids of all descendants of a process."""
     found = [pid]
     for parent in found:
         for path in Path(f"/proc/{parent}/task").glob("*/children"):
             try:
                 found += [int(child) for child in path.read_text().split()]
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
     return found[1:]
 
 
 def describe_processes(pids: Iterable[int]) -> str:
-    """Return a line with the id, the state and the command of each process that is still there."""
+    """Return a line with the id, the state and the command of each process that still exists."""
     lines = []
     for pid in pids:
         with suppress(OSError):
@@ -128,7 +128,7 @@ def describe_processes(pids: Iterable[int]) -> str:
 
 
 def processes_with(name: str, value: str) -> list[int]:
-    """Ids of the living processes that have an environment variable of this value."""
+    """Return the ids of the living processes with this value of an environment variable."""
     found, wanted = [], f"{name}={value}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:

@@ -1,7 +1,7 @@
 """A pytest plug-in: write the CPU seconds and the tier of every test into the JUnit file, for ``tools/test_costs.py``.
 
-They include the CPU seconds of all processes that the test started, also of those that still run. A shared fixture
-counts for the first test that uses it.
+The CPU seconds include all processes that the test started, even if they still run. A shared fixture counts for the first test that
+uses it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _before: list[float] = [0.0]
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process, of its ended children and of everything that it has started and that still runs."""
+    """Return the CPU seconds of this process, of its ended children and of its running descendants."""
     own = os.times()
     total = own.user + own.system + own.children_user + own.children_system
     for pid in descendants(os.getpid()):
@@ -33,13 +33,13 @@ def cpu_seconds() -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start to count before fixtures are made."""
+    """Start to count before fixtures are built."""
     _before[0] = cpu_seconds()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[object]:
-    """Add both properties when the test is over; JUnit files take them from the last report."""
+    """Add both properties after the test, because JUnit files read them from the last report."""
     if call.when == "teardown":
         item.user_properties.append(("cpu_s", f"{max(0.0, cpu_seconds() - _before[0]):.2f}"))
         item.user_properties.append(("tier", tier_of(item)))

@@ -1,15 +1,15 @@
-"""Pairwise covering arrays: few rows that still contain every pair of values that matters.
+"""Pairwise covering arrays: few rows that still contain every relevant pair of values.
 
 A fault that depends on a combination of settings nearly always depends on two of them. A full product of the settings repeats each
-pair many times; ``covering_rows`` picks the rows of it that contain each pair at least once:
+pair many times. ``covering_rows`` selects rows of the product that contain each pair at least once:
 
     covering_rows({"layout": LAYOUTS, "cut": ("one", "many"), "packing": (True, False)}, is_valid)
 
 ``is_valid(row)`` says which rows exist. A pair that no valid row contains is not required.
 
-``features(row)`` names other properties to pair, instead of the factors themselves. For example, twenty layouts and three cuts have
-60 pairs, but what can go wrong depends on a layout's sizes: with ``tp``, ``pp``, ``cp`` as features every layout occurs at least
-once, and each size meets each cut. Every value of every factor occurs in any case.
+``features(row)`` returns properties to pair instead of the factors. For example, 20 layouts and 3 cuts have 60 pairs, but faults
+depend on the sizes of a layout. With ``tp``, ``pp`` and ``cp`` as features, every layout occurs at least once, and each size occurs
+with each cut. Every value of every factor always occurs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def covering_rows(
 ) -> list[Row]:
     """Return rows of the product of ``factors`` that contain every value, and every pair of values (or of features).
 
-    The search is greedy and deterministic: the next row is the one that adds most. If several do, it is the one whose values occurred
-    least so far, then the first in the order of the product. The product is enumerated, so it may have some ten thousand rows.
+    The search is greedy and deterministic. The next row adds the most values and pairs. Among equal rows, it is the row with the least
+    used values, then the first in the order of the product. The product is enumerated, so it may have some ten thousand rows.
     """
     candidates = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
     candidates = [row for row in candidates if is_valid(row)]
@@ -50,6 +50,6 @@ def covering_rows(
 
 
 def _covered(row: Row, features: Callable[[Row], Mapping[str, Hashable]] | None) -> set[Any]:
-    """Return what a row covers: its values, and the pairs of its features (by default of its values)."""
+    """Return the values of a row and the pairs of its features (default: of its values)."""
     values = set(row.items())
     return values | set(combinations(sorted((features(row) if features else row).items()), 2))

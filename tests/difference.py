@@ -1,4 +1,4 @@
-"""Comparing sets of tensors so that a failure shows where, and both values."""
+"""Compare sets of tensors. A failure shows the position and both values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 def first_difference(
     found: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 0.0
 ) -> str:
-    """The first tensor of ``found`` that is not the one of its name in ``expected``, or is missing; "" if there is none.
+    """Describe the first tensor that differs between ``found`` and ``expected``, or is missing; "" if there is none.
 
-    NaN equals nothing. ``found`` is read to its end: where it gathers tensors from other ranks, these wait for that.
+    NaN equals nothing. ``found`` is read to its end, because other ranks may wait for its collectives.
     """
     first, names = "", set()
     for name, tensor in found.items() if isinstance(found, Mapping) else found:
@@ -38,7 +38,7 @@ def _difference(name: str, found: Tensor, expected: Tensor, tolerance: float) ->
 
 
 def any_rank(differences: Iterable[str]) -> str:
-    """Of what all ranks have found the first difference, with its rank; "" if there is none."""
+    """Return the first difference that any rank found, with the rank; "" if there is none."""
     return next((f"rank {rank}: {text}" for rank, text in enumerate(differences) if text), "")
 
 

@@ -1,8 +1,8 @@
-"""What ranks of a vLLM engine hold, without an engine: where a sync of the bridge ends in tests, benchmarks and tools.
+"""Describe the tensors of vLLM engine ranks without an engine. Tests, benchmarks and tools use them as destinations of a sync.
 
-As the tracer describes it: queries, keys and values in one tensor, gate and up in one, experts stacked, key and value heads
-replicated if there are fewer of them than ranks, the vocabulary padded to a multiple of 64. ``tests/e2e/bridge/test_trace.py``
-compares it with vLLM's modules.
+The descriptions equal those of the tracer: queries, keys and values in one tensor, gate and up in one tensor, stacked experts,
+replicated key and value heads if there are fewer heads than ranks, and a vocabulary padded to a multiple of 64.
+``tests/e2e/bridge/test_trace.py`` compares them with vLLM's modules.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from rlhf_mcore.planning.inputs import EngineGrid
 
 _VOCAB_MULTIPLE = 64
 SCALE_BYTES = 4  # fp32
-# Parts of vLLM 0.32's models that every stage has, computed there or not; of others the first stage has the embedding, and the last
-# one the rest.
+# Parts of vLLM 0.32's models that every stage contains, even if it does not compute them. In other models, the first stage contains
+# the embedding and the last stage the rest.
 _ALL = ("embedding", "norm", "output")
 _ON_EVERY_STAGE = {
     **dict.fromkeys(("gemma3_text", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"), _ALL),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("embedding",)),
     "qwen3_next": ("embedding", "output"),
 }
-# Families of which groups with requests of their own have a whole shared expert on each rank.
+# Families whose shared expert is whole on each rank of a data-parallel engine.
 _SHARES_WHOLE = ("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One engine tensor, as the tracer would describe it."""
+    """An engine tensor, described like the tracer does."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class PlannedTensor:
 
 
 def stage_layers(grid: EngineGrid, num_layers: int, stage: int) -> range:
-    """Return the layers of a stage. Those that are left over are on the last stages but the very last, as in vLLM."""
+    """Return the layers of a stage. As in vLLM, remaining layers go to the last stages except the very last one."""
     each, more = divmod(num_layers, grid.pp)
     sizes = [each + (grid.pp - 1 - more <= number < grid.pp - 1) for number in range(grid.pp)]
     first = sum(sizes[:stage])
@@ -59,13 +59,13 @@ def stage_of(grid: EngineGrid, rank: int) -> int:
 
 
 def destinations(geometry: ModelGeometry, grid: EngineGrid, num_engines: int, first_rank: int = 0) -> list[Place]:
-    """Place what engine ranks need."""
+    """Return the tensors that engine ranks need, with their places."""
     tensors = [list(engine_tensors(geometry, grid, rank)) for rank in range(grid.size)]
     return engine_places(tensors, num_engines, first_rank)
 
 
 def weight_bytes(geometry: ModelGeometry, grid: EngineGrid, width: int, quantization: str | None) -> int:
-    """Count bytes of the weights of a rank of the stage that has most. Elements without 8 bits take ``width`` bytes."""
+    """Return the weight bytes of a rank of the largest stage. Elements that are not quantised take ``width`` bytes."""
 
     def size_of(tensor: PlannedTensor) -> int:
         if quantization is None or not are_quantised(tensor.pieces, QUANTISATIONS[quantization]):
@@ -76,7 +76,7 @@ def weight_bytes(geometry: ModelGeometry, grid: EngineGrid, width: int, quantiza
 
 
 def engine_tensors(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> Iterator[PlannedTensor]:
-    """Yield every parameter of a rank of an engine. What MTP layers have beside a layer is on all of the last stage."""
+    """Yield every parameter of an engine rank. Every rank of the last stage holds the extra tensors of MTP layers."""
     yield from _end_tensors(geometry, grid, rank)
     for layer in _layers_of(geometry, grid, rank):
         yield from _layer_tensors(geometry, _Cut.of(grid, rank), layer)
@@ -93,7 +93,7 @@ def _end_tensors(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> Iterat
     is_last = stage == grid.pp - 1
     for rule in _ends(geometry, embeds=stage == 0 or (is_last and grid.drafts), is_last=is_last):
         yield _plan_rule(rule, geometry, cut, 0)
-    for rule in family.vision.rules(geometry) if family.vision is not None else ():  # planned whole on every rank
+    for rule in family.vision.rules(geometry) if family.vision is not None else ():  # every rank holds whole tensors
         for name, shape in rule.shapes(geometry).items():
             yield PlannedTensor(name, shape, (Piece(name, (0,) * len(shape), shape, 0, contiguous_strides(shape)),))
 
@@ -109,7 +109,7 @@ def _layer_tensors(geometry: ModelGeometry, cut: _Cut, layer: int) -> Iterator[P
 
 
 def _ends(geometry: ModelGeometry, *, embeds: bool, is_last: bool) -> Iterator[Rule]:
-    """List the rules of what a stage has beside layers."""
+    """List the rules of a stage for the tensors outside its layers."""
     (first, last), everywhere = outer_rules(geometry), _ON_EVERY_STAGE.get(geometry.family, ())
     if embeds or "embedding" in everywhere or (is_last and geometry.tied_embeddings):
         yield first
@@ -120,13 +120,13 @@ def _ends(geometry: ModelGeometry, *, embeds: bool, is_last: bool) -> Iterator[R
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Cut a model for a rank of an engine: a part of each matrix, and of experts another, or whole ones."""
+    """The shard of an engine rank: a part of each matrix, and a part of each expert or whole experts."""
 
     tp: int
     rank: int
     expert_tp: int
     expert_rank: int
-    experts: tuple[int, int]  # its number among ranks that share out whole experts, and theirs
+    experts: tuple[int, int]  # its index among the ranks that divide whole experts, and the number of these ranks
     shares_whole: bool
 
     @classmethod
@@ -137,13 +137,13 @@ class _Cut:
         return cls(grid.tp, rank % grid.tp, sharers, own, (0, 1), False)
 
     def of_experts(self, count: int) -> range:
-        """Return the numbers of the experts of a layer that it has."""
+        """Return the indices of the experts that the rank holds in a layer."""
         number, sharers = self.experts
         return range(number * count // sharers, (number + 1) * count // sharers)
 
 
 def _plan_rule(rule: Rule, geometry: ModelGeometry, cut: _Cut, layer: int) -> PlannedTensor:
-    """Plan the tensors of a rule in one engine tensor: rows below rows, expert after expert."""
+    """Plan the tensors of a rule in one engine tensor, concatenated by rows and by experts."""
     if rule.kind == "stacked":
         return _planned_stack(rule, geometry, cut, layer)
     is_expert = "{k}" in rule.mcore
@@ -168,9 +168,9 @@ def _plan_rule(rule: Rule, geometry: ModelGeometry, cut: _Cut, layer: int) -> Pl
 
 
 def _planned_delta(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> Iterator[PlannedTensor]:
-    """Plan projections into a gated delta net, which are two tensors, the second of scalars.
+    """Plan the input projections of a gated delta net: two tensors, of which the second contains scalars.
 
-    By kind they are as on a rank of the trainer.
+    Each kind has the same layout as on a trainer rank.
     """
     shapes = rule.shapes(geometry, layer)
     scalars = list(shapes)[len(shapes) // 2 :] if len(shapes) > 1 else []
@@ -190,9 +190,9 @@ def _planned_delta(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, laye
 
 
 def _planned_stack(rule: Rule, geometry: ModelGeometry, cut: _Cut, layer: int) -> PlannedTensor:
-    """Plan one tensor of a rank's experts, whose matrices an engine holds transposed.
+    """Plan one tensor of a rank's experts. The engine holds their matrices transposed.
 
-    Biases of what is summed up are on the first rank that has a part of an expert.
+    The first rank with a part of an expert holds the biases of row-parallel matrices.
     """
     ((name, (_, *sizes)),) = rule.shapes(geometry, layer).items()
     experts = cut.of_experts(geometry.num_experts)
@@ -214,7 +214,7 @@ def _planned_stack(rule: Rule, geometry: ModelGeometry, cut: _Cut, layer: int) -
 def _share(
     kind: Kind, number: int, shape: tuple[int, ...], geometry: ModelGeometry, tp: int, rank: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Start and shape of a rank's rectangle in tensor ``number`` of a rule."""
+    """Return start and shape of a rank's rectangle in tensor ``number`` of a rule."""
     rows, *rest = shape
     first, count = 0, rows
     if kind == "row_parallel":
@@ -225,7 +225,7 @@ def _share(
         first, count = rank * most, max(0, min(most, rows - rank * most))
     elif (
         kind in ("qkv", "gated_qkv") and number and tp > geometry.num_kv_heads
-    ):  # a head of keys or values on several ranks
+    ):  # several ranks hold the same head of keys or values
         count = rows // geometry.num_kv_heads
         first = rank * geometry.num_kv_heads // tp * count
     elif kind != "replicated":
@@ -241,7 +241,7 @@ def _vocab_rows(geometry: ModelGeometry, tp: int) -> int:
 def engine_places(
     tensors_by_rank: Sequence[Sequence[PlannedTensor]], num_engines: int, first_rank: int = 0
 ) -> list[Place]:
-    """List what every engine rank needs: engines of consecutive ranks, all alike, the first one beginning at ``first_rank``."""
+    """List the tensors that every engine rank needs. Equal engines occupy consecutive ranks, starting at ``first_rank``."""
     size = len(tensors_by_rank)
     return [
         Place(

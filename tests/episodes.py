@@ -1,4 +1,4 @@
-"""Trajectories of one response, and examples, from plain lists."""
+"""Build trajectories with one response, and examples, from plain lists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def single_turn(
     finish_reason: str,
     policy_version: int,
 ) -> Trajectory:
-    """As an engine would have drawn it with one policy."""
+    """Return the trajectory that an engine would sample with one policy version."""
     completion = Completion(
         0, np.array(response_ids, np.int32), np.array(logprobs, np.float32), ((0, policy_version),), finish_reason
     )
@@ -29,7 +29,7 @@ def single_turn(
 
 
 def tokenized(prompt_ids: Sequence[int], *responses: Sequence[int]) -> TokenizedExample:
-    """A prompt and its responses."""
+    """Return a tokenized prompt and its responses."""
     return TokenizedExample("", np.array(prompt_ids, np.int32), [np.array(ids, np.int32) for ids in responses])
 
 
@@ -41,7 +41,7 @@ def sampled_batch(
     left_out: Sequence[Score] = (),
     greedy: Mapping[int, Score] | None = None,
 ) -> SampledBatch:
-    """``greedy``: scores by place, of responses that are not looked at."""
+    """Return a sampled batch. ``greedy``: scores of greedy responses by place; no test reads these responses."""
     rollouts = [Rollout(*each) for each in zip(places, trajectories, scores, strict=True)]
     baselines = [
         Rollout(place, single_turn(prompts[place], 0, [1], [0.0], "", "stop", 0), score)

@@ -1,4 +1,4 @@
-"""The faults that tests inject, by number. ``test_fault_13_...`` tests fault 13; docs/reference/faults.md is generated from this."""
+"""The faults that tests inject, by number. ``test_fault_13_...`` tests fault 13. This file generates docs/reference/faults.md."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ FAULTS = {  # number: (injected fault, expected outcome)
 
 
 def find_fault_tests() -> dict[int, list[str]]:
-    """Return number of a fault -> files with tests of its name, as paths below the repository."""
+    """Return fault number -> files with tests of this fault, as paths relative to the repository."""
     found: dict[int, set[str]] = defaultdict(set)
     for path in [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "contrib").rglob("test_*.py")]:
         for numbers in re.findall(r"def test_fault_(\d\d(?:_and_\d\d)*)", path.read_text(encoding="utf-8")):

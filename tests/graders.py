@@ -1,4 +1,4 @@
-"""The graders of all rules, each with the options that a rule has by default."""
+"""The graders of all rules, with the default options of each rule."""
 
 from __future__ import annotations
 

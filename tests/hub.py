@@ -1,4 +1,4 @@
-"""A stand-in of the Hugging Face hub's API on this machine, as far as its own client asks for it: downloads, and commits with LFS."""
+"""A local stand-in for the API of the Hugging Face Hub, as far as its client needs it: downloads, and commits with LFS."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """``files`` of repositories by "models/ORG/NAME", and what was asked."""
+    """The state of the stand-in: ``files`` of repositories by "models/ORG/NAME", and the received requests."""
 
     url: str = ""
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    commits: dict[str, str] = field(default_factory=dict)  # other than COMMIT
+    commits: dict[str, str] = field(default_factory=dict)  # repositories whose commit is not COMMIT
     private: dict[str, bool] = field(default_factory=dict)
     lfs: dict[str, bytes] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Hub:
 
 @contextmanager
 def stand_in() -> Iterator[Hub]:
-    """A hub that listens on the loopback."""
+    """Start a hub on the loopback."""
     hub = Hub()
 
     class Handler(_Handler):
@@ -58,7 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
-        """Nothing is printed."""
+        """Print nothing."""
 
     def do_GET(self) -> None:
         self._note()

@@ -1,9 +1,9 @@
-"""A device that copies late: what CUDA does with memory and streams, on the CPU, for the code of ``CudaPlatform`` as it is.
+"""A device that copies late. It simulates CUDA's memory and streams on the CPU, for the unchanged code of ``CudaPlatform``.
 
-It stands for ``torch.cuda``. Computation is done at once, on the host's tensors. A copy that is given to a stream of its own is made
-as late as CUDA may make it, when another stream waits for it; until then its destination holds NaN, or bytes of 255, and what is
-written to its source meanwhile travels. The host sees what was copied to it when it has itself waited for the stream. Memory that a
-storage has given back comes again with such bytes. Pinned memory is counted.
+It replaces ``torch.cuda``. Computation happens immediately, on host tensors. A copy on a separate stream happens as late as CUDA
+allows, when another stream waits for it. Until then its destination contains NaN or bytes of 255, and later changes of its source are
+copied too. The host sees copied values only after it has waited for the stream. Freed memory is returned with such bytes when it is
+allocated again. Pinned memory is counted.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _copy, _resize = Tensor.copy_, torch.UntypedStorage.resize_
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill it with what nobody has computed."""
+    """Fill a tensor with values that no computation produces."""
     tensor.fill_(float("nan") if tensor.is_floating_point() else 255 if tensor.dtype == torch.uint8 else -1)
 
 
 class Event:
-    """What a stream has been given so far."""
+    """The work of a stream up to a point."""
 
     def __init__(self, stream: Stream, count: int) -> None:
         self._stream, self._count = stream, count
@@ -42,12 +42,12 @@ class Event:
 
 
 class Stream:
-    """Work in order, done when somebody waits for it."""
+    """Work in order. It is done when another stream or the host waits for it."""
 
     def __init__(self, _device: object = None) -> None:
         self._work: list[Callable[[], None]] = []
         self._done, self._lock, self.follows = 0, threading.RLock(), False
-        self._landing: list[tuple[Tensor, Tensor]] = []  # what the host does not see yet
+        self._landing: list[tuple[Tensor, Tensor]] = []  # copies that the host does not see yet
 
     def copy_to_host(self, to: Tensor, source: Tensor) -> None:
         self._landing.append((to, source.clone()))
@@ -86,25 +86,25 @@ class Stream:
 
 
 class _Computing(Stream):
-    """The stream that everything else is given to, which does at once what it is given; only the host hears late of it."""
+    """The default stream, which executes all other work immediately. Only the host sees the results late."""
 
     def wait_event(self, event: Event) -> None:
         event.happen()
 
 
 class LateCuda:
-    """Stands for ``torch.cuda``, and for its runtime library.
+    """Replaces ``torch.cuda`` and its runtime library.
 
     Args:
-        refuses: the error of every cudaHostRegister.
+        refuses: error code of every cudaHostRegister; 0: success.
     """
 
     def __init__(self, refuses: int = 0) -> None:
         self.refuses, self.last_error = refuses, 0
-        self.pinned: dict[int, int] = {}  # bytes by address
-        self.num_late = 0  # copies that were made beside the computation
+        self.pinned: dict[int, int] = {}  # address -> bytes
+        self.num_late = 0  # copies on other streams than the computation
         self._computing, self._streams, self._here = _Computing(), list[Stream](), threading.local()
-        # What is asked of torch.cuda.
+        # Functions of torch.cuda.
         self.cudart = lambda: SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self.pinned.pop)
         self.is_available, self.empty_cache, self.reset_peak_memory_stats = lambda: False, lambda: None, lambda: None
         self.max_memory_allocated, self.memory_reserved, self.mem_get_info = lambda: 0, lambda: 0, lambda: (0, 0)
@@ -135,18 +135,18 @@ class LateCuda:
             stream.synchronize()
 
     def empty(self, *sizes: int, pin_memory: bool = False, **named: Any) -> Tensor:
-        """``torch.empty``: torch's own pinned memory is plain here, and not counted."""
+        """Replace ``torch.empty``. torch's own pinned memory is plain memory here and is not counted."""
         return torch.empty(*sizes, **named)
 
     def launch(self, *_: Any, **__: Any) -> Tensor:
-        """As torch launches a kernel: it raises what CUDA remembers, which forgets it."""
+        """Replace a kernel launch of torch, which raises the last error of CUDA and clears it."""
         error, self.last_error = self.last_error, 0
         if error:
             raise RuntimeError(f"CUDA error {error}")
         return torch.ones(1)
 
     def copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        """``Tensor.copy_``."""
+        """Replace ``Tensor.copy_``."""
         stream = self.current_stream()
         if stream is not self._computing:
             assert stream.follows, "the stream begins before what it copies was computed"
@@ -167,7 +167,7 @@ class LateCuda:
         return _copy(to, source)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """``UntypedStorage.resize_``."""
+        """Replace ``UntypedStorage.resize_``."""
         before = storage.nbytes()
         if before and not size:
             poison(torch.empty(0, dtype=torch.uint8).set_(storage))
@@ -195,14 +195,14 @@ class LateCuda:
 
 
 class LatePlatform(CpuPlatform, CudaPlatform):
-    """The CPU's as far as Megatron and collectives go, CUDA's in all that is memory, copies and threads."""
+    """A platform that is the CPU's for Megatron and collectives, and CUDA's for memory, copies and threads."""
 
     def is_host(self, device: torch.device) -> bool:
         return False
 
 
 def install(monkeypatch: pytest.MonkeyPatch, refuses: int = 0) -> LateCuda:
-    """Make it the device of this process."""
+    """Make the late device the device of this process."""
     cuda = LateCuda(refuses)
     monkeypatch.setattr(
         rlhf_mcore.platform.cuda, "torch", ModuleView(torch, {"cuda": cuda, "ones": cuda.launch, "empty": cuda.empty})

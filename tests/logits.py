@@ -1,4 +1,4 @@
-"""``linear_logprobs`` of logits that are given: the output layer that makes them of unit vectors has them as its weight."""
+"""Compute ``linear_logprobs`` for given logits. The logits are the weight of an output layer whose inputs are unit vectors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_mcore.types import Ragged
 def given_logprobs(
     logits: Tensor, labels: Tensor, *, support: Ragged[Tensor] | None = None, **options: Any
 ) -> TokenLogprobs:
-    """All in the shape of the labels; the gradient of the weight is that of the logits, without a rounding."""
+    """Return the logprobs in the shape of the labels. The gradient of the weight is the gradient of the logits, without rounding."""
     weight = logits.reshape(-1, logits.size(-1)).t()
     unit = torch.eye(weight.size(1), dtype=weight.dtype)
     subsets = None if support is None else Subsets.of(Ragged(support.counts.flatten(), support.values))

@@ -1,7 +1,7 @@
 """Measure how slow this machine is, and scale the time limits of tests by it.
 
 ``python -m tests.machine_speed`` computes for two seconds and prints the factor, 1.0 or more, that ``launch/test.sh`` puts into
-``RLHF_MCORE_TEST_SLOWNESS``. A machine that is busy counts as slow, because limits are wall time.
+``RLHF_MCORE_TEST_SLOWNESS``. A busy machine counts as slow, because limits are wall time.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import time
 import zlib
 
 VARIABLE = "RLHF_MCORE_TEST_SLOWNESS"
-REFERENCE_ROUNDS_PER_S = (
-    100.0  # of one quiet core of an AMD EPYC 9005 (Zen 5), the machine on which the limits were chosen
-)
+REFERENCE_ROUNDS_PER_S = 100.0  # measured on an idle core of an AMD EPYC 9005 (Zen 5), on which the limits were chosen
 SECONDS = 2.0
-MOST = 12.0  # a machine that is slower still has another problem
+MOST = 12.0  # an even slower machine has another problem
 
 
 def scaled(seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""Assertions on what a message names: the field, its value and the remedy, in whatever words."""
+"""Assert that a message names the field, its value and the remedy, in any wording."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import pytest
 
-Names = object  # one name, or a tuple of names
+Names = object  # a name or a tuple of names
 
 
 def assert_names(message: object, *, field: Names = (), value: Names = (), remedy: Names = ()) -> None:
-    """Assert that a message has each of these as a whole name or number: ``step=1`` is neither in ``step=10`` nor in ``a.step=1``."""
+    """Assert that a message contains each of these as a whole name or number. ``step=10`` does not contain ``step=1``."""
     text = str(message)
     for role, names in (("field", field), ("value", value), ("remedy", remedy)):
         for name in names if isinstance(names, tuple) else (names,):
@@ -23,7 +23,7 @@ def assert_names(message: object, *, field: Names = (), value: Names = (), remed
 def refused(
     error: type[BaseException], *, field: Names = (), value: Names = (), remedy: Names = ()
 ) -> Iterator[pytest.ExceptionInfo[BaseException]]:
-    """Expect an error whose message names these."""
+    """Expect an error whose message names these, as in :func:`assert_names`."""
     assert (field, value, remedy) != ((), (), ()), "name something"
     with pytest.raises(error) as caught:
         yield caught

@@ -1,4 +1,4 @@
-"""Every metric that a real run has written is in the table of metrics: for the runs of tests/e2e."""
+"""Check that the table of metrics contains every metric of a real run in tests/e2e."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhf_mcore.metrics.catalogue import find_metric
 
 
 def assert_registered(run: Path, *wanted: str) -> None:
-    """Of a run directory: no metric without an entry, and one of each entry ``wanted`` is there."""
+    """Assert that every metric in a run directory has an entry, and that each entry in ``wanted`` has a metric."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     names = {name for line in lines for name in line} - {"step"}
     entries = {name: entry.name if (entry := find_metric(name)) else None for name in names}

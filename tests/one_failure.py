@@ -1,4 +1,4 @@
-"""A pytest plug-in: a shared fixture that fails is one error, and the other tests that need it are skipped."""
+"""A pytest plug-in: if a shared fixture fails, one test reports the error, and the other tests that need it are skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.
         return (yield)
     except Exception:
         if fixturedef.scope != "function" and fixturedef.cached_result is not None:
-            first = request._pyfuncitem.nodeid  # of a wider scope request.node is the module or the session
+            first = request._pyfuncitem.nodeid  # request.node is the module or the session for fixtures of wider scope
             skipped = pytest.skip.Exception(f"fixture {fixturedef.argname} failed, see the error of {first}")
             fixturedef.cached_result = (None, fixturedef.cached_result[1], (skipped, None))
         raise

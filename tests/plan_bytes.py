@@ -1,4 +1,4 @@
-"""Bytes of every rank of a plan, counted over whole sets of ranks at once: for tests, benchmarks and tools."""
+"""Count the bytes of every rank of a plan, for whole sets of ranks at once. Tests, benchmarks and tools use this."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rlhf_mcore.bridge.plan.routes import Ranks, Route
 from rlhf_mcore.bridge.plan.schedule import Schedule, Unit
 
 Bytes = NDArray[np.int64]
-_BLOCK = 256  # buckets that are counted together
+_BLOCK = 256  # buckets per counting step
 
 
 @dataclass(slots=True)
 class PlanBytes:
     """Arrays over ranks, in bytes. A rank that needs an element twice receives it once.
 
-    ``lower_bound`` is what a rank needs and does not hold: no plan can receive less. ``imported`` is the part of ``received`` that
-    crosses nodes, and ``exported`` is the same part of ``sent``. ``peak_sent`` and ``peak_received`` are of the rank's largest
-    bucket.
+    ``lower_bound`` counts the elements that a rank needs and does not hold. No plan can receive less. ``imported`` is the part of
+    ``received`` that crosses nodes, and ``exported`` the same part of ``sent``. ``peak_sent`` and ``peak_received`` are maxima over
+    buckets.
     """
 
     received: Bytes
@@ -35,7 +35,7 @@ class PlanBytes:
     peak_received: Bytes
 
     def peak(self, depth: int) -> int:
-        """Bound the buffers of any rank with ``depth`` buckets in flight. They are at most 2 * depth * bucket."""
+        """Return a bound for the buffers of any rank with ``depth`` buckets in flight, at most 2 * depth * bucket."""
         return depth * int((self.peak_sent + self.peak_received).max(initial=0))
 
 
@@ -53,7 +53,7 @@ def count_bytes(plan: Plan) -> PlanBytes:
 def _count_block(total: PlanBytes, buckets: Sequence[Sequence[Unit]]) -> None:
     """Add the bytes sent and received in some buckets."""
     sent, received = np.zeros((2, len(buckets), len(total.sent)), dtype=np.int64)
-    # Bytes in each bucket, by the ranks that need them: there are few such sets.
+    # Bytes in each bucket for every set of ranks that needs them. There are few such sets.
     needed: dict[int, tuple[Ranks, Bytes]] = {}
     for route, runs in _runs(buckets).values():
         bucket, *columns = np.array(runs, dtype=np.int64).T
@@ -65,7 +65,7 @@ def _count_block(total: PlanBytes, buckets: Sequence[Sequence[Unit]]) -> None:
             volume[:, 0]
         )
         received[np.ix_(rows, route.keepers)] -= volume
-        if len(route.far):  # holders send to importing nodes, these import, and importers forward
+        if len(route.far):  # holders send to importing nodes, whose importers forward
             nodes, holders = route.imports, np.arange(len(route.holders))
             exported = nbytes * _round_robin(holders, len(holders), first * len(nodes), turns * len(nodes))
             total.exported[route.holders] += exported.sum(axis=0)
@@ -75,7 +75,7 @@ def _count_block(total: PlanBytes, buckets: Sequence[Sequence[Unit]]) -> None:
                 total.imported[ranks] += imported.sum(axis=0)[places]
                 if size > 1:
                     sent[np.ix_(rows, ranks)] += (size - 1) * imported[:, places]
-        if len(route.near):  # what holders send to ranks of their own node
+        if len(route.near):  # holders send to ranks of their own node
             near = route.near_holders
             each = near.spread(route.near_receivers.sizes)
             copies = _round_robin(near.local_ranks, near.local_sizes, first * each, turns * each)
@@ -89,8 +89,9 @@ def _count_block(total: PlanBytes, buckets: Sequence[Sequence[Unit]]) -> None:
 
 
 def _runs(buckets: Sequence[Sequence[Unit]]) -> dict[int, tuple[Route, list[tuple[int, int, int, int]]]]:
-    """Collect for every route the load of its cells in each bucket: (bucket, bytes of a cell, first turn, number of turns,
-    consecutive ones).
+    """Collect the load of the cells of every route in each bucket.
+
+    An entry is (bucket, bytes of a cell, first turn, number of consecutive turns).
     """
     runs: dict[int, tuple[Route, list[tuple[int, int, int, int]]]] = {}
     for bucket, units in enumerate(buckets):
@@ -108,7 +109,7 @@ def _runs(buckets: Sequence[Sequence[Unit]]) -> dict[int, tuple[Route, list[tupl
 
 
 def _round_robin(members: Ranks, size: Ranks | int, first: Ranks | int, turns: Ranks | int) -> Ranks:
-    """Count for each of ``members`` its share of ``turns`` consecutive turns among ``size`` members, after ``first`` turns."""
+    """Return the share of each of ``members`` in ``turns`` consecutive turns among ``size`` members, after ``first`` turns."""
     full, rest = np.divmod(turns, size)
     counts: Ranks = full + ((members - first) % size < rest)
     return counts

@@ -1,4 +1,4 @@
-"""A planned bridge from keyword arguments, for tests and benchmarks that build many."""
+"""Build planned bridges from keyword arguments, for tests and benchmarks that build many."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def planned_bridge(
     poison: bool = False,
     **options: Any,
 ) -> PlannedBridge:
-    """Build a bridge to a model of vLLM, which has loaders, or to a plain model. ``options``: of ``SyncOptions``."""
+    """Build a bridge to a vLLM model, which has loaders, or to a plain model. ``options``: fields of ``SyncOptions``."""
     sent = SentWeights(parameters, geometry, sources, adapter, quantisation)
     weights = "loaders" if hasattr(target.model, "load_weights") else "plain"
     engine = EngineWeights(target, weights, traced, poison)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Rows for tests: batches from lists, and flat tensors as padded ones [B, T], which are easier to compare by hand."""
+"""Rows for tests. Build batches from lists, and convert flat tensors to padded tensors [B, T], which are easier to compare by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf_mcore.types import TrainBatch
 
 @dataclass(slots=True)
 class Row:
-    """A scored response. ``rollout_logprobs`` has one value per response token."""
+    """A scored response. ``rollout_logprobs`` contains one value per response token."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -32,7 +32,7 @@ class Row:
 
 
 def batch_of(rows: Sequence[Row], group_ids: Sequence[int], owners: Sequence[int] | None = None) -> TrainBatch:
-    """The rows as a step's batch. Every rank passes the same rows and keeps those that it owns."""
+    """Return the rows as the batch of a step. Every rank passes the same rows and keeps the rows that it owns."""
     lengths = torch.tensor([len(r.prompt_ids) + len(r.response_ids) for r in rows], dtype=torch.int64)
     dealt = owners_of(lengths.numpy(), dist.get_world_size()) if owners is None else np.array(owners, np.int64)
     mine = np.flatnonzero(dealt == dist.get_rank())
@@ -58,7 +58,7 @@ def batch_of(rows: Sequence[Row], group_ids: Sequence[int], owners: Sequence[int
 
 
 def padded(batch: TrainBatch, values: Tensor) -> Tensor:
-    """[N] on the owners -> [B, T] on every rank, padded with zeros. Collective over the world."""
+    """Convert [N] on the owners to [B, T] on every rank, padded with zeros. Collective over the world."""
     width = max(batch.lengths.tolist(), default=1)
     whole = torch.zeros((batch.num_rows, width), dtype=torch.float64)
     parts = values.split(batch.lengths[batch.rows].tolist())
@@ -68,19 +68,19 @@ def padded(batch: TrainBatch, values: Tensor) -> Tensor:
 
 
 def flat(batch: TrainBatch, values: Tensor) -> Tensor:
-    """[B, T] -> [N]: the tokens of the rows that this rank owns."""
+    """Convert [B, T] to [N], the tokens of the rows that this rank owns."""
     parts = [values[row, : int(batch.lengths[row])] for row in batch.rows.tolist()]
     return torch.cat([values.new_empty(0), *parts])
 
 
 def rows_of_padded(batch: TrainBatch, values: Tensor) -> list[list[float]]:
-    """The sampled tokens of each row, as lists. Collective over the world."""
+    """Return the values at the sampled tokens of each row, as lists. Collective over the world."""
     whole, mask = padded(batch, values), padded(batch, batch.loss_mask)
     return [whole[row][mask[row]].tolist() for row in range(batch.num_rows)]
 
 
 def everything(like: Tensor) -> OwnedRows:
-    """One rank that owns all rows of a [B, T] tensor, padding counted as tokens."""
+    """Return the layout of one rank that owns all rows of a [B, T] tensor. Padding counts as tokens."""
     height, width = like.shape
     return OwnedRows(torch.arange(height), torch.full((height,), width, dtype=torch.int64))
 
@@ -93,7 +93,7 @@ def advantage_inputs(
     old_values: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
 ) -> AdvantageInputs:
-    """What an estimator gets, from tensors [B, T] of all rows."""
+    """Return the inputs of an advantage estimator from tensors [B, T] of all rows."""
     values = old_values.flatten() if old_values is not None else None
     return AdvantageInputs(
         rewards.flatten(), loss_mask.flatten(), everything(rewards), group_ids, truncated, values, bootstrap_values
@@ -101,13 +101,13 @@ def advantage_inputs(
 
 
 def token_weights(loss_mask: Tensor, aggregation: str, **counts: int) -> Tensor:
-    """[B, T]: the weight of its row at every token in the mask, and zero elsewhere."""
+    """Return [B, T] with the weight of the row at every token in the mask, and zero elsewhere."""
     per_row = row_weights(loss_mask.sum(1), aggregation, **counts)
     return torch.where(loss_mask, per_row[:, None], 0.0)
 
 
 def padded_batch(batch: TrainBatch) -> Any:
-    """The batch with every per-token tensor as [B, T], for oracles that go token by token. Collective over the world."""
+    """Return the batch with every per-token tensor as [B, T], for oracles that compute token by token. Collective over the world."""
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
     per_token = set(tensors) - {"lengths", "num_sampled", "scores", "truncated", "group_ids", "owners", "rows"}
     per_token -= {"bootstrap_values", "kl_coef", "policy_version", "prompts", "with_entropy", "fields", "sequences"}

@@ -1,4 +1,4 @@
-"""A real disk of a few bytes: a tmpfs, where this process may mount one."""
+"""A tiny real disk: a tmpfs, if this process may mount it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def small_disk(folder: Path, kib: int) -> Iterator[bool]:
-    """Mount ``kib`` KiB on an empty folder. Yields whether that was allowed; if not, the folder is left as it is."""
+    """Mount ``kib`` KiB on an empty folder. Yields whether this was allowed. If not, the folder stays unchanged."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
     mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
     try:

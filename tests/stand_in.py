@@ -1,7 +1,7 @@
-"""Stands in for ``rlhf_mcore.cli.train`` where launching is tested: a rank that counts steps, without torch.
+"""A stand-in for ``rlhf_mcore.cli.train`` in tests of launching. Its ranks count steps, without torch.
 
-It writes its count after every step and goes on from it, ends with 75 after SIGUSR1 or SIGTERM, and fails where
-STAND_IN_FAILS says so ("RANK:STEP:CODE", once per count: only if it began at 0 or STAND_IN_ALWAYS is set).
+A rank writes its count after every step and resumes from it. It ends with code 75 after SIGUSR1 or SIGTERM. STAND_IN_FAILS
+("RANK:STEP:CODE") makes a rank fail at a step, only if the rank started at 0 or STAND_IN_ALWAYS is set.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    """At once: a process that is killed in between leaves the old text, not an empty file."""
+    """Write atomically, so that a killed process leaves the old text and not an empty file."""
     new = path.with_name(f".{path.name}")
     new.write_text(text)
     new.replace(path)

@@ -4,9 +4,9 @@ Every test belongs to one tier:
 
 - ``default``: what ``./launch/test.sh`` runs;
 - ``ci``: what ``.ci/run`` runs in addition;
-- ``full``: everything else. CI runs one of four shards of it, ``./launch/test.sh --full`` runs all of it.
+- ``full``: all other tests. CI runs one of four shards of this tier, and ``./launch/test.sh --full`` runs the whole tier.
 
-The marks ``default``, ``ci`` and ``full`` name the tier of a test. Without a mark the directory decides (``TIER_OF_DIRECTORY``).
+The marks ``default``, ``ci`` and ``full`` select the tier of a test. Without a mark, the directory decides (``TIER_OF_DIRECTORY``).
 A shard consists of whole files, because the tests of a file share worlds and engines. ``tests/durations.json``
 contains the wall seconds of the ``full`` tests of each file; ``tools/test_costs.py --write`` refreshes it.
 """
@@ -36,7 +36,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def tier_of(item: pytest.Item) -> str:
-    """Return the tier of a test: the closest mark decides, else the directory."""
+    """Return the tier of a test. The closest mark decides, or the directory if there is no mark."""
     for mark in item.iter_markers():
         if mark.name in TIERS:
             return mark.name
@@ -45,7 +45,7 @@ def tier_of(item: pytest.Item) -> str:
 
 
 def assign_shards(durations: Mapping[str, float], count: int) -> dict[str, int]:
-    """Assign every file to a shard, 1 to ``count``: the longest file first, each to the shard with the least work so far."""
+    """Assign every file to a shard, 1 to ``count``. Longest file first, each file goes to the shard with the least work so far."""
     loads, shards = [0.0] * count, {}
     for name in sorted(durations, key=lambda name: (-durations[name], name)):
         least = loads.index(min(loads))
@@ -63,7 +63,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what belongs to other tiers or shards."""
+    """Deselect tests of other tiers or shards."""
     tiers = {name for name in config.getoption("--tier").split(",") if name}
     if unknown := tiers - {*TIERS}:
         raise pytest.UsageError(f"--tier={','.join(sorted(unknown))}: choose from {', '.join(TIERS)}")

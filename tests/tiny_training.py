@@ -1,4 +1,4 @@
-"""A training that takes seconds, started as a user starts it, for the tests of launching."""
+"""A training run of a few seconds, started like a user starts it, for tests of launching."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ SMALL = [
 
 
 def make(directory: Path) -> None:
-    """The model, the prompts and the reward."""
+    """Write the model, the prompts and the reward."""
     make_quickstart(directory)
     (directory / "reward.py").write_text(REWARD)
 
 
 def make_quickstart(directory: Path, num_eval: int = 4, fit_steps: int = 3) -> None:
-    """Make the quickstart's data and a small model in the folder ``quickstart``. After 30 steps it writes numbers."""
+    """Write the quickstart's data and a small model to the folder ``quickstart``. After 30 fitting steps the model writes numbers."""
     shutil.copytree(Path(_quickstart(num_eval, fit_steps).name) / "quickstart", directory / "quickstart")
 
 
 def make_mixture(directory: Path) -> None:
-    """A model with experts in the folder ``mixture``, with random weights, for the quickstart's data."""
+    """Write an MoE model with random weights to the folder ``mixture``, for the quickstart's data."""
     import torch
     from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -84,7 +84,7 @@ def _quickstart(num_eval: int, fit_steps: int) -> tempfile.TemporaryDirectory[st
 
 
 def run_locally(directory: Path, name: str, environment: Mapping[str, str], *arguments: str) -> Path:
-    """Train on this machine with launch/local.sh, undisturbed. Returns the run directory."""
+    """Train on this machine with launch/local.sh, without faults. Returns the run directory."""
     command = [str(ROOT / "launch" / "local.sh"), CONFIG, *SMALL, f"experiment={name}", *arguments]
     done = finished(command, directory, {**environment, "RLHF_MCORE_PYTHON": sys.executable})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -92,12 +92,12 @@ def run_locally(directory: Path, name: str, environment: Mapping[str, str], *arg
 
 
 def run_directory(directory: Path, name: str) -> Path:
-    """Where a run of that name writes."""
+    """Return the run directory of an experiment."""
     return directory / "outputs" / "quickstart" / name
 
 
 def assert_same_end(found: Path, expected: Path) -> None:
-    """Two runs have the same weights, bit for bit, and the same metrics of every step."""
+    """Assert that two runs have bit-identical weights and the same metrics in every step."""
     files = sorted(path.name for path in (expected / "latest" / "actor").glob("*.safetensors"))
     assert files
     for name in files:
@@ -114,5 +114,5 @@ def assert_same_end(found: Path, expected: Path) -> None:
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    unequal = ("timing/", "throughput/", "bridge/")  # rates; bytes: what travels depends on which ranks share a node
+    unequal = ("timing/", "throughput/", "bridge/")  # rates, and bytes, which depend on the ranks that share a node
     return [{key: value for key, value in row.items() if not key.startswith(unequal)} for row in rows]

@@ -1,4 +1,4 @@
-"""Check many cells of a world in one test: all that fail are named, the worst one is shown."""
+"""Check many cells of a world in one test. The error names all failing cells and shows the worst one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_SHOWN = 12
 
 
 class TooFar(AssertionError):
-    """A number that is not the expected one, with its distance in multiples of what is allowed."""
+    """A number differs from its expected value. The distance is in multiples of the tolerance."""
 
     def __init__(self, message: str, ratio: float) -> None:
         super().__init__(message)
@@ -18,7 +18,7 @@ class TooFar(AssertionError):
 
 
 def check_close(name: str, found: float, expected: float, rel: float = 0.0, abs_: float = 0.0) -> None:
-    """Assert what ``found == pytest.approx(expected, rel, abs)`` asserts, and keep by how much it fails."""
+    """Assert ``found == pytest.approx(expected, rel, abs)``. The error contains the distance."""
     allowed, distance = max(rel * abs(expected), abs_), abs(found - expected)
     if not distance <= allowed:  # NaN too
         ratio = distance / allowed if allowed and isfinite(distance) else inf
@@ -26,14 +26,14 @@ def check_close(name: str, found: float, expected: float, rel: float = 0.0, abs_
 
 
 def check_below(name: str, found: float, bound: float) -> None:
-    """Assert ``found < bound``, and keep by how much it fails."""
+    """Assert ``found < bound``. The error contains the distance."""
     if not found < bound:
         ratio = found / bound if bound and isfinite(found) else inf
         raise TooFar(f"{name} is {found!r}, allowed is less than {bound!r}", ratio)
 
 
 def check_all(cells: Mapping[str, Any] | Iterable[str], check: Callable[..., None]) -> None:
-    """Call ``check(found)`` for each value of ``cells``, or ``check(name)`` for names, and raise one error for all that fail."""
+    """Call ``check(found)`` for each value of ``cells``, or ``check(name)`` for names. Raise one error for all failing cells."""
     failures, count = [], 0
     for count, name in enumerate(cells, start=1):  # noqa: B007
         try:

@@ -1,4 +1,4 @@
-"""Engines of every layout that hold 8 bits and scales, as vLLM's do on CUDA, without vLLM: what a bridge writes on all their ranks."""
+"""Check the values that a bridge writes to 8-bit engines of every layout. Like vLLM's engines on CUDA, they hold 8 bits and scales."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit.bridge.eight_bits import slow
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import BLOCKS
 
-# Two blocks and a half of an expert's rows: trainer and engines cut blocks in different places.
+# The rows of an expert are two and a half blocks, so trainer and engines split blocks at different positions.
 MIXTURE = replace(BLOCKS, family="qwen3_moe", vocab_size=128, experts=ExpertSizes(4, 320, per_token=2))
 TRAINER = ParallelLayout(4, tp=2, ep=2, etp=2)
 GRIDS = {
@@ -53,7 +53,7 @@ def weights() -> dict[str, Tensor]:
 
 
 def trained(hf: Mapping[str, Tensor], rank: int) -> list[LocalParameter]:
-    """What a rank of the trainer holds."""
+    """Return the tensors of a trainer rank."""
     found = []
     for name in stage_names(MIXTURE, TRAINER)[0]:
         shard = TRAINER.shard_of(name, rank)
@@ -66,7 +66,7 @@ def trained(hf: Mapping[str, Tensor], rank: int) -> list[LocalParameter]:
 
 
 def map_of(grid: EngineGrid, rank: int, kind: Quantisation) -> EngineMap:
-    """The planner's description of a rank: matrices in 8 bits, and their scales beside them."""
+    """Return the planner's description of a rank: 8-bit matrices and their scales."""
     live = [
         EngineParameter(tensor.name.replace("*", "all"), tensor.shape, torch.bfloat16, tensor.pieces, tensor.padding)
         for tensor in engine_tensors(MIXTURE, grid, rank % grid.size)
@@ -75,7 +75,10 @@ def map_of(grid: EngineGrid, rank: int, kind: Quantisation) -> EngineMap:
 
 
 def measure(group: dist.ProcessGroup, grid: EngineGrid, kind: Quantisation, hf: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Names of what a rank holds otherwise than slow versions make it, its bytes, and what digests say of a bit on the last rank."""
+    """Compare a rank with slow versions.
+
+    Returns the names of differing tensors, the bytes of the rank, and the results of digests after a bit has changed on the last rank.
+    """
     mapped = map_of(grid, group.rank(), kind)
     dtypes = {parameter.name: parameter.dtype for parameter in mapped.parameters}
     engine = Engine({parameter.name: parameter.shape for parameter in mapped.parameters}, dtypes)
@@ -101,7 +104,7 @@ def measure(group: dist.ProcessGroup, grid: EngineGrid, kind: Quantisation, hf: 
 
 
 def values(hf: Mapping[str, Tensor], kind: Quantisation) -> dict[str, Tensor]:
-    """What is sent, by the slow version."""
+    """Return the sent values, computed by the slow version."""
     sent = dict(hf)
     for name in filter(kind.applies, hf):
         sent[name], sent[name + kind.suffix] = slow(hf[name], kind)
@@ -109,7 +112,7 @@ def values(hf: Mapping[str, Tensor], kind: Quantisation) -> dict[str, Tensor]:
 
 
 def tampered(bridge: PlannedBridge, scales: str) -> list[str]:
-    """A bit of the last matrix of the last rank changes behind the bridge, then one of its scales."""
+    """Change a bit of the last matrix of the last rank without the bridge, then a bit of its scales. Returns the findings."""
     finish, said = EngineDestinations.finish, []
     for version, buffer in enumerate((scales.removesuffix(SCALES), scales), 1):
 

@@ -1,6 +1,6 @@
-"""Processes that hold an engine's weights and nothing else, and their control by the trainer's first rank.
+"""Processes that hold only the weights of an engine, and their control by the trainer's first rank.
 
-Run as a script it starts such processes on request, as forks of itself: importing torch takes longer than most checks.
+As a script, this module starts such processes on request, as forks of itself, because importing torch takes longer than most checks.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Served:
-    """An engine in this process, and what it is asked."""
+    """An engine in this process, and its requests."""
 
     def __init__(self, engine: Any, node: str = "") -> None:
         self._engine, self._end = engine, EngineEnd(engine, node)
-        self._trouble: dict[str, Any] = {}  # what is to happen, and where
+        self._trouble: dict[str, Any] = {}  # injected fault -> position
         open_bucket = EngineDestinations.open
 
         def opened(destinations: EngineDestinations, bucket: Bucket) -> Any:
@@ -71,7 +71,7 @@ class Served:
         return None
 
     def _imported(self) -> int:
-        """Bytes that a sync of everything brings here from other machines."""
+        """Return the bytes that a full sync sends to this process from other machines."""
         assert self._end._end is not None
         bridge = self._end._end.bridge
         nodes, plan = bridge._options.nodes, bridge.rank_plan
@@ -89,19 +89,19 @@ class Served:
 
 
 def only_messages() -> Any:
-    """As if every process were on a machine of its own."""
+    """Let every process act as if it were on a separate machine."""
     return mock.patch.object(GroupLinks, "share", lambda *_: None)
 
 
 def left() -> list[int]:
-    """File descriptors, threads and KiB of memory of this process."""
+    """Return the file descriptors, threads and KiB of memory of this process."""
     status = Path("/proc/self/status").read_text().split()
     memory = int(status[status.index("VmRSS:") + 1])
     return [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), memory]
 
 
 def serve(socket_path: str, name: str, served: Served) -> None:
-    """Answer what the control asks, until it is gone."""
+    """Answer the requests of the control until it disconnects."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(socket_path)
     stream = connection.makefile("rw")
@@ -123,7 +123,7 @@ def serve(socket_path: str, name: str, served: Served) -> None:
 
 
 def started(command: Sequence[str]) -> subprocess.Popen[str]:
-    """Run a script that knows nothing of the trainer's world."""
+    """Run a script without the environment of the trainer's world."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     for name in (
@@ -166,10 +166,10 @@ class _Channel:
 
 
 class EngineProcesses:
-    """Control of the engines: a :class:`RemoteEngines`. What engines answer to ``finish`` is in ``answers``."""
+    """The control of the engines, a :class:`RemoteEngines`. ``answers`` contains the engines' answers to ``finish``."""
 
     def __init__(self, directory: Path, shapes: dict[str, list[int]] | None = None) -> None:
-        """``shapes`` of what engines hold; None: the caller starts their processes."""
+        """Start the engines. ``shapes``: shapes of their tensors; None: the caller starts their processes."""
         self._shapes, self.path = shapes, directory / "engines"
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(str(self.path))
@@ -187,7 +187,7 @@ class EngineProcesses:
         self.accept()
 
     def accept(self) -> None:
-        """Wait for a process that has been started. Its name is that of the engine, a dot and a rank, where there are several."""
+        """Wait for a started process. If an engine has several ranks, the name of a process is ENGINE.RANK, otherwise ENGINE."""
         channel = _Channel(self._listening.accept()[0])
         self._channels[channel.name] = channel
 

@@ -1,8 +1,8 @@
-"""Run by torchrun: a worker of the tests, whose ranks are forks of a process that has imported it, as those of a training are.
+"""Run a test worker under torchrun. As in a training run, ranks are forks of a process that has imported the worker.
 
     python -m rlhf_mcore.cli.torchrun ... -m tests.distributed.forked MODULE ARGUMENT...
 
-calls ``main(ARGUMENT...)`` of the module on every rank. What is an absolute path is given as one.
+calls ``main(ARGUMENT...)`` of the module on every rank. Absolute paths are passed as ``Path``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODULE = "tests.distributed.forked"
 
 
 def preload(arguments: Sequence[str]) -> None:
-    """Import the worker, what its own ``preload`` imports, and vLLM for one of an end-to-end test."""
+    """Import the worker, the imports of its ``preload``, and vLLM if it belongs to an end-to-end test."""
     with eager_imports():
         worker = import_module(arguments[0])
         if hasattr(worker, "preload"):

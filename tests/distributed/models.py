@@ -1,4 +1,4 @@
-"""Small Hugging Face models, made on the spot: every family, tied and untied, odd vocabulary, rotary scaling."""
+"""Build small Hugging Face models: every family, tied and untied embeddings, odd vocabularies, rotary scaling."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ QWEN_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=
 DELTA_NET = dict(
     linear_num_key_heads=4,
     linear_num_value_heads=8,
-    linear_key_head_dim=64,  # this or 128, and as much for values, vLLM's kernels on a CPU want
+    linear_key_head_dim=64,  # vLLM's CPU kernels need 64 or 128, for values too
     linear_value_head_dim=64,
     full_attention_interval=2,
 )
-# Head sizes that differ, groups of experts, two experts that are shared, and what vLLM reads and transformers does not.
+# Different head sizes, groups of experts, two shared experts, and fields that vLLM reads and transformers does not.
 DEEPSEEK = dict(
     q_lora_rank=24,
     kv_lora_rank=40,
@@ -138,7 +138,7 @@ MOE_MODELS = {
     ),
     "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=2)),
 }
-# Families that are tried on a few layouts: see family_worker.py.
+# Families that are tested on a few layouts (family_worker.py).
 FURTHER_MODELS = {
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK),
     # As Moonlight: queries at once, one group, no stretched rotation, an epsilon that the norms of latents do not have.
@@ -257,7 +257,7 @@ FURTHER_MODELS = {
 
 
 def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.nn.Module:
-    """Write a randomly initialised model and return it (fp32, eval mode). Biases and norms are randomised too."""
+    """Write a model with random weights, including biases and norms, and return it (fp32, eval mode)."""
     model_class, config_class, extra = {**MODELS, **MOE_MODELS, **FURTHER_MODELS}[name]
     settings = {**SIZES, **extra, **changes}
     if settings.get("head_dim", 0) is None:
@@ -332,7 +332,7 @@ _SECTIONS = {"qwen2_5_vl": [2, 3, 3], "qwen3_vl": [6, 5, 5], "qwen3_vl_moe": [6,
 
 
 def make_with_tower(name: str, directory: Path, seed: int = 0) -> torch.nn.Module:
-    """A model that reads images, saved."""
+    """Build and save a model that reads images."""
     model_class, config_class, changes, tower = VISION_MODELS[name]
     text = {
         **SIZES,
@@ -362,7 +362,7 @@ def make_with_tower(name: str, directory: Path, seed: int = 0) -> torch.nn.Modul
 
 
 def image_arguments(token_ids: torch.Tensor, images: Sequence[Any], *, squares: bool = False) -> dict[str, Any]:
-    """Arguments of transformers' models for rows [b, T] all of whose image tokens are of ``images``, given as patches."""
+    """Return the arguments of transformers' models for rows [b, T]. ``images``: patches for all image tokens of the rows."""
     if not images:
         return {}
     kinds, patches = (token_ids == IMAGE_TOKEN).int(), torch.stack if squares else torch.cat
@@ -374,9 +374,9 @@ def image_arguments(token_ids: torch.Tensor, images: Sequence[Any], *, squares: 
 
 
 def as_published(directory: Path) -> None:
-    """Write experts in one tensor as their authors do, inputs before outputs, and SigLIP's names with all their levels.
+    """Rewrite a directory as its authors publish it: experts in one tensor, inputs before outputs, and SigLIP's full names.
 
-    transformers saves what it has made as it holds it.
+    transformers saves its own layout instead.
     """
     file = directory / "model.safetensors"
     tensors, inputs = (
@@ -393,7 +393,7 @@ def as_published(directory: Path) -> None:
 
 
 def pack(directory: Path, seed: int = 0) -> None:
-    """Give a model of gpt-oss experts in mxfp4, as its authors publish them: others than before, at random."""
+    """Replace the experts of a gpt-oss model by random experts in mxfp4, the published format."""
     generator, file = torch.Generator().manual_seed(seed), directory / "model.safetensors"
 
     def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -411,9 +411,9 @@ def pack(directory: Path, seed: int = 0) -> None:
 
 
 def add_mtp_layer(directory: Path, layers: int = 4, count: int = 1) -> dict[str, torch.Tensor]:
-    """Give a saved model of ``layers`` layers an MTP layer, as DeepSeek-V3 and GLM-4.5 have it, in bf16. Returns its tensors.
+    """Add an MTP layer in bf16, as in DeepSeek-V3 and GLM-4.5, to a saved model of ``layers`` layers. Returns its tensors.
 
-    ``count``: which MTP layer of the model it is.
+    ``count``: number of this MTP layer in the model, from 1.
     """
     path, config = directory / "model.safetensors", directory / "config.json"
     held = load_file(path)

@@ -1,17 +1,17 @@
-"""What NCCL demands and gloo does not, so that tests over gloo fail where a run on GPUs would wait, or compute with garbage.
+"""Enforce the rules of NCCL in tests over gloo. A test then fails if a run on GPUs would hang or compute with garbage.
 
-:func:`enforce` puts a check in front of the functions of torch.distributed. On a GPU tensors of the device go through NCCL, those of
-the host through gloo, and a group has both. Here all are of the host, so everything counts as an operation of the device but what
-HOST names, and what vLLM does in its groups for the host. The rules:
+:func:`enforce` puts a check before the functions of torch.distributed. On a GPU, a group sends device tensors through NCCL and host
+tensors through gloo. In tests all tensors are on the host. Every operation therefore counts as a device operation, except those of the
+modules in HOST and of vLLM's host groups. The rules:
 
-- a rank's first operation on a group, if it is a batch of messages, waits until every rank has begun one on this group;
-- ranks have the same operations in the same order, of the same dtype and size; NCCL looks at no tags;
-- a batch has at most 256 messages;
-- one thread uses a group at a time;
-- tensors of the host do not enter a group that was made for NCCL alone, nor those of the device one that was made for gloo alone;
-- what an operation that is not waited for yet will write holds garbage, and what it sends is not changed.
+- If the first operation of a rank on a group is a batch of messages, it waits until every rank has started an operation on this group.
+- Ranks run the same operations in the same order, with the same dtype and size. NCCL ignores tags.
+- A batch contains at most 256 messages.
+- Only one thread at a time uses a group.
+- Host tensors must not enter a group that is only for NCCL, and device tensors must not enter a group that is only for gloo.
+- Until an operation is waited for, its destination contains garbage, and its source must not change.
 
-What ranks do is compared through files that each appends to, a record an operation: whoever comes second sees both.
+Ranks compare operations through files. Each rank appends a record per operation, and the second rank sees both records.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from rlhf_mcore.bridge.run import transports
 from rlhf_mcore.parallel import collectives, rows
 from rlhf_mcore.platform import ModuleView
 
-VARIABLE = "NCCL_RULES"  # of the environment: a directory that all ranks of all groups see
-HOST = (collectives, rows)  # modules whose tensors are of the host; messages of SharedMemory are too
-MAX_BATCH, GARBAGE, RECORD = 256, 0xA5, 128  # a record that crossed a page could be read by halves
-# By operation: the argument that has one size on all ranks, and those that are written.
+VARIABLE = "NCCL_RULES"  # environment variable with a directory that all ranks of all groups share
+HOST = (collectives, rows)  # modules with host tensors; messages of SharedMemory are host tensors too
+MAX_BATCH, GARBAGE, RECORD = 256, 0xA5, 128  # a record that crosses a page could be read in part
+# Operation -> (the argument with the same size on all ranks, the arguments that it writes).
 _GATHER, _SCATTER = ("input_tensor", "output_tensor"), ("output", "output")
 OPERATIONS: dict[str, tuple[str | None, str]] = {
     "all_reduce": ("tensor", "tensor"),
@@ -50,7 +50,7 @@ OPERATIONS: dict[str, tuple[str | None, str]] = {
     "reduce": ("tensor", "tensor"),
     "gather": ("tensor", "gather_list"),
     "scatter": ("tensor", "tensor"),
-    "all_gather": (None, "tensor_list"),  # NCCL takes parts of different sizes
+    "all_gather": (None, "tensor_list"),  # NCCL accepts parts of different sizes
     "reduce_scatter": (None, "output"),
     "all_to_all": (None, "output_tensor_list"),
     "all_to_all_single": (None, "output"),
@@ -60,12 +60,12 @@ OPERATIONS: dict[str, tuple[str | None, str]] = {
 
 
 class BrokenRule(AssertionError):
-    """An operation that NCCL would not carry out, or not as meant."""
+    """An operation that NCCL would reject or execute incorrectly."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """What this rank has done on a group."""
+    """The operations of this rank on a group."""
 
     name: str
     rank: int
@@ -77,7 +77,7 @@ class _Group:
     files: dict[str, int] = field(default_factory=dict)
 
     def agree(self, sequence: str, mine: object, others: Sequence[object], text: str) -> None:
-        """Append a record to this end of a sequence, and compare it with those that other ends have there."""
+        """Append a record to this rank's end of a sequence, and compare it with the records at the same position of other ends."""
         number, record = self.counts[sequence], text.encode()[:RECORD].ljust(RECORD)
         self.counts[sequence] += 1
         os.pwrite(self._file(f"{sequence}.{mine}"), record, number * RECORD)
@@ -88,7 +88,7 @@ class _Group:
                 raise BrokenRule(f"{sequence} {number} of group {self.name}: '{text}' at {mine}, '{shown}' at {other}")
 
     def missing(self) -> list[int]:
-        """Ranks that have begun no operation on the group."""
+        """Return the ranks that have not started an operation on the group."""
         return [rank for rank in range(self.size) if not (self.directory / f"entered.{rank}").exists()]
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class _Group:
 
 
 class _Late:
-    """Operations under way, all messages of a batch in one as with NCCL. Nobody sees what they bring before waiting for it."""
+    """Operations in flight. As with NCCL, a batch is one operation. Results are visible only after a wait."""
 
     def __init__(
         self, works: list[Any], brought: list[tuple[Tensor, Tensor]], sent: list[tuple[Tensor, Tensor]]
@@ -114,7 +114,7 @@ class _Late:
 
     def wait(self, *timeout: Any) -> bool:
         failures = []
-        while self._works:  # for each once: gloo does not return from a second wait
+        while self._works:  # wait once for each, because a second wait never returns in gloo
             try:
                 self._works.pop(0).wait(*timeout)
             except RuntimeError as error:
@@ -137,22 +137,24 @@ class Rules:
     """The checks of this process.
 
     Args:
-        root: a directory that all ranks of all groups see.
-        patience_s: how long the first operation of a group waits for all ranks to begin one.
+        root: a directory that all ranks of all groups share.
+        patience_s: time that the first operation of a group waits until all ranks have started an operation.
     """
 
     def __init__(self, root: Path, patience_s: float = 120) -> None:
         self.patience_s, self._root = patience_s, root
         self._groups: dict[Any, _Group] = {}
-        self._alone: dict[Any, str] = {}  # groups of one backend
-        self._engines_host: set[Any] = set()  # groups of engines, for tensors of the host
-        self._here = threading.local()  # .is_host: operations of the host; .batch: works of a batch that is being begun
+        self._alone: dict[Any, str] = {}  # groups with a single backend
+        self._engines_host: set[Any] = set()  # engine groups for host tensors
+        self._here = (
+            threading.local()
+        )  # .is_host: operations count as host operations; .batch: works of the batch that is being started
         self._original = {name: getattr(dist, name) for name in OPERATIONS if hasattr(dist, name)}
         self._isend, self._irecv, self._batch = c10d.isend, c10d.irecv, c10d.batch_isend_irecv
         self._new_group, self._destroy = c10d.new_group, c10d.destroy_process_group
 
     def enforce(self) -> None:
-        """Put the checks in front of the functions."""
+        """Put the checks before the functions of torch.distributed."""
         for name in self._original:
             setattr(dist, name, self._collective(name))
         for checked in (self.isend, self.irecv, self.batch_isend_irecv, self.new_group, self.destroy_process_group):
@@ -164,7 +166,7 @@ class Rules:
         rules = self
 
         class HostLinks(transports.Links):
-            """Links whose messages are of the host."""
+            """Links with host messages."""
 
             def __init__(self, links: transports.Links) -> None:
                 self._links = links
@@ -181,7 +183,7 @@ class Rules:
             self.take_for_cuda(vllm.GroupCoordinator)
 
     def take_for_cuda(self, coordinator: Any) -> None:
-        """Make vLLM's groups as it does on CUDA: one of NCCL for the device, and one of gloo, in which it puts tensors of the host."""
+        """Build vLLM's groups as on CUDA: an NCCL group for device tensors and a gloo group for host tensors."""
         original = coordinator.__init__
         signature = inspect.signature(original)
 
@@ -198,7 +200,7 @@ class Rules:
 
     @contextmanager
     def host(self) -> Iterator[None]:
-        """Take operations of this thread for those of the host."""
+        """Count operations of this thread as host operations within the block."""
         self._here.is_host = True
         try:
             yield
@@ -230,7 +232,7 @@ class Rules:
         return c10d.group.WORLD if group is None else group
 
     def _enter(self, group: Any, is_batch: bool = False) -> _Group | None:
-        """The state of a group that an operation of the device is about to use; None where there is nothing to check."""
+        """Return the state of a group before a device operation, or None if there is nothing to check."""
         group = self._resolved(group)
         if group is None or not isinstance(group, dist.ProcessGroup) or group.size() == 1:
             return None
@@ -266,7 +268,7 @@ class Rules:
             time.sleep(0.002)
 
     def _directory(self, group: Any) -> Path:
-        """Where the ranks of a group leave their records: the first of them makes it."""
+        """Return the directory for the records of a group. Its first rank creates it."""
         store = c10d._world.pg_map[group][1]
         if store.add("nccl_rules", 1) == 1:
             store.set("nccl_rules_directory", tempfile.mkdtemp(dir=self._root))
@@ -326,11 +328,11 @@ class Rules:
         sender, receiver = (state.rank, peer) if is_send else (peer, state.rank)
         text = f"{tensor.dtype} {tensor.numel()}"
         if batch is not None:
-            # On the communicator of the group: in order with its collectives.
+            # Uses the communicator of the group, in order with its collectives.
             text += f" after {state.counts['collective']} collectives"
             state.agree(f"message {sender}-{receiver}", state.rank, [peer], text)
         else:
-            # On a communicator of the two, which carries out one after the other in either direction.
+            # Uses a communicator of both ranks, which executes operations of both directions one after the other.
             pair = f"{min(sender, receiver)}-{max(sender, receiver)}"
             state.agree(f"message alone {pair}", state.rank, [peer], f"{sender} to {receiver} {text}")
         data = tensor.data
@@ -399,12 +401,12 @@ _enforced: list[Rules] = []
 
 
 def enforce() -> None:
-    """Enforce the rules in this process, where its starter has named a directory for records."""
+    """Enforce the rules in this process if the environment names a directory for records."""
     if VARIABLE in os.environ:
         _enforced.append(Rules(Path(os.environ[VARIABLE])))
         _enforced[-1].enforce()
 
 
 def enforced() -> Rules:
-    """The rules of this process."""
+    """Return the rules of this process."""
     return _enforced[-1]

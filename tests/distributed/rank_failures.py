@@ -1,4 +1,4 @@
-"""What a rank raised, left in a file for the test that started the world."""
+"""Record the exception of a rank in a file, for the test that started the world."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ VARIABLE = "RLHF_MCORE_TEST_FAILURES"  # the folder of the files
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Write down an exception that leaves this block, and raise it again."""
+    """Record an exception that leaves this block, and raise it again."""
     try:
         yield
     except Exception as error:
         record = {
-            "time": time.monotonic(),  # one clock for all processes of a machine
+            "time": time.monotonic(),  # all processes of a machine share this clock
             "message": str(error) or type(error).__name__,
             "traceback": "".join(traceback.format_exception(error)),
         }
@@ -35,7 +35,7 @@ def recorded() -> Iterator[None]:
 def find_first_failure(folder: Path) -> str:
     """Return the message and the traceback of the rank that failed first, "" if no rank raised.
 
-    Others fail too, because their peer is gone, but later.
+    Other ranks fail later, because their peer has ended.
     """
     records = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
     if not records:

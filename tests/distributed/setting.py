@@ -1,4 +1,4 @@
-"""What the worker scripts share: layouts, a batch, a model built under a layout, and a plain transformers oracle."""
+"""Code that the worker scripts share: layouts, a batch, a model built under a layout, and a plain transformers oracle."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rlhf_mcore.roles.trained_weights import matrices_of  # noqa: E402
 from rlhf_mcore.types import TrainBatch  # noqa: E402
 from tests.rows import Row, batch_of, rows_of_padded  # noqa: E402
 
-# name -> (tp, pp, vpp, sequence parallel); the data-parallel size fills the world of four.
+# name -> (tp, pp, vpp, sequence parallel). The data-parallel size fills the world of four ranks.
 LAYOUTS = {
     "dp4": (1, 1, None, False),
     "tp2_dp2": (2, 1, None, False),
@@ -56,7 +56,7 @@ UNEVEN_LAYOUTS = {
     "tp2_pp2_vpp2_sp_uneven": (2, 2, 2, True, (2, 1, 1, 3)),
     "pp4_uneven": (1, 4, None, False, (1, 2, 3, 1)),
 }
-# Context parallelism beside the others: a sixth entry is its size.
+# Context parallelism combined with the others. The sixth entry is its size.
 CONTEXT_LAYOUTS = {
     "cp4": (1, 1, None, False, None, 4),
     "cp2_dp2": (1, 1, None, False, None, 2),
@@ -92,12 +92,12 @@ TEMPERATURE = 0.8
 # extremes over tokens of functions whose slope in a logprob is about one or their own value: they are off by as much at most, also
 # where terms cancel. Between kernels of three kinds norms of gradients differ by 1.6e-6 of themselves, new weights by 3.1e-7.
 NOISE = 1e-5
-POOL = GroupPool()  # of the worker process
+POOL = GroupPool()  # one pool per worker process
 VOCAB = 97
 
 
 def start() -> Platform:
-    """The platform of this rank, whose process group lives as long as the process: several workers may run in it."""
+    """Return the platform of this rank. Its process group exists until the process ends, because several workers may run in it."""
     platform = current_platform()
     prefixes.SHORTEST = 2  # rows of tests are short
     if not dist.is_initialized():
@@ -108,13 +108,13 @@ def start() -> Platform:
 
 
 def write_together(exporter: Exporter, directory: Path) -> None:
-    """Write a directory, all of which the ranks may read then."""
+    """Write a directory. After this call, all ranks may read all of it."""
     exporter.write(directory)
     dist.barrier()
 
 
 def finish(findings: Any, directory: Path) -> None:
-    """Every rank is done when the findings are there."""
+    """Write the findings after every rank is done."""
     dist.barrier()
     if dist.get_rank() == 0:
         (directory / "findings.new").write_text(json.dumps(findings))
@@ -122,7 +122,7 @@ def finish(findings: Any, directory: Path) -> None:
 
 
 def groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
-    """Groups are made once per layout: every gloo group costs sockets and threads."""
+    """Return the groups of a layout. They are built once per layout, because every gloo group costs sockets and threads."""
     if name not in cache:
         tp, pp, vpp, sp, *rest = {**LAYOUTS, **UNEVEN_LAYOUTS, **CONTEXT_LAYOUTS}[name]
         layers, cp = [*rest, *(None, 1)[len(rest) :]]
@@ -134,12 +134,12 @@ def groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
 
 
 def layouts_of(model: str) -> list[str]:
-    """Layouts that fit the number of layers of a dense model."""
+    """Return the layouts that fit the number of layers of a dense model."""
     return list(UNEVEN_LAYOUTS if model == "qwen3_seven" else LAYOUTS)
 
 
 def moe_groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
-    """The same for the layouts with experts."""
+    """Return the groups of a layout with experts, as :func:`groups_of`."""
     if name not in cache:
         tp, pp, vpp, sp, ep, etp, *rest = MOE_LAYOUTS[name]
         layers, cp = [*rest, *(None, 1)[len(rest) :]]
@@ -161,14 +161,14 @@ def sizes_of(layout: str) -> dict[str, object]:
 
 
 def splits_of(layout: str) -> dict[str, object]:
-    """Return what a layout splits at all, for checks to which 4 ranks are like 2."""
+    """Return the kinds of parallelism of a layout, without sizes, for checks that treat 4 ranks like 2."""
     return {name: size not in (1, False) for name, size in sizes_of(layout).items()}
 
 
 def rows(seed: int = 0, count: int = 8) -> list[Row]:
-    """Prompts and responses of different lengths, one of them a single token, with pretended engine logprobs.
+    """Return prompts and responses of different lengths, one of them a single token, with invented engine logprobs.
 
-    Two rows have one prompt, which is computed once where rows are packed. Rows 4 and 5 share the beginning of their responses too.
+    Two rows share a prompt, which packed rows compute once. Rows 4 and 5 also share the first tokens of their responses.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -188,13 +188,13 @@ def rows(seed: int = 0, count: int = 8) -> list[Row]:
 
 
 def batch_for(all_rows: list[Row], owners: list[int] | None = None) -> TrainBatch:
-    """Two samples a prompt. ``owners``: the rank that stores each row; None: they are dealt to all ranks."""
+    """Return a batch with two samples per prompt. ``owners``: the rank that stores each row; None: distribute rows over all ranks."""
     return batch_of(all_rows, group_ids=[i // 2 for i in range(len(all_rows))], owners=owners)
 
 
 @dataclass(slots=True)
 class Settings:
-    """What a check varies."""
+    """The settings that checks vary."""
 
     max_tokens: int = 64
     packing: bool = True
@@ -261,7 +261,7 @@ def gatherer(model: MegatronModel) -> Gatherer:
 
 
 def hf_logprobs(hf: torch.nn.Module, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs of the response tokens and entropies, one row at a time: no padding, no packing, no shift by index tricks."""
+    """Return logprobs and entropies of the response tokens of one row, without padding, packing or index tricks."""
     ids = torch.tensor([row.prompt_ids + row.response_ids])
     log_p = torch.log_softmax(hf(ids).logits[0].float() / TEMPERATURE, dim=-1)
     start, count = len(row.prompt_ids), len(row.response_ids)
@@ -275,7 +275,7 @@ def load_hf(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
 
 def response_values(batch: TrainBatch, values: torch.Tensor) -> dict[int, list[float]]:
-    """Per row of the step the values at its response tokens. Collective over the world."""
+    """Return the values at the response tokens for each row of the step. Collective over the world."""
     return dict(enumerate(rows_of_padded(batch, values)))
 
 

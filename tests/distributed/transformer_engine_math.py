@@ -1,8 +1,8 @@
-"""What Transformer Engine's layers compute, in torch's own operations: stand-ins of their forward passes, which need a GPU.
+"""Compute the forward passes of Transformer Engine's layers, which need a GPU, with torch operations.
 
-The layers are constructed by Transformer Engine's own Python, and wrapped by Megatron's. What these return, and what is communicated,
-is as that Python (2.17) says: which tensors in which order, gathers and scatters within layers that ranks split, and none where
-``parallel_mode`` is None. Attention is this project's.
+Transformer Engine's Python code (2.17) constructs the layers, and Megatron wraps them. The stand-ins return the same tensors in the
+same order and communicate like that code: gathers and scatters within layers that ranks split, and none if ``parallel_mode`` is None.
+The attention is this project's.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 def use_torch() -> None:
-    """Let Transformer Engine's layers compute on the host. It has been imported (transformer_engine_worker.py), Megatron has not."""
+    """Let Transformer Engine's layers compute on the host. Call it after importing Transformer Engine and before Megatron."""
     import transformer_engine.pytorch as te
 
-    sys.modules["transformer_engine.pytorch.optimizers"] = None  # type: ignore[assignment]  # Megatron then takes torch's
+    sys.modules["transformer_engine.pytorch.optimizers"] = None  # type: ignore[assignment]  # Megatron then uses torch's optimizers
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     from rlhf_mcore.mcore.core_attention import SDPACoreAttention
@@ -37,7 +37,7 @@ def _normed(x: Tensor, weight: Tensor, layer: Any) -> Tensor:
 
 
 def _product(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the product, with its bias unless the layer returns that, and the bias."""
+    """Return the product and the bias. The product includes the bias, unless the layer returns the bias separately."""
     from megatron.core import tensor_parallel as tp
 
     mode, group = layer.parallel_mode if layer.tp_size > 1 else None, layer.tp_group

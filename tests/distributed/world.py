@@ -1,4 +1,4 @@
-"""Starting torchrun worlds once for many tests: a worker script runs every check and leaves a JSON file of findings."""
+"""Start torchrun worlds for many tests. A worker script runs all checks and writes its findings as JSON."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_world(worker: str, num_ranks: int, directory: Path, *arguments: str, timeout_s: int = 500) -> Any:
-    """Have ``main(directory, *arguments)`` of the module ``tests.<worker>`` run on ``num_ranks`` processes.
+    """Run ``main(directory, *arguments)`` of the module ``tests.<worker>`` on ``num_ranks`` processes.
 
-    Returns what its first rank wrote to findings.json, None if it wrote nothing.
+    Returns the content of the first rank's findings.json, or None if there is no such file.
 
     Raises:
-        AssertionError: the message and the traceback of the rank that failed first, or the end of the output if no rank raised.
+        AssertionError: a rank failed. The text contains the message and the traceback of the first failing rank, or the end of the
+            output if no rank raised.
     """
     with (directory / "output.txt").open("w+") as output:
         failures = _folder_beside(output)
@@ -46,9 +47,9 @@ def run_world(worker: str, num_ranks: int, directory: Path, *arguments: str, tim
 
 
 class World:
-    """Ranks that run one worker after the other, see serving_worker.py: importing Megatron takes longer than most checks.
+    """Ranks that run one worker after the other (serving_worker.py), because importing Megatron takes longer than most checks.
 
-    Ranks that a worker has brought down are started again for the next one.
+    If a worker kills the ranks, they are restarted for the next worker.
     """
 
     def __init__(self, num_ranks: int, directory: Path) -> None:
@@ -58,10 +59,10 @@ class World:
         self._num_starts = self._num_requests = 0
 
     def run(self, worker: str, directory: Path, *arguments: str, timeout_s: int = 560) -> Any:
-        """Have ``tests.distributed.<worker>.main(directory, *arguments)`` run on all ranks. Returns the findings of the first.
+        """Run ``tests.distributed.<worker>.main(directory, *arguments)`` on all ranks. Returns the findings of the first rank.
 
         Raises:
-            AssertionError: as ``run_world``.
+            AssertionError: as for ``run_world``.
         """
         if self._process is None or self._process.poll() is not None:
             self._restart()
@@ -115,7 +116,7 @@ def _start(worker: str, num_ranks: int, output: IO[str], failures: Path, *argume
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Ranks that outlive their launcher would take the cores from the next tests. They have sessions of their own."""
+    """Kill the launcher and its ranks, which run in separate sessions. Otherwise they would use the cores of the next tests."""
     for pid in [process.pid, *descendants(process.pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -127,7 +128,7 @@ def _folder_beside(output: IO[str]) -> Path:
 
 
 def _failed(failures: Path, problem: str, output: IO[str]) -> AssertionError:
-    """Return the error of a world: what its first failing rank raised, or the end of the output if no rank raised anything."""
+    """Return the error of a world: the exception of its first failing rank, or the end of the output if no rank raised."""
     if raised := rank_failures.find_first_failure(failures):
         return AssertionError(f"{raised}{problem}; its output is in {output.name}")
     output.seek(0)
@@ -135,7 +136,7 @@ def _failed(failures: Path, problem: str, output: IO[str]) -> AssertionError:
 
 
 def _write(path: Path, content: Any) -> None:
-    """A reader sees all of the file or none."""
+    """Write a file atomically, so that a reader never sees a part of it."""
     unfinished = path.with_suffix(".new")
     unfinished.write_text(json.dumps(content))
     unfinished.rename(path)
