@@ -1,4 +1,5 @@
 """Configuration: the typed tree (schema), reading it (load), its derived values (resolve) and its checks (validate).
 
-Nothing here imports torch, transformers, megatron or vllm. Nor is anything imported here: a worker of rewards needs none of the tree.
+No module here imports torch, transformers, megatron or vllm. This file imports nothing, because reward workers do not need the
+tree.
 """

@@ -11,11 +11,11 @@ Definition = ast.expr | ast.ClassDef
 
 
 def accepts(node: ast.expr, value: Any, find: Callable[[str], Definition | None] | None = None) -> bool:
-    """Return whether a plain value is of an annotated type. Types of torch are texts (``fp32``), members of an Enum are their names.
+    """Return whether a plain value fits an annotation. Torch dtypes are given as texts (``fp32``), Enum members as their names.
 
     Args:
         node: the annotation.
-        find: returns the definition of a named type: an alias or a class. A name without a definition accepts every value.
+        find: returns the definition of a named type, an alias or a class. A name without a definition accepts every value.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return accepts(ast.parse(node.value, mode="eval").body, value, find)

@@ -1,7 +1,7 @@
-"""Declare the names that a configuration may choose, with what validation has to know of each.
+"""Declare the names that a configuration may choose, with their properties for validation.
 
-The functions behind the names take seconds to import. Each is registered under its name where it is defined: ``registering``
-rejects an undeclared name, and a test finds a declared name without a function.
+Importing the functions takes seconds, so they register themselves in their modules (``registering``). An undeclared name is
+rejected there, and a test finds a declared name without a function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ F = TypeVar("F")
 
 
 def registering(table: dict[str, F], declared: Collection[str]) -> Callable[[str], Callable[[F], F]]:
-    """Return a decorator that puts objects into ``table``: ``@decorator("name")``."""
+    """Return a decorator that adds objects to ``table``: ``@decorator("name")``."""
 
     def named(name: str) -> Callable[[F], F]:
         assert name in declared, f"{name!r} is not declared in rlhf_mcore/config, so no configuration can choose it"
@@ -36,14 +36,14 @@ def registering(table: dict[str, F], declared: Collection[str]) -> Callable[[str
 class Estimator:
     """An advantage estimator (``algorithms/advantages.py``, ``returns.py``)."""
 
-    compares_group: bool = False  # compares the responses to one prompt, so it needs two of them
+    compares_group: bool = False  # compares the responses to a prompt, so it needs at least two
     needs_values: bool = False  # needs a critic
     whitens: bool = False  # can whiten over the tokens of a step (algorithm.whiten_advantages)
     discounts: bool = False  # discounts later rewards of a response by algorithm.gamma
     credits_turns: bool = True  # supports algorithm.turn_credit
-    needs_greedy: bool = False  # needs a greedy response to each prompt, whose score is the baseline
-    compares_parts: bool = False  # compares only the parts of scores that algorithm.reward_weights names
-    reads_scores: bool = True  # otherwise the policy learns only from its teacher, and no scores are needed
+    needs_greedy: bool = False  # uses the score of a greedy response to each prompt as baseline
+    compares_parts: bool = False  # compares the parts of scores that algorithm.reward_weights names, and nothing else
+    reads_scores: bool = True  # otherwise the policy learns only from a teacher, and needs no scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class Loss:
 class PreferenceLoss:
     """A loss over pairs of responses (``algorithms/preference.py``)."""
 
-    needs_reference: bool = True  # compares the policy with a frozen one
-    needs_mismatched: bool = False  # compares also on responses to other prompts, to estimate the divergence
+    needs_reference: bool = True  # compares the policy with a frozen reference
+    needs_mismatched: bool = False  # also compares responses to other prompts, to estimate the divergence
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Describe the differences of the engines. Only this module looks up ``rollout.engine``.
+"""Declarations of the inference engines. Only this module looks up ``rollout.engine``.
 
 An engine declares a ``KIND`` in its folder of ``rollout/``. An installed package declares it by an entry point in the group
 ``rlhf_mcore.engines``. A declaration imports neither torch nor the engine's libraries.
@@ -28,18 +28,18 @@ SEQUENCES = 256  # default number of sequences that an engine decodes at once
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """What an engine can do, and how a rank builds it."""
+    """Capabilities of an engine, and its construction in a rank."""
 
     name: str  # the value of rollout.engine
     purpose: str = ""  # for the documentation
     packages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # imported package: its distributions
-    runs_apart: bool = True  # its ranks may be processes of Ray with their own devices
-    is_sharded: bool = False  # rollout.layout.tp ranks are one engine; otherwise each rank has a whole model
-    # How its weights are written. "loaders": the model's own loaders cut tensors in the rank's process, and a bridge traces them.
-    # "plain": the rank's parameters have Hugging Face's names and shapes. "full": a call sends full tensors elsewhere
+    runs_apart: bool = True  # its ranks may be Ray processes with separate devices
+    is_sharded: bool = False  # several ranks form one engine; otherwise each rank holds a whole model
+    # How weights are written. "loaders": the model's own loaders split tensors in the rank's process, and the bridge traces them.
+    # "plain": the rank's parameters have Hugging Face's names and shapes. "full": a call sends full tensors to other processes
     weights: Literal["loaders", "plain", "full"] = "plain"
     records_routes: bool = False  # completions can contain the experts of each token
-    sleeps: bool = False  # releases its device memory while the trainer runs
+    sleeps: bool = False  # frees its device memory while the trainer runs
     reserves_cache: bool = False  # reserves the cache at the start; otherwise it grows with the running sequences
     temperatures: tuple[float, float] = (0.0, math.inf)  # lowest and highest temperature besides 0
     attention_kernels: tuple[str, ...] = ()  # supported values of model.attention
@@ -77,7 +77,7 @@ class EngineKind:
 
     def adapter_problems(self, cfg: RolloutConfig, geometry: ModelGeometry) -> Iterator[str]:
         """List why this engine cannot add adapters to the weights itself. ``geometry`` includes the adapters."""
-        yield f"rollout.engine={self.name} gets whole weights, with the adapters added"
+        yield f"rollout.engine={self.name} cannot add adapters; it receives whole weights with the adapters merged"
 
     def preload(self) -> None:
         """Import the modules that ``build`` needs on a CPU, before ranks are forked from this process."""
@@ -134,7 +134,7 @@ def engine_packages() -> dict[str, tuple[str, ...]]:
 
 
 def engines_that_read(key: str) -> str:
-    """Return the engines that read a key, as ``only_with`` of its description."""
+    """Return the condition of a key that only some engines read, for ``only_with`` of its description."""
     return f"rollout.engine={' or '.join(kind.name for kind in ENGINES.values() if kind.reads(key))}"
 
 

@@ -1,4 +1,4 @@
-"""The error for mistakes that a user can correct: in a configuration, an override or a file that a configuration names."""
+"""The error for mistakes that a user can correct, in a configuration, an override or a file that a configuration names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from traceback import extract_tb
 
-# Control characters but for newline and tab, formats (which turn the direction of text), surrogates, ends of lines of other alphabets.
+# Control characters except newline and tab, format characters (some reverse the text), surrogates, Unicode line separators.
 _CONTROL = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e007f]"
 )
-_SHOWN = 40  # problems in one message; a file of another kind has thousands
+_SHOWN = 40  # problems in one message, because a file of another format has thousands
 
 
 def shortened(items: Sequence[object], most: int = 5, separator: str = "; ") -> str:
@@ -22,7 +22,7 @@ def shortened(items: Sequence[object], most: int = 5, separator: str = "; ") -> 
 
 
 def for_terminal(text: str) -> str:
-    """Escape the control characters of a text for a terminal. Ends of lines stay."""
+    """Escape the control characters of a text for a terminal, except newlines."""
     return _CONTROL.sub(lambda match: repr(match.group())[1:-1], text)
 
 
@@ -34,7 +34,7 @@ def printable(text: str) -> str:
 class ConfigError(ValueError):
     """A user's mistake. Each problem names the field, its value and the remedy.
 
-    ``problems`` contains a line of text (or a few) per mistake, so that a user sees all of them at once. Texts are escaped
+    ``problems`` contains one or a few lines per mistake, so that a user sees all of them at once. Texts are escaped
     (``for_terminal``), because Python and notebooks print them unchanged.
     """
 
@@ -44,7 +44,7 @@ class ConfigError(ValueError):
 
     @classmethod
     def many(cls, problems: Sequence[str]) -> ConfigError:
-        """Make one error of several problems. A single problem is printed without a list."""
+        """Build one error for several problems. A single problem is printed without a list."""
         assert problems, "ConfigError.many needs at least one problem"
         if len(problems) == 1:
             return cls(problems[0])
@@ -54,7 +54,7 @@ class ConfigError(ValueError):
         return cls(f"{len(problems)} problems in the configuration:\n{lines}", problems=problems)
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows instead of a traceback: the caller's line and the message."""
+        """Return the caller's line and the message, which a notebook shows instead of a traceback."""
         package = str(Path(__file__).resolve().parents[1])
         frames = [frame for frame in extract_tb(self.__traceback__) if not frame.filename.startswith(package)]
         own = [frame for frame in frames if "site-packages" not in frame.filename]
@@ -63,4 +63,4 @@ class ConfigError(ValueError):
 
 
 class FileProblem(str):
-    """A problem with a file that a run needs (weights, tokenizer, prompts, code) or with its engine. A plan needs none of them."""
+    """A problem with a file of a run (weights, tokenizer, prompts, code) or with its engine. A plan ignores these problems."""

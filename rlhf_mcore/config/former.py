@@ -1,6 +1,6 @@
-"""Keys of the last release that were merged or removed. Their settings are read once more, as settings of today's keys.
+"""Keys of the last release that were merged or removed. Their settings are translated to current keys.
 
-The configuration that a run has written lists all of them. A value that was the default is dropped without a word.
+The configuration that an older run wrote lists all of these keys. Default values are dropped without a warning.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Former:
     """Keys of the last release that are translated together.
 
     Attributes:
-        instead: what a user writes now.
-        defaults: the keys that are gone, with their defaults.
-        lost: values that a key of today no longer takes, as lower-case texts. ``none`` was its default.
-        reads: keys of today that the translation needs, with their defaults.
-        translate: takes the values of ``defaults``, ``lost`` and ``reads``, in this order. Returns settings of today's keys; it may
-            return none.
+        instead: advice to the user, for messages.
+        defaults: the removed keys, with their defaults.
+        lost: values that a current key no longer allows, as lower-case texts. ``none`` was its default.
+        reads: current keys that the translation reads, with their defaults.
+        translate: takes the values of ``defaults``, ``lost`` and ``reads``, in this order. Returns settings of current keys, or an
+            empty dict.
     """
 
     instead: str
@@ -45,27 +45,27 @@ class Former:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Settings of former keys, and those of today's keys that take their place."""
+    """Settings of former keys, and the settings of current keys that replace them."""
 
     former: Former
     was: Settings
-    changed: tuple[str, ...]  # the keys of ``was`` whose values were no defaults
+    changed: tuple[str, ...]  # the keys of ``was`` with other values than their defaults
     now: Settings
 
     def warn(self, place: Callable[[str], str] = lambda key: "") -> None:
-        """Print a line for each changed key. ``place`` returns where it was set."""
+        """Print a line for each changed key. ``place`` returns the file and line of a setting."""
         for key in self.changed:
             now = ", ".join(_settings(self.now))
-            ending = f"is now {now}; write that" if now else f"has no effect: {self.former.instead}. Remove it"
+            ending = f"is now {now}; write that instead" if now else f"has no effect: {self.former.instead}. Remove it"
             text = f"warning: {f'{place(key)}: ' if place(key) else ''}{key}={_show(self.was[key])} {ending}"
             sys.stderr.write(f"{for_terminal(text)}\n")
 
 
 def translate(values: Mapping[str, Any], *, defaults_too: bool = False) -> Iterator[Translation]:
-    """Translate the settings of former keys. Defaults have no translation, unless ``defaults_too``: they may replace other values.
+    """Translate the settings of former keys. Default values are translated only with ``defaults_too``, to replace other values.
 
     Raises:
-        ConfigError: a value is none that the key took.
+        ConfigError: a former key never allowed the value.
     """
     for former in dict.fromkeys(BY_KEY[key] for key in values if key in BY_KEY):
         was = {key: values[key] for key in former.defaults if key in values}
@@ -105,11 +105,11 @@ _BOUND = "write a rule of alarms.rules (metric: reward/mean, measure: spike)"
 
 
 def _renamed(key: str, **names: str) -> Callable[[Any], Settings]:
-    """Return a translation of the former values of one key."""
+    """Return a translation for former values of one key."""
     return lambda value: {key: names[_text(value)]}
 
 
-_TRIES = "a request has 5 tries, and 5 times timeout_s for all of them"
+_TRIES = "a request has at most 5 attempts within 5 times timeout_s"
 
 
 def _sleep(sleeps: bool, level: int) -> Settings:
@@ -117,7 +117,7 @@ def _sleep(sleeps: bool, level: int) -> Settings:
 
 
 def _offload_of(key: str) -> Former:
-    """Return the translation of a frozen model's ``offload``, which was null, true or false, and ``offload_by_layer``."""
+    """Return the translation of a frozen model's ``offload`` (formerly null, true or false) and ``offload_by_layer``."""
     choices = {"none": "auto", "true": "always", "false": "never"}
 
     def merge(by_layer: bool, offload: Any) -> Settings:
@@ -196,12 +196,13 @@ FORMER = (
         for name, default in (("minimum", 1.0), ("growth_interval", 1000), ("hysteresis", 2))
     ),
     Former(
-        f"for another bound {_BOUND}; alarms.defaults=false switches the line off",
+        f"for another bound {_BOUND}; alarms.defaults=false disables the warning",
         {"reward.alarm.deviations": 5.0, "reward.alarm.steps": 20},
     ),
     Former("every sync is verified by hashes of all tensors", {"bridge.digest_every": 100}),
     Former(
-        "the limit is 30.0 s, and a command that takes longer starts a process of its own", {"alarms.timeout_s": 30.0}
+        "the limit is 30.0 s; a command that takes longer must start its own background process",
+        {"alarms.timeout_s": 30.0},
     ),
     Former(
         "write bridge.verify=digest",
@@ -212,11 +213,11 @@ FORMER = (
     *(_offload_of(key) for key in ("reference", "teacher", "reward.model")),
     *(_recompute_of(role) for role in ("actor", "critic")),
     Former(
-        "set checkpoint.deltas, the number of saves between two full ones",
+        "set checkpoint.deltas, the number of delta saves after each full save",
         {"checkpoint.delta": False, "checkpoint.full_every": 10},
         translate=_deltas,
     ),
-    Former("an engine gets as many prompts as keep it busy", {"evaluate.prompts_per_batch": None}),
+    Former("each engine gets enough prompts to stay busy", {"evaluate.prompts_per_batch": None}),
     Former(
         "set logging.trackers",
         {"logging.tensorboard": None},
@@ -253,25 +254,25 @@ FORMER = (
         translate=_kl_controller,
     ),
     Former(
-        "write - in front of checkpoint.metric_for_best_model if smaller is better",
+        "write - before the value of checkpoint.metric_for_best_model if smaller is better",
         {"checkpoint.greater_is_better": True},
         reads={"checkpoint.metric_for_best_model": None},
         translate=_best_model,
     ),
     Former(
-        "set rollout.engine_timeout_s to a sixtieth",
+        "set rollout.engine_timeout_s to a sixtieth of the value",
         {"rollout.server.timeout_s": 3600.0},
         reads={"rollout.engine_timeout_s": 60.0},
         translate=lambda request_s, _: {"rollout.engine_timeout_s": request_s / 60},
     ),
     Former(
-        "set data.max_bytes to 4096 times as much",
+        "set data.max_bytes to 4096 times the value",
         {"data.max_rows": 2000000},
         reads={"data.max_bytes": 8589934592},
         translate=lambda rows, size: {"data.max_bytes": 4096 * rows} if 4096 * rows > size else {},
     ),
     Former("the run ends after 5 bad updates in a row", {"trainer.max_bad_updates": 5}),
-    Former("an engine is started again 3 times in a row", {"rollout.engine_restarts": 3}),
+    Former("an engine is restarted at most 3 times in a row", {"rollout.engine_restarts": 3}),
     Former("the live display shows responses of every 10th step", {"logging.samples": 10}),
     Former(_TRIES, {"reward.remote.deadline_s": 300.0, "reward.remote.retries": 4}),
     Former(_TRIES, {"reward.judge.deadline_s": 600.0, "reward.judge.retries": 4}),
@@ -280,5 +281,5 @@ GROUPS = (
     "reward.alarm",
     "actor.optimizer.loss_scale",
     "critic.optimizer.loss_scale",
-)  # that had such keys and no others
+)  # groups that contained only former keys
 BY_KEY = {key: former for former in FORMER for key in (*former.defaults, *former.lost)}

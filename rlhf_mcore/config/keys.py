@@ -1,4 +1,4 @@
-"""List the keys by their dotted names with their types and descriptions, and find the key that a misspelt one means."""
+"""All keys by dotted name, with types and descriptions, and the search for a misspelt key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_mcore.redaction import redact
 
 
 def walk(group: type[Group], prefix: str = "") -> Iterator[tuple[str, Any, Description]]:
-    """Yield dotted name, type and description of every key of a group and of its groups, each group before its keys."""
+    """Yield (dotted name, type, description) for every key of a group, recursively. A group precedes its keys."""
     for name, (hint, description) in described(group).items():
         yield prefix + name, hint, description
         if is_group_type(hint):
@@ -29,14 +29,14 @@ DESCRIPTIONS: dict[str, Description] = {key: description for key, _, description
 
 
 def choices_of(key: str) -> tuple[str, ...]:
-    """List the texts that a key may be."""
+    """Return the allowed texts of a key."""
     allowed = DESCRIPTIONS[key].allowed
     assert isinstance(allowed, Choices), key
     return tuple(allowed.meanings)
 
 
 def is_group(key: str) -> bool:
-    """Return whether a known key holds further keys."""
+    """Return whether a known key contains further keys."""
     return is_group_type(KEYS[key])
 
 
@@ -63,7 +63,7 @@ def value_of(cfg: Any, key: str) -> Any:
 
 
 def table_of(key: str) -> str | None:
-    """Return the key whose value is a table of a user's own names, if ``key`` is a name in it (``actor.megatron.bucket_size``)."""
+    """Return the table of user-chosen names that contains ``key`` (``actor.megatron`` for ``actor.megatron.bucket_size``), or None."""
     while "." in key:
         key = key.rpartition(".")[0]
         if key in KEYS:
@@ -77,7 +77,7 @@ def item_type(hint: Any) -> Any:
 
 
 def type_name(hint: Any) -> str:
-    """Name a type in a user's words: "int", "int or null", "list of str"."""
+    """Return a type as a text for users: "int", "int or null", "list of str"."""
     if get_origin(hint) is dict:
         return f"a table of names, each with a {type_name(get_args(hint)[1])}"
     if (item := item_type(hint)) is not None:
@@ -91,17 +91,17 @@ def type_name(hint: Any) -> str:
 
 
 def nearest(key: str, *, groups: bool = False) -> str | None:
-    """Return the known key that a misspelt one most likely means, or None. ``groups``: it may be a group.
+    """Return the known key that a misspelt key most likely means, or None. ``groups``: also return groups.
 
-    The whole dotted name is compared first. If nothing is close, its last part alone is compared: ``lr`` finds
-    ``actor.optimizer.lr``. Among several keys with this last part, the one that shares most groups is returned.
+    The whole dotted name is compared first. If no key is close, only its last part is compared: ``lr`` finds
+    ``actor.optimizer.lr``. Among several keys with this last part, the key that shares the most groups is returned.
     """
     candidates = [name for name in KEYS if groups or not is_group(name)]
     *groups_of, last = key.split(".")
     for close in difflib.get_close_matches(key, candidates, n=5, cutoff=0.75):
         if (
             difflib.SequenceMatcher(None, last, close.rpartition(".")[2]).ratio() >= 0.6
-        ):  # more than its groups is close
+        ):  # the last part must be similar too, not only the groups
             return close
     by_last = {name.rpartition(".")[2]: name for name in candidates}
     for similar in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75):
@@ -109,6 +109,6 @@ def nearest(key: str, *, groups: bool = False) -> str | None:
         shared = {name: len(set(name.split(".")).intersection(groups_of)) for name in same}
         if (
             len(same) == 1 or not groups_of or any(shared.values())
-        ):  # for model.name: none of the groups with a name is meant
+        ):  # model.name means none of the groups that contain a name
             return max(same, key=lambda name: shared[name])
     return None

@@ -1,6 +1,6 @@
-"""YAML files and ``a.b=c`` overrides -> a ``Config``.
+"""Build a ``Config`` from YAML files and ``a.b=c`` overrides.
 
-Later wins: the files named by ``base:``, the file itself, the overrides. A preset (``algorithm: grpo`` is short for
+Later settings win, in this order: the files in ``base:``, the file itself, the overrides. A preset (``algorithm: grpo`` is short for
 ``algorithm: {preset: grpo}``) fills only keys that are not set. OmegaConf resolves references to other keys (``${seed}``) and to the
 environment (``${oc.env:NAME,default}``); pydantic reads the values (``schema``).
 """
@@ -30,7 +30,7 @@ _STEPS, _EPOCHS, _PRESET = "trainer.num_steps", "trainer.num_epochs", "algorithm
 
 
 class WrongValues(ConfigError):
-    """Keys have wrong values.
+    """Keys have invalid values.
 
     Attributes:
         rest: the configuration with the defaults of these keys. Rules can still be checked on it (``validate.report_all``).
@@ -43,15 +43,15 @@ class WrongValues(ConfigError):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, without_model: bool = False) -> Config:
-    """Read a configuration. A null value that stands for a derived one stays null: see ``config.resolve``.
+    """Read a configuration. Values that follow from other keys stay null: ``config.resolve`` fills them in.
 
     Args:
-        path: a YAML file. A setting instead (``a.b=c``) is the first of ``overrides``, and no file is read.
+        path: a YAML file. A setting (``a.b=c``) is allowed instead; it becomes the first override, and no file is read.
         overrides: settings as on a command line.
-        without_model: ``model.path`` need not be set, and is "none" then.
+        without_model: allow a missing ``model.path``, which then becomes "none".
 
     Raises:
-        ConfigError: all unknown keys, wrong values, references that do not resolve and missing values, at once.
+        ConfigError: there are unknown keys, invalid values, unresolved references or missing values; it lists all of them.
     """
     reader = SettingReader()
     if "=" in str(path) and not Path(path).exists():
@@ -79,7 +79,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without_mode
 
 
 def _read(values: dict[str, Any], places: Mapping[str, str], wrong: dict[str, list[str]]) -> Config:
-    """Build a configuration. Keys with wrong values are added to ``wrong`` with their messages, and get their defaults."""
+    """Build a configuration. Keys with invalid values are added to ``wrong`` with their messages, and get their defaults."""
     while True:
         tree = with_preset(nest({key: value for key, value in values.items() if key not in wrong}))
         try:
@@ -93,20 +93,20 @@ def _read(values: dict[str, Any], places: Mapping[str, str], wrong: dict[str, li
 
 
 def _setting_of(key: str, values: Collection[str]) -> str:
-    """Return the setting that contains a key: the key, or the table or group that was set as a whole."""
+    """Return the setting that contains a key: the key, or a table or group that was set as a whole."""
     while key not in values and "." in key:
         key = key.rpartition(".")[0]
     return key
 
 
 def _begin(places: Mapping[str, str], key: str) -> str:
-    """Return the beginning of a message about a key of a file. A message about an override names the key anyway."""
+    """Return "file:line: " for a key that a file set, else "", because an override already shows its key."""
     place = places.get(key, "")
     return "" if not place or place.startswith("override ") else f"{place}: "
 
 
 def _resolve_references(values: dict[str, Any], places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Replace values that refer to other keys or to the environment. Yields keys that do not resolve, with their messages."""
+    """Replace values that refer to other keys or to the environment. Yield unresolved keys with their messages."""
     written = {key: value for key, value in values.items() if any(interpolated_texts(value))}
     if not written:
         return
@@ -132,7 +132,7 @@ def _resolve_references(values: dict[str, Any], places: Mapping[str, str]) -> It
             yield key, _unresolved(key, written[key], places, error)
             continue
         values[key] = value
-        if key == _PRESET:  # whose keys others may refer to
+        if key == _PRESET:  # other values may refer to keys of the preset
             tree = OmegaConf.create(merge(defaults, with_preset(nest(values))))
     for key in _from_environment(written):
         values[key] = _mark(values[key], written[key])
@@ -151,7 +151,7 @@ def _unresolved(key: str, value: Any, places: Mapping[str, str], error: Exceptio
 
 
 def _from_environment(written: Mapping[str, Any]) -> set[str]:
-    """Return the keys whose texts came from the environment, also by way of another key."""
+    """Return the keys whose texts come from the environment, directly or through other keys."""
     marked: set[str] = set()
     texts = {key: list(interpolated_texts(value)) for key, value in written.items()}
     while new := [
@@ -162,7 +162,7 @@ def _from_environment(written: Mapping[str, Any]) -> set[str]:
 
 
 def _mark(value: Any, written: Any) -> Any:
-    """Let texts from the environment know how they were written, so that messages and files do not show them."""
+    """Mark texts from the environment with their written form, which messages and files show instead of the value."""
     if isinstance(value, list) and isinstance(written, list) and len(value) == len(written):
         return [_mark(item, text) for item, text in zip(value, written, strict=True)]
     if isinstance(value, str) and isinstance(written, str) and "${" in written:
@@ -171,7 +171,7 @@ def _mark(value: Any, written: Any) -> Any:
 
 
 def _choose_length(values: dict[str, Any], settings: Sequence[Setting]) -> list[str]:
-    """Decide between ``trainer.num_steps`` and ``num_epochs``: the later setting counts. One place can set only one of them."""
+    """Choose the later setting of ``trainer.num_steps`` and ``num_epochs``. Return a problem if one source sets both."""
     last = {setting.key: index for index, setting in enumerate(settings) if setting.value is not None}
     if _STEPS not in last or _EPOCHS not in last:
         return []
@@ -185,7 +185,7 @@ def _choose_length(values: dict[str, Any], settings: Sequence[Setting]) -> list[
 
 
 def _missing(value: Any, key: str = "") -> Iterator[str]:
-    """Yield a message for each mandatory key that is still "???"."""
+    """Yield a message for each required key that is still "???"."""
     if isinstance(value, dict):
         for name, child in value.items():
             yield from _missing(child, f"{key}.{name}" if key else str(name))

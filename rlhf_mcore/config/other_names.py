@@ -1,4 +1,4 @@
-"""Name the key that a user meant: by its name in another trainer, by a misspelt name, or by the group it is in."""
+"""Find the key that an unknown key means: a name of another trainer, a misspelt name, or a key in the wrong group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from rlhf_mcore.config.former import BY_KEY
 from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, is_group, nearest, type_name
 
-# Our key: its names in TRL, verl, OpenRLHF, slime and NeMo-RL. A name with dots is looked up before its last part.
+# Our keys with their names in TRL, verl, OpenRLHF, slime and NeMo-RL. A name with dots wins over its last part.
 SYNONYMS = {
     "actor.optimizer.lr": "learning_rate lr actor_learning_rate actor_lr",
     "critic.optimizer.lr": "critic_learning_rate critic_lr",
@@ -84,7 +84,7 @@ SYNONYMS = {
     "experiment": "experiment_name run_name wandb_run_name",
     "output_dir": "save_path default_local_dir ckpt_path checkpoint_dir log_dir",
 }
-# What another trainer has and this one does not, by name or by the beginning of a name (*), and what to do instead.
+# Keys of other trainers without a counterpart, by name or prefix (*), with advice.
 ABSENT = {
     "lora* qlora* peft* use_peft use_lora adapter*": "adapters are trained with actor.lora (rank, alpha, targets, ...)",
     "load_in_4bit load_in_8bit bnb_*": "quantised weights cannot be trained; for engines set rollout.quantization",
@@ -101,9 +101,9 @@ VERL_GROUPS = ("actor_rollout_ref", "custom_reward_function", "ray_kwargs")
 
 
 def hint(key: str, *, holds_keys: bool = False) -> str:
-    """Say which key an unknown one means, why there is none, or which keys its group has.
+    """Return advice for an unknown key: the key that it means, a reason, or the keys of its group.
 
-    ``holds_keys``: it has keys inside, so a group may have been meant.
+    ``holds_keys``: it contains keys, so it may mean a group.
     """
     if former := BY_KEY.get(key):
         return f"the key is gone: {former.instead}"
@@ -118,20 +118,20 @@ def hint(key: str, *, holds_keys: bool = False) -> str:
     while group and group not in KEYS:
         group = group.rpartition(".")[0]
     if group and not is_group(group):
-        return f"{group} has no keys of its own; give it a value: {type_name(KEYS[group])}"
+        return f"{group} contains no keys; give it a value: {type_name(KEYS[group])}"
     inside = ", ".join(name.rpartition(".")[2] for name in KEYS if name.rpartition(".")[0] == group)
     return f"the keys {f'of {group}' if group else 'at the top'} are: {inside}"
 
 
 def is_foreign_group(key: str) -> bool:
-    """Return whether a group is another trainer's, so that each key in it has its own place here."""
+    """Return whether a group belongs to another trainer, so that each of its keys needs separate advice."""
     return key.startswith(VERL_GROUPS) or (not absence(key) and nearest(key, groups=True) is None)
 
 
 def absence(key: str) -> str:
-    """Return why there is no such key here, or "" if nothing is known of it."""
+    """Return advice for a key without a counterpart, or "" if the key is not known."""
     parts = _plain(key).split(".")
-    while len(parts) > 1 and parts[0] in KEYS:  # the groups of ours that it is in
+    while len(parts) > 1 and parts[0] in KEYS:  # skip our groups around it
         parts = [".".join(parts[:2]), *parts[2:]] if ".".join(parts[:2]) in KEYS else parts[1:]
     for names, reason in ABSENT.items():
         for name in names.split():
@@ -141,7 +141,7 @@ def absence(key: str) -> str:
 
 
 def synonyms(key: str) -> tuple[str, ...]:
-    """Return our keys for another trainer's key or command-line flag, by the longest ending of its name that is known."""
+    """Return our keys for another trainer's key or command-line flag, by the longest known suffix of its name."""
     parts = _plain(key).split(".")
     for first in range(len(parts)):
         if keys := _by_name().get(".".join(parts[first:])):

@@ -1,4 +1,4 @@
-"""Turn pydantic's errors into messages that name key, value and remedy."""
+"""Convert pydantic's errors to messages with key, value and remedy."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _RANGES = (RANGE, "greater_than", "greater_than_equal", "less_than", "less_than_
 
 
 def explain(kind: type[Group], error: ValidationError) -> ConfigError:
-    """Build the error for values that a group does not take."""
+    """Build the error for unknown keys and invalid values of a group."""
     return ConfigError.many(list(problems_of(kind, error).values()))
 
 
 def assign_former(owner: Group, name: str, value: Any) -> bool:
-    """Set the keys of a group that have taken the place of a former one. Return whether ``name`` is one.
+    """Set the keys that replace the former key ``name`` of a group. Return False if ``name`` is not a former key.
 
     Raises:
-        ConfigError: the value is none that the key took, or keys of another group have taken its place.
+        ConfigError: the former key never allowed the value, or keys of another group replace it.
     """
     for group in (key for key, hint in KEYS.items() if hint is type(owner)):
         present = {f"{group}.{field}": now for field, now in owner}
@@ -48,12 +48,12 @@ def assign_former(owner: Group, name: str, value: Any) -> bool:
 def problems_of(
     kind: type[Group], error: ValidationError, place: Callable[[str], str] = lambda key: ""
 ) -> dict[str, str]:
-    """Return a message for each wrong value, by its key with its position in a list (``reward.rules[1].weight``).
+    """Return a message for each invalid value, by key and position in a list (``reward.rules[1].weight``).
 
     Args:
         kind: the group that was read.
-        error: what pydantic found.
-        place: returns the beginning of the message about a key: where it was set.
+        error: pydantic's error.
+        place: returns the file and line of a key, as the beginning of its message.
     """
     problems: dict[str, str] = {}
     for found in error.errors(include_url=False, include_context=False):
@@ -65,7 +65,15 @@ def problems_of(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in a configuration: its key, its name with positions in lists, the group that it is in, and its name there."""
+    """A place in a configuration.
+
+    Attributes:
+        key: the dotted key.
+        written: the key with positions in lists.
+        owner: the group that contains it.
+        name: its name in ``owner``.
+        hint: its type.
+    """
 
     key: str
     written: str
@@ -127,7 +135,7 @@ def _remedy(where: _Place, value: Any) -> str:
 
 
 def prefix_of(kind: type[Group]) -> str:
-    """Return the dotted name of a group, as far as its class tells: a layout may be the actor's or the critic's."""
+    """Return the dotted name of a group, or only its last part if several keys have this class (``layout``)."""
     owners = [key for key, hint in KEYS.items() if hint is kind or item_type(hint) is kind]
     if not owners:
         return ""

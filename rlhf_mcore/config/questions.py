@@ -1,4 +1,4 @@
-"""Answer what several places ask about a configuration: its roles, its longest row, what scores, what engines receive."""
+"""Derived properties of a configuration: roles, scores, lengths, and the weights that engines receive."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config, LayoutConfig, LoraConfig
 
-SHORTEST_PREFIX = 32  # tokens; sharing a shorter beginning of sequences costs more than it saves
-FP8_TOKENS = 32  # Transformer Engine multiplies 16 tokens at a time in 8 bits, or 32 with MXFP8
+SHORTEST_PREFIX = 32  # tokens; sharing a shorter prefix costs more than it saves
+FP8_TOKENS = 32  # FP8 products need a multiple of 16 tokens, MXFP8 of 32
 
 
 # --------------------------------------------------------------------------------------------------------------- roles
 @dataclass(frozen=True, slots=True)
 class RoleLayout:
-    """A model that the run builds, with its layout."""
+    """A model of the run with its own layout."""
 
     name: str  # its group in the configuration
     layout: LayoutConfig
@@ -32,7 +32,7 @@ class RoleLayout:
 
     @property
     def model_size(self) -> int:
-        """Return the ranks that one replica of the model needs. The role's number of ranks is a multiple of it."""
+        """The number of ranks of one replica. The role's number of ranks must be a multiple of it."""
         cut = self.layout
         experts = (cut.tp if cut.etp is None else cut.etp) * cut.ep * cut.pp
         return math.lcm(cut.tp * cut.pp * cut.cp, experts)
@@ -47,7 +47,7 @@ def role_layouts(cfg: Config) -> list[RoleLayout]:
         roles.append(RoleLayout("critic", cfg.critic.layout, cfg.critic.ranks))
     if cfg.reward.model.path is not None:
         roles.append(RoleLayout("reward.model", cfg.reward.model.layout, cfg.reward.model.ranks))
-    if cfg.teacher.path is not None:  # otherwise it is the actor, or has its layout
+    if cfg.teacher.path is not None:  # other teachers are the actor, or have its layout
         roles.append(RoleLayout("teacher", cfg.teacher.layout, cfg.teacher.ranks))
     return roles
 
@@ -75,7 +75,7 @@ def adapter_sizes(cfg: LoraConfig) -> AdapterSizes | None:
     alpha = 2.0 * cfg.rank if cfg.alpha is None else cfg.alpha
     if (
         cfg.init == "pissa"
-    ):  # a fixed copy of the first adapters is beside them (contrib/pissa); the scale stays as it is
+    ):  # the rank doubles by a fixed copy of the initial adapters (contrib/pissa); the scale is unchanged
         factor = 2**0.5 if cfg.use_rslora else 2
         return AdapterSizes(2 * cfg.rank, alpha * factor, tuple(cfg.targets), cfg.use_rslora, fixed=cfg.rank)
     return AdapterSizes(cfg.rank, alpha, tuple(cfg.targets), cfg.use_rslora, use_dora=cfg.use_dora)
@@ -87,7 +87,7 @@ def _estimator(cfg: Config) -> Estimator:
 
 
 def needs_critic(cfg: Config) -> bool:
-    """Return whether advantages are computed from values."""
+    """Return whether the run builds a critic."""
     if not run_kind(cfg).generates:
         return False
     if cfg.algorithm.use_critic == "auto":
@@ -96,7 +96,7 @@ def needs_critic(cfg: Config) -> bool:
 
 
 def needs_reference(cfg: Config) -> bool:
-    """Return whether the policy is compared with a frozen one. With adapters that is the actor without them."""
+    """Return whether the policy is compared with a frozen reference. With adapters, it is the actor without them."""
     kind = run_kind(cfg)
     if kind.compares:
         return PREFERENCE_LOSSES.get(cfg.algorithm.dpo.loss, PreferenceLoss()).needs_reference
@@ -109,18 +109,18 @@ def has_teacher(cfg: Config) -> bool:
 
 
 def draws_greedy(cfg: Config) -> bool:
-    """Return whether each prompt has a greedy response in addition to those that are learned from."""
+    """Return whether each prompt gets a greedy response in addition to the trained responses."""
     return run_kind(cfg).generates and _estimator(cfg).needs_greedy
 
 
 # -------------------------------------------------------------------------------------------------------------- scores
 def reads_scores(cfg: Config) -> bool:
-    """Return whether advantages are computed from scores. Otherwise scores are metrics only, and may be absent."""
+    """Return whether advantages are computed from scores. Otherwise scores are only metrics, and may be absent."""
     return _estimator(cfg).reads_scores
 
 
 def grades(cfg: Config) -> bool:
-    """Return whether ``reward`` scores responses. Otherwise an environment alone does."""
+    """Return whether the keys of ``reward`` score responses. Otherwise only the environment does."""
     return cfg.environment.function is None or cfg.environment.score != "environment"
 
 
@@ -131,18 +131,18 @@ def needs_answer(cfg: Config) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------- lengths
 def longest_response(cfg: Config) -> int:
-    """Return the most tokens that a row of a step has after its prompt."""
+    """Return the maximum number of tokens of a training row after its prompt."""
     episode = cfg.environment.max_tokens if cfg.environment.function is not None else None
     return episode or cfg.rollout.sampling.max_new_tokens
 
 
 def max_new_tokens(cfg: Config) -> int:
-    """Return the length of the longest response that training or evaluation asks for."""
+    """Return the maximum length of a response, in training or evaluation."""
     return max(longest_response(cfg), cfg.evaluate.max_new_tokens or 0)
 
 
 def longest_example(cfg: Config) -> int:
-    """Return the most tokens of prompt and response that a supervised run takes."""
+    """Return the maximum number of tokens of prompt and response in a supervised run."""
     if cfg.data.max_tokens is not None:
         return cfg.data.max_tokens
     most = cfg.trainer.max_tokens_per_microbatch // run_kind(cfg).rows_per_example
@@ -151,39 +151,39 @@ def longest_example(cfg: Config) -> int:
 
 
 def in_fp8(group: Any) -> bool:
-    """Return whether a role's model multiplies in 8 bits."""
+    """Return whether a role's model computes matrix products in FP8."""
     return bool(getattr(group, "fp8", None) or (group.megatron or {}).get("fp8"))
 
 
 def padded_to(layout: LayoutConfig, in_fp8: bool) -> int:
-    """Return the number whose multiple the tokens of a microbatch are."""
+    """Return the number that must divide the tokens of a microbatch."""
     return token_multiple(layout.tp, layout.cp, layout.sequence_parallel) * (FP8_TOKENS if in_fp8 else 1)
 
 
 def token_multiple(tp: int, cp: int, sequence_parallel: bool) -> int:
-    """Return the number whose multiple a sequence's tokens are.
+    """Return the number that must divide the tokens of a sequence.
 
-    A context-parallel rank has two chunks of every sequence. With sequence parallelism the tensor-parallel ranks share them.
+    A context-parallel rank holds two chunks of every sequence. Sequence parallelism splits them over the tensor-parallel ranks.
     """
     return cp * math.lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1)
 
 
-# -------------------------------------------------------------------------------------------------------- what is sent
+# ----------------------------------------------------------------------------------------------------- sent weights
 def sent_geometry(cfg: Config, geometry: ModelGeometry) -> ModelGeometry:
-    """Return the geometry of the weights that engines receive. MTP layers are included if they are trained and engines use them."""
+    """Return the geometry of the weights that engines receive. It includes MTP layers if they are trained and engines use them."""
     drafts = engine_kind(cfg.rollout.engine).reads("rollout.speculative") and cfg.rollout.speculative.method == "mtp"
     return geometry if drafts and cfg.actor.mtp.mode in MTP_TRAINED else geometry.trunk
 
 
 def sent_quantisation(cfg: Config) -> str | None:
-    """Return how weights are quantised for engines: as the policy computes with them, if it is trained in 8 bits."""
+    """Return the quantisation of sent weights. If the policy is trained in FP8, it is the same as in training."""
     if cfg.rollout.quantization != "fp8" or cfg.actor.fp8 is None:
         return cfg.rollout.quantization
     return FP8_OF_TRAINING
 
 
 def sends_adapters(cfg: Config, geometry: ModelGeometry) -> bool:
-    """Return whether engines receive A and B and add them. Otherwise they receive weights with the adapters merged."""
+    """Return whether engines receive A and B separately. Otherwise they receive weights with the adapters merged."""
     sizes = adapter_sizes(cfg.actor.lora)
     if sizes is None or cfg.actor.lora.sync == "merge":
         return False

@@ -1,4 +1,4 @@
-"""Fill in the values that follow from others: the one place that decides what null means."""
+"""Fill in values that follow from other keys. Only this module decides the meaning of null."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rlhf_mcore.readers.data_rows import count_rows
 def resolve(cfg: Config) -> Config:
     """Return a copy of a valid configuration with its derived values filled in.
 
-    Two keys stay as they are. The platform decides ``model.dtype: auto`` at run time. Whoever starts the ranks chooses
-    ``trainer.world_size``: under torchrun that is the user.
+    Two keys are not resolved. The platform decides ``model.dtype: auto`` at run time. The launcher of the ranks decides
+    ``trainer.world_size``; under torchrun, this is the user.
     """
     trainer, critic, sampling = cfg.trainer, cfg.critic, cfg.rollout.sampling
     steps, longest = num_steps(cfg), longest_response(cfg)
@@ -65,7 +65,7 @@ def or_else(value: Any, default: Any) -> Any:
 def num_steps(cfg: Config) -> int:
     """Return the steps of a run: ``trainer.num_steps``, or the steps for ``trainer.num_epochs`` passes over the rows.
 
-    If the files are not here, as for planning, epochs are ignored.
+    If the files are missing, as in planning, epochs are ignored.
     """
     epochs = cfg.trainer.num_epochs
     rows = count_rows(cfg.data.train) if epochs is not None else None
@@ -75,11 +75,11 @@ def num_steps(cfg: Config) -> int:
 
 
 def epochs_text(cfg: Config) -> str | None:
-    """Describe how many steps ``trainer.num_epochs`` makes, or return None if it is not set."""
+    """Return a text with the number of steps of ``trainer.num_epochs``, or None if it is not set."""
     if cfg.trainer.num_epochs is None:
         return None
     leaves_out = cfg.data.transform is not None or cfg.data.overlong_prompts == "drop"
-    more = "; rows that data.transform or data.overlong_prompts=drop leaves out are counted" if leaves_out else ""
+    more = "; rows that data.transform or data.overlong_prompts=drop skips are counted" if leaves_out else ""
     return (
         f"trainer.num_epochs={cfg.trainer.num_epochs:g}: {num_steps(cfg)} steps of {cfg.trainer.prompts_per_step} for "
         f"{count_rows(cfg.data.train) or 0} rows{more}"
@@ -87,25 +87,27 @@ def epochs_text(cfg: Config) -> str | None:
 
 
 def at_publish(cfg: Config) -> str | None:
-    """Return what happens to unfinished responses when new weights arrive, or None if there are none then."""
+    """Return the handling of unfinished responses when weights are published, or None in synchronous runs."""
     if not cfg.trainer.max_staleness:
         return None
     return cfg.rollout.at_publish or ("drain" if cfg.rollout.deterministic_order else "continue")
 
 
 def correction_mode(cfg: Config) -> str:
-    """Return how the policy term is weighed: by each token's ratio if an older or an 8-bit policy may have sampled it."""
+    """Return the mode of rollout correction. By default it is ``token`` if an older or an 8-bit policy may have sampled tokens."""
     is_other = cfg.trainer.max_staleness or cfg.rollout.quantization
     return cfg.algorithm.rollout_correction.mode or ("token" if is_other else "off")
 
 
 def part_weights(cfg: Config) -> dict[str, float] | None:
-    """Return the weights of the parts of a score, for an estimator that compares them: as given, else those of the rules."""
+    """Return the weights of score parts for an estimator that compares parts. By default they are the rules' weights."""
     estimator, given = ADVANTAGES.get(cfg.algorithm.advantage), cfg.algorithm.reward_weights
     if given is not None or estimator is None or not estimator.compares_parts:
         return given
     reward = cfg.reward
-    if reward.function is not None or reward.remote.url is not None:  # they replace the rules
+    if (
+        reward.function is not None or reward.remote.url is not None
+    ):  # they replace the rules, so names and weights are unknown
         return {}
     rules = [*reward.rules, *(rule for rules in (reward.sources or {}).values() for rule in rules)]
     weights = {rule.name: rule.weight if rule.correct > rule.incorrect else -rule.weight for rule in rules}
@@ -113,16 +115,16 @@ def part_weights(cfg: Config) -> dict[str, float] | None:
 
 
 def _with_updates(schedule: ScheduleConfig, updates: int) -> ScheduleConfig:
-    """Fill in a learning rate's schedule for a run of a number of optimizer updates."""
+    """Return a learning-rate schedule with its number of updates and warm-up filled in."""
     total = or_else(schedule.total_updates, updates)
     warmup = math.ceil(schedule.warmup * total if schedule.warmup < 1 else schedule.warmup)
     return with_values(schedule, {"total_updates": total, "warmup": float(warmup)})
 
 
 def default_world_size(cfg: Config, *, evaluates: bool = False) -> int:
-    """Return the number of processes of a run: ``trainer.world_size``, else the smallest number that suits all layouts and ranks.
+    """Return the number of processes of a run: ``trainer.world_size``, else the smallest number that fits all layouts and ranks.
 
-    ``evaluates``: an evaluation's engines are always in these processes.
+    ``evaluates``: for ``rlhf-mcore evaluate``, whose engines always run in these processes.
     """
     if cfg.trainer.world_size is not None:
         return cfg.trainer.world_size
@@ -135,6 +137,6 @@ def default_world_size(cfg: Config, *, evaluates: bool = False) -> int:
 
 
 def with_sequences(cfg: RolloutConfig, memory_bytes: int, device: str) -> RolloutConfig:
-    """Set ``max_num_seqs`` for a device if it is null. ``memory_bytes``: 0 on a CPU."""
+    """Return ``cfg`` with ``max_num_seqs`` set for a device if it is null. ``memory_bytes``: 0 on a CPU."""
     default = engine_kind(cfg.engine).default_sequences(memory_bytes, device)
     return with_values(cfg, {"max_num_seqs": cfg.max_num_seqs or default})

@@ -1,4 +1,4 @@
-"""Choose the rules that score a prompt: the rules of its data source, or of the run. The well-known data sources are listed here."""
+"""Choose the rules that score a prompt: the rules of its data source, or of the run. Also the rules of well-known data sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf_mcore.config.schema.rollout import FunctionConfig, RewardConfig, RuleC
 _NUMBER, _MATH = [RuleConfig(name="final_number")], [RuleConfig(name="math")]
 _DAPO = [RuleConfig(name="answer_line", incorrect=-1.0)]
 _CODE = [RuleConfig(name="code")]
-_TENTHS = [RuleConfig(name="code", partial=True, max_tests=10)]  # the share of the first ten tests
+_TENTHS = [RuleConfig(name="code", partial=True, max_tests=10)]  # the grade is the share of the first ten tests
 _THINK_AND_BOX = r"^.*<think>.*</think>.*\\boxed\{.*\}.*$"
 # Names in the data sets themselves and in verl's data preparation, graded as in verl.
 SOURCES: dict[str, list[RuleConfig]] = {
@@ -30,7 +30,7 @@ SOURCES: dict[str, list[RuleConfig]] = {
 
 
 def rules_of(source: str, sources: Mapping[str, Sequence[RuleConfig]] | None) -> Sequence[RuleConfig] | None:
-    """Return the rules of a data source by its name, else by the longest beginning of it ("aime*"), else None.
+    """Return the rules of a data source by its name, else by its longest known prefix ("aime*"), else None.
 
     The user's table wins over the built-in one.
     """
@@ -44,12 +44,12 @@ def rules_of(source: str, sources: Mapping[str, Sequence[RuleConfig]] | None) ->
 def rules_for(
     source: str, rules: Sequence[RuleConfig], sources: Mapping[str, Sequence[RuleConfig]] | None
 ) -> Sequence[RuleConfig]:
-    """Return the rules that score a prompt of a data source. With a table these are the source's rules, if any, else ``rules``."""
+    """Return the rules that score a prompt of a data source: ``rules`` without a table, else the source's rules or an empty list."""
     return rules if sources is None else rules_of(source, sources) or ()
 
 
 def rule_tables(cfg: RewardConfig) -> dict[str, Sequence[RuleConfig]]:
-    """Return every list of rules that a user wrote, by its key."""
+    """Return every list of rules in the configuration, by its key."""
     if cfg.sources is None:
         return {"reward.rules": cfg.rules}
     return {f"reward.sources[{source}]": rules for source, rules in cfg.sources.items()}
@@ -62,12 +62,12 @@ def needs_truth(rule: RuleConfig) -> bool:
 
 
 def any_needs_truth(cfg: RewardConfig) -> bool:
-    """Return whether some rule needs a ground truth. With a table of sources, the built-in ones do."""
+    """Return whether any rule needs a ground truth. With a table of sources, the built-in rules do."""
     return cfg.sources is not None or any(map(needs_truth, cfg.rules))
 
 
 def scores_alone(cfg: RewardConfig) -> bool:
-    """Return whether something scores instead of the rules."""
+    """Return whether a function or a server replaces the rules."""
     return cfg.function is not None or cfg.remote.url is not None
 
 
@@ -82,5 +82,5 @@ def unused_rules(cfg: RewardConfig) -> dict[str, str]:
 
 
 def function_name(function: FunctionConfig) -> str:
-    """Return the name of one of several functions."""
+    """Return the name of a function in the metrics."""
     return function.name or function.path.rpartition(":")[2].rpartition(".")[2]

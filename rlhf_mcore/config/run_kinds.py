@@ -1,4 +1,4 @@
-"""Describe the differences of the kinds of run. Only this module compares values of ``algorithm.kind``."""
+"""Declarations of the kinds of run. Only this module compares values of ``algorithm.kind``."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _GENERATION = (
 
 @dataclass(frozen=True, slots=True)
 class RunKind:
-    """What a kind of run reads, trains and saves."""
+    """A kind of run: the keys that it reads, the model that it trains and the directory that it saves."""
 
     name: str  # the value of algorithm.kind
     purpose: str  # for the documentation
-    generates: bool  # learns from scored responses of engines; false: from responses in its data
+    generates: bool  # learns from responses of engines; false: from responses in the data
     head: str  # head of the trained model: lm | sequence
     starting_heads: tuple[str, ...]  # heads that the model in model.path may have
     saved_as: str  # the model's directory in a checkpoint
     response_keys: tuple[str, ...] = ()  # keys that name the columns of an example's responses
-    compares: bool = False  # a loss of algorithm.dpo compares the policy with a reference, or with itself
+    compares: bool = False  # uses a loss of algorithm.dpo
 
     @property
     def rows_per_example(self) -> int:
@@ -55,7 +55,7 @@ class RunKind:
 RL = RunKind("rl", "", generates=True, head="lm", starting_heads=("lm",), saved_as="actor")
 SFT = RunKind(
     "sft",
-    "imitate given responses",
+    "supervised fine-tuning on given responses",
     generates=False,
     head="lm",
     starting_heads=("lm",),
@@ -64,7 +64,7 @@ SFT = RunKind(
 )
 REWARD_MODEL = RunKind(
     "reward_model",
-    "tell chosen from rejected responses",
+    "score chosen above rejected responses",
     generates=False,
     head="sequence",
     starting_heads=("lm", "sequence"),
@@ -73,7 +73,7 @@ REWARD_MODEL = RunKind(
 )
 DPO = RunKind(
     "dpo",
-    "prefer chosen to rejected responses",
+    "train the policy to prefer chosen responses",
     generates=False,
     head="lm",
     starting_heads=("lm",),

@@ -1,6 +1,6 @@
-"""Collect what a user has set: keys, values and places, in the order of files and overrides.
+"""Collect the user's settings: keys, values and places, in the order of files and overrides.
 
-The value of a text field is the text as it was written: YAML would turn ``off`` into False, ``1.10`` into 1.1 and ``1e3`` into 1000.0.
+Text fields keep the written text. YAML would turn ``off`` into False, ``1.10`` into 1.1 and ``1e3`` into 1000.0.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rlhf_mcore.redaction import redact_arguments
 
 BASE_KEY = "base"
 _NULL = "tag:yaml.org,2002:null"
-_SUGGESTIONS = 20  # looking for the key that a misspelt one means takes milliseconds
+_SUGGESTIONS = 20  # unknown keys with a suggestion, because each search takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key that a user has set. ``place`` is where, for messages ("configs/a.yaml:7", "override")."""
+    """A key that the user set. ``place`` is its file and line, for messages ("configs/a.yaml:7", "override ...")."""
 
     key: str
     value: Any
@@ -38,15 +38,15 @@ class Setting:
 
     @property
     def source(self) -> str:
-        """The file, or the command line."""
+        """The file, or "" for the command line."""
         return "" if self.place.startswith("override ") else self.place.rpartition(":")[0]
 
 
 class SettingReader:
-    """Collects settings, and problems instead of stopping at the first one.
+    """Collects settings and problems. It does not stop at the first problem.
 
     Attributes:
-        is_whole: whether every file could be read. Otherwise settings are missing, and rules would report consequences.
+        is_whole: whether every file could be read. Otherwise settings are missing, and rules would report consequences of that.
     """
 
     def __init__(self) -> None:
@@ -56,9 +56,9 @@ class SettingReader:
         self._num_unknown = 0
 
     def read_file(self, path: Path, chain: tuple[str, ...] = ()) -> None:
-        """Take the settings of a file, after those of the files named by its ``base``.
+        """Add the settings of the files in ``base``, then the settings of the file.
 
-        ``chain`` holds the files that led here. The text of broken files is reported in ``problems``.
+        ``chain`` contains the files that refer to this file, to detect cycles. Unreadable files are reported in ``problems``.
         """
         real = os.path.realpath(path)
         if real in chain:
@@ -74,7 +74,7 @@ class SettingReader:
             self.is_whole = False
 
     def read_override(self, text: str) -> None:
-        """Take one ``a.b=c`` of the command line; ``c`` is YAML."""
+        """Add one ``a.b=c`` of the command line. ``c`` is YAML."""
         key, equals, value = text.partition("=")
         name = f"override {shorten(redact_arguments([text])[0], 200)!r}"
         if not equals or not key.strip():
@@ -88,7 +88,7 @@ class SettingReader:
             self.problems.append(str(error))
 
     def translate_former(self) -> None:
-        """Replace the settings of former keys by those of today's, with a warning for each. The later setting of a key still wins."""
+        """Replace settings of former keys by settings of current keys, with a warning for each. Later settings still win."""
         last = {setting.key: setting for setting in self.settings}
         try:
             translations = list(translate({key: setting.value for key, setting in last.items()}))
@@ -108,7 +108,7 @@ class SettingReader:
         if document.root is None:
             return
         if not isinstance(document.root, yaml.MappingNode):
-            raise ConfigError(f"{path}: expected keys and values at the top, as in 'seed: 1'")
+            raise ConfigError(f"{path}: expected keys and values at the top level, as in 'seed: 1'")
         items = dict(_items(document, document.root))
         if BASE_KEY in items:
             for base in _base_files(document, items.pop(BASE_KEY)):
@@ -134,12 +134,12 @@ class SettingReader:
         elif isinstance(node, yaml.MappingNode):
             for name, child in _items(document, node):
                 self._take(document, f"{key}.{name}", child)
-        elif not is_null:  # an empty group is a group whose keys are all commented out
+        elif not is_null:  # null is allowed, because all keys of a group may be commented out
             names = ", ".join(name for name in KEYS if name.rpartition(".")[0] == key)
             self.problems.append(f"{document.place(node)}: {key} is a group, not a value; set one of its keys: {names}")
 
     def _take_unknown(self, document: Document, key: str, node: yaml.Node) -> None:
-        """Report a key, or the keys inside if it is a group of another trainer: each of them has its own place here."""
+        """Report an unknown key. If it is a group of another trainer, report each key in it."""
         suggest, holds_keys = self._num_unknown < _SUGGESTIONS, isinstance(node, yaml.MappingNode) and bool(node.value)
         if suggest and holds_keys and is_foreign_group(key[:100]):
             for name, child in _items(document, node):
@@ -151,7 +151,7 @@ class SettingReader:
 
 
 def _value(document: Document, node: yaml.Node, hint: Any) -> Any:
-    """Read the value of a node for a type. The value of a text field is the text as it was written."""
+    """Return the value of a node for a type. A text field keeps the written text."""
     is_scalar = isinstance(node, yaml.ScalarNode)
     if is_scalar and node.tag == _NULL:
         return None
@@ -175,7 +175,7 @@ def _items(document: Document, node: yaml.MappingNode) -> Iterator[tuple[str, ya
     places: dict[str, str] = {}
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{document.place(key_node)}: a key has to be a name, as in 'seed: 1'")
+            raise ConfigError(f"{document.place(key_node)}: a key must be a name, as in 'seed: 1'")
         key = str(key_node.value)
         if key in places:
             where = f"(also at {places[key]})"
@@ -189,6 +189,6 @@ def _base_files(document: Document, node: yaml.Node) -> list[str]:
     files = [value] if isinstance(value, str) else value
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise ConfigError(
-            f"{document.place(node)}: {BASE_KEY}={shorten(value)} must be a file, or a list of files, beside this one"
+            f"{document.place(node)}: {BASE_KEY}={shorten(value)} must be a file or a list of files, relative to this file"
         )
     return files

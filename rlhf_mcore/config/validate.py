@@ -1,7 +1,7 @@
-"""Check fields against each other, and the files that they name. No process has started yet.
+"""Check keys against each other, and the files that they name, before any process starts.
 
-Every problem names the field, its value and the remedy, and all of them are reported at once. ``schema``
-has checked the values of single keys.
+Every problem names the field, its value and the remedy. All problems are reported at once. ``schema`` has already checked the
+values of single keys.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from rlhf_mcore.readers.user_functions import function_problems
 def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = True) -> None:
     """Check a configuration for a world of ``world_size`` processes (None: ``default_world_size``).
 
-    Without ``check_files``, for planning, a model is its ``config.json``: weights, tokenizer, prompts and functions may be absent.
+    Planning needs no ``check_files``: then only the ``config.json`` of models is needed, not weights, tokenizer, prompts or functions.
 
     Raises:
-        ConfigError: with every problem that was found.
+        ConfigError: there are problems; it lists all of them.
     """
     kind = run_kind(cfg)
     geometry, model_problems = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
@@ -97,9 +97,10 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
 
 
 def report_all(found: WrongValues, world_size: int | None = None) -> ConfigError:
-    """Add the problems that rules find among the other keys.
+    """Return an error that also contains the problems of rules among the other keys.
 
-    Consequences are left out: problems that name a wrong key, or begin with the key that a misspelt one means or that is missing.
+    Consequences are skipped: problems that name an invalid key, or begin with a missing key or with the suggestion for an unknown
+    key.
     """
     try:
         validate(found.rest, world_size)
@@ -114,7 +115,7 @@ def report_all(found: WrongValues, world_size: int | None = None) -> ConfigError
 
 # ----------------------------------------------------------------------------------------------------------- single keys
 def named_function_problems(cfg: Config) -> Iterator[str]:
-    """List the problems with files whose functions stand for a choice."""
+    """List the problems with user functions that replace a named choice."""
     kind = run_kind(cfg)
     for key, description in DESCRIPTIONS.items():
         allowed = description.allowed
@@ -134,7 +135,7 @@ def sampling_problems(cfg: Config) -> Iterator[str]:
 
 
 def unused_problems(cfg: Config) -> Iterator[str]:
-    """List the keys that somebody has set in vain, because of the value of another key."""
+    """List keys that are set but have no effect, because of the value of another key."""
     kind = run_kind(cfg)
     for key, default in _conditional_defaults().items():
         if not kind.reads(key) or (value := value_of(cfg, key)) == default:
@@ -142,7 +143,7 @@ def unused_problems(cfg: Config) -> Iterator[str]:
         description = DESCRIPTIONS[key]
         while description.only_with:
             owner, _, values = description.only_with.partition("=")
-            owner_value, description = value_of(cfg, owner), DESCRIPTIONS[owner]  # which may need another in its turn
+            owner_value, description = value_of(cfg, owner), DESCRIPTIONS[owner]  # the owner may depend on another key
             if owner == "rollout.engine" and engine_kind(owner_value).reads(key):
                 break
             if owner_value not in values.split(" or ") if values else owner_value == 0:
@@ -159,16 +160,13 @@ def unused_problems(cfg: Config) -> Iterator[str]:
 
 @cache
 def _conditional_defaults() -> dict[str, Any]:
-    """Return the defaults of the keys that have an effect only with another key."""
+    """Return the defaults of keys that need another key to have an effect."""
     default = Config()
     return {key: value_of(default, key) for key, description in DESCRIPTIONS.items() if description.only_with}
 
 
-# -------------------------------------------------------------------------------------------------------- several keys
-
-
 def reward_and_data_problems(cfg: Config) -> Iterator[str]:
-    """Check scores and prompts alone: no model is read."""
+    """Check only rewards, environment and prompts. No model is read."""
     yield from (
         *named_function_problems(cfg),
         *environment_problems(cfg),
@@ -179,13 +177,13 @@ def reward_and_data_problems(cfg: Config) -> Iterator[str]:
 
 # ------------------------------------------------------------------------------------------------------------ warnings
 def warnings_of(cfg: Config) -> Iterator[str]:
-    """List what a user probably did not mean, although it works."""
+    """List settings that work but are probably mistakes."""
     for unused, key in unused_rules(cfg.reward).items() if grades(cfg) else ():
         also = "; reward.functions adds a function to rules" if key == "reward.function" else ""
         yield f"{unused} has no effect, because {key} replaces it{also}"
     own, limit = cfg.environment, cfg.rollout.sampling.max_new_tokens
     if own.function is not None and own.max_tokens is None and own.max_turns != 1:
         yield (
-            f"environment.max_tokens is null, so an episode, including the environment's text, has at most {limit} tokens, as many as "
-            f"one turn (rollout.sampling.max_new_tokens); set it to the tokens of environment.max_turns={own.max_turns} turns"
+            f"environment.max_tokens is null, so an episode, including the environment's text, has at most {limit} tokens, the limit "
+            f"of one turn (rollout.sampling.max_new_tokens); set it to the tokens of environment.max_turns={own.max_turns} turns"
         )

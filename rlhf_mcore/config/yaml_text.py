@@ -1,4 +1,4 @@
-"""Read YAML that the user wrote, with the line of each value for messages, and write configurations as YAML."""
+"""Read the user's YAML with the line of each value, for messages, and write configurations as YAML."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlhf_mcore.redaction import redact
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
 
-MAX_BYTES = 2**20  # the longest configuration of ours has 40 kB
-# libyaml's parser, which PyYAML's wheels contain, is ten times as fast.
+MAX_BYTES = 2**20  # our longest configuration has 40 kB
+# libyaml's parser is ten times as fast. PyYAML's wheels contain it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_yaml_text(path: Path, what: str) -> str:
-    """Read the text of a YAML file. Messages begin with ``what`` it is ("config file").
+    """Read the text of a YAML file. Messages begin with ``what``, a name for the file ("config file").
 
     Raises:
         ConfigError: it is not a readable text of at most ``MAX_BYTES``.
@@ -30,7 +30,7 @@ def read_yaml_text(path: Path, what: str) -> str:
 
 
 class Document:
-    """A YAML text with the root of its nodes (None: it is empty). It turns nodes into values and places.
+    """A parsed YAML text. It returns the value and the line of each node. ``root`` is None if the text is empty.
 
     Raises:
         ConfigError: it is not valid YAML.
@@ -42,20 +42,20 @@ class Document:
         try:
             self._loader = _LOADER(text)
             self.root: yaml.Node | None = self._loader.get_single_node()
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: an escape that is no character
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: an escape is not a valid character
             mark = getattr(error, "problem_mark", None)
             place = f"{name}:{mark.line + 1}" if is_file and mark is not None else name
             raise ConfigError(f"{place}: not valid YAML: {_reason(error)}") from error
 
     def place(self, node: yaml.Node) -> str:
-        """Say where a node is, for messages."""
+        """Return the file and line of a node, for messages."""
         return f"{self.name}:{node.start_mark.line + 1}" if self._is_file else self.name
 
     def value(self, node: yaml.Node) -> Any:
         """Return the value of a node.
 
         Raises:
-            ConfigError: it is no plain value.
+            ConfigError: it is not a plain value.
         """
         try:
             return self._loader.construct_document(node)
@@ -64,24 +64,24 @@ class Document:
 
 
 def load_yaml(text: str, name: str) -> Any:
-    """Load the value of a whole YAML text, None if it is empty.
+    """Return the value of a whole YAML text, or None if it is empty.
 
-    The parser is PyYAML's own, which raises where libyaml's would overflow the stack: some texts come with a data set.
+    PyYAML's own parser is used, because libyaml's parser may overflow the stack. Some of these texts come from data sets.
 
     Raises:
-        ConfigError: it is not valid YAML, or no plain value.
+        ConfigError: it is not valid YAML, or not a plain value.
     """
     try:
         return yaml.safe_load(text)
     except RecursionError as error:
-        raise ConfigError(f"{name}: not valid YAML: nested too deep; write it flat") from error
+        raise ConfigError(f"{name}: not valid YAML: nested too deeply; use fewer levels") from error
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{name}: not valid YAML: {_reason(error)}") from error
 
 
 def to_yaml(cfg: Config) -> str:
-    """Write a configuration without its secrets, in the order of the schema. The text loads again as a config file."""
-    from rlhf_mcore.config.schema.group import to_dict  # `--help` needs none of the models
+    """Return a configuration as YAML without its secrets, in the order of the schema. The text is a valid config file."""
+    from rlhf_mcore.config.schema.group import to_dict  # imported here, because `--help` does not need the schema
 
     return str(yaml.safe_dump(redact(to_dict(cfg)), sort_keys=False, allow_unicode=True, default_flow_style=False))
 

@@ -1,4 +1,4 @@
-"""Check the keys of a group against other keys and against the files that they name. One module per group of ``schema``.
+"""Rules that check keys against other keys and against the files that they name.
 
-Only ``validate`` imports the rules. A rank gets a resolved configuration and does not load them.
+Only ``validate`` imports these modules. A rank receives a resolved configuration and does not load them.
 """

@@ -16,7 +16,7 @@ from rlhf_mcore.geometry import ModelGeometry
 
 
 def algorithm_problems(cfg: Config) -> Iterator[str]:
-    """List problems between the keys of ``algorithm``. A function of the user may read every key, so it is not compared with them."""
+    """List problems between the keys of ``algorithm``. They are not compared with a user's function, which may read every key."""
     algorithm, n = cfg.algorithm, cfg.rollout.sampling.n
     estimator = ADVANTAGES.get(algorithm.advantage)
     if n < 2 and estimator is not None and estimator.compares_group:
@@ -27,26 +27,26 @@ def algorithm_problems(cfg: Config) -> Iterator[str]:
     if n < 2 and algorithm.dynamic_sampling.enabled and not draws_greedy(cfg):
         yield (
             f"rollout.sampling.n={n}: algorithm.dynamic_sampling.enabled=True keeps prompts whose responses differ in "
-            "score; set rollout.sampling.n to 2 or more, or switch it off"
+            "score; set rollout.sampling.n to 2 or more, or set it to false"
         )
     if estimator is not None and needs_critic(cfg) != estimator.needs_values:
-        verb = "needs a critic" if estimator.needs_values else "has no use for a critic"
+        verb = "needs a critic" if estimator.needs_values else "uses no critic"
         yield (
             f"algorithm.use_critic={algorithm.use_critic}: algorithm.advantage={algorithm.advantage} {verb}; "
             "set it to auto"
         )
     if algorithm.turn_credit and algorithm.gamma != 1 and estimator is not None and estimator.discounts:
         yield (
-            f"algorithm.gamma={algorithm.gamma:g} discounts by tokens, but with algorithm.turn_credit=True turns are the steps; "
-            "set it to 1, and algorithm.turn_gamma instead"
+            f"algorithm.gamma={algorithm.gamma:g} discounts per token, but with algorithm.turn_credit=True turns are the steps; "
+            "set it to 1, and use algorithm.turn_gamma instead"
         )
     covariance = algorithm.covariance
     if covariance.low >= covariance.high:
         yield f"algorithm.covariance.low={covariance.low:g} is not below algorithm.covariance.high={covariance.high:g}; lower it"
     if draws_greedy(cfg) and cfg.environment.function is not None:
         yield (
-            f"environment.function={cfg.environment.function}: algorithm.advantage={algorithm.advantage} compares with a greedy "
-            "response, and plays no greedy episode; choose grpo or rloo"
+            f"environment.function={cfg.environment.function}: algorithm.advantage={algorithm.advantage} needs a greedy "
+            "response, which environments do not support; choose grpo or rloo"
         )
     yield from _unread_problems(cfg)
     yield from _part_problems(cfg)
@@ -56,7 +56,7 @@ def algorithm_problems(cfg: Config) -> Iterator[str]:
 
 
 def _unread_problems(cfg: Config) -> Iterator[str]:
-    """List keys that are set although the estimator or the loss does not read them."""
+    """List keys that are set but that the estimator or the loss does not read."""
     algorithm = cfg.algorithm
     if (estimator := ADVANTAGES.get(algorithm.advantage)) is not None:
         owner, parts = f"algorithm.advantage={algorithm.advantage}", estimator.compares_parts
@@ -86,7 +86,7 @@ def _unread(cfg: Config, key: str, owner: str, is_read: bool, remedy: str) -> It
 
 
 def _part_problems(cfg: Config) -> Iterator[str]:
-    """List problems with an estimator that compares parts of scores: nothing else may be added to a score."""
+    """List problems with an estimator that compares parts of scores. Nothing else may be added to its scores."""
     algorithm, weights = cfg.algorithm, part_weights(cfg)
     estimator = ADVANTAGES.get(algorithm.advantage)
     if estimator is None or not estimator.compares_parts:
@@ -94,14 +94,14 @@ def _part_problems(cfg: Config) -> Iterator[str]:
     chosen = f"algorithm.advantage={algorithm.advantage}"
     if not weights:
         yield (
-            f"algorithm.reward_weights={algorithm.reward_weights}: {chosen} compares parts of scores; name them, as "
+            f"algorithm.reward_weights={algorithm.reward_weights}: {chosen} compares parts of scores; name the parts, as in "
             "{boxed: 1, format: 0.5}"
         )
     for name, weight in (weights or {}).items():
         if not math.isfinite(weight) or weight == 0:
-            yield f"algorithm.reward_weights.{name}={weight:g} is no weight; give it a finite number that is not 0, or remove it"
+            yield f"algorithm.reward_weights.{name}={weight:g} is not a weight; give a finite number other than 0, or remove it"
     if algorithm.kl.coef > 0 and algorithm.kl.placement == "reward":
-        yield f"algorithm.kl.placement=reward is in no part of a score, which {chosen} compares; set it to loss"
+        yield f"algorithm.kl.placement=reward is not supported with {chosen}, which compares parts of scores; set it to loss"
 
 
 def _kl_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -113,12 +113,12 @@ def _kl_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     target, final = controller.target, controller.final
     if target is not None and final is not None:
-        yield f"algorithm.kl.controller.target={target:g} and final={final:g}: a controller has only one of them; set one to null"
+        yield f"algorithm.kl.controller.target={target:g} and final={final:g}: only one controller is possible; set one to null"
     elif kl.coef == 0 and controller.name != "fixed":
         key, value = ("target", target) if target is not None else ("final", final)
         yield (
             f"algorithm.kl.coef=0 with algorithm.kl.controller.{key}={value:g}: the KL is off; "
-            "set algorithm.kl.coef to the weight to start from"
+            "set algorithm.kl.coef to the initial weight"
         )
 
 
@@ -133,14 +133,14 @@ def _correction_problems(cfg: Config) -> Iterator[str]:
         key, value = next(iter(bounds.items()))
         yield f"{prefix}{key}={value:g} has no effect with {prefix}mode=off; choose token, sequence or geometric"
     if mode != "token" and (limit := correction.max_binary_kl) is not None:
-        yield f"{prefix}max_binary_kl={limit:g} leaves out tokens, which {prefix}mode={mode} does not weigh; choose token"
+        yield f"{prefix}max_binary_kl={limit:g} masks tokens, which {prefix}mode={mode} does not support; choose token"
     if mode == "geometric" and not bounds:
-        yield f"{prefix}mode=geometric leaves out nothing; set {prefix}mask_low, mask_high or veto"
+        yield f"{prefix}mode=geometric has no effect without a mask; set {prefix}mask_low, mask_high or veto"
     if low is not None and high is not None and low >= high:
         yield f"{prefix}mask_low={low:g} is not below {prefix}mask_high={high:g}; lower it"
     for key in ("max_token_staleness", "max_response_staleness"):
         if (limit := getattr(correction, key)) is not None and limit >= bound:
-            yield f"{prefix}{key}={limit} has no effect: no token is older than trainer.max_staleness={bound}; set it to null"
+            yield f"{prefix}{key}={limit} has no effect, because no token is staler than trainer.max_staleness={bound}; set it to null"
 
 
 def _overlong_problems(cfg: Config) -> Iterator[str]:
@@ -149,8 +149,8 @@ def _overlong_problems(cfg: Config) -> Iterator[str]:
         return
     if estimator is not None and (estimator.compares_parts or estimator.needs_greedy):
         yield (
-            f"algorithm.overlong.enabled=True is not supported with algorithm.advantage={cfg.algorithm.advantage}, which reads other "
-            "scores than it changes; set it to false, and add the rule length to reward.rules"
+            f"algorithm.overlong.enabled=True is not supported with algorithm.advantage={cfg.algorithm.advantage}, which does not "
+            "read the changed scores; set it to false, and add the rule length to reward.rules"
         )
     limit = cfg.rollout.sampling.max_new_tokens if overlong.max_tokens is None else overlong.max_tokens
     if overlong.cache_tokens is not None and overlong.cache_tokens > limit:
@@ -161,7 +161,7 @@ def _overlong_problems(cfg: Config) -> Iterator[str]:
 
 
 def preference_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
-    """List problems with the reference of a preference loss. ``geometry``: of the actor, None if it is not known."""
+    """List problems with a preference loss and its reference. ``geometry``: the actor's, or None if it is not known."""
     reference, loss = cfg.reference, PREFERENCE_LOSSES.get(cfg.algorithm.dpo.loss)
     if loss is not None and loss.needs_mismatched and cfg.trainer.prompts_per_step < 2:
         yield (
@@ -171,13 +171,13 @@ def preference_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator
     if cfg.algorithm.kl.coef:
         yield (
             f"algorithm.kl.coef={cfg.algorithm.kl.coef} has no effect with algorithm.kind={cfg.algorithm.kind}: algorithm.dpo.beta "
-            "sets how far the policy goes from the reference; remove it"
+            "limits the distance from the reference; remove it"
         )
     if not needs_reference(cfg):
         for name, value in reference:
             if value and value not in ("auto", "never"):
                 yield (
-                    f"reference.{name}={value} has no effect with algorithm.dpo.loss={cfg.algorithm.dpo.loss}, which reads no "
+                    f"reference.{name}={value} has no effect with algorithm.dpo.loss={cfg.algorithm.dpo.loss}, which uses no "
                     "reference; remove it"
                 )
         return
@@ -186,10 +186,10 @@ def preference_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator
             f"reference.precompute=True is not supported with algorithm.dpo.loss={cfg.algorithm.dpo.loss}, which compares other pairs "
             "of prompt and response in every step; set it to false"
         )
-    if reference.refresh_steps and cfg.actor.lora.rank is None:  # which is another problem
+    if reference.refresh_steps and cfg.actor.lora.rank is None:  # ``lora_problems`` reports the other case
         yield (
-            f"reference.refresh_steps={reference.refresh_steps} is not supported with algorithm.kind={cfg.algorithm.kind}: pairs are "
-            "compared by one reference; set it to 0"
+            f"reference.refresh_steps={reference.refresh_steps} is not supported with algorithm.kind={cfg.algorithm.kind}: all pairs "
+            "need the same reference; set it to 0"
         )
     if reference.path is not None:
         yield from model_problems("reference.path", reference.path, ("lm",), "actor", cfg.actor.layout, geometry)

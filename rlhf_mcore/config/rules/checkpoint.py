@@ -19,12 +19,12 @@ _METRIC = re.compile(r"-?evaluate/\S+")
 
 
 def checkpoint_problems(cfg: Config) -> Iterator[str]:
-    """List problems with ``cfg.checkpoint`` that a look at one key does not show."""
+    """List problems between the keys of ``checkpoint``, and with their files and plug-ins."""
     checkpoint = cfg.checkpoint
     yield from _metric_problems(cfg)
     if checkpoint.archive and checkpoint.save_total_limit is None:
         yield (
-            "checkpoint.archive=True archives what retention drops, but checkpoint.save_total_limit=null keeps everything; "
+            "checkpoint.archive=True archives dropped checkpoints, but checkpoint.save_total_limit=null drops none; "
             "set save_total_limit"
         )
     if checkpoint.mode not in (None, PRIVATE) and octal_mode(checkpoint.mode) is None:
@@ -45,14 +45,14 @@ def _metric_problems(cfg: Config) -> Iterator[str]:
     if metric is None:
         if cfg.checkpoint.load_best_model_at_end:
             yield (
-                "checkpoint.load_best_model_at_end=True, but checkpoint.metric_for_best_model=null: no metric decides which "
-                "model is the best; name one, evaluate/accuracy for example"
+                "checkpoint.load_best_model_at_end=True, but checkpoint.metric_for_best_model=null: no metric selects "
+                "the best model; set it, for example to evaluate/accuracy"
             )
         return
     if not _METRIC.fullmatch(metric):
         yield (
-            f"checkpoint.metric_for_best_model={metric!r} is no metric of the evaluation; name one, evaluate/accuracy or "
-            "evaluate/reward for example"
+            f"checkpoint.metric_for_best_model={metric!r} is not an evaluation metric; choose one, for example "
+            "evaluate/accuracy or evaluate/reward"
         )
     elif not cfg.data.eval:
         yield f"checkpoint.metric_for_best_model={metric!r} needs held-out prompts, but data.eval=[]; name files in data.eval"
@@ -64,6 +64,6 @@ def _resume_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
         return
     if not isfile(Path(resume) / "manifest.json"):
         yield (
-            f"checkpoint.resume={resume!r} is neither auto, never nor a directory with a checkpoint (it has a manifest.json); "
+            f"checkpoint.resume={resume!r} is neither auto, never nor a checkpoint directory (with a manifest.json); "
             "choose one of them"
         )

@@ -1,4 +1,4 @@
-"""Rules for ``data``: the files, their columns, and the first rows are checked before a process starts."""
+"""Rules for ``data``: check files, columns and the first rows before a process starts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from rlhf_mcore.readers.data_rows import checked_prompt, ground_truth, mapping, 
 from rlhf_mcore.readers.hub_ids import absent_hint
 from rlhf_mcore.readers.user_functions import function_problems
 
-# All rows of ordinary files (GSM8K's 7,473 rows take 0.1 s). The ranks find problems in later rows.
+# Enough for all rows of ordinary files (GSM8K's 7,473 rows take 0.1 s). The ranks find problems in later rows.
 SCANNED_ROWS = 50_000
 SCAN_S = 1.0
 
-Check = Callable[[dict[str, Any], str], Iterator[str]]  # problems of a row at a place
+Check = Callable[[dict[str, Any], str], Iterator[str]]  # takes a row and its place, yields its problems
 
 
 def prompt_problems(cfg: Config) -> Iterator[str]:
@@ -41,16 +41,16 @@ def prompt_problems(cfg: Config) -> Iterator[str]:
     if weights is not None and len(weights) != len(cfg.data.train):
         yield (
             f"data.weights={weights} has {len(weights)} numbers for the {len(cfg.data.train)} files of data.train; "
-            "give one for each, or null"
+            "give one number per file, or null"
         )
     if any(not math.isfinite(weight) or weight <= 0 for weight in weights or ()):
-        yield f"data.weights={weights}: a share has to be a positive number; leave a file out of data.train instead"
+        yield f"data.weights={weights}: a share must be a positive number; to exclude a file, remove it from data.train"
     for field, files in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
         yield from map(FileProblem, data_problems(cfg.data, files, field, needs_answer=needs_answer(cfg)))
 
 
 def data_problems(data: DataConfig, files: Sequence[str], field: str, *, needs_answer: bool) -> Iterator[str]:
-    """Check that the files of ``field`` can be read and that their rows have a prompt, and an answer if ``needs_answer``."""
+    """Check that the files of ``field`` are readable, and that rows contain a prompt, and an answer if ``needs_answer``."""
     if problems := list(_column_list_problems(data, files, field)):
         yield from problems
         return
@@ -75,7 +75,7 @@ def example_problems(cfg: Config) -> Iterator[str]:
 
 
 def check_fills_a_step(data: DataConfig, wanted: int) -> None:
-    """Refuse a ``data.train`` with fewer rows than a step has prompts. A transform or a limit of the length can only drop rows.
+    """Reject a ``data.train`` with fewer rows than prompts per step. Transforms and length limits can only drop rows.
 
     Raises:
         ConfigError: there are too few rows, or a file cannot be read.
@@ -84,7 +84,7 @@ def check_fills_a_step(data: DataConfig, wanted: int) -> None:
     num_rows = sum(1 for _ in islice(rows, wanted))
     if num_rows < wanted:
         raise ConfigError(
-            f"data.train has {num_rows} rows, fewer than trainer.prompts_per_step={wanted}: a step would hold a prompt twice; "
+            f"data.train has {num_rows} rows, fewer than trainer.prompts_per_step={wanted}: a step would contain a prompt twice; "
             "lower it, or add data"
         )
 
@@ -92,31 +92,31 @@ def check_fills_a_step(data: DataConfig, wanted: int) -> None:
 def _common_problems(cfg: Config) -> Iterator[str]:
     pixels = cfg.data.image_pixels
     if pixels is not None and not (len(pixels) == 2 and 1 <= pixels[0] <= pixels[1]):
-        yield f"data.image_pixels={pixels}: give the least and the most pixels of an image, as [3136, 1003520]; or null"
+        yield f"data.image_pixels={pixels}: give the minimum and maximum pixels of an image, as in [3136, 1003520], or null"
     if not cfg.data.train:
         yield "data.train=[] names no file; give a list of .parquet or .jsonl files"
     if cfg.evaluate.every > 0 and not cfg.data.eval:
         yield f"evaluate.every={cfg.evaluate.every} but data.eval=[]; name files in data.eval or set evaluate.every=0"
-    if cfg.data.transform is not None:  # its file is parsed, never run
+    if cfg.data.transform is not None:  # the file is parsed but not executed here
         yield from map(FileProblem, function_problems(cfg.data.transform, "data.transform"))
 
 
 def _column_list_problems(data: DataConfig, files: Sequence[str], field: str) -> Iterator[str]:
-    """Check that keys that list a column for each file have as many columns as ``field`` has files."""
+    """Check that keys with a list of columns have one column per file of ``field``."""
     for setting, value in zip(settings_of(field), chosen_columns(data, field), strict=True):
         if not files or not isinstance(value, list) or len(value) == len(files):
             continue
         if field == "data.eval" and len(set(value)) == 1:
-            continue  # a list for the files of train, with one value for all: it fits the files of eval too
+            continue  # an inherited list with equal columns fits any number of eval files
         inherited = setting.replace("eval_", "")
         is_inherited = getattr(data, setting.removeprefix("data.")) is None
         shown = f"{setting} (not set: {inherited}={value})" if is_inherited else f"{setting}={value}"
         number = "one file" if len(files) == 1 else f"{len(files)} files"
-        yield f"{shown} names {len(value)} columns for the {number} of {field}; give one for each, or a single one"
+        yield f"{shown} names {len(value)} columns for the {number} of {field}; give one column per file, or a single column"
 
 
 def _file_problems(data: DataConfig, files: Sequence[str], field: str, checks: Sequence[Check]) -> Iterator[str]:
-    """Report the first wrong row of each file. A transform may change every row, so only their format is checked then."""
+    """Report the first invalid row of each file. A transform may change every row, so with one only file formats are checked."""
     deadline = time.monotonic() + SCAN_S
     for file, check in zip(files, checks, strict=True):
         if hint := absent_hint(file, is_data=True):
@@ -135,7 +135,7 @@ def _file_problems(data: DataConfig, files: Sequence[str], field: str, checks: S
 def _prompt_row_problems(
     columns: tuple[str, str | None], settings: tuple[str, str], needs_answer: bool, row: dict[str, Any], place: str
 ) -> Iterator[str]:
-    """Check the prompt and the answer of a row. ``settings``: the keys that name their ``columns``."""
+    """Check the prompt and the answer of a row. ``settings`` are the keys that name ``columns``."""
     (prompt_key, answer_key), (prompt_setting, answer_setting) = columns, settings
     try:
         prompt = require_column(row, prompt_key, place, setting=prompt_setting)
@@ -150,16 +150,17 @@ def _prompt_row_problems(
         return
     if answer is None and needs_answer:
         there = ", ".join(row) or "none"
-        yield f"{place}: no answer to compare a response with; there are: {there}. Set {answer_setting}, or remove the row"
+        yield f"{place}: no answer to compare responses with; the columns are: {there}. Set {answer_setting}, or remove the row"
 
 
 def _example_row_problems(cfg: Config, columns: dict[str, str], row: dict[str, Any], place: str) -> Iterator[str]:
-    """Check an example: ``columns`` by the keys that name them, or a conversation."""
+    """Check an example. ``columns`` maps keys to the columns that they name. A conversation is allowed too."""
     absent = [key for key, column in columns.items() if column not in row]
     if absent and not (run_kind(cfg).reads_conversations and MESSAGES in row):
         named, keys = " and ".join(f"{columns[key]!r}" for key in absent), " and ".join(absent)
         there, others = ", ".join(row) or "none", f", or give a column {MESSAGES!r}" * (len(columns) == 2)
-        yield f"{place}: no column {named}, which algorithm.kind={cfg.algorithm.kind} reads; there are: {there}. Set {keys}{others}"
+        reader = f"algorithm.kind={cfg.algorithm.kind}"
+        yield f"{place}: no column {named}, which {reader} reads; the columns are: {there}. Set {keys}{others}"
         return
     try:
         _, prompt, _ = example_contents(row, columns, place)

@@ -1,4 +1,4 @@
-"""Rules among the keys of ``environment``."""
+"""Rules for the keys of ``environment``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTAINERS = (*_CORE_CONTAINERS, "podman", "remote")
 
 
 def environment_problems(cfg: Config) -> Iterator[str]:
-    """List the problems with the environment of a run: its function, its tools, its tokens."""
+    """List problems with the environment of a run: its function, tools, tokens, agent and containers."""
     own = cfg.environment
     try:
         read_tools(own.tools)
@@ -43,16 +43,16 @@ def environment_problems(cfg: Config) -> Iterator[str]:
             yield problem
     if own.max_tokens is not None and own.max_tokens < cfg.rollout.sampling.max_new_tokens:
         yield (
-            f"environment.max_tokens={own.max_tokens} of an episode is less than rollout.sampling.max_new_tokens="
-            f"{cfg.rollout.sampling.max_new_tokens} of one turn; raise it, or lower that"
+            f"environment.max_tokens={own.max_tokens} (per episode) is less than rollout.sampling.max_new_tokens="
+            f"{cfg.rollout.sampling.max_new_tokens} (per turn); raise it, or lower that"
         )
 
 
 def read_tools(path: str | None) -> list[dict[str, Any]]:
-    """Read the schemas of tools that a prompt is rendered with, from a JSON file in the form of OpenAI's API. Returns [] for None.
+    """Read tool schemas for prompts from a JSON file in OpenAI's format. Return [] for None.
 
     Raises:
-        ConfigError: there is no such file, or it holds something else.
+        ConfigError: the file does not exist, or contains anything else.
     """
     if path is None:
         return []
@@ -71,34 +71,34 @@ def read_tools(path: str | None) -> list[dict[str, Any]]:
 
 
 def _agent_problems(cfg: Config) -> Iterator[str]:
-    """List the problems with an agent: exactly one of its kinds, of an environment that is one."""
+    """List problems with an agent. It needs exactly one of ``command``, ``function`` and ``url``."""
     own, agent = cfg.environment, cfg.environment.agent
     kinds = [name for name in ("command", "function", "url") if getattr(agent, name)]
     if own.function in ASKING:
         yield from _asking_problems(cfg)
-    kind = own.container.kind  # an unknown one is rejected with the choices of the key
+    kind = own.container.kind  # the schema rejects an unknown kind
     if kind in _CONTAINERS or kind in find_plugins("containers"):
         yield from _container_problems(own)
     if own.function != AGENT:
         for name in kinds:
-            yield f"environment.agent.{name} is set, and environment.function={own.function}; set environment.function=agent"
+            yield f"environment.agent.{name} is set, but environment.function={own.function}; set environment.function=agent"
         return
     if len(kinds) != 1:
-        there = " and ".join(f"environment.agent.{name}" for name in kinds) or "none of them"
+        there = " and ".join(f"environment.agent.{name}" for name in kinds) or "none"
         yield (
-            "environment.function=agent needs one of environment.agent.command, environment.agent.function and "
-            f"environment.agent.url, and {there} is set; set one"
+            "environment.function=agent needs exactly one of environment.agent.command, environment.agent.function and "
+            f"environment.agent.url, found {there}; set one"
         )
     if agent.function is not None:
         yield from map(FileProblem, function_problems(agent.function, "environment.agent.function"))
     if agent.url is not None and not agent.url.startswith(("http://", "https://")):
         yield f"environment.agent.url={agent.url}: it must begin with http:// or https://"
     if own.options is not None:
-        yield "environment.options has no effect with environment.function=agent; remove it, an agent has its settings in its file"
+        yield "environment.options has no effect with environment.function=agent; remove it, and configure the agent in its own file"
 
 
 def _container_problems(own: EnvironmentConfig) -> Iterator[str]:
-    """List the problems with containers: whose they are, and where."""
+    """List problems with containers: plug-ins, the agent, and keys of another kind."""
     given = own.container
     assert given.kind is not None
     needed = [] if given.kind in _CORE_CONTAINERS else [("containers", given.kind, f"{_KIND}={given.kind}")]
@@ -110,7 +110,7 @@ def _container_problems(own: EnvironmentConfig) -> Iterator[str]:
             yield problem
     if own.function != AGENT:
         yield (
-            f"environment.container.kind={given.kind} is of agents, and environment.function={own.function}; set "
+            f"environment.container.kind={given.kind} needs an agent, found environment.function={own.function}; set "
             "environment.function=agent, or remove it"
         )
     if (given.kind == "remote") != (given.url is not None):
@@ -123,17 +123,17 @@ def _container_problems(own: EnvironmentConfig) -> Iterator[str]:
         yield f"environment.container.url={given.url}: it must begin with http:// or https://"
     if given.kind == "sandbox" and (given.network or given.image is not None):
         name = "network" if given.network else "image"
-        yield f"environment.container.{name} is of Docker and Podman: a sandbox has none; remove it, or set another kind"
+        yield f"environment.container.{name} needs Docker or Podman, found {_KIND}=sandbox; remove it, or choose another kind"
 
 
 def _asking_problems(cfg: Config) -> Iterator[str]:
-    """List the problems with an environment that asks at an endpoint."""
+    """List problems with an environment that requests turns from an endpoint."""
     own = cfg.environment
     if own.overlap is False:
-        yield "environment.overlap=False: an engine draws turns of agents as they come; set it to null"
+        yield "environment.overlap=False: an engine always samples turns of agents when they are requested; set it to null"
     if own.branches == "all" and cfg.algorithm.policy_loss in ("gspo", "gmpo"):
         yield (
-            f"algorithm.policy_loss={cfg.algorithm.policy_loss} compares whole responses, and an episode of an agent may fall into "
-            "branches, each with a ratio of its own, so that the loss would depend on how often it forks; set ppo_clip or cispo, or "
-            "environment.branches to last or longest"
+            f"algorithm.policy_loss={cfg.algorithm.policy_loss} uses one ratio per response, but an agent's episode may have "
+            "several branches with separate ratios, so the loss would depend on their number; set it to ppo_clip or cispo, or "
+            "set environment.branches to last or longest"
         )

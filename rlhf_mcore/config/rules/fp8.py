@@ -1,4 +1,4 @@
-"""Rules for 8-bit products (``actor.fp8``), their hardware, and 8-bit weights of engines (``rollout.quantization``)."""
+"""Rules for FP8 products (``actor.fp8``), their hardware, and 8-bit engine weights (``rollout.quantization``)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from rlhf_mcore.geometry import ModelGeometry
 
 
-_PLAIN = "or, for products whose weights are not those of engines, actor.megatron={fp8: e4m3, fp8_recipe: blockwise}"
+_PLAIN = "or use actor.megatron={fp8: e4m3, fp8_recipe: blockwise}, whose weights differ from the engines'"
 
 
 def fp8_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
-    """Check that other keys and the model's sizes on a rank (if known) allow 8-bit products."""
+    """Check that other keys, and the model's sizes on a rank if they are known, allow FP8 products."""
     actor, name = cfg.actor, f"actor.fp8={cfg.actor.fp8}"
     if cfg.model.layer_spec == "local":
-        yield f"{name}: Megatron's own layers (model.layer_spec=local) have no products of 8 bits; set model.layer_spec=te"
+        yield f"{name}: Megatron's own layers (model.layer_spec=local) do not support FP8; set model.layer_spec=te"
     if cfg.model.dtype not in ("auto", "bf16"):
-        yield f"{name}: model.dtype={cfg.model.dtype} is not supported with it; set model.dtype=bf16, or actor.fp8=null"
+        yield f"{name}: model.dtype={cfg.model.dtype} is not supported; set model.dtype=bf16, or actor.fp8=null"
     for field in sorted(actor.megatron or {}):
         if field.startswith("fp8"):
-            yield f"{name}: actor.megatron.{field} follows from it; remove one of the two"
+            yield f"{name}: it sets actor.megatron.{field} too; remove one of them"
         elif field in ("fp4", "tp_comm_overlap", "first_last_layers_bf16") and (actor.megatron or {})[field]:
             yield f"{name} is not supported with actor.megatron.{field}; remove that, or set it to null"
     if actor.lora.rank is not None:
-        yield f"{name}: adapters (actor.lora.rank={actor.lora.rank}) would not be in what is multiplied; set one of them to null"
+        yield f"{name}: adapters (actor.lora.rank={actor.lora.rank}) are not supported with FP8 products; set one of them to null"
     if actor.mtp.mode in MTP_TRAINED:
         yield f"{name} is not supported with actor.mtp.mode={actor.mtp.mode}; set that to keep"
     for problem in () if geometry is None else _size_problems(cfg, geometry):
@@ -39,7 +39,7 @@ def fp8_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
 
 
 def _size_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-    """List the reasons why a rank's blocks of 128x128 would differ from the blocks of the Hugging Face tensors."""
+    """List reasons why a rank's blocks of 128x128 would differ from the blocks of the Hugging Face tensors."""
     layout, model = cfg.actor.layout, f"model.path={cfg.model.path}"
     if unsupported := [
         f"{model}: {problem}, which is not quantised here" for problem in quantisation_problems(geometry)
@@ -47,38 +47,38 @@ def _size_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         yield from unsupported
         return
     if geometry.hidden_size % 16:
-        yield f"{model}: hidden_size={geometry.hidden_size} is not a multiple of 16, which Transformer Engine asks for"
+        yield f"{model}: hidden_size={geometry.hidden_size} is not a multiple of 16, as Transformer Engine requires"
     if geometry.head_dim % 128:
         yield (
-            f"{model}: heads of {geometry.head_dim} are not multiples of 128, so that blocks of Megatron's fused queries, keys and "
-            "values have others than those of engines"
+            f"{model}: the head size {geometry.head_dim} is not a multiple of 128, so blocks of Megatron's fused queries, keys "
+            "and values differ from the engines' blocks"
         )
     elif geometry.num_kv_heads % layout.tp:
-        yield f"actor.layout.tp={layout.tp} cuts the {geometry.num_kv_heads} heads of keys"
+        yield f"actor.layout.tp={layout.tp} splits the {geometry.num_kv_heads} key heads"
     for problem in cut_problems(geometry, layout.tp, etp=layout.etp or layout.tp):
         yield f"actor.layout.tp={layout.tp}: {problem}"
 
 
 def machine_problem(cfg: Config) -> str | None:
-    """Return what this machine lacks for 8-bit products, or None. CUDA is not loaded for this."""
+    """Return a missing requirement of this machine for FP8 products, or None. CUDA is not loaded."""
     if not has_gpu():
         lacks = "GPUs of compute capability 9.0 (H100, H200), and this machine has none"
     elif find_spec("transformer_engine") is None:
-        lacks = "Transformer Engine, which is not installed: take NVIDIA's PyTorch container (Dockerfile)"
+        lacks = "Transformer Engine, which is not installed: use NVIDIA's PyTorch container (Dockerfile)"
     else:
         return None
     return f"actor.fp8={cfg.actor.fp8} needs {lacks}; or set it to null"
 
 
 def quantised_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
-    """Check that other keys and the model allow 8-bit weights."""
+    """Check that other keys and the model allow 8-bit engine weights."""
     name = f"rollout.quantization={cfg.rollout.quantization}"
     if cfg.bridge.method != "planned":
-        yield f"{name}: bridge.method={cfg.bridge.method} hands whole tensors to engines, as they are; set it to planned"
+        yield f"{name}: bridge.method={cfg.bridge.method} sends whole tensors without quantisation; set it to planned"
     if cfg.rollout.speculative.method == "mtp" and (mode := cfg.actor.mtp.mode) not in MTP_TRAINED:
         yield (
-            f"{name}: rollout.speculative.method=mtp: engines read MTP layers of actor.mtp.mode={mode} from files, where they have no "
-            "8 bits; set actor.mtp.mode=train, or rollout.speculative.method=off or ngram"
+            f"{name}: rollout.speculative.method=mtp: with actor.mtp.mode={mode} engines load MTP layers from files, which are not "
+            "quantised; set actor.mtp.mode=train, or rollout.speculative.method=off or ngram"
         )
     for problem in () if geometry is None else quantisation_problems(geometry):
         yield f"{name}: model.path={cfg.model.path}: {problem}, which is not quantised here; set rollout.quantization=null"

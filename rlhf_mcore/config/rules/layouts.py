@@ -1,4 +1,4 @@
-"""Check that layouts fit the world, and the models that they cut."""
+"""Check that layouts fit the number of processes, and the models that they split."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ def world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
 
 
 def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry | None) -> Iterator[str]:
-    """Check that the engines fit the world, and the model an engine. ``geometry``: of ``model.path``, None if it is not known."""
+    """Check that the engines fit the world, and that an engine can split the model.
+
+    ``geometry`` describes ``model.path``, or is None if it is not known.
+    """
     world, source = _world(cfg, world_size)
     if cfg.actor.ranks is not None and cfg.bridge.method == "gather":
         yield (
-            f"actor.ranks={cfg.actor.ranks}: full tensors are gathered by all ranks (bridge.method=gather); use "
+            f"actor.ranks={cfg.actor.ranks}: bridge.method=gather needs all ranks; use "
             "bridge.method=planned, or set actor.ranks=null"
         )
     layout = cfg.rollout.layout
@@ -41,7 +44,7 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
 
 
 def engine_cut_problems(rollout: RolloutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
-    """Check that an engine can cut the model that the key ``model`` names."""
+    """Check that an engine can split the model. ``model`` is the key that names it."""
     layout, tp = rollout.layout, rollout.layout.tp
     yield from tensor_cut_problems(geometry, "rollout.layout.tp", tp, model)
     if layout.pp > geometry.num_layers:
@@ -61,7 +64,7 @@ def _engine_expert_problems(layout: RolloutLayoutConfig, geometry: ModelGeometry
     if (experts := geometry.experts) is None:
         for key, size in {"ep": layout.ep, "dp": layout.dp}.items():
             if size > 1:
-                more = ", and have more engines" if key == "dp" else ""
+                more = " and use more engines" if key == "dp" else ""
                 yield f"rollout.layout.{key}={size}, but {model} has no experts; set it to 1{more}"
     elif layout.ep > 1:
         yield from _divides(f"rollout.layout.ep={layout.ep}", layout.ep, experts.count, "num_experts", model)
@@ -72,14 +75,14 @@ def _engine_expert_problems(layout: RolloutLayoutConfig, geometry: ModelGeometry
 
 
 def _world(cfg: Config, world_size: int | None) -> tuple[int, str]:
-    """Return the number of processes, and the source of that number."""
+    """Return the number of processes, and a text for its source."""
     if world_size is not None:
         return world_size, "the number of processes"
     return default_world_size(cfg), "trainer.world_size"
 
 
 def role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
-    """Check the models beside the actor, each against its layout."""
+    """Check reference, critic and reward model, each with its layout."""
     if cfg.reference.path is not None and needs_reference(cfg):
         yield from model_problems("reference.path", cfg.reference.path, ("lm",), "actor", cfg.actor.layout, actor)
     if needs_critic(cfg):
@@ -98,7 +101,7 @@ def role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
 def model_problems(
     key: str, path: str, heads: tuple[str, ...], role: str, layout: LayoutConfig, actor: ModelGeometry | None
 ) -> Iterator[str]:
-    """Check the files, vocabulary and layout of another model. ``actor``: the actor's geometry, None if it is not known."""
+    """Check the files, vocabulary and layout of another model. ``actor`` is the actor's geometry, or None if it is not known."""
     geometry, problems = inspect_model(path, key, heads)
     if key != "model.path":
         yield from problems
@@ -113,10 +116,10 @@ def model_problems(
 
 
 def layout_problems(role: RoleLayout, world: int, source: str) -> Iterator[str]:
-    """Check a role's layout and ranks in a world of ``world`` processes. ``source`` says where that number is from."""
+    """Check a role's layout and ranks in a world of ``world`` processes. ``source`` is a text for the source of that number."""
     name, layout = role.name, role.layout
     if world > MAX_WORLD:
-        yield f"{source} is more than the {MAX_WORLD} that a run may have; lower it, or what it follows from ({name}.layout, ranks)"
+        yield f"{source} is more than the limit of {MAX_WORLD}; lower it, or {name}.layout and {name}.ranks"
         return
     if layout.vpp is not None and layout.pp == 1:
         yield f"{name}.layout.vpp={layout.vpp} needs {name}.layout.pp of at least 2, found 1; set {name}.layout.vpp=null"
@@ -125,7 +128,7 @@ def layout_problems(role: RoleLayout, world: int, source: str) -> Iterator[str]:
     if role.ranks is not None:
         ordered = len(role.ranks) == 2 and 0 <= role.ranks[0] < role.ranks[1]
         if not ordered or role.ranks[1] > world:
-            yield f"{name}.ranks={shorten(role.ranks)} is not [first, end) within {source}; name ranks that the run has"
+            yield f"{name}.ranks={shorten(role.ranks)} is not [first, end) within {source}; choose ranks of the run"
             return
         world = role.ranks[1] - role.ranks[0]
         source = f"the number of ranks in {name}.ranks={role.ranks}"
@@ -142,7 +145,7 @@ def _expert_grid_problems(name: str, layout: LayoutConfig, world: int, source: s
     etp = layout.tp if layout.etp is None else layout.etp
     if layout.ep == 1 and etp != layout.tp:
         yield (
-            f"{name}.layout.etp={etp} is not {name}.layout.tp={layout.tp}, which it has to be with {name}.layout.ep=1; "
+            f"{name}.layout.etp={etp} must equal {name}.layout.tp={layout.tp} with {name}.layout.ep=1; "
             f"set {name}.layout.etp=null or raise {name}.layout.ep"
         )
     elif world % (layout.tp * layout.pp * layout.cp) == 0 and world // layout.pp % (etp * layout.ep):
@@ -153,14 +156,14 @@ def _expert_grid_problems(name: str, layout: LayoutConfig, world: int, source: s
 
 
 def cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
-    """Check that ``layout`` of ``role`` can cut the model that the config key ``model`` names."""
+    """Check that ``layout`` of ``role`` can split the model. ``model`` is the key that names it."""
     yield from tensor_cut_problems(geometry, f"{role}.layout.tp", layout.tp, model)
     yield from _expert_cut_problems(role, layout, geometry, model)
     yield from _stage_problems(role, layout, geometry.num_layers, model)
 
 
 def balance_problems(role: str, moe: MoEConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
-    """Check that the model has experts for a load-balancing loss, and a bias per expert if that is updated."""
+    """Check that a load-balancing loss has experts, and that an updated expert bias exists."""
     if moe.aux_loss_coef and not geometry.num_experts:
         yield f"{role}.moe.aux_loss_coef={moe.aux_loss_coef:g}, but {model} has no experts; set it to 0"
     if moe.expert_bias_rate and not has_expert_bias(geometry):
@@ -177,16 +180,16 @@ def _stage_problems(role: str, layout: LayoutConfig, num_layers: int, model: str
     if sizes is None and num_layers % stages:
         yield (
             f"{name}={stages} does not divide num_hidden_layers={num_layers} of {model}; choose a divisor of {num_layers}, "
-            f"or set how many layers each stage has: {example}"
+            f"or set the layers of each stage, for example {example}"
         )
     elif sizes is not None and len(sizes) != stages:
         yield (
             f"{role}.layout.layers_per_stage={shorten(sizes)} has {len(sizes)} numbers for {name}={stages} stages; "
-            f"give one for each, for example {example}"
+            f"give one number per stage, for example {example}"
         )
     elif sizes is not None and (min(sizes) < 1 or sum(sizes) != num_layers):
         yield (
-            f"{role}.layout.layers_per_stage={shorten(sizes)} does not share out num_hidden_layers={num_layers} of {model}; "
+            f"{role}.layout.layers_per_stage={shorten(sizes)} does not add up to num_hidden_layers={num_layers} of {model}; "
             f"give positive numbers with this sum, for example {example}"
         )
 
@@ -201,13 +204,13 @@ def _expert_cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometr
     yield from _divides(f"{role}.layout.etp={etp}", etp, experts.ffn_size, "moe_intermediate_size", model)
     if etp > 1 and FAMILIES.get(geometry.family, UNSUPPORTED).has_stacked_experts:
         yield (
-            f"{role}.layout.etp={etp}: experts that files have in one tensor ({model}) are whole on a rank; set it to 1, which with "
-            f"{role}.layout.tp > 1 asks for {role}.layout.ep > 1"
+            f"{role}.layout.etp={etp}: {model} stores all experts in one tensor, so experts cannot be split; set it to 1 (with "
+            f"{role}.layout.tp > 1 this needs {role}.layout.ep > 1)"
         )
     if layout.tp > 1 and not layout.sequence_parallel:
         yield (
-            f"{role}.layout.sequence_parallel=False with {role}.layout.tp={layout.tp}: mixture-of-experts models ({model}) "
-            "train under tensor parallelism with sequence parallelism only; set it to true"
+            f"{role}.layout.sequence_parallel=False with {role}.layout.tp={layout.tp}: MoE models ({model}) "
+            "need sequence parallelism to train with tensor parallelism; set it to true"
         )
 
 
@@ -217,7 +220,7 @@ def _divides(shown: str, parts: int, size: int, name: str, model: str) -> Iterat
 
 
 def tensor_cut_problems(geometry: ModelGeometry, field: str, tp: int, model: str) -> Iterator[str]:
-    """Check that heads and MLP of a model can be cut in ``tp`` parts. ``field`` is the key that asks for it."""
+    """Check that ``tp`` ranks can split heads and MLP of a model. ``field`` is the key of ``tp``."""
     sizes = {"num_attention_heads": geometry.num_heads}
     if geometry.has_dense_mlp:
         sizes["intermediate_size"] = geometry.ffn_size

@@ -1,4 +1,4 @@
-"""Check that adapters of this model can be trained with the other keys."""
+"""Rules for adapters: other keys, the model's layers, and the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lora_problems(cfg: Config) -> Iterator[str]:
     if cfg.actor.freeze:
         yield f"{name} freezes all weights of the model; set actor.freeze=[]"
     if cfg.actor.vision.train != "none":
-        yield f"{name} freezes all weights of the tower; set actor.vision.train=none"
+        yield f"{name} freezes all weights of the vision tower; set actor.vision.train=none"
     if cfg.actor.mtp.mode in MTP_TRAINED:
         yield f"{name} is not supported with actor.mtp.mode={cfg.actor.mtp.mode}; set that to keep"
     if run_kind(cfg).generates and cfg.bridge.method == "gather":
@@ -41,7 +41,7 @@ def lora_problems(cfg: Config) -> Iterator[str]:
 
 
 def _plugin_problems(key: str, role: str, group: ActorConfig | CriticConfig) -> Iterator[str]:
-    """List problems with the kinds of adapters that are plug-ins. ``key``: the group ``lora`` of ``role``."""
+    """List problems with adapters that need plug-ins (PiSSA, DoRA). ``key`` is the group ``lora`` of ``role``."""
     lora = group.lora
     for is_used, name, needed_by in (
         (lora.init == "pissa", "pissa", f"{key}.init=pissa"),
@@ -57,7 +57,7 @@ def _plugin_problems(key: str, role: str, group: ActorConfig | CriticConfig) -> 
 
 
 def _role_problems(cfg: Config, role: str, group: ActorConfig | CriticConfig) -> Iterator[str]:
-    """Problems with the adapters of one model. ``role`` is the name of its ``group``."""
+    """List problems with the adapters of one model. ``role`` is the name of its ``group``."""
     lora, default, key = group.lora, type(group.lora)(), f"{role}.lora"
     if lora.rank is None:
         for name, value in lora:
@@ -66,32 +66,32 @@ def _role_problems(cfg: Config, role: str, group: ActorConfig | CriticConfig) ->
         return
     name = f"{key}.rank={lora.rank}"
     if not lora.targets:
-        yield f"{key}.targets=[] leaves nothing to train; name linear layers, or all-linear"
+        yield f"{key}.targets=[] selects no layers; name linear layers, or all-linear"
     yield from _plugin_problems(key, role, group)
     if group.moe.expert_bias_rate:
-        yield f"{name}: biases of experts stay as they are; set {role}.moe.expert_bias_rate=0"
+        yield f"{name}: expert biases are frozen; set {role}.moe.expert_bias_rate=0"
     if group.optimizer.name == "muon":
         yield f"{name} is not supported with {role}.optimizer.name=muon; set that to adamw"
 
 
 def _reference_problems(cfg: Config, name: str) -> Iterator[str]:
-    """Check the reference: it is the actor without its adapters, so no second model could be another or be moved."""
+    """Check the reference, which is the actor without its adapters. There is no second model to load, refresh or offload."""
     reference = cfg.reference
     if reference.path not in (None, cfg.model.path):
         yield f"{name}: the reference is model.path without adapters; remove reference.path={reference.path}"
     if reference.refresh_steps:
         yield (
-            f"{name}: the reference is the actor without adapters, and stays as it is; "
+            f"{name}: the reference is the actor without adapters, which never changes; "
             f"set reference.refresh_steps={reference.refresh_steps} to 0"
         )
     if is_offloaded(reference.offload):
-        yield f"{name}: the reference has no weights of its own; remove reference.offload={reference.offload}"
+        yield f"{name}: the reference has no separate weights; remove reference.offload={reference.offload}"
 
 
 def target_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-    """Adapters of the actor that the model of ``geometry`` cannot have, or that its engine cannot add."""
+    """List problems with the actor's adapters in the model of ``geometry`` and in its engine."""
     sizes = adapter_sizes(cfg.actor.lora)
-    wants_adapters = cfg.actor.lora.sync == "adapter" and not cfg.actor.lora.use_dora  # which is another problem
+    wants_adapters = cfg.actor.lora.sync == "adapter" and not cfg.actor.lora.use_dora  # its plug-in reports DoRA
     if sizes is not None and sizes.targets and run_kind(cfg).generates and wants_adapters:
         kind = engine_kind(cfg.rollout.engine)
         for problem in kind.adapter_problems(cfg.rollout, replace(geometry, adapter=sizes)):
@@ -100,7 +100,7 @@ def target_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
 
 
 def layer_problems(lora: LoraConfig, field: str, geometry: ModelGeometry) -> Iterator[str]:
-    """List targets without a layer or without adapters in this model, and misfits of the adapter to begin with."""
+    """List invalid targets for this model, and mismatches of the initial adapters."""
     sizes = adapter_sizes(lora)
     if sizes is None or not sizes.targets:
         return
@@ -110,5 +110,5 @@ def layer_problems(lora: LoraConfig, field: str, geometry: ModelGeometry) -> Ite
     except ConfigError as error:
         yield str(error)
         return
-    if lora.path is not None and lora.init != "pissa":  # which is another problem
+    if lora.path is not None and lora.init != "pissa":  # its plug-in reports PiSSA
         yield from map(FileProblem, start_problems(lora.path, adapters, field))

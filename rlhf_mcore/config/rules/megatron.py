@@ -1,4 +1,4 @@
-"""Rules for ``actor.megatron`` and the same key of other roles: fields of Megatron-core's configuration classes, by name.
+"""Rules for ``actor.megatron`` and the same key of other roles, which set fields of Megatron-core's configuration classes.
 
 Names and types are read from the source of the installed Megatron-core, because importing its classes takes seconds. The ranks
 build the classes, and report a combination of fields that Megatron rejects (``mcore/overrides.py``).
@@ -31,8 +31,8 @@ _SOURCES = {
     "optimizer/optimizer_config.py": {OPTIMIZER: OPTIMIZER},
 }
 
-# Why fields cannot be set: the reason, and the fields as patterns. Megatron would accept them and compute something else than the
-# configuration says, or a run would fail only at its first checkpoint or sync.
+# Fields that cannot be set, as patterns by reason. Megatron would accept them, but the computation would contradict the
+# configuration, or the run would fail at its first checkpoint or sync.
 REFUSED = {
     "config.json of the model sets it": "num_layers *hidden_size kv_channels num_attention_heads num_query_groups num_moe_experts "
     "add_bias_linear add_qkv_bias gated_linear_unit glu_* activation_func_clamp_value normalization layernorm_* qk_l* "
@@ -68,7 +68,7 @@ RECOMPUTED = ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm
 
 @dataclass(frozen=True, slots=True)
 class MegatronField:
-    """A field of one or several of Megatron's classes, with the annotation in its source."""
+    """A field of Megatron's classes, with the annotation in its source."""
 
     classes: tuple[str, ...]
     annotation: str
@@ -79,7 +79,7 @@ class MegatronField:
 
 @cache
 def megatron_fields() -> Mapping[str, MegatronField] | None:
-    """Read the fields of the installed Megatron-core by name. Returns None if it is not installed."""
+    """Return the fields of the installed Megatron-core by name, or None if it is not installed."""
     package = PathFinder.find_spec("megatron")
     places = (package.submodule_search_locations if package is not None else None) or []
     root = next((Path(place) / "core" for place in places if (Path(place) / "core").is_dir()), None)
@@ -98,7 +98,7 @@ def megatron_fields() -> Mapping[str, MegatronField] | None:
 
 
 def reason_refused(name: str) -> str | None:
-    """Explain why a user cannot set a field, or return None."""
+    """Return the reason why a user cannot set a field, or None."""
     for reason, patterns in REFUSED.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
             return reason
@@ -106,7 +106,7 @@ def reason_refused(name: str) -> str | None:
 
 
 def megatron_problems(cfg: Config) -> Iterator[str]:
-    """List fields of Megatron that are unknown, of another type, or set by other keys."""
+    """List Megatron fields that are unknown, have values of another type, or are set by other keys."""
     settings = {"actor": cfg.actor.megatron}
     if run_kind(cfg).generates:
         settings |= {"critic": cfg.critic.megatron} if needs_critic(cfg) else {}
@@ -116,14 +116,14 @@ def megatron_problems(cfg: Config) -> Iterator[str]:
         yield from _field_problems(f"{role}.megatron", values or {}, is_trained=role in ("actor", "critic"))
     for role, recompute in (("actor", cfg.actor.recompute), ("critic", cfg.critic.recompute)):
         if unknown := sorted(set(recompute.modules) - set(RECOMPUTED)):
-            yield f"{role}.recompute.modules: {shorten(unknown)} is no part of a layer; choose from: {', '.join(RECOMPUTED)}"
+            yield f"{role}.recompute.modules: {shorten(unknown)} is not a part of a layer; choose from: {', '.join(RECOMPUTED)}"
     for layout in role_layouts(cfg):
         values = settings.get(layout.name) or {}
         if values.get("tp_comm_overlap") is True:
             yield from _overlap_problems(cfg, layout)
         if "a2a+p2p" in str(kind := values.get("cp_comm_type")):
             shown = f"{layout.name}.megatron.cp_comm_type={shorten(repr(kind), 100)}"
-            yield f"{shown} needs process groups of two levels, which are not made; set it to p2p, all_gather or a2a"
+            yield f"{shown} needs hierarchical process groups, which are not supported; set it to p2p, all_gather or a2a"
 
 
 def _field_problems(key: str, settings: Mapping[str, Any], *, is_trained: bool) -> Iterator[str]:
@@ -134,29 +134,29 @@ def _field_problems(key: str, settings: Mapping[str, Any], *, is_trained: bool) 
         shown, field = f"{key}.{shorten(name, 100)}={shorten(repr(value), 100)}", fields.get(name)
         if field is None:
             close = difflib.get_close_matches(name[:100], fields, n=1, cutoff=0.6)
-            hint = f"did you mean {close[0]}?" if close else f"see its {MODEL}, {DDP} and {OPTIMIZER}"
+            hint = f"did you mean {close[0]}?" if close else f"see {MODEL}, {DDP} and {OPTIMIZER}"
             yield f"{shown}: the installed Megatron-core has no such field; {hint}"
         elif (reason := reason_refused(name)) is not None:
-            yield f"{shown}: not a field to set here, because {reason}; remove it"
+            yield f"{shown}: cannot be set, because {reason}; remove it"
         elif not field.accepts(value):
             declared = re.sub(r"^Optional\[(.*)\]$", r"\1 or null", field.annotation).replace(
                 "torch.dtype", "fp32, bf16 or fp16"
             )
             yield f"{shown} is not valid; Megatron-core declares it as {declared}"
         elif not is_trained and MODEL not in field.classes:
-            yield f"{shown}: a field of {' and '.join(field.classes)}, and this model is not trained; remove it"
+            yield f"{shown}: it is a field of {' and '.join(field.classes)}, but this model is not trained; remove it"
     if settings.get("overlap_param_gather") is True and settings.get("overlap_grad_reduce") is not True:
         yield f"{key}.overlap_param_gather=True needs {key}.overlap_grad_reduce=true; set it too"
 
 
 def _overlap_problems(cfg: Config, role: RoleLayout) -> Iterator[str]:
-    """Explain why the communication of tensor-parallel ranks cannot overlap their computation."""
+    """List reasons why communication of tensor-parallel ranks cannot overlap with computation."""
     shown = f"{role.name}.megatron.tp_comm_overlap=True"
     if not role.layout.sequence_parallel:
         yield f"{shown} needs {role.name}.layout.sequence_parallel=true, and a tp of 2 or more; set them, or remove it"
     if not cfg.trainer.packing:
-        yield f"{shown} needs trainer.packing=true: its buffers are of one size, to which packed microbatches are filled up"
+        yield f"{shown} needs trainer.packing=true: its buffers have one size, to which packed microbatches are padded"
     if role.ranks is not None and role.ranks != [0, cfg.trainer.world_size]:
-        yield f"{shown} needs all ranks: Transformer Engine makes its process groups with every rank; remove it, or {role.name}.ranks"
+        yield f"{shown} needs all ranks: Transformer Engine creates its process groups on every rank; remove it, or {role.name}.ranks"
     if cfg.model.layer_spec == "local":
-        yield f"{shown} has no effect with model.layer_spec=local: Transformer Engine does it; set model.layer_spec=te"
+        yield f"{shown} has no effect with model.layer_spec=local: it needs Transformer Engine; set model.layer_spec=te"

@@ -1,4 +1,4 @@
-"""Check that MTP layers can be trained, of this model and in this layout, and that engines can draft with them."""
+"""Rules for MTP layers: training them with this model and layout, and drafting with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_mcore.readers.model_files import read_config, tensor_names
 
 
 def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-    """List problems with ``actor.mtp``, alone and with other keys. ``geometry``: of ``model.path``."""
+    """List problems with ``actor.mtp`` and with MTP drafts. ``geometry`` describes ``model.path``."""
     mode, kind, layout = cfg.actor.mtp.mode, run_kind(cfg), cfg.actor.layout
     drafts = cfg.rollout.speculative
     if kind.generates and drafts.method == "mtp" and engine_kind(cfg.rollout.engine).reads("rollout.speculative"):
@@ -27,8 +27,8 @@ def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         count = num_mtp_layers(read_config(cfg.model.path, cfg.model.path))
         if drafts.num_tokens > count > 0 and drafts.num_tokens % count:
             yield (
-                f"rollout.speculative.num_tokens={drafts.num_tokens} is neither at most the {_layers(count)} of model.path nor "
-                f"a multiple of {count}; set it to {count}"
+                f"rollout.speculative.num_tokens={drafts.num_tokens} is neither at most nor a multiple of the {_layers(count)} of "
+                f"model.path; set it to {count}"
             )
     if mode not in MTP_TRAINED:
         return
@@ -37,7 +37,7 @@ def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         yield f"{name}: with algorithm.kind={kind.name} the model predicts no tokens; {keep}"
         return
     if mode == "joint" and kind.generates:
-        yield f"{name} changes the gradient of the policy, and is for algorithm.kind=sft; set it to train"
+        yield f"{name} changes the gradient of the policy, so it needs algorithm.kind=sft; set it to train"
     if layout.cp > 1:
         yield f"{name} is not supported with actor.layout.cp={layout.cp}; {keep}, or actor.layout.cp to 1"
     overrides = cfg.actor.megatron or {}
@@ -56,13 +56,13 @@ def _model_problems(path: str, geometry: ModelGeometry, prefix: str, keep: str) 
     family = FAMILIES[geometry.family]
     if not any(rule.layers == "mtp" for rule in family.rules):
         supported = [name for name, family in FAMILIES.items() if any(rule.layers == "mtp" for rule in family.rules)]
-        yield f"{prefix} is of family {family.name}, whose MTP layers are not supported, only those of {', '.join(supported)}; {keep}"
+        yield f"{prefix} is of family {family.name}, whose MTP layers are not supported (supported: {', '.join(supported)}); {keep}"
         return
     count = num_mtp_layers(read_config(path, path))
     if count == 0:
         yield f"{prefix} has no MTP layers (config.json: {MTP_KEY}); {keep}"
     elif geometry.tied_embeddings:
-        yield f"{prefix} has one weight for embedding and output layer, which is not supported; {keep}"
+        yield f"{prefix} has tied embeddings, which MTP layers do not support; {keep}"
     else:
         try:
             names = tensor_names(Path(path))
@@ -78,6 +78,6 @@ def _model_problems(path: str, geometry: ModelGeometry, prefix: str, keep: str) 
         }
         if missing := sorted(needed - names) if names is not None else []:
             yield FileProblem(
-                f"{prefix} names {_layers(count)} in config.json, but {len(missing)} of their tensors are not there "
-                f"({shortened(missing, 2)}), as where transformers has saved it; use the directory of its authors, or {keep}"
+                f"{prefix} names {_layers(count)} in config.json, but {len(missing)} of their tensors are missing "
+                f"({shortened(missing, 2)}), as in directories saved by transformers; use the original directory, or {keep}"
             )

@@ -1,4 +1,4 @@
-"""Rules among the keys of ``reward``: its rules, functions and servers."""
+"""Rules for the keys of ``reward``: rules, functions and servers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from rlhf_mcore.readers.user_functions import function_problems
 
 
 def functions_problems(cfg: RewardConfig) -> Iterator[str]:
-    """List the problems with the functions, but for their files."""
+    """List problems with the names of functions. Their files are checked elsewhere."""
     names = [function_name(function) for function in cfg.functions]
     for index, name in enumerate(names):
         if name in names[:index]:
-            yield f"reward.functions[{index}] is the second that is called {name!r}; give it another name"
+            yield f"reward.functions[{index}] has the name {name!r} of an earlier function; set another name"
 
 
 def service_problems(cfg: RewardConfig) -> Iterator[str]:
-    """List the problems with a configuration's servers that are seen without a file or a server."""
+    """List problems with the keys of servers. No server is contacted."""
     remote, judge = cfg.remote, cfg.judge
     for key, url in {"reward.remote.url": remote.url, "reward.judge.url": judge.url}.items():
         if url is not None and (problem := _url_problem(url)):
             yield f"{key}={without_login(url)!r} {problem}"
     if cfg.function is not None and remote.url is not None:
-        yield f"reward.function={cfg.function!r} and reward.remote.url are both set, and both would give the score; remove one"
+        yield f"reward.function={cfg.function!r} and reward.remote.url are both set, but each replaces the rules; remove one"
     if judge.url is not None and judge.model is None:
-        yield "reward.judge.model is null; name the model that reward.judge.url is to judge with"
+        yield "reward.judge.model is null; set it to the model of reward.judge.url"
 
 
 def _url_problem(url: str) -> str | None:
@@ -41,26 +41,26 @@ def _url_problem(url: str) -> str | None:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        return f"is no address ({error}); write it as http://host:port/path"
+        return f"is not a URL ({error}); write it as http://host:port/path"
     if parts.scheme not in ("http", "https") or not host:
-        return "is no address of a server; write it as http://host:port/path"
+        return "is not a URL of a server; write it as http://host:port/path"
     if parts.username or parts.password:
-        return "has a login in it; remove it, and name an environment variable with the token in token_env"
+        return "contains a login; remove it, and name an environment variable with the token in token_env"
     if parts.query or parts.fragment or any(letter.isspace() or not letter.isprintable() for letter in url):
-        return "has a query, a fragment or a space in it; remove it"
+        return "contains a query, a fragment or a space; remove it"
     return None
 
 
 def without_login(url: str) -> str:
-    """Shorten an address for a message: nothing before an @ or behind a question mark."""
+    """Return a URL without login, query and fragment, for messages."""
     scheme, separator, rest = re.split(r"[?#]", url)[0].rpartition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
 def rule_problems(cfg: RewardConfig) -> Iterator[str]:
-    """List the problems with the rules. Only a grader finds some others, such as a broken regular expression.
+    """List problems with the rules. Graders report others later, such as an invalid regular expression.
 
-    Rules that a function or a server replaces are checked too, but they may be empty.
+    Rules that a function or a server replaces are checked too, but may be empty.
     """
     for key, rules in rule_tables(cfg).items():
         if (
@@ -77,7 +77,7 @@ def rule_problems(cfg: RewardConfig) -> Iterator[str]:
         for index, rule in enumerate(rules):
             yield from (f"{key}[{index}].{problem}" for problem in _problems_of(rule))
             if any(rule.name == earlier.name for earlier in rules[:index]):
-                yield f"{key}[{index}].name={rule.name!r} is there for the second time; add up the weights in one rule"
+                yield f"{key}[{index}].name={rule.name!r} occurs twice; use one rule with the sum of the weights"
 
 
 def _problems_of(rule: RuleConfig) -> Iterator[str]:
@@ -87,15 +87,15 @@ def _problems_of(rule: RuleConfig) -> Iterator[str]:
             if rule.name != owner and getattr(rule, key) != getattr(default, key):
                 yield f"{key}={getattr(rule, key)!r} is an option of the rule {owner!r}, not of {rule.name!r}; remove it"
     if rule.max_chars is not None and rule.max_chars < rule.min_chars:
-        yield f"max_chars={rule.max_chars} is below min_chars={rule.min_chars}; no response is that long"
+        yield f"max_chars={rule.max_chars} is below min_chars={rule.min_chars}; raise it, or lower that"
     if rule.total_s < rule.test_s:
-        yield f"total_s={rule.total_s:g} is below test_s={rule.test_s:g}, which no test can use then; raise it"
+        yield f"total_s={rule.total_s:g} is below test_s={rule.test_s:g}, so no test can use its time; raise it"
     if not rule.scripts:
-        yield "scripts=[] names no script; give some, such as [Latin] or [Han]"
+        yield "scripts=[] names no script; give at least one, such as [Latin] or [Han]"
 
 
 def reward_problems(cfg: Config) -> Iterator[str]:
-    """List the problems with the sources of scores: functions, rules, servers."""
+    """List problems with functions, rules and servers that score responses."""
     if cfg.reward.function is not None:
         yield from map(FileProblem, function_problems(cfg.reward.function, "reward.function"))
     for index, function in enumerate(cfg.reward.functions):
@@ -107,7 +107,7 @@ def reward_problems(cfg: Config) -> Iterator[str]:
     for key, names in {"reward.env": cfg.reward.env, "environment.env": cfg.environment.env}.items():
         for name in names:
             if name not in os.environ:
-                yield FileProblem(f"{key} names {name}, which is not set here; export it, or remove it from the list")
+                yield FileProblem(f"{key} names {name}, which is not set; export it, or remove it from the list")
     if not grades(cfg):
         default = Config()
         for key in (
@@ -126,10 +126,10 @@ def reward_problems(cfg: Config) -> Iterator[str]:
 
 
 def ray_problems(cfg: Config) -> Iterator[str]:
-    """Check that workers and engines are in one cluster of Ray, as a process is."""
+    """Check that workers and engines use one Ray cluster, because a process can join only one."""
     pool, engines = cfg.reward.pool, cfg.rollout.ray.address
     if pool not in ("local", engines) and cfg.rollout.placement == "disaggregated":
         yield (
-            f"reward.pool={pool} and rollout.ray.address={engines}: with rollout.placement=disaggregated workers of rewards and "
-            "engines are in one cluster; set both to its address"
+            f"reward.pool={pool} and rollout.ray.address={engines}: with rollout.placement=disaggregated reward workers and "
+            "engines must use the same Ray cluster; set both to its address"
         )

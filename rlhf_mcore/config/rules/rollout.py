@@ -1,4 +1,4 @@
-"""Rules between the keys of engines, of the bridge, of router replay and of the schedule."""
+"""Rules for the keys of engines, the bridge, router replay and asynchronous training."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def _support_problems(sampling: SamplingConfig) -> Iterator[str]:
     name = f"rollout.sampling.top_k={sampling.top_k}"
     if sampling.top_k > MOST_SUPPORT:
         yield (
-            f"{name}: updates need the tokens that each was drawn from, and at most {MOST_SUPPORT} of a token are recorded; set it to "
+            f"{name}: updates need the candidates of each sampled token, and at most {MOST_SUPPORT} are recorded; set it to "
             f"{MOST_SUPPORT} or less, or to -1"
         )
     if sampling.top_k == 1:
-        yield f"{name} always draws the likeliest token: all logprobs are 0, and nothing is learned; set it to 2 or more, or to -1"
+        yield f"{name} always samples the most likely token, so all logprobs are 0; set it to 2 or more, or to -1"
 
 
 def rollout_problems(cfg: Config) -> Iterator[str]:
-    """Check the keys of engines and of the schedule against each other."""
+    """Check the keys of engines, the bridge and asynchronous training against each other."""
     yield from _support_problems(cfg.rollout.sampling)
     engine = engine_kind(cfg.rollout.engine)
     yield from engine.argument_problems(cfg.rollout)
     takers = [kind.name for kind in ENGINES.values() if cfg.model.attention in kind.attention_kernels]
     if takers and cfg.model.attention not in engine.attention_kernels:
         yield (
-            f"model.attention={cfg.model.attention} is of rollout.engine={' or '.join(takers)}, found {engine.name!r}; set it to auto"
+            f"model.attention={cfg.model.attention} needs rollout.engine={' or '.join(takers)}, found {engine.name!r}; set it to auto"
         )
     yield from sharding_problems(cfg)
     yield from _seam_problems(cfg, engine)
@@ -48,40 +48,42 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
     for group, temperature in temperatures.items():
         if 0 < temperature < least or most < temperature < math.inf:
             yield (
-                f"{group}.temperature={temperature:g}: rollout.engine={engine.name} draws at {least:g} to {most:g}; "
-                "choose one of these"
+                f"{group}.temperature={temperature:g}: rollout.engine={engine.name} supports {least:g} to {most:g}; "
+                "choose a temperature in this range"
             )
     if cfg.rollout.placement == "disaggregated":
         yield from _apart_problems(cfg)
-    elif cfg.rollout.placement == "colocated" and cfg.trainer.max_staleness:  # a misspelled one is named as such
+    elif (
+        cfg.rollout.placement == "colocated" and cfg.trainer.max_staleness
+    ):  # an invalid placement is reported by the schema
         yield (
             f"trainer.max_staleness={cfg.trainer.max_staleness}: colocated engines sleep while the trainer learns; set it to 0, or "
             "set rollout.placement=disaggregated"
         )
     if cfg.rollout.order == "shared_queue" and cfg.deterministic:
         yield (
-            "rollout.order=shared_queue: which engine draws which response depends on the time, which deterministic=true excludes; "
+            "rollout.order=shared_queue: the assignment of responses to engines depends on timing, which deterministic=true forbids; "
             "use longest_first, or set deterministic=false"
         )
     if cfg.rollout.deterministic_order and cfg.rollout.at_publish not in (None, "drain"):
         yield (
-            f"rollout.at_publish={cfg.rollout.at_publish}: what a response gets of new weights depends on the time, which "
-            "rollout.deterministic_order excludes; set it to drain, or set rollout.deterministic_order=false"
+            f"rollout.at_publish={cfg.rollout.at_publish}: the tokens that new weights sample depend on timing, which "
+            "rollout.deterministic_order forbids; set it to drain, or set rollout.deterministic_order=false"
         )
     if cfg.rollout.deterministic_order and cfg.rollout.oversample != 1:
         yield (
-            f"rollout.oversample={cfg.rollout.oversample:g}: which prompts finish first depends on the time, which "
-            "rollout.deterministic_order excludes; set it to 1, or set rollout.deterministic_order=false"
+            f"rollout.oversample={cfg.rollout.oversample:g}: the prompts that finish first depend on timing, which "
+            "rollout.deterministic_order forbids; set it to 1, or set rollout.deterministic_order=false"
         )
 
 
 def engine_keys(layout: RolloutLayoutConfig) -> str:
-    """Name the keys whose product is the number of an engine's ranks, for messages."""
+    """Return the keys whose product is the number of an engine's ranks, for messages."""
     return f"rollout.layout.tp{'*pp' * (layout.pp > 1)}{'*dp' * (layout.dp > 1)}"
 
 
 def sharding_problems(cfg: Config) -> Iterator[str]:
-    """Check that the engine can be sharded as the layout says."""
+    """Check that the engine supports the layout."""
     engine = engine_kind(cfg.rollout.engine)
     if is_engine(engine.name) and not engine.is_sharded:
         others = " or ".join(kind.name for kind in ENGINES.values() if kind.is_sharded)
@@ -91,26 +93,26 @@ def sharding_problems(cfg: Config) -> Iterator[str]:
     layout = cfg.rollout.layout
     if layout.ep not in (1, size := layout.tp * layout.dp):
         yield (
-            f"rollout.layout.ep={layout.ep} is neither 1 nor rollout.layout.tp*dp={layout.tp}*{layout.dp}={size}: all ranks of a "
-            f"stage share the experts out, or none; set it to 1{f' or {size}' * (size > 1)}"
+            f"rollout.layout.ep={layout.ep} is neither 1 nor rollout.layout.tp*dp={layout.tp}*{layout.dp}={size}: the ranks of a "
+            f"stage divide the experts, or they split each expert; set it to 1{f' or {size}' * (size > 1)}"
         )
 
 
 def _seam_problems(cfg: Config, engine: EngineKind) -> Iterator[str]:
     if cfg.rollout.placement == "disaggregated" and not engine.runs_apart:
-        yield f"rollout.placement=disaggregated: rollout.engine={engine.name} is not started under Ray; set it to colocated"
+        yield f"rollout.placement=disaggregated: rollout.engine={engine.name} does not run under Ray; set it to colocated"
     timeout_s, usual_s = cfg.rollout.engine_timeout_s, RolloutConfig().engine_timeout_s
     if timeout_s != usual_s and cfg.rollout.placement == "colocated" and not engine.reads("rollout.server"):
         yield f"rollout.engine_timeout_s={timeout_s:g} has no effect with rollout.placement=colocated; remove it"
     if not engine.has_live_weights and cfg.bridge.method != "gather":
         yield (
-            f"bridge.method={cfg.bridge.method}: rollout.engine={engine.name} takes full tensors, its parameters are in processes of "
-            "its own; set it to gather"
+            f"bridge.method={cfg.bridge.method}: rollout.engine={engine.name} needs full tensors, because its parameters are in other "
+            "processes; set it to gather"
         )
 
 
 def _transport_problems(bridge: BridgeConfig) -> Iterator[str]:
-    """Name the plug-ins and packages that are not installed."""
+    """Report a plug-in or package that is not installed."""
     if bridge.transport == "nixl":
         problem = missing_plugin("transports", "nixl", "bridge.transport=nixl")
         if problem is None and find_spec("nixl") is None:
@@ -126,39 +128,42 @@ def _transport_problems(bridge: BridgeConfig) -> Iterator[str]:
 def _apart_problems(cfg: Config) -> Iterator[str]:
     address = cfg.rollout.ray.address
     if address is not None and not is_address(address):
-        yield f"rollout.ray.address={address!r} is no address; give host:port, as ray start --head prints it, or null"
+        yield f"rollout.ray.address={address!r} is not an address; give host:port, as ray start --head prints it, or null"
     if engine_kind(cfg.rollout.engine).runs_apart and cfg.bridge.method != "planned":
         yield (
-            "rollout.placement=disaggregated: full tensors are not sent to disaggregated engines "
-            f"(bridge.method={cfg.bridge.method}); use bridge.method=planned"
+            "rollout.placement=disaggregated: disaggregated engines do not support "
+            f"bridge.method={cfg.bridge.method}; use bridge.method=planned"
         )
     if cfg.bridge.transport == "nixl" and cfg.bridge.full_every is not None:
         yield (
-            f"bridge.full_every={cfg.bridge.full_every}: what has changed travels through the process group, found "
+            f"bridge.full_every={cfg.bridge.full_every}: changed elements are sent through the process group, found "
             "bridge.transport=nixl; set that to group, or remove bridge.full_every"
         )
     else:
         yield from map(FileProblem, _transport_problems(cfg.bridge))
 
 
-# Fields of Megatron that select experts outside the replayed router, or change the order of passes.
+# Megatron fields that choose experts outside the replayed router.
 _APART = ("moe_router_fusion", "moe_router_force_load_balancing")
 
 
 def route_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
-    """List problems with an ``actor.router_replay`` other than off. ``geometry``: of ``model.path``, None if it is not known."""
+    """List problems with an ``actor.router_replay`` other than off.
+
+    ``geometry`` describes ``model.path``, or is None if it is not known.
+    """
     name, engine = f"actor.router_replay={cfg.actor.router_replay}", engine_kind(cfg.rollout.engine)
-    if cfg.actor.router_replay not in ("rollout", "old_logprobs"):  # which is another problem
+    if cfg.actor.router_replay not in ("rollout", "old_logprobs"):  # the schema reports it
         return
     if not (kind := run_kind(cfg)).generates:
-        yield f"{name}: with algorithm.kind={kind.name} no responses are drawn, so there are no routes to replay; set it to off"
+        yield f"{name}: with algorithm.kind={kind.name} no responses are sampled, so there are no routes to replay; set it to off"
         return
     if geometry is not None and geometry.experts is None:
-        yield f"{name}: model.path={cfg.model.path} has no experts that tokens are routed to; set it to off"
+        yield f"{name}: model.path={cfg.model.path} has no experts; set it to off"
     if cfg.actor.router_replay == "rollout" and not engine.records_routes:
         others = " or ".join(kind.name for kind in ENGINES.values() if kind.records_routes)
         yield (
-            f"{name}: rollout.engine={engine.name} does not record the experts that tokens went to; use {others}, or set it to "
+            f"{name}: rollout.engine={engine.name} does not record routes; use {others}, or set it to "
             "old_logprobs or off"
         )
     for field in _APART:

@@ -17,23 +17,23 @@ from rlhf_mcore.readers.user_functions import function_problems
 
 
 def teacher_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
-    """Check that a required teacher is set, its files, its layout, and that it uses the student's tokens.
+    """Check that a required teacher is set, and check its files, layout and tokenizer.
 
-    ``actor``: the actor's geometry, None if it is not known.
+    ``actor`` is the actor's geometry, or None if it is not known.
     """
     teacher = cfg.teacher
     if not has_teacher(cfg):
         if not reads_scores(cfg):
             yield (
-                f"teacher.path=null, but algorithm.advantage={cfg.algorithm.advantage} learns from a teacher alone; "
-                "give the directory of one, or choose an algorithm that learns from scores"
+                f"teacher.path=null, but algorithm.advantage={cfg.algorithm.advantage} learns only from a teacher; "
+                "set it to a model directory, or choose an algorithm that learns from scores"
             )
         yield from _unused_keys(cfg, [name for name, _, _ in walk(TeacherConfig)], "teacher.path=null")
         return
     if not reads_scores(cfg) and cfg.algorithm.dynamic_sampling.enabled:
         yield (
             "algorithm.dynamic_sampling.enabled=True keeps prompts whose responses differ in score, but "
-            f"algorithm.advantage={cfg.algorithm.advantage} reads no score; set it to false"
+            f"algorithm.advantage={cfg.algorithm.advantage} reads no scores; set it to false"
         )
     yield from _context_problems(cfg)
     if teacher.weights in ("actor", "average"):
@@ -46,19 +46,19 @@ def teacher_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
 
 
 def _own_problems(cfg: Config) -> Iterator[str]:
-    """Check a policy that is its own teacher."""
+    """Check ``teacher.weights=actor`` and ``average``: the policy is its own teacher."""
     weights, stated = cfg.teacher.weights, f"teacher.weights={cfg.teacher.weights}"
     in_vain = ["path", "sources", "layout", "ranks", "megatron"]
     if weights == "actor":
         in_vain += ["dtype", "offload"]
         if cfg.teacher.context is None:
             yield (
-                "teacher.weights=actor without teacher.context: the teacher would be the student, which it has nothing to teach; "
-                "give it prompts of its own, or set teacher.weights=average"
+                "teacher.weights=actor without teacher.context: teacher and student would be equal, so nothing is learned; "
+                "set teacher.context, or teacher.weights=average"
             )
     elif cfg.actor.lora.rank is not None:
         yield (
-            f"teacher.weights=average is not supported with actor.lora.rank={cfg.actor.lora.rank}: the average is of whole weights; "
+            f"teacher.weights=average is not supported with actor.lora.rank={cfg.actor.lora.rank}: the average needs whole weights; "
             "set teacher.weights=actor, or name a teacher in teacher.path"
         )
     names = [name for name, _, _ in walk(TeacherConfig) if name.partition(".")[0] in in_vain]
@@ -71,13 +71,13 @@ def _context_problems(cfg: Config) -> Iterator[str]:
     yield from map(FileProblem, function_problems(spec, "teacher.context"))
     if cfg.environment.function is not None:
         yield (
-            f"teacher.context={spec} is not supported with environment.function={cfg.environment.function}: where the environment "
-            "answers, the prompt is not all that a teacher would read otherwise; set teacher.context=null"
+            f"teacher.context={spec} is not supported with environment.function={cfg.environment.function}: the teacher would need "
+            "its own version of the environment's answers too; set teacher.context=null"
         )
 
 
 def _model_problems(cfg: Config, field: str, path: str, actor: ModelGeometry | None) -> Iterator[str]:
-    """Check the directory of a teacher. ``field``: the key that names it."""
+    """Check the directory of a teacher. ``field`` is the key that names it."""
     geometry, problems = inspect_model(path, field, ("lm",))
     yield from problems
     yield from map(FileProblem, _tokenizer_problems(cfg, field, path))
@@ -86,7 +86,7 @@ def _model_problems(cfg: Config, field: str, path: str, actor: ModelGeometry | N
     if geometry.vocab_size < actor.vocab_size:
         yield (
             f"{field}={path}: its vocab_size={geometry.vocab_size} is less than model.path's {actor.vocab_size}, so "
-            "it has no probability for every token; choose a model with the same vocabulary"
+            "some tokens have no probability; choose a model with the same vocabulary"
         )
     yield from cut_problems("teacher", cfg.teacher.layout, geometry, field)
 
@@ -97,8 +97,8 @@ def _tokenizer_problems(cfg: Config, field: str, path: str) -> Iterator[str]:
     own = cfg.model.tokenizer_path or cfg.model.path
     if not problems and (difference := tokenizer_difference(path, own)):
         yield (
-            f"{field}={path} has another tokenizer than the policy ({own}): {difference}. Its probabilities would be of other "
-            "texts; choose a teacher with the same tokenizer, or set model.tokenizer_path to what both of them were trained with"
+            f"{field}={path} has another tokenizer than the policy ({own}): {difference}. Its probabilities would belong to other "
+            "texts; choose a teacher with the same tokenizer, or set model.tokenizer_path to the tokenizer that both were trained with"
         )
 
 
@@ -108,5 +108,5 @@ def _unused_keys(cfg: Config, names: Sequence[str], because: str) -> Iterator[st
     for name in (f"teacher.{name}" for name in names):
         value = value_of(cfg, name)
         if value == value_of(default, name) or isinstance(value, Group) or DESCRIPTIONS[name].only_with:
-            continue  # a key with a condition of its own has a message of its own
+            continue  # keys with a condition are reported by ``validate.unused_problems``
         yield f"{name}={value} has no effect with {because}; remove it, or name a teacher"

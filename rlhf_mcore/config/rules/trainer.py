@@ -1,4 +1,4 @@
-"""Rules among the keys of ``trainer``, of schedules and of lengths."""
+"""Rules for ``trainer``, learning-rate schedules and lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhf_mcore.geometry import ModelGeometry
 
 
 def schedule_problems(cfg: Config) -> Iterator[str]:
-    """List the problems with learning rates, with options that an optimizer lacks, and with profiled steps."""
+    """List problems with learning rates, options that the optimizer does not read, and profiled steps."""
     for role in ("actor", "critic"):
         optimizer = value_of(cfg, f"{role}.optimizer")
         lr, min_lr = optimizer.lr, optimizer.schedule.min_lr
@@ -35,18 +35,18 @@ def schedule_problems(cfg: Config) -> Iterator[str]:
     last = num_steps(cfg)
     if beyond := [step for step in cfg.trainer.profile.steps if not 1 <= step <= last]:
         yield (
-            f"trainer.profile.steps: {shortened(beyond, separator=', ')} is no step of the run; "
-            f"name steps from 1 to trainer.num_steps={last}"
+            f"trainer.profile.steps: {shortened(beyond, separator=', ')} is not a step of the run; "
+            f"choose steps from 1 to trainer.num_steps={last}"
         )
 
 
 def batch_problems(cfg: Config) -> Iterator[str]:
-    """Check that a step can be cut into minibatches and microbatches."""
+    """Check that a step can be divided into minibatches and microbatches."""
     trainer = cfg.trainer
     if trainer.forward_tokens is not None and trainer.forward_tokens < trainer.max_tokens_per_microbatch:
         yield (
             f"trainer.forward_tokens={trainer.forward_tokens} is less than trainer.max_tokens_per_microbatch="
-            f"{trainer.max_tokens_per_microbatch}, though a pass without gradients needs less memory; raise it or set it to null"
+            f"{trainer.max_tokens_per_microbatch}, but a pass without gradients needs less memory; raise it or set it to null"
         )
     for key, size in {"trainer": trainer.minibatch_size, "critic": cfg.critic.minibatch_size}.items():
         if size is not None and trainer.prompts_per_step % size:
@@ -58,7 +58,7 @@ def batch_problems(cfg: Config) -> Iterator[str]:
 
 
 def microbatch_problems(cfg: Config) -> Iterator[str]:
-    """Check that the longest sequence fits in a microbatch: of training, and of evaluation if a reward model reads it."""
+    """Check that the longest sequence fits into a microbatch, including evaluation if a reward model scores it."""
     longest, what = cfg.data.max_prompt_tokens + longest_response(cfg), _response_key(cfg)
     if cfg.reward.model.path is not None and max_new_tokens(cfg) > longest_response(cfg):
         longest, what = cfg.data.max_prompt_tokens + max_new_tokens(cfg), "evaluate.max_new_tokens"
@@ -70,7 +70,7 @@ def microbatch_problems(cfg: Config) -> Iterator[str]:
         elif (group.megatron or {}).get("tp_comm_overlap") is True:
             reasons[size] = f"{role.name}.megatron.tp_comm_overlap"
         elif in_fp8(group):
-            reasons[size] = f"products of 8 bits of {role.name}"
+            reasons[size] = f"FP8 products of {role.name}"
     needed, why = max([(-(-longest // size) * size, why) for size, why in reasons.items()], default=(longest, ""))
     if cfg.trainer.max_tokens_per_microbatch < needed:
         padded = "" if needed == longest else f", padded for {why} to {needed}"
@@ -81,7 +81,7 @@ def microbatch_problems(cfg: Config) -> Iterator[str]:
 
 
 def position_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
-    """Check that the model has positions for the longest prompt and response."""
+    """Check that the model supports the length of the longest prompt and response."""
     if geometry is None:
         return
     longest = cfg.data.max_prompt_tokens + max_new_tokens(cfg)
@@ -106,17 +106,17 @@ def _sum(cfg: Config) -> str:
 
 
 def _response_key(cfg: Config) -> str:
-    """Return the key that bounds a row of a step after its prompt."""
+    """Return the key that limits the tokens of a training row after its prompt."""
     has_own = cfg.environment.function is not None and cfg.environment.max_tokens is not None
     return "environment.max_tokens" if has_own else "rollout.sampling.max_new_tokens"
 
 
 def example_batch_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
-    """Check that a step is one update, a microbatch has room for an example, and the model has positions for it."""
+    """Check that a step is one update, and that an example fits into a microbatch and the model's positions."""
     trainer, kind = cfg.trainer, run_kind(cfg)
     if trainer.minibatch_size not in (None, trainer.prompts_per_step):
         yield (
-            f"trainer.minibatch_size={trainer.minibatch_size}: with algorithm.kind={kind.name} a step is one update, of "
+            f"trainer.minibatch_size={trainer.minibatch_size}: with algorithm.kind={kind.name} a step is one update of "
             f"trainer.prompts_per_step={trainer.prompts_per_step} examples; set it to null"
         )
     if trainer.ppo_epochs != 1:
@@ -125,10 +125,10 @@ def example_batch_problems(cfg: Config, geometry: ModelGeometry | None) -> Itera
     needed = -(-longest_example(cfg) // multiple) * multiple * kind.rows_per_example
     if trainer.max_tokens_per_microbatch < max(needed, 2):
         yield (
-            f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch} has no room for "
+            f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch} is too small for "
             f"{kind.rows_per_example} rows of data.max_tokens={longest_example(cfg)}; raise it to {max(needed, 2)} or more"
         )
-    longest = cfg.data.max_tokens  # null: what is too long is found out when data are read
+    longest = cfg.data.max_tokens  # with null, long rows are found when the data are read
     if geometry is not None and longest is not None and longest > geometry.max_positions:
         yield (
             f"data.max_tokens={longest} exceeds max_position_embeddings={geometry.max_positions} of model.path; lower it"

@@ -270,7 +270,7 @@ def test_reward_test_plays_a_turn_without_a_word(make: Make, capsys: pytest.Capt
     assert (
         capsys.readouterr().out
         == "environment.function=file.py:Counting: 2 episodes with one empty turn, 0 failed\n\nwarning: environment.max_tokens "
-        "is null, so an episode, including the environment's text, has at most 256 tokens, as many as one turn "
+        "is null, so an episode, including the environment's text, has at most 256 tokens, the limit of one turn "
         "(rollout.sampling.max_new_tokens); set it to the tokens of environment.max_turns=8 turns\n"
     )
     assert reward_test.main(["run.yaml", "environment.function=file.py:Counting", "environment.max_tokens=4096"]) == 0

@@ -221,11 +221,11 @@ def test_a_token_that_cannot_be_sent_is_refused(
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("localhost:8900", "is no address of a server"),
-        ("ftp://host/x", "is no address of a server"),
-        ("http://me:pass@host/score", "has a login in it"),
-        ("http://host:99999/score", "is no address"),
-        ("http://host/score?key=1", "has a query"),
+        ("localhost:8900", "is not a URL of a server"),
+        ("ftp://host/x", "is not a URL of a server"),
+        ("http://me:pass@host/score", "contains a login"),
+        ("http://host:99999/score", "is not a URL"),
+        ("http://host/score?key=1", "contains a query"),
         ("http://host/a b", "a space"),
     ],
 )

@@ -59,7 +59,7 @@ def test_wrong_rules_are_refused_all_at_once():
     message = str(error.value)
     assert "reward.rules[0].name='finalnumber' is not a choice; did you mean 'final_number'?" in message
     assert "reward.rules[1].weight=nan is out of range" in message
-    with pytest.raises(ConfigError, match=r"reward\.rules\[1\]\.name='boxed' is there for the second time"):
+    with pytest.raises(ConfigError, match=r"reward\.rules\[1\]\.name='boxed' occurs twice"):
         build_reward(RewardConfig(rules=[RuleConfig(name="boxed"), RuleConfig(name="boxed")]))
     with pytest.raises(ConfigError, match=r"reward\.rules is empty"):
         build_reward(RewardConfig(rules=[]))

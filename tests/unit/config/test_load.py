@@ -248,7 +248,7 @@ def test_settings_alone_are_a_configuration(workspace: Any) -> None:
 
 def test_mistakes_in_a_file_are_named(workspace: Any) -> None:
     for text, reason in [
-        ("? [a, b]\n: 1", "a key has to be a name"),
+        ("? [a, b]\n: 1", "a key must be a name"),
         ('project: "\\ud800"', "not valid YAML"),
         ("project: a\x07b", "not valid YAML"),
         ("seed: 1\n---\nseed: 2\n", "not valid YAML"),

@@ -67,7 +67,7 @@ def test_what_an_unknown_key_is_answered_with() -> None:
     for part in ("trainer.prompts_per_step (prompts per step", "trainer.minibatch_size (prompts per optimizer update"):
         assert part in hint("batch_size")
     assert hint("actor.lora.rnak") == "did you mean actor.lora.rank?"
-    assert hint("seed.x") == "seed has no keys of its own; give it a value: int"
+    assert hint("seed.x") == "seed contains no keys; give it a value: int"
     assert "rlhf-mcore migrate" in hint("actor_rollout_ref.rollout.n")
     assert "migrate" not in hint("data.train_batch_size")
 

@@ -55,7 +55,7 @@ def test_epochs_are_steps_by_the_rows_of_all_files(workspace: Any) -> None:
         assert epochs_text(given) == f"trainer.num_epochs={num_epochs}: {num_steps} steps of 4 for 13 rows"
         given.data.overlong_prompts = "drop"
         assert str(epochs_text(given)).endswith(
-            "rows that data.transform or data.overlong_prompts=drop leaves out are counted"
+            "rows that data.transform or data.overlong_prompts=drop skips are counted"
         )
 
 

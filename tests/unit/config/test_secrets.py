@@ -139,7 +139,7 @@ def test_a_command_to_be_typed_again_tells_of_what_it_leaves_out(
         monkeypatch.setattr("sys.argv", ["x.py", override])
         assert launch.launch([override], 1, 1) == launch.STOPPED
         told = capsys.readouterr().err
-        assert told.startswith("to continue: python x.py ") and ("in the place of <redacted>" in told) == hides
+        assert told.startswith("to continue: python x.py ") and ("replace <redacted>" in told) == hides
 
 
 def test_errors_do_not_quote_them(workspace: Any) -> None:

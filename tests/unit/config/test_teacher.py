@@ -59,7 +59,7 @@ TAUGHT = ["algorithm=distillation", "teacher.path=teacher"]
 
 def test_mistakes_are_refused() -> None:
     for overrides, words in [
-        (["algorithm=distillation"], ["teacher.path=null", "algorithm.advantage=distillation", "give the directory"]),
+        (["algorithm=distillation"], ["teacher.path=null", "algorithm.advantage=distillation", "a model directory"]),
         (["teacher.coef=0.5"], ["teacher.coef=0.5", "no effect", "teacher.path=null", "remove it"]),
         (["algorithm=distillation", "teacher.path=nowhere"], ["teacher.path=nowhere"]),
         (["algorithm=distillation", "teacher.path=small"], ["teacher.path=small", "vocab_size=50", "100", "choose"]),

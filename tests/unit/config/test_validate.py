@@ -113,11 +113,11 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
         None,
         ["reward.sources is set, but has no effect with environment.score=environment; remove it, or set"],
     ),
-    ([*AGENT], None, ["environment.function=agent needs one of", "none of them is set; set one"]),
+    ([*AGENT], None, ["environment.function=agent needs exactly one of", "found none; set one"]),
     (
         [*AGENT, "environment.agent.command=[a]", "environment.agent.url=http://a"],
         None,
-        ["environment.agent.command and environment.agent.url is set; set one"],
+        ["found environment.agent.command and environment.agent.url; set one"],
     ),
     (
         ["environment.agent.command=[a]"],
@@ -137,7 +137,7 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
     (["rollout.sampling.top_k=513"], None, ["rollout.sampling.top_k=513", "512 or less"]),
     (["rollout.sampling.top_k=1"], None, ["rollout.sampling.top_k=1", "2 or more"]),
     (["algorithm=ppo", "rollout.sampling.n=1", "algorithm.dynamic_sampling.enabled=true"], None, ["2 or more"]),
-    (["algorithm.use_critic=true"], None, ["use_critic=true", "advantage=grpo", "no use for a critic", "auto"]),
+    (["algorithm.use_critic=true"], None, ["use_critic=true", "advantage=grpo", "uses no critic", "auto"]),
     (["algorithm.whiten_advantages=true"], None, ["whiten_advantages=True", "advantage=grpo", "normalize_std"]),
     (["algorithm=gspo", "algorithm.dual_clip=3"], None, ["dual_clip=3", "policy_loss=gspo", "null"]),
     (
@@ -150,7 +150,7 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
         None,
         ["estimator=k1", "k2 or k3", "placement=reward"],
     ),
-    (["algorithm.kl.controller.final=0.1"], None, ["kl.coef=0", "final=0.1", "start from"]),
+    (["algorithm.kl.controller.final=0.1"], None, ["kl.coef=0", "final=0.1", "initial weight"]),
     (
         ["algorithm.rollout_correction.mask_low=0.5"],
         None,
@@ -183,7 +183,7 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
         None,
         ["algorithm.reward_weights=None", "advantage=gdpo", "boxed"],
     ),
-    ([*GDPO[:1], "algorithm.reward_weights={boxed: 0}"], None, ["reward_weights.boxed=0", "not 0", "remove it"]),
+    ([*GDPO[:1], "algorithm.reward_weights={boxed: 0}"], None, ["reward_weights.boxed=0", "other than 0", "remove it"]),
     (
         [*GDPO[:1], "algorithm.reward_weights={boxed: .nan}"],
         None,
@@ -233,7 +233,7 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
     ),
     (["experiment=../x"], None, ["experiment='../x'", "slashes"]),
     (["reward.rules=[]"], None, ["reward.rules", "final_number"]),
-    (["reward.judge.url=http://127.0.0.1:1/v1"], None, ["reward.judge.model is null", "name the model"]),
+    (["reward.judge.url=http://127.0.0.1:1/v1"], None, ["reward.judge.model is null", "set it to the model"]),
 ]
 
 
@@ -512,7 +512,7 @@ def test_jsonl_that_is_broken(workspace: Any) -> None:
             "line 2, column 'prompt': a message needs a text role",
         ),
         (GOOD_ROW + '{"answer": "2"}\n', "line 2: no column 'prompt'"),
-        (GOOD_ROW + '{"prompt": "x"}\n', "line 2: no answer to compare a response with"),
+        (GOOD_ROW + '{"prompt": "x"}\n', "line 2: no answer to compare responses with"),
         (GOOD_ROW + '{"prompt": "a\\u0000b", "answer": "2"}\n', "a NUL character at character 1"),
         (GOOD_ROW + '{"prompt": "a\\ud800", "answer": "2"}\n', "a lone surrogate (U+D800) at character 1"),
     ]:
@@ -523,7 +523,7 @@ def test_jsonl_that_is_broken(workspace: Any) -> None:
 def test_rules_need_an_answer_column_and_functions_do_not(workspace: Any) -> None:
     workspace.write("train.jsonl", '{"prompt": "say something"}\n')
     workspace.write("grade.py", "def score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
-    assert "no answer to compare a response with" in only(check())
+    assert "no answer to compare responses with" in only(check())
     assert check("reward.rules=[{name: format}]") == []
     assert check("reward.function=grade.py:score") == []
 
@@ -572,7 +572,7 @@ def test_columns_differ_from_file_to_file(workspace: Any) -> None:
     found = check(*lists)
     assert found[0] == (
         "data.eval_prompt_key (not set: data.prompt_key=['prompt', 'question']) names 2 columns for the one file of data.eval; "
-        "give one for each, or a single one"
+        "give one column per file, or a single column"
     )
     own = check(*evaluated, "data.eval_prompt_key=[a, b]", "data.eval_answer_key=gold")
     assert "data.eval_prompt_key=['a', 'b'] names 2 columns for the one file of data.eval" in only(own)
@@ -618,7 +618,7 @@ def test_chat_templates_of_texts(workspace: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (["model.attention=sdpa"], "model.attention=sdpa is of rollout.engine=hf, found 'vllm'"),
+        (["model.attention=sdpa"], "model.attention=sdpa needs rollout.engine=hf, found 'vllm'"),
     ],
 )
 def test_attention_of_the_plain_engine(workspace: Any, settings: list[str], problem: str | None) -> None:

@@ -46,14 +46,14 @@ def test_rows_that_are_not_as_they_should_be(told: Any, problem: str) -> None:
 @pytest.mark.parametrize(
     ("own", "problem"),
     [
-        ({"kind": "sandbox"}, "environment.container.kind=sandbox is of agents, and environment.function=None"),
+        ({"kind": "sandbox"}, "environment.container.kind=sandbox needs an agent, found environment.function=None"),
         (
             {"kind": "remote"},
             "environment.container.kind=remote and environment.container.url=None: the url names the service",
         ),
         ({"kind": "docker", "url": "http://x"}, "the url has no effect"),
         ({"kind": "remote", "url": "ftp://x"}, "environment.container.url=ftp://x: it must begin with http"),
-        ({"kind": "sandbox", "network": True}, "environment.container.network is of Docker and Podman"),
+        ({"kind": "sandbox", "network": True}, "environment.container.network needs Docker or Podman"),
     ],
 )
 def test_keys_that_do_not_fit(own: dict[str, Any], problem: str) -> None:

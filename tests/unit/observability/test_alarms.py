@@ -226,12 +226,12 @@ def test_a_restart_knows_of_what_was_not_finite() -> None:
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("https://", "is no address"),
-        ("http://[::1/secret", "is no address"),
-        ("https://host:secret/x", "is no address"),
-        ("https://me:secret@host/x", "has a login in it"),
-        ("https://host/a secret", "has a space"),
-        ("https://host/sécret", "has a space or a letter beyond ASCII"),
+        ("https://", "is not a URL"),
+        ("http://[::1/secret", "is not a URL"),
+        ("https://host:secret/x", "is not a URL"),
+        ("https://me:secret@host/x", "contains a login"),
+        ("https://host/a secret", "contains a space"),
+        ("https://host/sécret", "contains a space or a character outside ASCII"),
         ("https://chat.example.org:8443/v1?key=secret&x=%20", None),
     ],
 )
@@ -251,9 +251,9 @@ def test_mistakes_are_named_with_what_was_meant() -> None:
         ],
     )
     assert list(alarm_problems(wrong)) == [
-        "alarms.actions has 'wern', which is no action; did you mean warn?",
-        "alarms.rules[0].metric='kl/men' is no metric; did you mean kl/mean?",
+        "alarms.actions contains 'wern', which is not an action; did you mean warn?",
+        "alarms.rules[0].metric='kl/men' is not a metric; did you mean kl/mean?",
         "alarms.rules[1].above and below are null; give reward/mean a bound",
-        "alarms.webhook is no address; write it as https://host/path, or as ${oc.env:NAME} (it is not shown here)",
-        "alarms.command=[] is empty, and an action of alarms is command; set it to a program and its arguments",
+        "alarms.webhook is not a URL; write it as https://host/path, or as ${oc.env:NAME} (the value is not shown)",
+        "alarms.command=[] is empty, but an alarm uses the action command; set it to a program and its arguments",
     ]

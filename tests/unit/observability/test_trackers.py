@@ -202,8 +202,8 @@ def test_a_run_keeps_its_id_until_it_begins_anew(tmp_path: Path, monkeypatch: py
 def test_trackers_are_known_and_their_packages_are_installed_before_anything_starts() -> None:
     logging = LoggingConfig(trackers=["tensorboard", "wandbb", "swanlab"])
     assert list(tracker_problems(logging)) == [
-        "logging.trackers has 'wandbb', which is no tracker; did you mean wandb?",
-        "logging.trackers has 'swanlab', and its package swanlab is not installed; pip install 'rlhf_mcore[swanlab]', "
+        "logging.trackers contains 'wandbb', which is not a tracker; did you mean wandb?",
+        "logging.trackers contains 'swanlab', whose package swanlab is not installed; pip install 'rlhf_mcore[swanlab]', "
         "or remove it from logging.trackers",
     ]
     assert wanted_trackers(LoggingConfig(trackers=["wandb", "tensorboard", "wandb"])) == ["wandb", "tensorboard"]
@@ -218,7 +218,7 @@ def test_the_core_names_the_class_of_its_trackers(name: str) -> None:
 def test_a_tracker_whose_plug_in_is_not_installed_is_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "find_plugins", lambda kind: {})
     (problem,) = tracker_problems(LoggingConfig(trackers=["comet"]))
-    assert "logging.trackers has 'comet'" in problem and "rlhf_mcore_contrib.trackers" in problem
+    assert "logging.trackers contains 'comet'" in problem and "rlhf_mcore_contrib.trackers" in problem
 
 
 def test_several_trackers_are_all_told_and_all_closed() -> None:

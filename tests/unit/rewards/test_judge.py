@@ -129,7 +129,7 @@ def test_a_slow_expression_is_none(tmp_path: Path) -> None:
         ({"parse": r"\d+"}, r"reward\.judge\.parse='\\\\d\+' has no group"),
         ({"parse": r"(?=x)(y)"}, "is not a valid RE2 expression"),
         ({"token_env": "NOT_SET"}, r"reward\.judge\.token_env is 'NOT_SET'"),
-        ({"url": "host/v1"}, r"reward\.judge\.url='host/v1' is no address"),
+        ({"url": "host/v1"}, r"reward\.judge\.url='host/v1' is not a URL"),
     ],
 )
 def test_a_mistake_is_named(settings: dict[str, Any], problem: str) -> None:

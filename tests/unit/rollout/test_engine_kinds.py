@@ -97,16 +97,16 @@ def test_an_installed_package_adds_an_engine(server: str) -> None:
         (
             "rollout.placement",
             "disaggregated",
-            "rollout.placement=disaggregated: rollout.engine=acme is not started under Ray",
+            "rollout.placement=disaggregated: rollout.engine=acme does not run under Ray",
         ),
-        ("bridge.method", "planned", "bridge.method=planned: rollout.engine=acme takes full tensors"),
+        ("bridge.method", "planned", "bridge.method=planned: rollout.engine=acme needs full tensors"),
         (
             "rollout.sampling.temperature",
             0.4,
-            "rollout.sampling.temperature=0.4: rollout.engine=acme draws at 0.5 to 1",
+            "rollout.sampling.temperature=0.4: rollout.engine=acme supports 0.5 to 1",
         ),
-        ("evaluate.temperature", 1.5, "evaluate.temperature=1.5: rollout.engine=acme draws at 0.5 to 1"),
-        ("model.attention", "sdpa", "model.attention=sdpa is of rollout.engine=hf, found 'acme'"),
+        ("evaluate.temperature", 1.5, "evaluate.temperature=1.5: rollout.engine=acme supports 0.5 to 1"),
+        ("model.attention", "sdpa", "model.attention=sdpa needs rollout.engine=hf, found 'acme'"),
         (
             "rollout.max_num_batched_tokens",
             64,

@@ -61,9 +61,9 @@ def test_what_it_does_not_go_with_is_named(overrides: list[str], named: tuple[st
 @pytest.mark.parametrize(
     ("geometry", "layout", "problem"),
     [
-        (LLAMA, {"tp": 16}, "actor.layout.tp=16 cuts the 8 heads of keys"),
+        (LLAMA, {"tp": 16}, "actor.layout.tp=16 splits the 8 key heads"),
         (replace(LLAMA, ffn_size=13824), {"tp": 8}, "rows of gate_proj: 1728 on a rank"),
-        (replace(LLAMA, attention=GroupedSizes(32, 8, 64)), {}, "heads of 64 are not multiples of 128"),
+        (replace(LLAMA, attention=GroupedSizes(32, 8, 64)), {}, "head size 64 is not a multiple of 128"),
         (replace(LLAMA, hidden_size=4104), {}, "hidden_size=4104 is not a multiple of 16"),
         (MIXTURE, {"tp": 4}, "an expert's gate_proj: 192 on a rank"),
         (replace(LLAMA, family="deepseek_v3", attention=LatentSizes(4, 192, 64, 128, 512)), {}, "latent attention"),

@@ -57,7 +57,7 @@ def test_models_with_experts(workspace: Any) -> None:
             GPT_OSS,
             ["actor.layout.tp=2", "actor.layout.sequence_parallel=true"],
             2,
-            ["actor.layout.etp=2: experts that files have in one tensor", "ep > 1"],
+            ["actor.layout.etp=2: model.path stores all experts in one tensor", "ep > 1"],
         ),
         (
             GPT_OSS,
@@ -95,7 +95,7 @@ def test_models_with_experts(workspace: Any) -> None:
             2,
             ["rollout.layout.ep=2, but model.path has no experts; set it to 1"],
         ),
-        ({}, ["rollout.layout.dp=2"], 2, ["rollout.layout.dp=2, but model.path has no experts", "have more engines"]),
+        ({}, ["rollout.layout.dp=2"], 2, ["rollout.layout.dp=2, but model.path has no experts", "use more engines"]),
         (
             QWEN_MOE | {"moe_intermediate_size": 41},
             ["rollout.layout.tp=2"],
@@ -117,7 +117,7 @@ def test_models_and_layouts_with_experts_that_are_refused(
 
 def test_where_one_size_is_left_no_choice_is_offered(workspace: Any) -> None:
     workspace.write_hf_config(**QWEN_MOE)
-    assert only(check("rollout.layout.ep=2", world_size=2)).endswith("or none; set it to 1")
+    assert only(check("rollout.layout.ep=2", world_size=2)).endswith("they split each expert; set it to 1")
 
 
 def test_a_reference_without_experts_does_not_fit_their_layout(workspace: Any) -> None:
@@ -293,7 +293,7 @@ def test_mtp_layers_can_be_kept_whatever_the_model_is(workspace: Any) -> None:
             [],
             ["has no MTP layers (config.json: num_nextn_predict_layers); set it to keep"],
         ),
-        ({"tie_word_embeddings": True}, [], ["one weight for embedding and output layer"]),
+        ({"tie_word_embeddings": True}, [], ["tied embeddings"]),
         ({}, ["actor.layout.cp=2"], ["actor.mtp.mode=train is not supported with actor.layout.cp=2"]),
         (
             {},
@@ -303,7 +303,7 @@ def test_mtp_layers_can_be_kept_whatever_the_model_is(workspace: Any) -> None:
         (
             {},
             ["actor.mtp.mode=joint"],
-            ["changes the gradient of the policy, and is for algorithm.kind=sft; set it to train"],
+            ["changes the gradient of the policy, so it needs algorithm.kind=sft; set it to train"],
         ),
     ],
 )
@@ -319,7 +319,7 @@ def test_a_family_without_mtp_layers_that_can_be_trained_is_named(workspace: Any
     workspace.write_hf_config(**QWEN_MOE)
     problem = only(check("actor.mtp.mode=train"))
     assert (
-        "family qwen3_moe, whose MTP layers are not supported, only those of deepseek_v3, glm4_moe; set it to keep"
+        "family qwen3_moe, whose MTP layers are not supported (supported: deepseek_v3, glm4_moe); set it to keep"
         in problem
     )
 
@@ -328,7 +328,7 @@ def test_mtp_layers_that_only_config_json_has_cannot_be_trained(workspace: Any) 
     write_mtp_model(workspace)
     save_file({"model.layers.4.enorm.weight": np.ones(4)}, workspace.root / "model" / "model.safetensors")
     found = [problem for problem in check("actor.mtp.mode=train") if "MTP" in problem]
-    assert "names 1 MTP layer in config.json, but 35 of their tensors are not there" in only(found)
+    assert "names 1 MTP layer in config.json, but 35 of their tensors are missing" in only(found)
     assert "model.layers.4.eh_proj.weight" in only(found)
 
 
@@ -359,7 +359,7 @@ def test_layers_that_draft_have_8_bits_where_they_are_sent(workspace: Any, mode:
     named = [problem for problem in found if problem.startswith("rollout.quantization=int8")]
     if mode == "keep":
         assert (
-            "MTP layers of actor.mtp.mode=keep from files, where they have no 8 bits; set actor.mtp.mode=train"
+            "actor.mtp.mode=keep engines load MTP layers from files, which are not quantised; set actor.mtp.mode=train"
             in only(named)
         )
     else:

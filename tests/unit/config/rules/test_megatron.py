@@ -59,7 +59,7 @@ def test_mistakes_are_named(workspace: Any) -> None:
         ("actor.megatron={hidden_size: 8}", ["hidden_size=8", "config.json"]),
         ("actor.megatron={cuda_graph_impl: local}", ["cuda_graph_impl='local'", "shape", "remove it"]),
         ("actor.megatron={tp_comm_overlap: true}", ["tp_comm_overlap=True", "actor.layout.sequence_parallel=true"]),
-        (f"{OVERLAP} trainer.packing=false", ["tp_comm_overlap=True", "trainer.packing=true", "filled up"]),
+        (f"{OVERLAP} trainer.packing=false", ["tp_comm_overlap=True", "trainer.packing=true", "padded"]),
         (f"{OVERLAP} model.layer_spec=local", ["tp_comm_overlap=True", "model.layer_spec=te"]),
         (f"{OVERLAP} trainer.world_size=4 actor.ranks=[0,2]", ["tp_comm_overlap=True", "all ranks", "remove it"]),
         (
@@ -84,7 +84,7 @@ def test_mistakes_are_named(workspace: Any) -> None:
         ("actor.megatron={clip_grad: 1.0}", ["clip_grad=1.0", "optimizer", "remove it"]),
         (
             "actor={layout: {cp: 2}, megatron: {cp_comm_type: a2a+p2p}}",
-            ["cp_comm_type='a2a+p2p'", "two levels", "set it to p2p"],
+            ["cp_comm_type='a2a+p2p'", "hierarchical", "set it to p2p"],
         ),
         ("actor.recompute.modules=[attention]", ["actor.recompute.modules", "attention", "core_attn"]),
     ]:
