@@ -1,16 +1,17 @@
-"""Samples per second of asynchronous over synchronous training, with lengths that have a long tail: a core for each side.
+"""Compare samples per second of asynchronous and synchronous training, for lengths with a long tail and one core per side.
 
-One trainer rank on one core, one engine under Ray on another. A small model with random weights ends a response with a probability of
-about one in its vocabulary, so lengths are nearly geometric (mean 100 tokens), up to 512. All schedules run on the same two cores:
+One trainer rank runs on one core, and one engine under Ray on another. A small model with random weights ends a response at each token
+with a probability of about 1 / vocabulary size. Lengths are therefore nearly geometric (mean 100 tokens, at most 512). All schedules
+run on the same two cores:
 
 - ``synchronous``: ``trainer.max_staleness=0``, one side waits for the other;
-- ``colocated``: two ranks, an engine in each, which sample and learn in turns;
-- ``one_step_off``: ``max_staleness=1``, everything that was begun is finished before new weights come;
+- ``colocated``: two ranks with an engine each, which sample and learn in turn;
+- ``one_step_off``: ``max_staleness=1``, all started responses end before new weights are loaded;
 - ``partial``: ``max_staleness=4``, responses continue with new weights.
 
-The ratio is the samples per second of ``partial`` over those of ``synchronous``, by the median of rounds in which all run. Beside
-it that over ``colocated`` is written, whose two ranks both learn. The first steps are left out: in those of ``partial`` responses
-are short at first, and then long. The plug-in ``simulate`` predicts such runs (its benchmark ``simulated``).
+The ratio is the samples per second of ``partial`` over ``synchronous``, as the median over rounds. The result also contains the ratio
+over ``colocated``, whose two ranks both learn. The first steps do not count, because responses of ``partial`` are first short and then
+long. The plug-in ``simulate`` predicts such runs (its benchmark ``simulated``).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.common import report
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM_UP = 10  # as many steps as the simulator leaves out of a staleness of 4
+WARM_UP = 10  # the simulator skips the same number of steps at a staleness of 4
 SCHEDULES = {
     "synchronous": ["trainer.max_staleness=0"],
     "colocated": [
@@ -45,7 +46,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A step's prompts, responses to each, and most tokens of one."""
+    """Prompts per step, responses per prompt, and the limit of tokens per response."""
 
     name: str
     prompts: int
@@ -58,7 +59,7 @@ REWARD = "def score(data_source, solution_str, ground_truth, extra_info):\n    r
 
 
 def main() -> None:
-    """Run all schedules in turns and write the ratio."""
+    """Run all schedules in turn and write the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of two schedules with short responses")
     quick = parser.parse_args().quick
@@ -82,7 +83,7 @@ def main() -> None:
 
 
 def make_model(directory: Path) -> None:
-    """The quickstart's model and data, with random weights and room for 640 tokens."""
+    """Write the quickstart's model and data, with random weights and a context of 640 tokens."""
     tool = [
         sys.executable,
         str(ROOT / "tools" / "make_quickstart.py"),
@@ -108,7 +109,7 @@ def make_model(directory: Path) -> None:
 def measured(
     directory: Path, workload: Workload, experiment: str, schedule: Sequence[str], steps: int
 ) -> dict[str, float]:
-    """One run: samples per second of its steps after the first few, and the seconds of a step's phases."""
+    """Measure one run. Returns samples per second without the first steps, and the seconds of the phases of a step."""
     arguments = [
         f"experiment={experiment}",
         "model.path=made/model",
@@ -161,7 +162,7 @@ def run_directory(directory: Path, experiment: str) -> Path:
 
 
 def pin_engines(directory: Path, ended: threading.Event) -> None:
-    """Keep the processes of engines on the second core."""
+    """Pin the engine processes to the second core."""
     mark = f"BENCHMARK_FOLDER={directory}".encode()
     while not ended.wait(0.2):
         for path in Path("/proc").glob("[0-9]*"):
@@ -169,12 +170,12 @@ def pin_engines(directory: Path, ended: threading.Event) -> None:
                 if b"EngineHost" in (path / "cmdline").read_bytes() and mark in (path / "environ").read_bytes():
                     for thread in (path / "task").iterdir():
                         os.sched_setaffinity(int(thread.name), {1})
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
 
 
 def environment() -> dict[str, str]:
-    """Of a run: one compute thread for each process."""
+    """Return the environment of a run, with one compute thread per process."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 

@@ -1,8 +1,8 @@
-"""How full packed microbatches are, and how equal the shares of data-parallel ranks, on lengths as responses have them.
+"""Measure the fill of packed microbatches and the balance of data-parallel ranks, for typical response lengths.
 
-Fill is tokens over bins times the budget; beside it are the bins of first-fit decreasing and the fewest that any method could need.
-Shares are compared by the largest over the mean, with those of verl's function (``verl.utils.seqlen_balancing``, installed in
-.venv/oracles). The ratio is the smallest fill of a case. No share may be worse than verl's by more than a ten-thousandth of the mean.
+Fill is tokens / (bins * budget). The result also contains the bins of first-fit decreasing, and a lower bound for any method.
+The balance is the largest share over the mean. It is compared with verl's function (``verl.utils.seqlen_balancing``, installed
+in .venv/oracles), and may be worse by at most 1e-4 of the mean. The ratio is the smallest fill of a case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUDGET, ROWS, RANKS = 8192, 2048, (4, 16, 64)
 
 
 def lengths() -> dict[str, list[int]]:
-    """Prompt and response together."""
+    """Return lengths of prompt plus response."""
     draw = np.random.Generator(np.random.Philox(key=7))
     made = {
         "geometric, mean 400": draw.geometric(1 / 400, ROWS),
@@ -38,7 +38,7 @@ def lengths() -> dict[str, list[int]]:
 
 
 def theirs() -> Callable[[Sequence[int], int], list[list[int]]] | None:
-    """verl's function, None where it is not installed."""
+    """Return verl's function, or None if verl is not installed."""
     if not Path(sys.prefix, "oracles", "verl").is_dir():
         return None
     function = published.verl().seqlen_balancing.get_seqlen_balanced_partitions
@@ -46,7 +46,7 @@ def theirs() -> Callable[[Sequence[int], int], list[list[int]]] | None:
 
 
 def first_fit(sizes: Sequence[int]) -> int:
-    """Bins of first-fit decreasing."""
+    """Return the number of bins of first-fit decreasing."""
     room: list[int] = []
     for size in sorted(sizes, reverse=True):
         place = next((k for k, left in enumerate(room) if left >= size), None)

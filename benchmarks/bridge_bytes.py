@@ -1,8 +1,9 @@
-"""Bytes that the planned bridge moves: against the lower bound R_g, against gathering full tensors, and its buffers.
+"""Compare the bytes of the planned bridge with the lower bound R_g and with gathering full tensors, and measure its buffers.
 
-R_g, what rank g needs and does not hold, is counted here from the descriptions with boolean masks, apart from the planner. Planned
-bytes are those of the messages in the ranks' own views. Gathering brings every full tensor to every rank, less what it holds: the
-plain bridge. Where the engine is one rank wide (rollout TP1) every rank needs everything, and there is nothing to win over it.
+R_g counts the bytes that rank g needs and does not hold. It is computed here from the descriptions with boolean masks,
+independently of the planner. Planned bytes are the messages in the ranks' own views. Gathering, as in the plain bridge, sends
+every full tensor to every rank, except the elements that the rank holds. If the engine has one rank (rollout TP1), every rank
+needs all elements, so the plan cannot send less than gathering.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Bytes of one layout: for all ranks by counting, for four ranks from their views and by masks."""
+    """Measure the bytes of one layout: by counting for all ranks, and from views and masks for four ranks."""
     held = sources(case.model, trainer_layout(case.model, case.ranks, case.tp, case.pp, case.ep))
     needed = destinations(case.model, case.engine_tp, case.ranks // case.engine_tp)
     known = shapes(case.model)
@@ -99,7 +100,7 @@ def described(case: Case) -> dict[str, Any]:
 
 
 def sampled(plan: Plan, held: list[Place], needed: list[Place], ranks: list[int], full: int) -> dict[str, Any]:
-    """Planned bytes of some ranks from their own views, over the bound and over full gathering."""
+    """Return the planned bytes of some ranks from their own views, relative to the bound and to full gathering."""
     views = [plan.rank_view(rank) for rank in ranks]
     bounds = [lower_bound(held, needed, rank) for rank in ranks]
     planned = [view.received_bytes for view in views]
@@ -114,7 +115,7 @@ def sampled(plan: Plan, held: list[Place], needed: list[Place], ranks: list[int]
 
 
 def whole(plan: Plan) -> dict[str, Any]:
-    """Sums and balance over all ranks."""
+    """Return sums and balance over all ranks."""
     counted = count_bytes(plan)
     sent = counted.sent[counted.sent > 0]
     return {
@@ -127,7 +128,7 @@ def whole(plan: Plan) -> dict[str, Any]:
 
 
 def lower_bound(held: list[Place], needed: list[Place], rank: int) -> int:
-    """R_g in bytes."""
+    """Return R_g in bytes."""
     have, want = pieces_of(held, rank), pieces_of(needed, rank)
     return sum(ITEM_BYTES * area(pieces, have.get(name, [])) for name, pieces in want.items())
 
@@ -142,12 +143,12 @@ def pieces_of(places: list[Place], rank: int) -> dict[str, list[Piece]]:
 
 
 def count(pieces: dict[str, list[Piece]]) -> int:
-    """Bytes of distinct elements."""
+    """Return the bytes of distinct elements."""
     return sum(ITEM_BYTES * area(found, []) for found in pieces.values())
 
 
 def area(inside: list[Piece], outside: list[Piece]) -> int:
-    """Elements that are in a piece of ``inside`` and in none of ``outside``, by a mask over the grid of all borders."""
+    """Return the number of elements inside a piece of ``inside`` and outside all of ``outside``, by a mask over the border grid."""
     every = [*inside, *outside]
     axes = range(len(inside[0].start))
     grid = [sorted({x for p in every for x in (p.start[axis], p.start[axis] + p.shape[axis])}) for axis in axes]

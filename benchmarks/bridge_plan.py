@@ -1,9 +1,9 @@
 """Planning time per rank for worlds of 1k, 4k and 16k simulated ranks.
 
-Timed is what a rank does alone once places are described: `build_plan` and its own `rank_view`. Describing the places (by rules and
-tracing; independent of the world's size) and the digest are timed beside it. The figure is CPU seconds of the slowest sampled rank
-at the largest world, median of the repetitions; the exponent is that of its growth with the number of ranks. A trainer of 2,048
-ranks with engines on 512 ranks of their own is timed beside it.
+The benchmark times the local work of a rank after the places are described: `build_plan` and its own `rank_view`. It also times
+the description of the places (by rules and tracing, independent of the world size), the digest, and a trainer of 2,048 ranks
+with disaggregated engines on 512 ranks. The result is the CPU seconds of the slowest sampled rank in the largest world, as the
+median of the repetitions. The exponent describes the growth with the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_or
 GOAL_S, GOAL_EXPONENT = 1.0, 1.05
 BUCKET_BYTES = 256 * 2**20
 TP, PP, EP, ENGINE_TP = 8, 8, 8, 8
-APART = (2048, 512)  # ranks of the trainer, and of engines of their own
+APART = (2048, 512)  # ranks of the trainer and of disaggregated engines
 
 
 def main() -> None:
@@ -43,9 +43,9 @@ def main() -> None:
 
 
 def measure(model: Model, trainers: int, repeats: int, apart: int = 0) -> dict[str, Any]:
-    """Times of one model on one world, for its first, a middle and its last rank.
+    """Measure one model on one world, for the first, a middle and the last rank.
 
-    Engines are on the trainer's ranks, or on ``apart`` ranks behind them.
+    Engines run on the trainer's ranks, or on ``apart`` further ranks.
     """
     layout = trainer_layout(model, trainers, TP, PP, EP if model.geometry.num_experts else 1)
     engines, first, world = (apart or trainers) // ENGINE_TP, trainers if apart else 0, trainers + apart
@@ -70,13 +70,13 @@ def measure(model: Model, trainers: int, repeats: int, apart: int = 0) -> dict[s
 
 
 def time_rank(held: list[Place], needed: list[Place], order: list[str], nodes: list[int], rank: int) -> Timing:
-    """One measurement, with no garbage of the one before it."""
+    """Measure once, after collecting the garbage of the previous measurement."""
     gc.collect()
     return timed(lambda: plan_rank(held, needed, order, nodes, rank))[1]
 
 
 def plan_rank(held: list[Place], needed: list[Place], order: list[str], nodes: list[int], rank: int) -> Plan:
-    """What one rank does before its first sync."""
+    """Do the work of one rank before its first sync."""
     plan = build_plan(
         held, needed, element_sizes=dict.fromkeys(order, 2), bucket_bytes=BUCKET_BYTES, order=order, nodes=nodes
     )
@@ -85,7 +85,7 @@ def plan_rank(held: list[Place], needed: list[Place], order: list[str], nodes: l
 
 
 def exponent(rows: list[dict[str, Any]]) -> float:
-    """Slope of log time over log ranks, from the smallest to the largest world."""
+    """Return the slope of log time over log ranks, from the smallest to the largest world."""
     first, last = rows[0], rows[-1]
     return round(math.log(last["plan_cpu_s"] / first["plan_cpu_s"]) / math.log(last["ranks"] / first["ranks"]), 4)
 

@@ -1,13 +1,13 @@
-"""Time of a sync to an engine in a process of its own, against the same sync to an engine in the trainer's process.
+"""Compare the time of a sync to an engine in a separate process with a sync to an engine in the trainer's process.
 
-One trainer rank (Megatron), one vLLM engine in its process and one in another. In turns, in one run:
+There are one trainer rank (Megatron), one vLLM engine in its process and one engine in another process. They run in turn:
 
 - colocated: ``PlannedBridge.sync``, which copies in memory and lets vLLM repack;
 - remote: ``RemoteBridge.sync`` over the joint group, through memory that both processes map, as on one machine;
-- messages: the same through sockets of the loopback, as between machines without a faster network.
+- messages: the same through loopback sockets, as between machines without a faster network.
 
-The figure is the median of remote / colocated for the larger model. An engine of its own repacks while the trainer packs the next
-bucket, so on two cores the ratio may be below 1.
+The result is the median of remote / colocated for the larger model. The separate engine repacks while the trainer packs the next
+bucket, so on two cores the ratio can be below 1.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def command(role: str, directory: Path | str, rounds: int = 0) -> list[str]:
 
 
 def start_engine(directory: Path, world: str) -> Any:
-    """A vLLM engine in this process, which is a world of one."""
+    """Start a vLLM engine in this process, which is a world of one."""
     platform, path = current_platform(), str(directory / "model")
     platform.setup_process(0, 1)
     store = dist.FileStore(str(directory / world), 1)
@@ -99,14 +99,14 @@ def start_engine(directory: Path, world: str) -> Any:
 
 
 def no_sharing() -> Any:
-    """As if no process could read another one's memory."""
+    """Disable shared memory between processes."""
     return mock.patch.object(GroupLinks, "share", lambda *_: None)
 
 
 def serve(directory: Path) -> None:
-    """The engine of its own: does what comes on stdin, a line of JSON each."""
+    """Run the separate engine. It executes the commands on stdin, one line of JSON each."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print
+    os.dup2(2, 1)  # output of libraries goes to stderr
     end = EngineEnd(start_engine(directory, "engine"))
     print("ready", file=out, flush=True)
     for line in sys.stdin:
@@ -121,7 +121,7 @@ def serve(directory: Path) -> None:
 
 
 class OneEngine:
-    """Its control: a :class:`RemoteEngines` of one that is always well."""
+    """The control of the separate engine: a :class:`RemoteEngines` with one engine that never fails."""
 
     def __init__(self, directory: Path) -> None:
         self.messages = False
@@ -157,7 +157,7 @@ class OneEngine:
 
 
 def train(directory: Path, rounds: int) -> None:
-    """The trainer's process: measures, and writes a row."""
+    """Run the trainer's process. It measures and writes a row."""
     control = OneEngine(directory)
     engine = start_engine(directory, "trainer")
     model = make_trainer(directory / "model")

@@ -1,19 +1,19 @@
-"""Time of a sync: the planned bridge against the engine's own reload of ready tensors, and against two gathering paths.
+"""Compare the time of a planned sync with the engine's own reload of ready tensors, and with two gathering bridges.
 
-Four real processes, a real Megatron model, real vLLM engines. In one run and in turns (A B C D A B C D ...):
+Four processes run a Megatron model and vLLM engines. The contenders run in turn (A B C D A B C D ...):
 
 - planned: ``PlannedBridge.sync``;
-- reload: ``load_weights`` of the engine, from full Hugging Face tensors that are ready in memory. Nobody has to send anything: this
-  is what is left of a sync when the trainer's side is free;
+- reload: ``load_weights`` of the engine, from full Hugging Face tensors in memory. No rank sends anything, so this is the time
+  of a sync whose trainer side is free;
 - gather: ``GatherBridge``, one tensor at a time;
-- bucketed: full tensors again, but many to a message, handed to ``load_weights``.
+- bucketed: full tensors, many per message, passed to ``load_weights``.
 
-Each with the engine as it comes (on a CPU its kernels read packed copies, which have to be made anew: "repacked") and with kernels
-that read the live parameters ("live"; a GPU's always do). Where the engine is one rank wide every rank needs every byte, so the plan
-cannot move fewer bytes than a gather does: there ``bytes_won`` must be 0.
+Each contender runs with both kinds of kernels. By default, CPU kernels of the engine read packed copies, which a sync must
+rebuild ("repacked"). Other kernels read the live parameters ("live"), as on every GPU. If the engine has one rank, every rank
+needs every byte, so the plan cannot move fewer bytes than a gather, and ``bytes_won`` must be 0.
 
-The figure is the largest median of planned / reload over the layouts TP2 PP2 -> TP2 and TP2 PP2 -> TP1, both models and both kinds of
-kernels. Wall seconds are those of the slowest rank, CPU seconds the sum over ranks.
+The result is the largest median of planned / reload over the layouts TP2 PP2 -> TP2 and TP2 PP2 -> TP1, both models and both
+kinds of kernels. Wall seconds belong to the slowest rank; CPU seconds are the sum over ranks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SIZES = {
     "small": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, vocab_size=1024),
     "medium": dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=12, vocab_size=8192),
 }
-# Width of the engines -> layouts (tp, pp) of the trainer. Figures come from TP2 PP2.
+# Ranks per engine -> layouts (tp, pp) of the trainer. Results come from TP2 PP2.
 LAYOUTS = {2: ((2, 2),), 1: ((2, 2), (4, 1))}
 CONTENDERS = ("planned", "reload", "gather", "bucketed")
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="how often each contender runs")
     parser.add_argument(
         "--world", nargs=3, metavar=("DIRECTORY", "SIZE", "TP"), help=argparse.SUPPRESS
-    )  # set for the ranks
+    )  # only for the ranks
     args = parser.parse_args()
     rounds = args.rounds or (5 if args.quick else 11)
     if args.world is None:
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def measure_worlds(quick: bool, rounds: int) -> None:
-    """A world of fresh processes per model and width of the engines; then the report."""
+    """Start new processes for each model and engine width, and write the report."""
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         for size in ("small",) if quick else tuple(SIZES):
@@ -105,7 +105,7 @@ def measure_worlds(quick: bool, rounds: int) -> None:
 
 
 def start_world(directory: Path, size: str, engine_tp: int, rounds: int) -> list[dict[str, Any]]:
-    """This script again, under torchrun. Returns the rows that its first rank has written."""
+    """Run this script under torchrun. Returns the rows of its first rank."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -123,7 +123,7 @@ def rows_file(directory: Path, size: str, engine_tp: int) -> Path:
 
 
 def run(directory: Path, size: str, engine_tp: int, rounds: int) -> None:
-    """One rank of one world."""
+    """Run one rank of a world."""
     platform = current_platform()
     platform.setup_process(int(os.environ["LOCAL_RANK"]), 1)
     dist.init_process_group(platform.collective_backend)
@@ -140,7 +140,7 @@ def run(directory: Path, size: str, engine_tp: int, rounds: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all rows of one model share."""
+    """Objects that all rows of a model share."""
 
     platform: Platform
     path: Path
@@ -149,7 +149,7 @@ class Setup:
 
 
 def make_model(path: Path, sizes: Mapping[str, int]) -> None:
-    """A Hugging Face directory with random weights and a tokenizer that nobody asks anything."""
+    """Write a Hugging Face directory with random weights and an unused tokenizer."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -161,7 +161,7 @@ def make_model(path: Path, sizes: Mapping[str, int]) -> None:
 
 
 def measure_engine(setup: Setup, engine_tp: int, layouts: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """All rows of one engine: it is started once, as it comes first, then with live weights."""
+    """Measure all rows of one engine. The engine starts once; it first uses its default kernels, then live weights."""
     cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=engine_tp), kv_cache_gib=0.02, gpu_memory_utilization=0.2)
     path, dtype = str(setup.path), setup.platform.default_dtype
     engine = build_engine(cfg, EngineModel(path, path, dtype, max_model_len=64, seed=0))
@@ -185,7 +185,7 @@ def make_trainer(setup: Setup, tp: int, pp: int) -> MegatronModel:
 def measure(
     setup: Setup, engine_tp: int, layout: tuple[int, int], model: MegatronModel, engine: WeightTarget
 ) -> dict[str, Any]:
-    """One layout: every contender once to warm up, checked by digests, then in turns."""
+    """Measure one layout. Every contender runs once as a warm-up, checked by digests, and then in turn."""
     parameters, geometry, pgs = model.local_parameters(), model.spec.geometry, model.groups.collection
     planned = planned_bridge(parameters, geometry, engine, world_group(), bucket_bytes=BUCKET_BYTES)
     planned_bridge(
@@ -220,7 +220,7 @@ def measure(
 
 
 def timed_world(action: Callable[[], object]) -> Timing:
-    """Wall seconds of the slowest rank, CPU seconds of all together. Collective."""
+    """Return the wall seconds of the slowest rank and the CPU seconds of all ranks. Collective."""
     dist.barrier()
     _, mine = timed(action)
     every = all_gather_json([mine.wall_s, mine.cpu_s])
@@ -230,7 +230,7 @@ def timed_world(action: Callable[[], object]) -> Timing:
 def bytes_moved(
     planned: PlannedBridge, ready: Mapping[str, Tensor], parameters: list[LocalParameter]
 ) -> dict[str, Any]:
-    """Bytes over the wire, summed over ranks: as planned, and as needed to give every rank every full tensor."""
+    """Return the sent bytes, summed over ranks: of the plan, and of a gather that gives every rank every full tensor."""
     full = sum(tensor.numel() * tensor.element_size() for tensor in ready.values())
     held = sum(parameter.tensor.numel() * parameter.tensor.element_size() for parameter in parameters)
     moved = int(count_bytes(planned.plan).received.sum())
@@ -239,7 +239,7 @@ def bytes_moved(
 
 
 def summary(times: list[dict[str, Timing]]) -> dict[str, Any]:
-    """Medians per contender, and of the ratios within a round."""
+    """Return medians per contender, and medians of the ratios within a round."""
     ratios = {}
     for first, second in (("planned", "reload"), ("planned", "gather"), ("planned", "bucketed"), ("gather", "reload")):
         pairs = [one[first].wall_s / one[second].wall_s for one in times]
@@ -261,7 +261,7 @@ def summary(times: list[dict[str, Timing]]) -> dict[str, Any]:
 
 
 def show(row: Mapping[str, Any]) -> None:
-    """One line, and a note for engines of one rank."""
+    """Return one line, with a note for engines of one rank."""
     head = f"{row['model']} {row['parameters'] / 1e6:.1f}M {row['trainer']} -> {row['rollout']} {row['kernels']}"
     ratios = "  ".join(
         f"{name} {found['median']:.2f} [{found['min']:.2f} {found['max']:.2f}] cpu {found['cpu_median']:.2f}"
@@ -273,9 +273,9 @@ def show(row: Mapping[str, Any]) -> None:
 
 
 class BucketedGatherer:
-    """Yields full tensors under Hugging Face names, many to a bucket: every rank sends its part of a bucket to all as one message.
+    """Yield full tensors under Hugging Face names. Every rank sends its part of a bucket of tensors to all ranks as one message.
 
-    For trainers without data parallelism or with equal tilings: of ranks that hold the same rectangle the first one sends it.
+    It supports trainers without data parallelism or with equal tilings. The first rank that holds a rectangle sends it.
     """
 
     def __init__(self, parameters: list[LocalParameter], geometry: ModelGeometry):

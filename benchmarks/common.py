@@ -1,4 +1,4 @@
-"""What all benchmarks share: the description of the machine, timing, the result file and the last line."""
+"""Code that all benchmarks share: the description of the machine, timing, the result file and the last line."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call: by the clock, and of this process's CPU."""
+    """Wall seconds and CPU seconds of a call in this process."""
 
     wall_s: float
     cpu_s: float
 
 
 def timed(function: Callable[[], T]) -> tuple[T, Timing]:
-    """Call a function and say how long it took."""
+    """Call a function. Returns its result and its timing."""
     wall, cpu = time.perf_counter(), time.process_time()
     value = function()
     return value, Timing(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on. Names no host and no path."""
+    """Describe this machine, without host names and paths."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -47,9 +47,9 @@ def machine() -> dict[str, Any]:
 
 
 def report(name: str, measured: dict[str, Any], *, ratio: float, goal: float, quick: bool, counts: str = "") -> None:
-    """Write the result file (quick runs have their own, which is not committed) and print the line that says it all, last.
+    """Write the result file and print the summary as the last line. Quick runs write a separate file, which is not committed.
 
-    ``counts``: what ``ratio`` is a number of, where it is no ratio.
+    ``counts``: unit of ``ratio`` if it is a count.
     """
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}{'.quick' if quick else ''}.json"

@@ -1,12 +1,12 @@
-"""Memory and time of ``rlhf-mcore convert`` on a model of 2 GB, whose embedding alone has half a gigabyte.
+"""Measure memory and time of ``rlhf-mcore convert`` on a model of 2 GB, with an embedding of 0.5 GB.
 
     python -m benchmarks.convert [--quick]
 
-Each conversion is a process of its own, in turns with the others, ``ROUNDS`` times; its peak is what the kernel counts as its largest
-resident set, pages mapped from files included. ``save_file`` is a process that has the whole model in memory already and only writes
-it, with safetensors' own function, and fsyncs: what any conversion could at best be, in time and at the price of that memory.
+Each conversion runs in a separate process, in turn with the others, ``ROUNDS`` times. Its peak is the largest resident set in the
+kernel's count, including pages mapped from files. ``save_file`` is a process with the whole model in memory, which only writes it with
+safetensors and fsyncs. No conversion can be faster, but ``save_file`` needs memory for the whole model.
 
-The figure is the largest peak over 600 MB.
+The result is the largest peak over 600 MB.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ CONVERSIONS = {
 
 
 def make_hf(directory: Path, config: dict[str, Any]) -> None:
-    """A model of random bf16 weights, in one file."""
+    """Write a model with random bf16 weights to one file."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     types = {name: (torch.bfloat16, shape) for name, shape in hf_shapes(read_geometry(directory)).items()}
@@ -81,7 +81,7 @@ def make_hf(directory: Path, config: dict[str, Any]) -> None:
 
 
 def make_fsdp(source: Path, directory: Path) -> None:
-    """The same model as ``RANKS`` ranks of FSDP save it."""
+    """Write the same model in the format that ``RANKS`` FSDP ranks save."""
     from safetensors.torch import load_file
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -99,12 +99,12 @@ def make_fsdp(source: Path, directory: Path) -> None:
             )
             for name, tensor in tensors.items()
         }
-        torch.save(local, directory / f"model_world_size_{RANKS}_rank_{rank}.pt")  # noqa: TID251 (what others write)
+        torch.save(local, directory / f"model_world_size_{RANKS}_rank_{rank}.pt")  # noqa: TID251 (the format of others)
         dist.destroy_process_group()
 
 
 def save_file_alone(source: Path, target: Path) -> None:
-    """Write a model that is in memory, as safetensors does, and print the seconds."""
+    """Write a model from memory with safetensors, and print the seconds."""
     from safetensors.torch import load_file, save_file
 
     tensors = {name: tensor.clone() for name, tensor in load_file(source / "model.safetensors").items()}
@@ -116,7 +116,7 @@ def save_file_alone(source: Path, target: Path) -> None:
 
 
 def run(command: Sequence[str]) -> dict[str, float]:
-    """Run a process; its seconds and its largest resident set."""
+    """Run a process. Returns its seconds and its largest resident set."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     begin = time.perf_counter()
     child = subprocess.Popen([sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True)
@@ -130,7 +130,7 @@ def run(command: Sequence[str]) -> dict[str, float]:
 
 
 def measure(root: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Everything in turns; the megatron source is what the first of the conversions to megatron wrote."""
+    """Run all conversions in turn. The first conversion to megatron writes the megatron source."""
     found: dict[str, list[dict[str, float]]] = {}
     for _ in range(rounds):
         alone = ["-m", "benchmarks.convert", "--save-file", str(root / "hf"), str(root / "alone.safetensors")]
@@ -145,7 +145,7 @@ def measure(root: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
 
 
 def summarise(found: dict[str, list[dict[str, float]]], num_bytes: int, *, quick: bool) -> None:
-    """Medians, ratios, the result file."""
+    """Write medians and ratios to the result file."""
     rows = {
         name: {key: round(statistics.median(row[key] for row in runs), 3) for key in runs[0]}
         for name, runs in found.items()
@@ -170,7 +170,7 @@ def summarise(found: dict[str, list[dict[str, float]]], num_bytes: int, *, quick
 
 
 def main() -> None:
-    """Make the models, measure, report."""
+    """Build the models, measure, and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model, once")
     parser.add_argument("--save-file", nargs=2, type=Path, help=argparse.SUPPRESS)
@@ -188,7 +188,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="convert-") as folder:
         root = Path(folder)
-        # In a process of its own: the kernel counts a parent's size as its children's.
+        # Runs in a separate process, because the kernel counts the size of a parent for its children.
         run(["-m", "benchmarks.convert", "--make-hf", str(root / "hf"), *(["--quick"] if args.quick else [])])
         num_bytes = (root / "hf" / "model.safetensors").stat().st_size
         run(["-m", "benchmarks.convert", "--make-fsdp", str(root / "hf"), str(root / "fsdp")])

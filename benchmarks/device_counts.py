@@ -1,7 +1,8 @@
-"""What an update asks of a CUDA device, counted without one: host syncs, copies and launches, on tensors without data.
+"""Count host syncs, copies and kernel launches of an update without a CUDA device, on tensors without data.
 
-The role's own code, Megatron's schedule and its optimizer run on fake CUDA tensors (``benchmarks/fake_cuda``), in a CPU build of
-torch: without Transformer Engine and torch.compile, and with collectives that return at once. So launches are an upper bound.
+The role's code, Megatron's schedule and its optimizer run on fake CUDA tensors (``benchmarks/fake_cuda``) in a CPU build of
+torch. There is no Transformer Engine and no torch.compile, and collectives return immediately. The launches are therefore an
+upper bound.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from benchmarks.fake_cuda import guard
 if TYPE_CHECKING:
     from benchmarks.fake_cuda.device import Counts
 
-LAYERS, MICROBATCHES = 2, 2  # of the update that is counted
+LAYERS, MICROBATCHES = 2, 2  # of the counted update
 KINDS = ("host syncs", "copies", "launches")
 
 
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("--case", default="", help="only cases whose names contain this")
     parser.add_argument("--places", action="store_true", help="also print the lines of code that wait for the device")
     args = parser.parse_args()
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # it would look at what stands in the place of the driver
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # it would inspect the replacement of the driver
     guard.load()
     from benchmarks.fake_cuda.update import CASES, count_update
 
@@ -44,7 +45,7 @@ def main() -> None:
                 sizes += [(LAYERS, MICROBATCHES - 1), (2 * LAYERS, MICROBATCHES)]
             counts = [count_update(case, Path(folder), *size) for size in sizes]
             rows[case.name] = _row(counts)
-            if case.layout.get("ep", 1) > 1:  # the sizes of its exchange
+            if case.layout.get("ep", 1) > 1:  # sizes of the expert exchange
                 needed += LAYERS * MICROBATCHES
             if args.places:
                 _print_places(case.name, counts[0])
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def _row(counts: Sequence[Counts]) -> dict[str, Any]:
-    """Counts of the passes and of the rest of an update; with three updates also what a microbatch and a layer add."""
+    """Return the counts of the passes and of the rest of an update. Three updates also give the counts per microbatch and layer."""
     of_passes = [_kinds(each, "passes") for each in counts]
     row: dict[str, Any] = {"passes": of_passes[0], "rest": _kinds(counts[0], "rest of the update")}
     if len(counts) > 1:
@@ -82,7 +83,7 @@ def _kinds(counts: Counts, phase: str) -> dict[str, int]:
 
 
 def _table(rows: dict[str, dict[str, Any]]) -> str:
-    """Markdown: of each case host syncs, copies and launches, of a layer and of a microbatch beside its layers."""
+    """Return a Markdown table of host syncs, copies and launches for each case, per layer and per microbatch without layers."""
     parts = {
         "layer": "a layer",
         "microbatch": "a microbatch beside",

@@ -1,15 +1,16 @@
-"""How many sampled tokens have the same logprob in engine and trainer, to the last bit, and how many if both share operations.
+"""Measure the share of sampled tokens with bit-identical logprobs in engine and trainer, with and without shared operations.
 
-A dense Qwen3 with random weights draws responses in vLLM on the CPU, to prompts of many lengths, which the engine's token budget cuts
-in parts. The trainer computes their logprobs in packed and in padded microbatches of several sizes. This is measured as a run has it,
-and then after one operation more is computed by one function on both sides. Each of these gives a row the same bits however many rows
-there are: products have at least 32 rows, for which MKL has other kernels than for few; attention goes over a sequence's keys in
-blocks of 32 from its first token on. The functions are applied here alone: runs do not have them.
+A dense Qwen3 with random weights samples responses in vLLM on the CPU. The prompts have many lengths, and the engine's token
+budget splits them. The trainer computes the logprobs in packed and in padded microbatches of several sizes. The benchmark first
+measures the unchanged run. Then it lets both sides compute one more operation by the same function, until all operations are
+shared. The result of a shared function for a row does not depend on the number of rows: products have at least 32 rows, because
+MKL uses other kernels for few rows, and attention processes the keys of a sequence in blocks of 32 from its first token. Only
+this benchmark uses these functions.
 
-Then steps of the run: as they are, and with everything shared, where old logprobs are those of the update's own forward pass. The
-engine has live weights in both.
+Then it measures steps of the run, unchanged and with all operations shared. In the latter, the old logprobs come from the
+forward pass of the update. The engine uses live weights in both.
 
-The line at the end is the least share of all microbatches and steps with everything shared.
+The last line is the smallest share over all microbatches and steps with all operations shared.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ from rlhf_mcore.types import Completion, Request, Sampling, TrainBatch
 GOAL = 1.0
 ROWS = {
     "small": Row(4096, 128, 2, 4, 544, 0, 48, GOAL),  # the quickstart's width and depth
-    "wide": Row(4096, 1024, 2, 16, 3072, 0, 48, GOAL),  # products over as many numbers as those of Qwen3-0.6B
+    "wide": Row(4096, 1024, 2, 16, 3072, 0, 48, GOAL),  # products with the inner sizes of Qwen3-0.6B
 }
-PROMPTS = (1, 2, 5, 17, 31, 32, 33, 64, 70, 100, 129, 200)  # their lengths, around those of the cache's blocks
+PROMPTS = (1, 2, 5, 17, 31, 32, 33, 64, 70, 100, 129, 200)  # prompt lengths, around the block size of the cache
 SAMPLES, TOKEN_BUDGET = 2, 48
 RESPONSES, STEPS = (
     32,
     3,
-)  # of a run's step, and its steps with and without what is shared; the first of them is not timed
-CUTS = ((True, 2048), (True, 300), (False, 2048), (False, 300))  # of microbatches: packed or padded, most tokens of one
+)  # size of a step, and number of steps with and without shared operations; the first step is not timed
+CUTS = ((True, 2048), (True, 300), (False, 2048), (False, 300))  # microbatches: packed or padded, token limit
 LEAST_ROWS, QUERIES, KEYS = 32, 16, 32
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply rows [..., k] with a weight [n, k] as at least 32 rows are."""
+    """Multiply rows [..., k] with a weight [n, k], padded to at least 32 rows."""
     rows = x.reshape(-1, x.size(-1))
     out = F.linear(F.pad(rows, (0, 0, 0, max(LEAST_ROWS - len(rows), 0))), weight)[: len(rows)]
     out = out if bias is None else out + bias
@@ -65,10 +66,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attend causally with the last n of a sequence's t tokens: [n, heads, d] to [t, kv_heads, d], in blocks of queries and of keys.
+    """Attend causally with the last n of a sequence's t tokens, [n, heads, d] to [t, kv_heads, d], in blocks of queries and keys.
 
-    The sums go over blocks of keys from the first on (Milakov and Gimelshein 2018, arXiv 1805.02867), so those after a query change
-    no bit: they multiply by exp(0) and add zeros.
+    The sums start at the first block of keys (Milakov and Gimelshein 2018, arXiv 1805.02867). Blocks after a query change no bit,
+    because they multiply by exp(0) and add zeros.
     """
     (n, heads, size), (t, groups) = query.shape, key.shape[:2]
     place = torch.arange(t - n, t + -n % QUERIES)
@@ -90,13 +91,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Compute the logprobs [n, v] as ``parallel/logprobs.py`` does."""
+    """Compute the logprobs [n, v] like ``parallel/logprobs.py``."""
     z = logits - logits.amax(1, keepdim=True)
     return z - z.exp().sum(1, keepdim=True).log()
 
 
 def share_norms(engine: VLLMEngine) -> Iterator[AbstractContextManager[Any]]:
-    """The trainer's norms in the engine."""
+    """Use the trainer's norms in the engine."""
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     def norm(layer: Any, x: Tensor, residual: Tensor | None = None) -> Any:
@@ -110,7 +111,7 @@ def share_norms(engine: VLLMEngine) -> Iterator[AbstractContextManager[Any]]:
 
 
 def share_products(engine: VLLMEngine) -> Iterator[AbstractContextManager[Any]]:
-    """Products of linear layers but the output layer's."""
+    """Share the products of linear layers, except the output layer."""
     from megatron.core.tensor_parallel import layers
 
     def matmul(x: Tensor, transposed: Tensor, **options: Any) -> Tensor:
@@ -123,7 +124,7 @@ def share_products(engine: VLLMEngine) -> Iterator[AbstractContextManager[Any]]:
 
 
 def share_attention(engine: VLLMEngine) -> Iterator[AbstractContextManager[Any]]:
-    """Attention of both, and the order of the engine's cache."""
+    """Share the attention, which uses the layout of the engine's cache."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     def write(impl: Any, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -152,7 +153,7 @@ def share_attention(engine: VLLMEngine) -> Iterator[AbstractContextManager[Any]]
 
 
 def share_output(engine: VLLMEngine) -> Iterator[AbstractContextManager[Any]]:
-    """The output layer of both."""
+    """Share the output layer."""
     yield patch.object(logprobs, "_logits", lambda hidden, weight, low, rows: product(hidden, weight))
     for name, layer in engine.model.named_modules():
         if hasattr(layer, "cpu_linear") and _is_output(name):
@@ -160,7 +161,7 @@ def share_output(engine: VLLMEngine) -> Iterator[AbstractContextManager[Any]]:
 
 
 def share_log_softmax(engine: VLLMEngine) -> Iterator[AbstractContextManager[Any]]:
-    """The trainer's log-softmax in the engine."""
+    """Use the trainer's log-softmax in the engine."""
     sampler: Any = engine._worker().model_runner.sampler.topk_topp_sampler
     drawn = sampler.forward
 
@@ -187,7 +188,7 @@ SHARED: dict[str, Share] = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Tokens whose logprobs are equal, of all, by how microbatches are cut; the largest difference; seconds of both sides."""
+    """Numbers of equal and of all logprobs for each kind of microbatch, the largest difference, and the seconds of both sides."""
 
     equal: dict[str, float]
     largest: float
@@ -197,13 +198,13 @@ class Found:
 
 @contextmanager
 def sharing(engine: VLLMEngine, names: Sequence[str]) -> Iterator[None]:
-    """Compute the named operations by one function on both sides within this block."""
+    """Within this block, compute the named operations by the same function on both sides."""
     from vllm import _custom_ops as ops
 
     with ExitStack() as stack:
         layers: list[Any] = list(engine.model.modules())
         for layer in layers:
-            if hasattr(layer, "cpu_linear"):  # what vLLM has for weights that are not live
+            if hasattr(layer, "cpu_linear"):  # vLLM's kernel for weights that are not live
                 packed = ops.create_onednn_mm(layer.weight.t(), 32)
                 multiply = partial(lambda packed, x, weight, bias: ops.onednn_mm(packed, x, bias), packed)
                 stack.enter_context(patch.object(layer, "cpu_linear", multiply))
@@ -222,9 +223,9 @@ def main() -> None:
     overrides = [
         f"rollout.max_num_batched_tokens={TOKEN_BUDGET}",
         "data.max_prompt_tokens=256",
-        "bridge.live_cpu_weights=true",  # so that the engine's weights can be multiplied with by others than its own kernel
+        "bridge.live_cpu_weights=true",  # so that other kernels than the engine's can use its weights
         "actor.optimizer.lr=1e-4",
-        "trainer.share_prefixes=false",  # attention over a prefix tree adds up in another order than the shared function
+        "trainer.share_prefixes=false",  # attention over a prefix tree sums in another order than the shared function
     ]
     found: dict[str, dict[str, Any]] = {}
     with loop_of(replace(row, responses=RESPONSES), 2 * STEPS, overrides) as loop:
@@ -246,7 +247,7 @@ def main() -> None:
 
 
 def _steps(loop: TrainingLoop, shares: bool, first: int) -> dict[str, Any]:
-    """Shares of equal logprobs in steps of the run, and CPU seconds of one, all but the first."""
+    """Return the shares of equal logprobs in steps of the run, and the CPU seconds of all steps but the first."""
     source, learner = loop.source, loop.learner
     assert isinstance(source, SampledBatches)
     equal, seconds = [], []
@@ -267,7 +268,7 @@ def _steps(loop: TrainingLoop, shares: bool, first: int) -> dict[str, Any]:
 
 
 def _sharpen(loop: TrainingLoop) -> None:
-    """Multiply matrices by 4: with the small weights of a new model all logprobs are nearly the same, and equal to a bit by chance."""
+    """Multiply matrices by 4. With the small weights of a new model, all logprobs are nearly equal, and often identical by chance."""
     learner: Any = loop.learner
     with torch.no_grad():
         for parameter in learner.roles.actor.model.model.local_parameters():
@@ -281,7 +282,7 @@ def _measured(loop: TrainingLoop, row: Row, names: Sequence[str]) -> Found:
     engine, actor = source.sampler.engine, learner.roles.actor
     assert isinstance(engine, VLLMEngine) and isinstance(actor, Actor)
     loop.publisher.withdraw()
-    loop.publisher.publish(0)  # also empties the cache of prefixes
+    loop.publisher.publish(0)  # also empties the prefix cache
     with sharing(engine, names):
         requests = _requests(row)
         completions, drawing = timed(lambda: engine.generate(requests))
@@ -306,7 +307,7 @@ def _requests(row: Row) -> list[Request]:
 
 
 def _batch(requests: Sequence[Request], completions: Sequence[Completion]) -> TrainBatch:
-    """Rows of all responses, owned by this rank."""
+    """Return the batch of all responses, owned by this rank."""
     pairs = list(zip(requests, completions, strict=True))
     sampled = torch.tensor([len(drawn.token_ids) for _, drawn in pairs])
     lengths = sampled + torch.tensor([len(request.prompt_ids) for request, _ in pairs])

@@ -1,9 +1,8 @@
-"""How rows get from engines to the ranks that own them: four ranks, long responses, against another checkout of this project.
+"""Measure the exchange of rows between engines and owning ranks: four ranks, long responses, compared with another checkout.
 
-Every rank is the lead of an engine and has drawn a quarter of the rows. Measured on each side, in processes of its own and
-interleaved: seconds of one exchange (the slowest rank's, median over rounds), and by how much it raises a rank's peak memory beyond
-the trajectories themselves. ``--against`` names the other checkout, such as a worktree of an earlier release; without it only this
-side is measured.
+Every rank is the first rank of an engine and has sampled a quarter of the rows. Both sides run in separate processes, in turn. The
+benchmark measures the seconds of an exchange (slowest rank, median over rounds) and the growth of a rank's peak memory beyond the
+trajectories. ``--against`` names the other checkout, for example a worktree of an earlier release. Without it, only this side runs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PROMPT_TOKENS = 64
 
 
 def worker(num_rows: int, tokens: int, rounds: int) -> None:
-    """One rank, under torchrun. Runs the code of the checkout that PYTHONPATH names first."""
+    """Run one rank under torchrun, with the code of the first checkout in PYTHONPATH."""
     import torch.distributed as dist
 
     from rlhf_mcore.parallel.collectives import all_gather_json
@@ -61,7 +60,7 @@ def _trajectory(prompt: Any, num_tokens: int) -> Any:
     try:
         from rlhf_mcore.data.episodes import episode
         from rlhf_mcore.types import Completion
-    except ImportError:  # before engines returned completions
+    except ImportError:  # a checkout from before engines returned completions
         from rlhf_mcore import types
 
         if hasattr(types, "Turn"):
@@ -76,7 +75,7 @@ def _trajectory(prompt: Any, num_tokens: int) -> Any:
 
 
 def measure(checkout: Path, num_rows: int, tokens: int, rounds: int) -> dict[str, float]:
-    """One run of four ranks over the code of a checkout."""
+    """Run four ranks with the code of a checkout."""
     arguments = [str(num_rows), str(tokens), str(rounds)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone"]
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

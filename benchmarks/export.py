@@ -1,6 +1,6 @@
-"""Writing a Hugging Face directory from a model's own tensors, against safetensors' ``save_file`` of the finished dictionary.
+"""Compare writing a Hugging Face directory from a model's tensors with safetensors' ``save_file`` of the finished dictionary.
 
-Interleaved; both sides end with an fsync, and the files hold the same bits. The ratio is that of speeds.
+Both sides run in turn and end with an fsync, and their files contain the same bits. The ratio is the ratio of speeds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Growth of this process's resident memory over the steps of a GRPO run, in % a step; on CUDA of the memory that torch holds too.
+"""Measure the growth of resident memory over the steps of a GRPO run, in % per step. On CUDA, torch's memory is measured too.
 
-The slope is the median of those between all pairs of steps (Theil 1950, Sen 1968), which one jump of the allocator does not move,
-over the mean. The first steps, in which caches fill, are left out.
+The slope is the median of the slopes between all pairs of steps (Theil 1950, Sen 1968), divided by the mean size. A single jump of the
+allocator does not change it. The first steps, in which caches fill, do not count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.common import report
 from benchmarks.one_process import trainer_of
 from benchmarks.vs_trl import ROWS
 
-GOAL = 0.05  # % of the mean, a step
+GOAL = 0.05  # % of the mean per step
 
 
 def main() -> None:
@@ -52,13 +52,13 @@ def main() -> None:
 
 
 def growth(sizes: Sequence[int]) -> float:
-    """The slope, in % of the mean a step."""
+    """Return the slope in % of the mean per step."""
     slopes = [(sizes[b] - sizes[a]) / (b - a) for a, b in combinations(range(len(sizes)), 2)]
     return 100 * statistics.median(slopes) / statistics.mean(sizes)
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -1,4 +1,4 @@
-"""Large models for planning without a GPU: their sizes, and what trainer and engine ranks hold of them."""
+"""Large models for planning without a GPU: their sizes, and the tensors of trainer and engine ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import engine_layout
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model's sizes."""
+    """The sizes of a model."""
 
     name: str
     geometry: ModelGeometry
@@ -40,26 +40,26 @@ QWEN_235B = Model(
 
 
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every Hugging Face tensor, in the order of the network."""
+    """Return name and shape of every Hugging Face tensor, in network order."""
     return hf_shapes(model.geometry)
 
 
 def model_bytes(model: Model) -> int:
-    """Size of all tensors in bf16."""
+    """Return the bytes of all tensors in bf16."""
     return 2 * sum(prod(shape) for shape in shapes(model).values())
 
 
 def trainer_layout(model: Model, ranks: int, tp: int, pp: int, ep: int = 1) -> ParallelLayout:
-    """A layout with stages as equal as can be, and experts that are dealt whole (expert tensor parallelism 1)."""
+    """Return a layout with stages of nearly equal size and whole experts per rank (expert tensor parallelism 1)."""
     stages = tuple(balanced_stages(model.geometry.num_layers, pp))
     return ParallelLayout(ranks, tp=tp, pp=pp, ep=ep, etp=1 if ep > 1 else None, layers_per_stage=stages)
 
 
 def sources(model: Model, layout: ParallelLayout) -> list[Place]:
-    """What trainer ranks hold, with Transformer Engine's layers."""
+    """Return the places of trainer ranks, with Transformer Engine's layers."""
     return trainer_places(stage_names(model.geometry, layout, fused=True), model.geometry, layout)
 
 
 def destinations(model: Model, tp: int, num_engines: int, first_rank: int = 0) -> list[Place]:
-    """What engine ranks need."""
+    """Return the places that engine ranks need."""
     return engine_layout.destinations(model.geometry, EngineGrid(tp), num_engines, first_rank)

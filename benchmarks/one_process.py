@@ -1,4 +1,4 @@
-"""A whole GRPO run in this process, step by step: one rank with vLLM, on a small random model."""
+"""Run GRPO step by step in this process: one rank with vLLM and a small random model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf_mcore.trainer.loop import TrainingLoop
 
 @contextmanager
 def _config_of(row: Row, steps: int, overrides: Sequence[str]) -> Iterator[Config]:
-    """A run's configuration, in a folder of its own with what it names."""
+    """Return the configuration of a run, in a new folder with its files."""
     with TemporaryDirectory() as folder, chdir(folder), patch.dict(os.environ, OMP_NUM_THREADS="1"):
         make(Path(folder), row)
         keys = our_command(row, steps, ["trainer.world_size=1", "logging.console=off", *overrides])
@@ -29,18 +29,18 @@ def _config_of(row: Row, steps: int, overrides: Sequence[str]) -> Iterator[Confi
 
 @contextmanager
 def trainer_of(row: Row, steps: int, overrides: Sequence[str] = ()) -> Iterator[rm.Trainer]:
-    """A trainer before its first step, as a user has it."""
+    """Return a trainer before its first step, as in the Python API."""
     with _config_of(row, steps, overrides) as cfg, rm.Trainer(cfg) as trainer:
         yield trainer
 
 
 @contextmanager
 def loop_of(row: Row, steps: int, overrides: Sequence[str] = ()) -> Iterator[TrainingLoop]:
-    """The loop of a run before its first step, whose parts can be exchanged."""
+    """Return the loop of a run before its first step. Its parts can be replaced."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    address = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "29500"}  # not opened
+    address = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "29500"}  # the port is not opened
     with _config_of(row, steps, overrides) as cfg:
-        checked = rm.Trainer(cfg).cfg  # as a world of one takes it
+        checked = rm.Trainer(cfg).cfg  # resolved for a world of one rank
         with patch.dict(os.environ, {**alone, **address}), open_run(checked) as run:
             assert run.trainer is not None
             run.trainer.begin(steps)

@@ -1,8 +1,8 @@
-"""What packing is worth: useful tokens per second of an update, packed by padded, times the padded fill.
+"""Measure the benefit of packing: useful tokens per second of an update, packed over padded, times the padded fill.
 
-A packed microbatch has no padding, so it should be faster by as much as the padded one is empty: then the ratio is 1. It is below 1
-by what packing costs, such as attention sequence by sequence where there is no fused kernel for it. One process, a model of 10M
-parameters with random weights, lengths near a lognormal distribution; both sides in turns.
+A packed microbatch has no padding, so its ideal speedup is 1 / fill of the padded one. Then the ratio is 1. Costs of packing
+lower it, for example attention sequence by sequence if there is no fused kernel. One process trains a model of 10M parameters
+with random weights and nearly lognormal lengths. Both sides run in turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BUDGET, ROWS = 4096, 64
 
 
 def actor(path: Path, num_rows: int) -> Any:
-    """The model with its optimizer, as a run builds it."""
+    """Build the model with its optimizer, as in a run."""
     from rlhf_mcore.bridge.files.hf_files import HFReader
     from rlhf_mcore.bridge.files.transfer import load
     from rlhf_mcore.config.schema import AlgorithmConfig, OptimizerConfig, RecomputeConfig, TrainerConfig
@@ -52,7 +52,7 @@ def actor(path: Path, num_rows: int) -> Any:
 
 
 def batch(lengths: list[int]) -> Any:
-    """Prompts of 16 tokens and responses, with advantages."""
+    """Return a batch with prompts of 16 tokens, responses and advantages."""
     from rlhf_mcore.types import TrainBatch
 
     sizes = torch.tensor(lengths)
@@ -77,7 +77,7 @@ def batch(lengths: list[int]) -> Any:
 
 
 def padded_fill(which: Any, held: Any) -> float:
-    """Share of padded microbatches that is no padding."""
+    """Return the share of tokens in padded microbatches that are not padding."""
     [tokens] = which.model.deliver(held, [range(held.num_rows)], {})
     made = which.model.microbatches(tokens)
     return float(held.lengths.sum()) / sum(part.token_ids.numel() for part in made)
@@ -102,7 +102,7 @@ def main() -> None:
                 which.model.trainer.packing = name == "packed"
                 _, took = timed(which.deliver_update(held))
                 pair[name] = {"wall_s": took.wall_s, "cpu_s": took.cpu_s}
-            if number:  # the first is a warm-up
+            if number:  # the first round is a warm-up
                 pairs.append(pair)
     ratios = {
         unit: [pair["padded"][unit] / pair["packed"][unit] * fill for pair in pairs] for unit in ("wall_s", "cpu_s")

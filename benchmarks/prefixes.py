@@ -1,8 +1,8 @@
-"""What sharing prefixes is worth: an update and a pass for old logprobs, each prompt computed for every response by computed once.
+"""Measure the benefit of shared prefixes: an update and an old-logprob pass that compute a prompt per response or only once.
 
-One prompt of P tokens with n responses of R tokens each, one process, a model of two layers with random weights, both sides in turns.
-For the first three shapes the speed-up should be 0.85 of the ratio of FLOPs, for long responses 1.0, and 0.97 where nothing is shared,
-as the microbatches are the same then. The ratio is the smallest of the measured numbers by their goals.
+One prompt of P tokens has n responses of R tokens each. One process runs both sides in turn, on a model of two layers with random
+weights. The goal for the first three shapes is a speedup of 0.85 of the ratio of FLOPs. For long responses it is a speedup of 1.0. If
+nothing is shared, the microbatches are the same and the goal is 0.97. The ratio is the smallest quotient of measured value and goal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.vs_trl import Row, make
 
 GOAL = 1.0
 MODEL = Row(vocab=512, hidden=256, layers=2, heads=8, ffn=768, responses=0, tokens=0, goal=0.0)
-# P, R, n, and the goal: of the speed-up by the ratio of FLOPs, or where that says little of the speed-up.
+# P, R, n and the goal for speedup / ratio of FLOPs, or for the speedup if that quotient says little.
 SHAPES = (
     (64, 64, 8, 0.85, True),
     (512, 64, 8, 0.85, True),
@@ -33,7 +33,7 @@ SHAPES = (
 
 
 def batch(prompt: int, response: int, n: int) -> Any:
-    """Responses to one prompt, or without a prompt rows that share nothing."""
+    """Return responses to one prompt, or rows that share nothing if the prompt is empty."""
     from rlhf_mcore.data.bundles import computed_of_row
     from rlhf_mcore.types import TrainBatch
 
@@ -61,7 +61,7 @@ def batch(prompt: int, response: int, n: int) -> Any:
 
 
 def flops_ratio(which: Any, prompt: int, response: int, n: int) -> float:
-    """Operations with the prompt n times by those with it once."""
+    """Return the operations with n prompts divided by the operations with one shared prompt."""
     import numpy as np
 
     from rlhf_mcore.planning.counts import model_flops
@@ -75,7 +75,7 @@ def flops_ratio(which: Any, prompt: int, response: int, n: int) -> float:
 
 
 def measure(which: Any, shape: tuple[int, int, int], rounds: int) -> dict[str, Any]:
-    """Return the speed-ups of CPU seconds, with their pairs."""
+    """Return the speedups in CPU seconds and the pairs of timings."""
 
     held, trainer, speedups = batch(*shape), which.model.trainer, {}
     works = {"update": lambda: which.deliver_update(held)(), "old logprobs": lambda: which.compute_logprobs(held)}
@@ -86,7 +86,7 @@ def measure(which: Any, shape: tuple[int, int, int], rounds: int) -> dict[str, A
             for shares in (True, False) if number % 2 else (False, True):
                 which.model.trainer = trainer.model_copy(update={"share_prefixes": shares})
                 pair[shares] = timed(work)[1].cpu_s
-            if number:  # the first is a warm-up
+            if number:  # the first round is a warm-up
                 pairs.append(pair[False] / pair[True])
         speedups[name] = {"pairs": pairs, "median": statistics.median(pairs)}
     which.model.trainer = trainer

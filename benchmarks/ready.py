@@ -1,8 +1,8 @@
-"""How long a run takes to its first step, by what is the longer: a trainer that starts alone, or an engine that does.
+"""Compare the start time of a run with the slower of a trainer alone and an engine alone.
 
-Interleaved, on the quickstart's model: a GRPO run with vLLM, until its first step begins; a supervised run of the same model, until
-its first step begins; and vLLM alone, until it has answered. Besides, the seconds of `rlhf-mcore --help`, and of a configuration
-that is refused, for which a user waits at every mistake.
+Three processes run in turn on the quickstart's model: a GRPO run with vLLM until its first step starts, a supervised run until
+its first step starts, and vLLM alone until its first answer. The benchmark also measures `rlhf-mcore --help` and a rejected
+configuration, because a user waits for these at every mistake.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ VLLM = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "V
 
 
 def seconds(command: Sequence[str], folder: Path, code: int = 0, **environment: str) -> float:
-    """Of a process, from its start to its end."""
+    """Return the seconds of a process from its start to its end."""
     begun = time.perf_counter()
     merged = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(command, cwd=folder, env=merged, capture_output=True, text=True)
@@ -53,7 +53,7 @@ def seconds(command: Sequence[str], folder: Path, code: int = 0, **environment: 
 
 
 def until_first_step(folder: Path, name: str, config: str, *settings: str) -> float:
-    """Seconds from the start of a training to the beginning of its first step."""
+    """Return the seconds from the start of a training run to its first step."""
     command = [sys.executable, "-m", "rlhf_mcore.cli.main", "train", str(CONFIGS / config), *SMALL, *settings]
     begun = time.time()
     seconds([*command, f"experiment={name}"], folder)

@@ -1,7 +1,7 @@
-"""Reading an optimizer's state at another layout, against reading it at the layout that wrote it.
+"""Compare loading an optimizer state at another layout with loading it at the layout that wrote it.
 
-State of TP2·PP2 is read for all ranks of TP2·PP2, and for all ranks of each of three other layouts of four ranks, one rank after the
-other in this process, interleaved, from the page cache. The ratio is the largest of the medians, other by same.
+State of TP2·PP2 is loaded for all ranks of TP2·PP2, and for all ranks of three other layouts of four ranks. This process loads
+one rank after the other, in turn and from the page cache. The ratio is the largest median of other / same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 def load(directory: Path, geometry: ModelGeometry, layout: ParallelLayout) -> Timing:
-    """All ranks of a layout; tensors are there before the clock starts."""
+    """Load all ranks of a layout. Tensors are allocated before the clock starts."""
     wanted = [shards(geometry, layout, rank) for rank in range(layout.world_size)]
 
     def read() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
         directory = Path(folder)
         write_state(directory, geometry, LAYOUTS[SAME])
         names, times = list(LAYOUTS), []
-        load(directory, geometry, LAYOUTS[SAME])  # the files are in the page cache from here on
+        load(directory, geometry, LAYOUTS[SAME])  # puts the files into the page cache
         for turn in range(rounds):
             order = names[turn % len(names) :] + names[: turn % len(names)]
             times.append({name: load(directory, geometry, LAYOUTS[name]) for name in order})

@@ -1,8 +1,9 @@
-"""Bytes that a rank reads from the disk to check a checkpoint before a run resumes from it.
+"""Measure the bytes that a rank reads from disk to check a checkpoint before a run resumes from it.
 
-The checkpoint has bf16 weights, fp32 master weights and both moments. Worlds of 1 to 8 processes check it. Files that they have read
-are dropped from memory at once, so a second read counts. Bytes that the system reads ahead count too. The ratio is the most that a
-rank reads, divided by an equal part of all bytes plus the largest file. The result also has the bytes that one process reads alone.
+The checkpoint contains bf16 weights, fp32 master weights and both moments. Worlds of 1 to 8 processes check it. Files are
+dropped from the page cache after each read, so a second read counts. Read-ahead of the system counts too. The ratio is the
+largest number of bytes per rank, divided by an equal share of all bytes plus the largest file. The result also contains the
+bytes that a single process reads.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SHARD_BYTES = 64 * 2**20
 
 
 def write_checkpoint(checkpoint: Path, geometry: ModelGeometry, num_ranks: int) -> None:
-    """A checkpoint that a run on ``num_ranks`` ranks could have saved."""
+    """Write a checkpoint as a run on ``num_ranks`` ranks would save it."""
     training, layout, described = checkpoint / "actor" / TRAINING, ParallelLayout(num_ranks), {}
     training.mkdir(parents=True)
     for rank in range(num_ranks):
@@ -80,7 +81,7 @@ def write_checkpoint(checkpoint: Path, geometry: ModelGeometry, num_ranks: int) 
 
 
 def hf_config(geometry: ModelGeometry) -> dict[str, Any]:
-    """Write what ``read_geometry`` reads."""
+    """Return a configuration for ``read_geometry``."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -97,7 +98,7 @@ def hf_config(geometry: ModelGeometry) -> dict[str, Any]:
 
 
 def bytes_read(action: Callable[[], object]) -> tuple[int, float]:
-    """Bytes that this process has read from the disk for an action, and seconds."""
+    """Return the bytes that this process reads from disk during an action, and its seconds."""
     begun, before = time.perf_counter(), _bytes_read()
     action()
     return _bytes_read() - before, time.perf_counter() - begun
@@ -109,14 +110,14 @@ def _bytes_read() -> int:
 
 
 def check_alone(checkpoint: Path) -> None:
-    """What one process does without the others: read every file for its hash, and every tensor for its values."""
+    """Check a checkpoint in one process: read every file for its hash, and every tensor for its values."""
     assert not verify_chain(checkpoint)
     forget(checkpoint)
     check_saved(checkpoint, {"actor": checkpoint / "actor"})
 
 
 def check(checkpoint: Path) -> None:
-    """What the ranks of a run do before they resume from a checkpoint. Collective over the world."""
+    """Check a checkpoint like the ranks of a run before they resume. Collective over the world."""
 
     def first_rank(ask: Ask) -> None:
         def ask_and_forget(request: Any) -> list[Any]:
@@ -143,7 +144,7 @@ def worker(checkpoint: Path, store: Path, rank: int, num_ranks: int) -> None:
 
 
 def measure(folder: Path, checkpoint: Path, num_ranks: int) -> list[tuple[int, float]]:
-    """Bytes and seconds of every rank of a world."""
+    """Return bytes and seconds of every rank of a world."""
     forget(checkpoint)
     store, context = folder / f"store-{num_ranks}", multiprocessing.get_context("spawn")
     ranks = [context.Process(target=worker, args=(checkpoint, store, rank, num_ranks)) for rank in range(num_ranks)]
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smaller model")
     parser.add_argument("--directory", default=None, help="a folder on a disk; the system's temporary one by default")
     args = parser.parse_args()
-    # Files are large beside the megabytes that the system reads ahead where one is opened.
+    # Files are large compared with the megabytes that the system reads ahead when a file is opened.
     geometry, worlds = (LARGE, (1, 4)) if args.quick else (replace(LARGE, num_layers=20), (1, 2, 8))
     with TemporaryDirectory(dir=args.directory) as name:
         folder = Path(name)

@@ -1,9 +1,9 @@
-"""What a pool of reward workers costs: responses per second through it, over those of the bare function in as many bare processes.
+"""Measure the cost of a pool of reward workers: responses per second, relative to the bare function in as many bare processes.
 
-The function computes for 5 ms or more of the processor (it hashes, so that time is the machine's work and not a sleep). Both sides
-run it in the same number of processes, in turns; a round's ratio is of neighbours. Each bare process has a session of its own, as
-workers have: the kernel shares a busy machine among sessions. Reported are seconds on the wall and of the processor, all processes
-together: the ratio of the latter is what the pool itself adds, whatever else the machine is doing.
+The function computes hashes for 5 ms or more of CPU time. Both sides run it in the same number of processes, in turn. The ratio
+of a round compares neighbouring measurements. Each bare process has a separate session, like workers, because the kernel divides
+a busy machine among sessions. The result contains wall and CPU seconds of all processes. The CPU ratio shows the cost of the
+pool itself, independently of other load.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def grade(data_source, solution_str, ground_truth, extra_info):
 
 
 def bare(job: tuple[str, int]) -> float:
-    """The function itself, as ``SOURCE`` has it."""
+    """Compute the function in ``SOURCE`` directly."""
     data = job[0].encode()
     for _ in range(job[1]):
         data = hashlib.sha256(data * 64).digest()
@@ -42,7 +42,7 @@ def bare(job: tuple[str, int]) -> float:
 
 
 def rounds_for(milliseconds: float) -> int:
-    """How many rounds take so long."""
+    """Return the number of hash rounds that take ``milliseconds``."""
     most = []
     for _ in range(5):
         started = time.process_time()
@@ -52,14 +52,14 @@ def rounds_for(milliseconds: float) -> int:
 
 
 def measured(work: Callable[[], list[float]], cpu: Callable[[], float]) -> tuple[list[float], float, float]:
-    """Values, seconds on the wall, and seconds of the processor as ``cpu`` counts them."""
+    """Return values, wall seconds, and CPU seconds as counted by ``cpu``."""
     wall, used = time.perf_counter(), cpu()
     values = work()
     return values, time.perf_counter() - wall, cpu() - used
 
 
 def processor_seconds(pids: list[int]) -> Callable[[], float]:
-    """Counts those of this process and of ``pids``."""
+    """Return the CPU seconds of this process and of ``pids``."""
     tick = os.sysconf("SC_CLK_TCK")
 
     def count() -> float:
@@ -74,7 +74,7 @@ def processor_seconds(pids: list[int]) -> Callable[[], float]:
 
 
 def compare(milliseconds: float, items: int, workers: int, turns: int, folder: Path) -> dict[str, Any]:
-    """One size of function: the pool against bare processes."""
+    """Compare the pool with bare processes for one duration of the function."""
     from rlhf_mcore.config.schema import RewardConfig
     from rlhf_mcore.coroutines import run
     from rlhf_mcore.rewards.function import build_function_reward
@@ -89,7 +89,7 @@ def compare(milliseconds: float, items: int, workers: int, turns: int, folder: P
     ]
     (folder / "grade.py").write_text(SOURCE, encoding="utf-8")
     reward = build_function_reward(RewardConfig(function=f"{folder}/grade.py:grade", workers=workers))
-    run(reward.score(rows[: 4 * workers * 32]))  # all workers are there
+    run(reward.score(rows[: 4 * workers * 32]))  # starts all workers
     ours = processor_seconds([int(path.name) for path in Path("/proc").glob("[0-9]*") if _is_worker(path)])
     turns_made: list[dict[str, float]] = []
     with multiprocessing.get_context("fork").Pool(workers, os.setsid) as pool:

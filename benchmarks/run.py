@@ -1,9 +1,10 @@
-"""All benchmarks, one after the other, each in a process of its own: one table of ratios, goals and verdicts.
+"""Run benchmarks one after the other, each in a separate process, and print a table of ratios, goals and verdicts.
 
-    python -m benchmarks.run [--quick] [NAME...]      run them (those named, or all) and print the table
+    python -m benchmarks.run [--quick] [NAME...]      run the named benchmarks, or all, and print the table
     python -m benchmarks.run --write                  write the committed results and their plot into benchmarks/results/README.md
 
-What a benchmark measures is said at its top. Its details are in benchmarks/results/<name>.json; quick runs leave these alone.
+The module docstring of a benchmark describes the measurement. Its details are in benchmarks/results/<name>.json. Quick runs do not
+change these files.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ LAST_LINE = re.compile(r"^(\w+)(?: \w+)? (\S+) goal (\S+)$")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A benchmark. ``at_least``: the goal is a lower bound; else an upper one."""
+    """A benchmark. ``at_least``: the goal is a lower bound, otherwise an upper bound."""
 
     name: str
     what: str
     at_least: bool = False
-    needs: str = ""  # an argument, or a command before, that it cannot measure its ratio without
+    needs: str = ""  # an argument or a previous command without which it cannot measure its ratio
     package: str = "benchmarks"
 
     @property
@@ -85,7 +86,7 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one benchmark. ``ratio`` is None where it did not come to its last line, for the reason in ``verdict``."""
+    """The outcome of a benchmark. ``ratio`` is None if there was no last line; ``verdict`` contains the reason."""
 
     row: Row
     ratio: float | None
@@ -96,7 +97,7 @@ class Outcome:
 
 
 def judge(row: Row, ratio: float, goal: float) -> str:
-    """met, or missed."""
+    """Return "met" or "missed"."""
     if ratio != ratio:
         return f"not compared: needs {row.needs}" if row.needs else "not compared"
     return "met" if (ratio >= goal if row.at_least else ratio <= goal) else "missed"
@@ -108,7 +109,7 @@ def run(row: Row, quick: bool, timeout_s: float) -> Outcome:
         return Outcome(row, None, None, "not there yet")
     command = [sys.executable, "-m", row.module, *(["--quick"] if quick else [])]
     begun, before, pipe = time.perf_counter(), os.times(), subprocess.PIPE
-    # A session of its own: ranks and engines that it has started end with it.
+    # A separate session, so that its ranks and engines end with it.
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         try:
             output, errors = process.communicate(timeout=timeout_s)
@@ -128,12 +129,12 @@ def run(row: Row, quick: bool, timeout_s: float) -> Outcome:
 
 
 def spent(outcome: Outcome) -> str:
-    """Wall and CPU seconds of a benchmark that ended by itself."""
+    """Return wall and CPU seconds of a benchmark that ended by itself."""
     return "" if outcome.cpu_s is None else f" ({outcome.seconds:.0f} s, {outcome.cpu_s:.0f} s of CPU)"
 
 
 def committed(row: Row) -> Outcome:
-    """The outcome in the result file."""
+    """Return the outcome in the result file."""
     path = RESULTS / f"{row.name}.json"
     if not path.is_file():
         return Outcome(row, None, None, "not measured")
@@ -142,7 +143,7 @@ def committed(row: Row) -> Outcome:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """As Markdown."""
+    """Return the outcomes as a Markdown table."""
     lines = ["| benchmark | what | measured | goal | verdict | seconds |", "|---|---|---|---|---|---|"]
     for outcome in outcomes:
         row = outcome.row
@@ -155,7 +156,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def against_trl() -> str:
-    """The rows of vs_trl, of which the table of all benchmarks has the worst."""
+    """Return the rows of vs_trl. The table of all benchmarks contains only the worst row."""
     path = RESULTS / "vs_trl.json"
     if not path.is_file():
         return ""
@@ -173,7 +174,7 @@ def against_trl() -> str:
 
 
 def page(text: str, outcomes: Sequence[Outcome], loads: Sequence[float]) -> str:
-    """The page with its generated part written anew, at its end where there is none yet."""
+    """Return the page with a new generated part, which is appended if the page has none."""
     load = f" Load average of the machine: {min(loads):.1f} to {max(loads):.1f}." if loads else ""
     made = (
         f"{BEGIN}\n## All benchmarks\n\n`python -m benchmarks.run --write` writes this section.{load}\n\n"
@@ -184,7 +185,7 @@ def page(text: str, outcomes: Sequence[Outcome], loads: Sequence[float]) -> str:
 
 
 def plot(outcomes: Sequence[Outcome], path: Path) -> None:
-    """How far each is from its goal: 1 is the goal, what is longer than 1 has missed it."""
+    """Draw the distance of each benchmark from its goal. 1 is the goal, and bars longer than 1 miss it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -229,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{row.name}: {outcomes[-1].verdict}{spent(outcomes[-1])}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         return 130
-    finally:  # what was measured until a limit of somebody else's, too
+    finally:  # also prints the results so far if another time limit ends this process
         print(table(outcomes), end="", flush=True)
     return 1 if any(outcome.verdict.startswith(("failed", "stopped")) for outcome in outcomes) else 0
 

@@ -1,9 +1,9 @@
-"""Speed of a checkpoint's file side: what hashing, sealing and renaming add to writing and fsyncing the same bytes.
+"""Measure the cost of hashing, sealing and renaming in a checkpoint, compared with writing and fsyncing the same bytes.
 
-Interleaved: the files written and fsynced, and the files written and committed as a checkpoint; then the files read, and the
-checkpoint verified and read, both from the disk and not from memory. Both sides write parts of the same size into the same file
-system; ours with the call that writes weights, which lets the disk begin with a part while the next one is copied. The ratio is
-that of speeds: 1 means that the protocol costs nothing beyond what this saves.
+The sides run in turn. For saving, one side writes and fsyncs files, and the other writes and commits them as a checkpoint. For
+loading, one side reads files, and the other verifies and reads the checkpoint, both from disk. Both sides write parts of the
+same size to the same file system. Our side uses the call that writes weights, which lets the disk start a part while the next
+part is copied. The ratio is the ratio of speeds. 1 means that the protocol costs no more than this overlap saves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK_BYTES = 8 * 2**20
 
 
 def write(folder: Path, data: memoryview, num_files: int) -> list[Path]:
-    """The same bytes, cut into files."""
+    """Write the bytes, split into files."""
     folder.mkdir(parents=True, exist_ok=True)
     size = len(data) // num_files
     paths = [folder / f"model-{k}.safetensors" for k in range(num_files)]
@@ -38,7 +38,7 @@ def write(folder: Path, data: memoryview, num_files: int) -> list[Path]:
 
 
 def write_as_weights(folder: Path, data: memoryview, num_files: int) -> list[Path]:
-    """The same, with the call that writes weights."""
+    """Write the bytes, split into files, with the call that writes weights."""
     folder.mkdir(parents=True, exist_ok=True)
     size = len(data) // num_files
     paths = [folder / f"model-{k}.safetensors" for k in range(num_files)]
@@ -50,13 +50,13 @@ def write_as_weights(folder: Path, data: memoryview, num_files: int) -> list[Pat
 
 
 def raw_save(folder: Path, data: memoryview, num_files: int) -> None:
-    """What any program has to do."""
+    """Write and fsync the files, as every program must."""
     for path in write(folder, data, num_files):
         fsync(path)
 
 
 def save(run: Path, step: int, data: memoryview, num_files: int) -> Path:
-    """A whole save."""
+    """Save a complete checkpoint."""
     disk = Disk()
     partial = prepare(run, step, "0", disk)
     entries = seal_files(partial, write_as_weights(partial / "actor", data, num_files), disk)
@@ -75,24 +75,24 @@ def read(folder: Path) -> int:
 
 
 def forget(folder: Path) -> None:
-    """Ask the system to drop what it keeps of the files in memory."""
+    """Ask the system to drop the files from the page cache."""
     for path in folder.rglob("*.safetensors"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def verify_and_read(checkpoint: Path) -> None:
-    """What resuming does before and while it loads."""
+    """Verify and read a checkpoint, as a resumed run does."""
     assert verify(checkpoint) == []
     read(checkpoint / "actor")
 
 
 def measure(folder: Path, num_bytes: int, num_files: int, rounds: int) -> dict[str, list[tuple[Timing, Timing]]]:
-    """(raw, ours) per round, of saving and of loading."""
+    """Return (raw, ours) for each round of saving and of loading."""
     data = memoryview(os.urandom(2**20) * (num_bytes // 2**20))
     saves, loads = [], []
     for step in range(rounds + 1):
-        # The files of a side are gone before the other begins: both write to pages that the system has at hand.
+        # Remove the files of one side before the other side starts, so that both write to pages that the system has ready.
         os.sync()
         raw = timed(lambda: raw_save(folder / "raw", data, num_files))[1]
         forget(folder)
@@ -105,11 +105,11 @@ def measure(folder: Path, num_bytes: int, num_files: int, rounds: int) -> dict[s
         shutil.rmtree(checkpoint)
         saves.append((raw, ours))
         loads.append((raw_load, load))
-    return {"save": saves[1:], "load": loads[1:]}  # the first round meets pages that nobody has used before
+    return {"save": saves[1:], "load": loads[1:]}  # the first round writes to pages that were never used before
 
 
 def summary(pairs: list[tuple[Timing, Timing]], num_bytes: int) -> dict[str, float]:
-    """Ratios of speeds, and the speeds themselves."""
+    """Return the ratios of speeds and the speeds."""
     ratios = [raw.wall_s / ours.wall_s for raw, ours in pairs]
     gb = num_bytes / 1e9
     return {

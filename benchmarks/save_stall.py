@@ -1,9 +1,10 @@
-"""How long a save in the background keeps training waiting.
+"""Measure the time that training waits for a save in the background.
 
-Interleaved, of weights and Adam moments in fp32: a save in the foreground; one in the background, of which only the call that training
-waits for is counted (the first one, which allocates the memory that is kept, is left out); and a plain copy of as many bytes. The
-ratio is background by foreground. Moments and weights that need not be put together are copied after that call, beside what the run
-does next: the result holds how long an update that began at once would have waited for it.
+Three operations on fp32 weights and Adam moments run in turn: a save in the foreground, a save in the background, and a plain
+copy of as many bytes. For the background save only the call that training waits for counts. The first such call does not count,
+because it allocates the memory that later saves reuse. The ratio is background / foreground. Moments, and weights that need no
+gathering, are copied after the call, while the run continues. The result also contains the time that an immediately following
+update would wait for this copy.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ GOAL, MEMCPY_GOAL = 0.05, 1.2
 
 
 class Part:
-    """Weights and moments, saved as a role's are (roles/role_files.py): a thread copies them, for which an update waits."""
+    """Weights and moments, saved like those of a role (roles/role_files.py). A thread copies them, and an update waits for it."""
 
     name = "actor"
 

@@ -1,8 +1,8 @@
-"""What the control of a step costs as its rows grow: exchange, balance, microbatches, advantages and records, without a model.
+"""Measure how the control of a step scales with its rows: exchange, balance, microbatches, advantages and records, without a model.
 
-In worlds of 1, 2 and 4 ranks, with 512 rows a rank of 64 tokens (the fixed work), then 4 and 16 times as many. Counted are the
-seconds of processor time of a rank, which other work on the machine does not change as it does wall time; the least of some rounds.
-The ratio is the cost per row at 16 times the rows by that at 1, in the world where it is highest: 1 is linear.
+Worlds of 1, 2 and 4 ranks process 512 rows of 64 tokens per rank (fixed work), and then 4 and 16 times as many rows. The result is the
+least CPU time of a rank over some rounds, because other load changes CPU time less than wall time. The ratio is the cost per row at 16
+times the rows over the cost per row at 1 times, in the world with the highest ratio. 1 is linear.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKENS, PROMPT_TOKENS, SAMPLES, MICROBATCH_TOKENS = 64, 16, 8, 8192
 
 
 def worker(rows_per_rank: int, rounds: int) -> None:
-    """One rank, under torchrun: seconds of processor time of each round, by growth."""
+    """Run one rank under torchrun. Writes the CPU seconds of each round for each growth factor."""
     import gc
 
     import torch
@@ -31,11 +31,11 @@ def worker(rows_per_rank: int, rounds: int) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    gc.freeze()  # as a run's ranks do (cli/rank.py)
+    gc.freeze()  # like the ranks of a run (cli/rank.py)
     found: dict[int, list[float]] = {}
     for growth in GROWTH:
         step = _step(rows_per_rank * growth * dist.get_world_size())
-        step()  # memory that later rounds use again
+        step()  # allocates memory that later rounds reuse
         for _ in range(rounds):
             gc.collect()
             dist.barrier()
@@ -49,7 +49,7 @@ def worker(rows_per_rank: int, rounds: int) -> None:
 
 
 def _step(num_rows: int) -> Any:
-    """All that is done with the rows of a step but running models over them. This rank has drawn its share of them."""
+    """Do all the work of a step on its rows, except running models. This rank has sampled its share of the rows."""
     import numpy as np
     import torch
     import torch.distributed as dist

@@ -1,9 +1,8 @@
-"""A step of reinforcement learning by the same work done by its parts alone: what the loop, rewards, the exchange of rows and the
-record of a run cost beside them.
+"""Measure the overhead of a step: the cost of the loop, the rewards, the exchange of rows and the records of a run.
 
-In one process, in turns: a step of a GRPO run, and then of the same step the engine's ``generate`` with the requests that it had, the
-update (forward and backward passes, optimizer) on the batch that it had, and the sync of the weights. The learning rate is next to
-nothing, so that both draw responses of the same lengths.
+One process alternates between a step of a GRPO run and the parts of the same step alone. The parts are the engine's ``generate``
+with the same requests, the update (forward and backward passes, optimizer) on the same batch, and the sync of the weights. The
+learning rate is nearly zero, so that both sample responses of the same lengths.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ GOAL, WARM_UP = 1.05, 2
 
 
 class KeptRequests:
-    """An engine that keeps what it is asked for."""
+    """An engine that keeps its requests."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -40,7 +39,7 @@ class KeptRequests:
 
 
 class KeptBatch:
-    """A learner that keeps the batch that it has learned from."""
+    """A learner that keeps its last batch."""
 
     def __init__(self, learner: PolicyLearner) -> None:
         self.learner = learner
@@ -79,12 +78,12 @@ def main() -> None:
 
 
 def _round(loop: TrainingLoop, step: int, num_steps: int, engine: KeptRequests, kept: KeptBatch) -> dict[str, Any]:
-    """A step, and its parts alone."""
+    """Measure a step and its parts alone."""
     engine.requests = []
     _, whole = timed(lambda: loop.step(step, num_steps))
     batch = kept.batch
     assert batch is not None
-    batch.old_logprobs = None  # as it was before the update
+    batch.old_logprobs = None  # the state before the update
 
     def alone() -> None:
         engine.engine.generate(engine.requests)

@@ -1,8 +1,8 @@
-"""Seconds of `rlhf-mcore plan --suggest` on one core, for large mixtures of experts.
+"""Measure `rlhf-mcore plan --suggest` on one core, for large MoE models.
 
-Measured are whole commands, with the start of Python: Qwen3-30B-A3B without a world size, which fits in no small one, and
-DeepSeek-V3 (671B) on 1,024 GPUs. Counted are CPU seconds of the process, which other work on the machine does not change as it
-does wall time. The ratio is the larger one of seconds by their goal, median of the rounds.
+The benchmark measures whole commands, including the start of Python: Qwen3-30B-A3B without a world size, which fits no small
+world, and DeepSeek-V3 (671B) on 1,024 GPUs. It counts the CPU seconds of the process, because other load changes them less than
+wall time. The ratio is the larger quotient of seconds and goal, as the median of the rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.common import report
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "configs" / "models"
-CASES = {  # the model, the arguments, and the goal in seconds
+CASES = {  # name -> (model, arguments, goal in seconds)
     "30B-A3B": ("Qwen3-30B-A3B", [], 5.0),
     "671B": ("DeepSeek-V3", ["--world-size", "1024"], 15.0),
 }
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(model: str, arguments: list[str]) -> dict[str, float]:
-    """Run the command once on one core. It ends with code 2, because the configuration itself does not fit."""
+    """Run the command once on one core. It exits with code 2, because the configuration itself does not fit."""
     keys = [f"model.path={MODELS / model}", "data.train=[absent.parquet]"]
     command = [sys.executable, "-m", "rlhf_mcore.cli.main", "plan", str(ROOT / "configs" / "base.yaml"), *keys]
     begun = time.perf_counter()

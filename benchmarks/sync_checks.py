@@ -1,7 +1,7 @@
-"""What the checks after a sync cost, as a share of a step: digests of every tensor, and the canary.
+"""Measure the cost of the checks after a sync, as a share of a step: digests of every tensor, and the canary.
 
-In one process, on CPU seconds of it: the checks are timed where a run makes them. A step has 256 responses, as in the default
-configuration; the cost of the checks does not depend on their number. The goal is for the digests.
+One process counts its CPU seconds in the checks of a run. A step has 256 responses, as in the default configuration. The cost of the
+checks does not depend on this number. The goal applies to the digests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
             depth += 1
             value, timing = timed(lambda: function(*given, **named))
             depth -= 1
-            if not depth:  # one check may call another
+            if not depth:  # a check may call another check
                 spent[kind] += timing.cpu_s
             return value
 

@@ -1,4 +1,4 @@
-"""A model that is only tensors: what ranks of a layout hold of it and of its optimizer, without a Megatron model."""
+"""A model that consists only of tensors: the shards and optimizer states of the ranks of a layout, without Megatron."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def num_bytes(geometry: ModelGeometry) -> int:
-    """Of the weights in fp32."""
+    """Return the bytes of the weights in fp32."""
     return 4 * sum(torch.Size(shape).numel() for shape in hf_shapes(geometry).values())
 
 
 def parameters(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> list[LocalParameter]:
-    """Random weights of a rank."""
+    """Return random weights of a rank."""
     place = layout.coordinates(rank)
     shard = Shard(place["tp"], layout.tp)
     found = []
@@ -39,7 +39,7 @@ def parameters(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> li
 
 
 def shards(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> list[StateShard]:
-    """Moments of a rank: its part of its parameters in a row, cut evenly over data-parallel ranks."""
+    """Return the moments of a rank. Data-parallel ranks divide the concatenated parameters evenly."""
     held = parameters(geometry, layout, rank)
     total = sum(p.tensor.numel() for p in held)
     part, dp = -(-total // layout.dp), layout.coordinates(rank)["dp"]
@@ -55,7 +55,7 @@ def shards(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> list[S
 
 
 def write_state(directory: Path, geometry: ModelGeometry, layout: ParallelLayout) -> None:
-    """The state files of all ranks of a layout."""
+    """Write the state files of all ranks of a layout."""
     directory.mkdir(parents=True, exist_ok=True)
     described = {}
     for rank in range(layout.world_size):
@@ -67,7 +67,7 @@ def write_state(directory: Path, geometry: ModelGeometry, layout: ParallelLayout
 
 @contextmanager
 def world_of_one() -> Iterator[Path]:
-    """This process as the only rank, and a folder."""
+    """Make this process a world of one rank. Yields a temporary folder."""
     with TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -1,15 +1,15 @@
-"""Step time against TRL's GRPOTrainer: the same random weights, prompts, lengths and optimizer, on the same two cores.
+"""Compare step times with TRL's GRPOTrainer: the same random weights, prompts, lengths and optimizer, on the same two cores.
 
-Ours are two ranks of one thread each, with vLLM; TRL is one process of two threads that generates with transformers. Both run in
-turns, in processes of their own. A step is the mean between the ends of two steps, after warm-up. Rows:
+Our side runs two ranks of one thread each, with vLLM. TRL runs one process of two threads and generates with transformers. Both run in
+turn, in separate processes. The step time is the mean time between the ends of steps after the warm-up. Rows:
 
-- ``small``, ``long``, ``large``: every response has the greatest length, but for one in some thousands of tokens;
-- ``tail``: a response ends with a probability of about 1/64 at each token, up to 512;
-- ``tail_128``: the same with 128 responses in place of 64;
-- ``prompts``: prompts of 1,024 tokens and responses of 64, whose prompts are computed once here.
+- ``small``, ``long``, ``large``: nearly every response has the maximum length (end probability 1 / vocabulary size at each token);
+- ``tail``: a response ends with a probability of about 1/64 at each token, at most 512 tokens;
+- ``tail_128``: the same with 128 responses instead of 64;
+- ``prompts``: prompts of 1,024 tokens and responses of 64. Our side computes each prompt once.
 
-``./launch/setup.sh --with bench`` installs TRL and what it needs in addition to the project's own packages. CPU seconds include all
-processes of a side. On a machine that others use too they say more than wall time.
+``./launch/setup.sh --with bench`` installs TRL and its requirements in addition to the project's packages. CPU seconds include all
+processes of a side. On a shared machine they are more reliable than wall time.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ROWS = {
 
 
 def main() -> None:
-    """Measure the rows that are asked for, in turns."""
+    """Measure the selected rows, with both sides in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round of the row small")
     parser.add_argument("--rows", nargs="+", choices=ROWS, help="(default: all)")
@@ -94,18 +94,18 @@ def main() -> None:
         print(
             f"{name}: wall {medians['wall_s']:.3f} ({spread}), cpu {medians['cpu_s']:.3f}, goal {row.goal}", flush=True
         )
-        _report(found, args.quick)  # what was measured stays, should a later row be stopped
+        _report(found, args.quick)  # keeps the results if a later row is stopped
 
 
 def _report(found: Mapping[str, Any], quick: bool) -> None:
-    """The row that is farthest from its goal stands for all."""
+    """Report the row that is farthest from its goal as the result of all rows."""
     worst = max(found, key=lambda name: found[name]["median"]["wall_s"] / ROWS[name].goal)
     details = {"rows": found, "worst": worst}
     report("vs_trl", details, ratio=found[worst]["median"]["wall_s"], goal=ROWS[worst].goal, quick=quick)
 
 
 def make(directory: Path, row: Row) -> None:
-    """Model, tokenizer of whole words, prompts and reward, for both sides."""
+    """Write model, word tokenizer, prompts and reward for both sides."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -180,7 +180,7 @@ def their_command(row: Row, steps: int) -> list[str]:
 
 
 def trl(responses: int, tokens: int, steps: int) -> None:
-    """TRL's side, in the folder of the model: the time at the end of each step goes to ``ends``."""
+    """Run TRL's side in the folder of the model. The end time of each step is written to ``ends``."""
     import torch
 
     torch.set_num_threads(2)
@@ -225,7 +225,7 @@ def trl(responses: int, tokens: int, steps: int) -> None:
 
 
 def measured(directory: Path, side: str, command: list[str], steps: int) -> dict[str, Any]:
-    """Seconds of a step: by the clock, and of the processors."""
+    """Return the wall and CPU seconds of a step."""
     threads = "1" if side == "ours" else "2"
     extra = [] if side == "ours" else [str(TRL)]
     environment = {
@@ -266,7 +266,7 @@ def measured(directory: Path, side: str, command: list[str], steps: int) -> dict
 
 
 def watch_processors(directory: Path, used: list[tuple[float, float]], ended: threading.Event) -> None:
-    """Seconds of the processors that a side has used so far, a few times a second."""
+    """Record the CPU seconds that a side has used so far, a few times per second."""
     mark, tick = f"{MARK}={directory}".encode(), os.sysconf("SC_CLK_TCK")
     ours: dict[str, bool] = {}
     seconds: dict[str, float] = {}
@@ -278,13 +278,13 @@ def watch_processors(directory: Path, used: list[tuple[float, float]], ended: th
                 if ours[path.name]:
                     fields = (path / "stat").read_text().rpartition(")")[2].split()
                     seconds[path.name] = (int(fields[11]) + int(fields[12])) / tick
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
         used.append((time.time(), sum(seconds.values())))
 
 
 def at(used: list[tuple[float, float]], when: float) -> float:
-    """The seconds at a time between two samples."""
+    """Interpolate the CPU seconds at a time between two samples."""
     place = min(max(bisect_left(used, (when,)), 1), len(used) - 1)
     (before, low), (after, high) = used[place - 1], used[place]
     return low + (high - low) * (when - before) / (after - before)

@@ -1,4 +1,4 @@
-"""A fake CUDA device: tensors without data, on which Megatron's own code runs, and what the host has asked of the device meanwhile."""
+"""A fake CUDA device with tensors without data. Megatron's own code runs on it, and the requests of the host are counted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DATA_DEPENDENT = {"nonzero", "masked_select", "equal", "_unique2", "unique_cons
 
 @dataclass(slots=True)
 class Counts:
-    """How often each kind of event has happened, by phase, and which line of code has asked for it."""
+    """The number of events of each kind for each phase, and the lines of code that caused them."""
 
     phase: str = "setup"
     total: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -40,7 +40,7 @@ class Counts:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count what happens within this block under another phase."""
+        """Count the events within this block under another phase."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -49,7 +49,7 @@ class Counts:
 
 
 def _caller() -> str:
-    """Return the innermost line of Megatron or of this project that is running."""
+    """Return the innermost running line of Megatron or of this project."""
     for frame in reversed(traceback.extract_stack()):
         for root in ("rlhf_mcore/", "megatron/core/"):
             if root in frame.filename:
@@ -58,17 +58,17 @@ def _caller() -> str:
 
 
 class Device(TorchDispatchMode):
-    """Runs operations on host tensors as they are, and those on CUDA tensors for their shapes, which are counted.
+    """Run operations on host tensors normally. Operations on CUDA tensors only compute shapes, and are counted.
 
-    Operations on tensors of both devices raise, as on CUDA. A copy blocks the host unless it is asked not to and its host side is
-    pinned. The host gets back the whole numbers that follow from those that it has sent, and ones in the place of all else.
+    Operations on tensors of both devices raise, as on CUDA. A copy blocks the host, unless it is non-blocking and its host side is
+    pinned. The host receives integers that follow from integers that it has sent, and ones instead of all other values.
     """
 
     def __init__(self, counts: Counts, selected: float) -> None:
         super().__init__()
         self.counts, self.fake, self._selected = counts, FakeTensorMode(allow_non_fake_inputs=True), selected
-        self._pinned: dict[int, Tensor] = {}  # by address
-        self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of whole numbers on the device, as far as known
+        self._pinned: dict[int, Tensor] = {}  # address -> pinned tensor
+        self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()  # known values of integer tensors on the device
 
     def __enter__(self) -> Device:
         self.fake.__enter__()
@@ -116,7 +116,7 @@ class Device(TorchDispatchMode):
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor], result: Any
     ) -> None:
-        """Keep the values of a result that follows from known ones."""
+        """Store the values of a result that follow from known values."""
         made = tree_leaves(result)
         if func._schema.is_mutable or any(
             not isinstance(each, FakeTensor) or each.is_floating_point() for each in made
@@ -160,7 +160,7 @@ class Device(TorchDispatchMode):
             return result
         if to == "cpu":
             self.counts.add(TO_HOST)
-            # torch pins what `to("cpu", non_blocking=True)` returns.
+            # torch pins the result of `to("cpu", non_blocking=True)`.
             if not no_wait or (func is ATEN.copy_.default and not self._is_pinned(target)):
                 self.counts.add(SYNC)
             if func is ATEN.copy_.default:
@@ -179,7 +179,7 @@ class Device(TorchDispatchMode):
         return result
 
     def _of_any_size(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Return a result of the largest size that the operation can have, or the size that is expected."""
+        """Return a result of the largest possible size of the operation, or of the expected size."""
         if name == "equal":
             return True
         if name == "nonzero":
@@ -190,7 +190,7 @@ class Device(TorchDispatchMode):
 
 
 class _Event:
-    """Stands for torch.cuda.Event."""
+    """Replaces torch.cuda.Event."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
@@ -204,7 +204,7 @@ class _Event:
 
 
 class _Stream:
-    """Stands for torch.cuda.Stream."""
+    """Replaces torch.cuda.Stream."""
 
     device = CUDA
 
@@ -232,7 +232,7 @@ def _rng_state(*args: Any, **kwargs: Any) -> Tensor:
 
 @contextmanager
 def cuda_names(counts: Counts) -> Iterator[None]:
-    """Replace what ``torch.cuda`` would ask a driver for, within this block. ``is_available`` stays false."""
+    """Within this block, replace the functions of ``torch.cuda`` that need a driver. ``is_available`` stays false."""
     from megatron.core.tensor_parallel import random
 
     stream = _Stream(counts)
@@ -258,7 +258,7 @@ def cuda_names(counts: Counts) -> Iterator[None]:
 
 
 def move_module(module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-    """Do what ``Module._apply`` does, which cannot put a fake tensor into a parameter that is there already."""
+    """Replace ``Module._apply``, which cannot store a fake tensor in an existing parameter."""
     for child in module.children():
         child._apply(function)
     for name, parameter in module._parameters.items():
@@ -273,15 +273,15 @@ def move_module(module: torch.nn.Module, function: Callable[[Tensor], Tensor], r
 
 @contextmanager
 def fake_device(selected: float = 1.0) -> Iterator[Counts]:
-    """Let CUDA tensors be without data within this block, and yield what is counted there.
+    """Within this block, CUDA tensors have no data. Yields the counts.
 
-    ``selected``: the part of a mask's elements that are true, where the size of a result depends on it.
+    ``selected``: share of true elements in a mask, if the size of a result depends on it.
     """
     counts = Counts()
     with ExitStack() as stack:
         stack.enter_context(cuda_names(counts))
         stack.enter_context(patch.object(torch.nn.Module, "_apply", move_module))
-        # A fake tensor's own asks for one element after the other, where CUDA's copies all of them.
+        # The method of a fake tensor requests one element after the other, but on CUDA it copies all elements at once.
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()))
         stack.enter_context(patch.object(Tensor, "record_stream", _nothing))
         stack.enter_context(Device(counts, selected))

@@ -15,7 +15,7 @@ SOURCE = Path(__file__).with_name("guard.cpp")
 
 
 def missing() -> str:
-    """Return what this machine lacks to run on fake CUDA tensors; empty where it lacks nothing."""
+    """Return the missing requirement of fake CUDA tensors on this machine, or "" if there is none."""
     if _compiler() is None:
         return "needs a C++ compiler (g++, or that of CXX)"
     if any((_torch() / "lib").glob("libtorch_cuda*")):
@@ -24,7 +24,7 @@ def missing() -> str:
 
 
 def load() -> None:
-    """Build the library and load it into this process, which must not have imported torch yet."""
+    """Build the library and load it into this process. Call it before importing torch."""
     assert "torch" not in sys.modules, "torch asks for the hooks of its devices when it is imported"
     if reason := missing():
         raise RuntimeError(f"fake CUDA tensors: {reason}")

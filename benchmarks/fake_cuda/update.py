@@ -1,4 +1,4 @@
-"""One rank's updates of a trained model on the fake device: the role's own code, Megatron's model, schedule and optimizer."""
+"""Run the updates of one rank on the fake device, with the role's own code and Megatron's model, schedule and optimizer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from rlhf_mcore.roles.policy import PolicyObjective
 from rlhf_mcore.roles.trained_weights import matrices_of
 from rlhf_mcore.types import Ragged
 
-ROW_LENGTHS = (24, 40)  # of the two rows of a microbatch
+ROW_LENGTHS = (24, 40)  # lengths of the two rows of a microbatch
 TOKENS = sum(ROW_LENGTHS)
 PASSES, UPDATE = "passes", "rest of the update"
 _EXPERTS, _TOP_K = 8, 2
@@ -50,7 +50,7 @@ _EXPERTS, _TOP_K = 8, 2
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is trained, and how. ``rank``: the one whose work is counted. ``quick``: one of a set that covers every mechanism."""
+    """A counted training setup. ``rank``: the counted rank. ``quick``: the case belongs to a set that covers every mechanism."""
 
     name: str
     layout: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Case:
     packing: bool = True
     recompute: str = "off"
     delta: bool = False
-    truncated: bool = False  # tokens were drawn from a part of the vocabulary
+    truncated: bool = False  # tokens were sampled from a part of the vocabulary
     adapters: bool = False
     quick: bool = False
 
@@ -87,7 +87,7 @@ CASES = (
 
 
 def count_update(case: Case, folder: Path, num_layers: int, num_microbatches: int) -> Counts:
-    """Count one update of so many microbatches, after one that is not counted."""
+    """Count one update with ``num_microbatches`` microbatches, after an uncounted update."""
     layout = ParallelLayout(**{"world_size": 1, **case.layout})
     path = _write_config(case, folder, num_layers)
     with fake_world(case.rank, layout.world_size), fake_device(_TOP_K / _EXPERTS) as counts, _stand_ins(counts):
@@ -118,7 +118,7 @@ def _write_config(case: Case, folder: Path, num_layers: int) -> Path:
     if case.experts:
         config = Qwen3MoeConfig(**sizes, **experts, architectures=["Qwen3MoeForCausalLM"])
     elif case.delta:
-        # Under context parallelism both ranks have values of the second of three heads of keys.
+        # With context parallelism, both ranks hold values for the second of three key heads.
         heads = dict(linear_num_key_heads=3, linear_num_value_heads=6) if "cp" in case.layout else {}
         heads = heads or dict(linear_num_key_heads=2, linear_num_value_heads=2)
         widths = {f"linear_{name}": 16 for name in ("key_head_dim", "value_head_dim")}
@@ -162,7 +162,7 @@ def _objective(case: Case) -> Objective:
 
 
 def _rows(case: Case, num_microbatches: int) -> RowTokens:
-    """Rows with the fields that the loss of the case reads: as many tokens as fill the microbatches."""
+    """Return rows that fill the microbatches, with the fields that the loss of the case reads."""
     lengths = list(ROW_LENGTHS if case.packing else (TOKENS,)) * num_microbatches
     names = ("old_values", "returns") if case.critic else ("advantages", "old_logprobs", "ref_logprobs")
     fields = {name: torch.ones(sum(lengths)) for name in ("weights", *names)}
@@ -174,7 +174,7 @@ def _rows(case: Case, num_microbatches: int) -> RowTokens:
 
 @contextmanager
 def _stand_ins(counts: Counts) -> Iterator[None]:
-    """Answer what tensors without data, and ranks that are not there, cannot tell."""
+    """Replace results that need data or other ranks."""
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:
@@ -193,7 +193,7 @@ def _stand_ins(counts: Counts) -> Iterator[None]:
         replace(MegatronModel, "_run", _counted_as(counts, MegatronModel._run))
         counted = _BalancedExperts()
         dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
-        replace(dispatcher, "cuda_dtoh_stream", None)  # which the class keeps
+        replace(dispatcher, "cuda_dtoh_stream", None)  # class attribute, shared by all instances
         replace(dispatcher, "preprocess", counted.preprocess(dispatcher.preprocess))
         replace(
             token_dispatcher, "maybe_move_tensor_to_cpu", counted.to_host(token_dispatcher.maybe_move_tensor_to_cpu)
@@ -202,7 +202,7 @@ def _stand_ins(counts: Counts) -> Iterator[None]:
 
 
 def _linear_attention() -> dict[str, ModuleType]:
-    """Stand in for flash-linear-attention's kernels, by one operation for each of their inputs. It counts nothing of their own."""
+    """Replace flash-linear-attention's kernels by one operation for each of their inputs. Their own launches are not counted."""
 
     def convolve(x: Tensor, weight: Tensor, *, activation: str, cu_seqlens: Any, cu_seqlens_cpu: None = None) -> tuple:
         return x * weight[:, -1], None
@@ -223,7 +223,7 @@ def _linear_attention() -> dict[str, ModuleType]:
 
 
 class _Done:
-    """Collectives that have ended."""
+    """The handle of a collective that has ended."""
 
     def wait(self) -> None: ...
 
@@ -237,7 +237,7 @@ def _counted_as(counts: Counts, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _BalancedExperts:
-    """Every expert gets equally many tokens: the numbers that a dispatcher asks the device for."""
+    """Token counts that a dispatcher reads from the device. Every expert gets the same number of tokens."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
