@@ -1,1 +1,1 @@
-"""Pure tensor mathematics: one paper, one function. Torch only, no process groups."""
+"""Pure tensor mathematics: one function per paper, with torch only and without process groups."""

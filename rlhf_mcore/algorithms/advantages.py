@@ -1,8 +1,8 @@
-"""Advantages of outcomes relative to a group's: one function per paper, registered under its name in ``algorithm.advantage``.
+"""Advantages of outcomes relative to their group: one function per paper, registered under its name in ``algorithm.advantage``.
 
 With an environment, a response has several turns of the policy. ``turn_gamma`` discounts the rewards of later turns. With
-``turn_credit`` a turn is one action, whose tokens share one advantage. With one turn ``turn_gamma`` has no effect, and
-``turn_credit`` has none on group-relative advantages.
+``turn_credit``, a turn is an action, whose tokens share one advantage. If a response has only one turn, ``turn_gamma`` has no effect,
+and ``turn_credit`` does not change group-relative advantages.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema import AlgorithmConfig
 
 
-# Sums whose relative difference is below this are equal but for rounding, and no difference to learn from: two units in the last
-# place of float32, up and down, or the additions of thousands of turns in float64.
+# Sums whose relative difference is below this bound differ only by rounding, so they give no signal. The bound is two units in the
+# last place of float32, up and down, or the error of adding thousands of turns in float64.
 ROUNDING = {torch.float32: 5 * 2.0**-23, torch.float64: 2.0**-40}
 
 
 @advantage_estimator("grpo")
 def grpo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
-    """Outcome relative to the group: GRPO, or Dr. GRPO without ``normalize_std``. See :func:`group_relative`."""
+    """Compare outcomes within the group: GRPO, or Dr. GRPO without ``normalize_std``. See :func:`group_relative`."""
     return Advantages(compare_outcomes(inputs, cfg, partial(group_relative, normalize_std=cfg.normalize_std)))
 
 
 @advantage_estimator("rloo")
 def rloo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
-    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, section 3.3; Kool et al. 2019).
+    """Compute REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, section 3.3; Kool et al. 2019).
 
     A_i = r_i - mean of the r_j, j != i, of the group = G / (G - 1) (r_i - mean of the group)
 
     Raises:
-        ValueError: a group has a single response.
+        ValueError: a group contains a single response.
     """
     return Advantages(compare_outcomes(inputs, cfg, _leave_one_out))
 
 
 @advantage_estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
-    """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): outcome - mean, normalised over all tokens."""
+    """Compute REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): outcome - mean, normalised over all tokens."""
     relative = compare_outcomes(inputs, cfg, partial(group_relative, normalize_std=False))
     return Advantages(whiten(relative, inputs.loss_mask, inputs.rows))
 
@@ -63,10 +63,10 @@ def compare_outcomes(
 ) -> Tensor:
     """Apply ``compare`` (values, groups -> advantages) to outcomes: [N] advantages, zero outside the loss mask.
 
-    An outcome is the sum of turn_gamma^j R_j over turns j from 0, where R_j is the sum of the rewards of turn j. With ``turn_credit``
+    An outcome is the sum of turn_gamma^j R_j over turns j from 0, where R_j is the sum of the rewards of turn j. With ``turn_credit``,
     the return of turn j, G_j = R_j + turn_gamma G_{j+1}, is compared with the returns of turn j in the group's other responses (Ding
-    et al. 2025, GTPO, arXiv 2511.14846, return-based advantages). A turn that no other response reached has the advantage of its
-    whole response, as in GiGPO for a state of a single member (Feng et al. 2025, arXiv 2505.10978).
+    et al. 2025, GTPO, arXiv 2511.14846, return-based advantages). If only one response reached a turn, the turn gets the advantage of
+    its whole response, as GiGPO does for states seen once (Feng et al. 2025, arXiv 2505.10978).
     """
     if cfg.turn_gamma == 1.0 and not cfg.turn_credit:
         return broadcast_to_tokens(compare(outcomes(inputs), inputs.group_ids), inputs)
@@ -77,7 +77,7 @@ def compare_outcomes(
     if not cfg.turn_credit:
         return broadcast_to_tokens(of_responses, inputs)
     _, groups = torch.unique(inputs.group_ids, return_inverse=True)
-    # The same number for turn j of all responses of a group.
+    # Turn j of all responses of a group gets the same number.
     numbers = (groups[:, None] * exists.shape[1] + torch.arange(exists.shape[1]))[exists]
     is_shared = (numbers.bincount() > 1)[numbers]
     relative = of_responses[:, None].expand(exists.shape)[exists].clone()
@@ -93,7 +93,9 @@ def _leave_one_out(values: Tensor, groups: Tensor) -> Tensor:
     _, index, counts = torch.unique(groups, return_inverse=True, return_counts=True)
     sizes = counts[index]
     if bool((sizes < 2).any()):
-        raise ValueError("a group has a single response, rloo compares with the others: sample at least 2 per prompt")
+        raise ValueError(
+            "a group contains a single response, but rloo compares responses; sample at least 2 per prompt"
+        )
     return group_relative(values, groups, normalize_std=False) * (sizes / (sizes - 1))
 
 
@@ -102,11 +104,11 @@ def group_relative(outcomes: Tensor, group_ids: Tensor, normalize_std: bool, eps
 
     With mean and std over the outcomes r of the group of i:
 
-    - ``normalize_std``: (r_i - mean) / (std + eps)   (GRPO, arXiv 2402.03300, section 4.1.2). The paper does not say
-      which standard deviation; as in the usual implementations it is the sample one, with G - 1 in the denominator;
-    - otherwise: r_i - mean   (Dr. GRPO, arXiv 2503.20783, section 3.2), which is 0 for a group of one.
+    - ``normalize_std``: (r_i - mean) / (std + eps)   (GRPO, arXiv 2402.03300, section 4.1.2). The paper does not define the standard
+      deviation. As in common implementations, it is the sample standard deviation, with G - 1 in the denominator;
+    - otherwise: r_i - mean   (Dr. GRPO, arXiv 2503.20783, section 3.2), which is 0 for a group with one response.
 
-    Outcomes that are equal, but for the rounding of their dtype, give exactly zero. A NaN outcome makes only its own group NaN.
+    Outcomes that are equal, except for the rounding of their dtype, give exactly zero. A NaN outcome makes only its own group NaN.
 
     Args:
         outcomes: [B] total reward of each response. Every group must be complete.
@@ -116,19 +118,19 @@ def group_relative(outcomes: Tensor, group_ids: Tensor, normalize_std: bool, eps
         [B], at least float32.
 
     Raises:
-        ValueError: ``normalize_std`` with a group of one response, which has no standard deviation.
+        ValueError: ``normalize_std`` is set, and a group contains one response, which has no standard deviation.
     """
     _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
     if normalize_std and bool((counts < 2).any()):
         lonely = group_ids[(counts < 2)[index]][0].item()
         raise ValueError(
-            f"group {lonely} has a single response, so its standard deviation is undefined: "
-            "sample at least 2 responses per prompt, or switch normalize_std off"
+            f"group {lonely} contains a single response, so its standard deviation is undefined; "
+            "sample at least 2 responses per prompt, or set normalize_std=false"
         )
     zeros = torch.zeros(len(counts), dtype=torch.float64, device=outcomes.device)
     wide = outcomes.double()
     largest = zeros.scatter_reduce(0, index, wide.abs(), "amax")
-    # Relative to the group's smallest outcome, equal outcomes are exact zeros whatever their value.
+    # Subtract the group's smallest outcome, so that equal outcomes become exact zeros for every value.
     wide = wide - zeros.scatter_reduce(0, index, wide, "amin", include_self=False)[index]
     spread = zeros.scatter_reduce(0, index, wide, "amax")
     deviations = wide - (zeros.index_add(0, index, wide) / counts)[index]
@@ -147,19 +149,19 @@ def broadcast_to_tokens(advantages: Tensor, inputs: AdvantageInputs) -> Tensor:
 def whiten(values: Tensor, mask: Tensor, rows: OwnedRows, eps: float = 1e-8) -> Tensor:
     """Compute (x - mean) / sqrt(variance + eps) over all tokens of the step in the bool mask, with N in the variance; zero outside.
 
-    ``eps`` and its place are those of verl, OpenRLHF and TRL: a deviation below 1e-4 is noise, and is not scaled up to 1.
-    Values that are equal, but for the rounding of float32, give exactly zero.
+    ``eps`` has the same value and position as in verl, OpenRLHF and TRL: a deviation below 1e-4 is noise, and is not scaled up to 1.
+    Values that are equal, except for the rounding of float32, give exactly zero.
 
     Args:
-        values, mask: [N], of the rows that this rank owns.
-        rows: the rows that this rank owns. Mean and variance are over all rows of the step.
+        values, mask: [N], for the rows that this rank owns.
+        rows: the rows that this rank owns. Mean and variance include all rows of the step.
     """
     counts = rows.sums(torch.ones_like(values), mask)
     total = counts.sum()
     if not total:
         return torch.zeros_like(values)
     smallest, largest = (extremes[counts > 0] for extremes in rows.extremes(values, mask))
-    # Relative to the smallest value, equal values are exact zeros whatever their value.
+    # Subtract the smallest value, so that equal values become exact zeros.
     deviations = torch.where(mask, values.double() - smallest.min(), 0)
     deviations = deviations - rows.sums(deviations, mask).sum() / total
     variance = rows.sums(deviations.square(), mask).sum() / total
@@ -170,15 +172,15 @@ def whiten(values: Tensor, mask: Tensor, rows: OwnedRows, eps: float = 1e-8) -> 
 
 @dataclass(frozen=True, slots=True)
 class OwnedTurns:
-    """The M turns of the rows that this rank owns, in their order, and their H trainable tokens."""
+    """The M turns of the rows that this rank owns, in order, and their H trainable tokens."""
 
-    tokens: Tensor  # [H] int64: places of these tokens among all tokens of this rank
-    of_token: Tensor  # [H] int64: the turn of each
+    tokens: Tensor  # [H] int64: indices of these tokens among all tokens of this rank
+    of_token: Tensor  # [H] int64: the turn of each token
     first: Tensor  # [M] int64: the first of the H tokens in each turn
     last: Tensor  # [M] int64: the last of the H tokens in each turn
     rows: Tensor  # [M] int64: the row of each turn
-    places: Tensor  # [M] int64: which turn of its row, from 0
-    has_next: Tensor  # [M] bool: another turn of its row follows
+    places: Tensor  # [M] int64: index of a turn in its row, from 0
+    has_next: Tensor  # [M] bool: whether another turn of the row follows
 
     @classmethod
     def of(cls, loss_mask: Tensor, rows: OwnedRows) -> OwnedTurns:
@@ -204,11 +206,11 @@ class OwnedTurns:
 
 
 def turn_returns(rewards: Tensor, turns: OwnedTurns, rows: OwnedRows, gamma: float) -> tuple[Tensor, Tensor]:
-    """Compute G_j = R_j + gamma G_{j+1}, where R_j is the sum of the rewards [N] of the tokens of turn j. On every rank.
+    """Compute G_j = R_j + gamma G_{j+1}, where R_j is the sum of the rewards [N] over the tokens of turn j. On every rank.
 
     Returns:
-        [B, J] float64 returns, J the largest number of turns of a row, and [B, J] bool: the turns that exist. A row without turns
-        counts as one with one turn.
+        [B, J] float64 returns, where J is the largest number of turns of a row, and [B, J] bool: whether a turn exists. A row without
+        turns counts as a row with one turn.
     """
     counts = rows.merge(turns.rows.bincount(minlength=rows.num_rows)).clamp(min=1)
     width = int(counts.max()) if len(counts) else 1
@@ -222,10 +224,10 @@ def turn_returns(rewards: Tensor, turns: OwnedTurns, rows: OwnedRows, gamma: flo
 
 @advantage_estimator("opo")
 def opo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
-    """Outcome minus the baseline of least variance: OPO (Hao et al. 2025, arXiv 2505.23585, eq. 8).
+    """Compute the outcome minus the baseline of minimum variance: OPO (Hao et al. 2025, arXiv 2505.23585, eq. 8).
 
-    A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, with the responses' lengths l in trainable tokens. The square of a
-    response's gradient is taken to grow with its length.
+    A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, with the responses' lengths l in trainable tokens. This assumes that the
+    squared gradient of a response grows with its length.
     """
     lengths = inputs.rows.sums(torch.ones_like(inputs.rewards), inputs.loss_mask)
     of_responses = cfg.model_copy(update={"turn_credit": False})
@@ -248,9 +250,9 @@ def gdpo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     S_i   = sum_k ``reward_weights``_k A^k_i
     A_i   = (S_i - mean S) / (std S + eps) over all responses of the step
 
-    So parts count by their weights whatever their ranges, and responses with equal sums of unequal parts differ. Standard
-    deviations are as in :func:`~rlhf_mcore.algorithms.advantages.group_relative`; without ``normalize_std`` the first is left out.
-    Where the step has no parts, the whole score is the only one.
+    The influence of a part therefore depends on its weight, not on its range. Responses with equal sums but different parts get
+    different advantages. Standard deviations are defined as in :func:`~rlhf_mcore.algorithms.advantages.group_relative`. Without
+    ``normalize_std``, the first equation has no division. If the step has no parts, the whole score is the only part.
     """
     if inputs.score_parts is None:
         parts, weights = outcomes(inputs)[:, None], [1.0]

@@ -1,4 +1,4 @@
-"""Measures the difference between the logprobs of the trainer and of the engine that sampled the tokens, and corrects for it."""
+"""Measure and correct the difference between the logprobs of the trainer and of the engine that sampled the tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 def rollout_ratio_statistics(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, rows: OwnedRows
 ) -> dict[str, float]:
-    """Compute how far old_logprobs and rollout_logprobs are apart over the tokens in ``mask`` of all rows.
+    """Compute the difference between old_logprobs and rollout_logprobs over the tokens in ``mask`` of all rows.
 
-    Inputs are [N], of the rows that this rank owns. A NaN inside the mask is not hidden.
+    Inputs are [N], for the rows that this rank owns. A NaN inside the mask is not hidden.
 
     Returns:
         ``logprob_diff_mean`` and ``logprob_diff_max``: mean and maximum of the absolute difference, 0 for an empty mask.
-        ``logprob_exact``: the share of tokens whose logprobs are equal to the last bit, 1 for an empty mask.
+        ``logprob_exact``: the share of tokens with equal logprobs, bit for bit; 1 for an empty mask.
     """
     differences = (at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs)).abs()
     count = rows.sums(torch.ones_like(differences), mask).sum().clamp(min=1)
@@ -43,7 +43,7 @@ RATIO_MODES = ("token", "sequence", "geometric")
 
 
 def ratio_factors(log_ratio: Tensor, cfg: RolloutCorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ratio, the factor of the weight, and whether the ratio is in the band, from log rollout_ratio of any shape."""
+    """Return the ratio, the factor of the weight, and whether the ratio is in the band, for log rollout ratios of any shape."""
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     kept = torch.ones_like(ratio, dtype=torch.bool)
     if cfg.mode not in RATIO_MODES:
@@ -63,7 +63,7 @@ def factors_of_microbatch(
     num_sequences: int,
     cfg: RolloutCorrectionConfig,
 ) -> Tensor:
-    """Return the factors of ``rollout_correction`` without staleness for a microbatch of whole sequences, in its shape."""
+    """Return the factors of ``rollout_correction`` without staleness for a microbatch of whole sequences, in the same shape."""
     log_ratio = torch.where(mask, at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs), 0)
     ids, of_tokens = sequence_ids.flatten(), log_ratio.flatten().double()
     zeros = torch.zeros(num_sequences, dtype=torch.float64, device=log_ratio.device)
@@ -83,12 +83,12 @@ def factors_of_microbatch(
 
 @torch.no_grad()
 def staleness_factors(staleness: Tensor, loss_mask: Tensor, rows: OwnedRows, cfg: RolloutCorrectionConfig) -> Tensor:
-    """Return [N] float32: 0 for tokens that ``rollout_correction`` masks for their age, else 1. Collective if ``rows`` are."""
+    """Return [N] float32: 0 for tokens that ``rollout_correction`` masks as too stale, else 1. Collective if ``rows`` are."""
     return (loss_mask & ~_find_stale(staleness, loss_mask, rows, cfg)[0]).float()
 
 
 def takes_part(cfg: RolloutCorrectionConfig, is_asynchronous: bool) -> bool:
-    """Return whether any factor may be other than 1."""
+    """Return whether any factor may differ from 1."""
     limits = (cfg.max_token_staleness, cfg.max_response_staleness)
     return cfg.mode in RATIO_MODES or (is_asynchronous and limits != (None, None))
 
@@ -102,39 +102,40 @@ def rollout_correction(
     cfg: RolloutCorrectionConfig,
     staleness: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Compute factors of the policy loss's token weights that correct for the engine's distribution differing from the trainer's.
+    """Compute factors for the policy loss's token weights that correct the difference between the engine's and trainer's distribution.
 
-    With the rollout ratio rho_t = exp(old_logprobs_t - rollout_logprobs_t) of a token, for ``mode``
+    rho_t = exp(old_logprobs_t - rollout_logprobs_t) is the rollout ratio of a token. The factor depends on ``mode``:
 
-    - ``token``: min(rho_t, cap): truncated importance sampling (Espeholt et al. 2018, IMPALA, arXiv 1802.01561, section 4.1;
+    - ``token``: min(rho_t, cap), truncated importance sampling (Espeholt et al. 2018, IMPALA, arXiv 1802.01561, section 4.1;
       Ionides 2008);
-    - ``sequence``: min(prod_t rho_t, cap) for all tokens of a response, the unbiased ratio but for the cap;
-    - ``geometric``: 1, where the band below is that of (prod_t rho_t)^(1 / length), which does not depend on the length;
+    - ``sequence``: min(prod_t rho_t, cap) for all tokens of a response, the unbiased ratio except for the cap;
+    - ``geometric``: 1. The band below applies to (prod_t rho_t)^(1 / length), which does not depend on the length;
     - ``off``: 1.
 
-    If the engine samples from an older policy, the behaviour policy, a clipped loss with these factors is the decoupled objective
-    (Hilton et al. 2022, arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, eq. 5). The proximal policy, around which the loss
-    clips, is the trainer's before the step's updates, with ``old_logprobs``. Rho is the ratio of proximal to behaviour policy.
+    If the engine samples from an older policy (the behaviour policy), a clipped loss with these factors is the decoupled objective
+    (Hilton et al. 2022, arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, eq. 5). The loss clips around the proximal policy,
+    which is the trainer's policy before the step's updates, with ``old_logprobs``. rho is the ratio of proximal to behaviour policy.
 
-    The factor is 0 if the ratio before the cap is outside of [mask_low, mask_high], and for a response with a token whose ratio is
-    below ``veto`` (Liu et al. 2025, "When Speed Kills Stability", part 3). With ``token`` it is also 0 for a token whose
-    divergence is above ``max_binary_kl`` (``policy_loss.py``). With every mode it is 0 for tokens more than
-    ``max_token_staleness`` versions old, and in responses with a token more than ``max_response_staleness`` old. The counts by which
-    a loss is divided do not change. As in verl, NeMo-RL and TRL the factors apply to the policy term only; KL and entropy apply to
-    every token. Log ratios are clamped to +-``MAX_LOG_RATIO``.
+    The factor is 0 if the ratio before the cap is outside [mask_low, mask_high]. It is 0 for all tokens of a response that contains
+    a ratio below ``veto`` (Liu et al. 2025, "When Speed Kills Stability", part 3). With ``token``, it is also 0 for a token whose
+    divergence is above ``max_binary_kl`` (``policy_loss.py``). In every mode, it is 0 for tokens more than ``max_token_staleness``
+    versions old, and for responses with a token more than ``max_response_staleness`` versions old. The counts that divide the loss do
+    not change. As in verl, NeMo-RL and TRL, the factors apply only to the policy term; KL and entropy apply to every token. Log ratios
+    are clamped to +-``MAX_LOG_RATIO``.
 
     Args:
-        old_logprobs, rollout_logprobs: [N], of the rows that this rank owns.
-        loss_mask: [N] bool; outside of it the inputs may be anything and the factor is 0.
+        old_logprobs, rollout_logprobs: [N], for the rows that this rank owns.
+        loss_mask: [N] bool; outside the mask the inputs are arbitrary and the factor is 0.
         rows: the rows that this rank owns.
-        staleness: [N] int: versions from the policy that sampled a token to that of ``old_logprobs``; None in a synchronous run.
+        staleness: [N] int: number of versions between the policy that sampled a token and the policy of ``old_logprobs``; None in a
+            synchronous run.
 
     Returns:
-        [N] float32 factors, and statistics of the ratios of all tokens (``off``, ``token``) or responses (other modes) of all rows:
+        [N] float32 factors, and statistics of the ratios of all rows, over tokens (``off``, ``token``) or responses (other modes):
         ``ratio_mean``, ``ratio_max``, ``ratio_min``, ``clipped_fraction`` (above the cap, and not masked), ``masked_fraction`` (not
         in the band, divergent or vetoed) and ``effective_sample_size`` = (sum w)^2 / (n sum w^2) of the factors w, 1 if all are equal.
-        For an empty mask these are 1, and fractions 0. With ``staleness`` also those of tokens: ``staleness_mean``, ``staleness_max``,
-        and ``stale_fraction``, the share that is masked for its age.
+        For an empty mask, the fractions are 0 and the others 1. With ``staleness``, the statistics also contain ``staleness_mean``,
+        ``staleness_max`` and ``stale_fraction`` (the share of tokens masked as too stale).
     """
     difference = at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs)
     log_ratio, counted = torch.where(loss_mask, difference, 0), loss_mask
@@ -142,7 +143,7 @@ def rollout_correction(
     if cfg.veto is not None:
         is_vetoed = rows.to_tokens(rows.extremes(log_ratio, loss_mask)[0] < math.log(cfg.veto))
     if cfg.mode in ("sequence", "geometric"):
-        # Every token of a row has the same ratio, and one of them is counted.
+        # Every token of a row has the same ratio, so only the last token counts.
         sums = rows.local_sums(log_ratio, loss_mask)
         if cfg.mode == "geometric":
             sums /= rows.local_sums(torch.ones_like(log_ratio), loss_mask).clamp(min=1)
@@ -165,9 +166,9 @@ def rollout_correction(
 def _find_stale(
     staleness: Tensor, loss_mask: Tensor, rows: OwnedRows, cfg: RolloutCorrectionConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return which tokens [N] are masked for their age, and statistics over all rows."""
+    """Return which tokens [N] are masked as too stale, and statistics over all rows."""
     newest, oldest = rows.extremes(staleness, loss_mask)
-    assert not (newest < 0).any(), "tokens of a policy that the trainer does not have yet"
+    assert not (newest < 0).any(), "a token has a newer policy version than the trainer"
     is_stale = torch.zeros_like(loss_mask)
     if cfg.max_token_staleness is not None:
         is_stale |= staleness > cfg.max_token_staleness
@@ -184,7 +185,7 @@ def _find_stale(
 def _summarize(
     ratio: Tensor, factor: Tensor, kept: Tensor, is_capped: Tensor, counted: Tensor, rows: OwnedRows
 ) -> dict[str, float]:
-    """Return statistics over the positions ``counted`` [N] of all ranks."""
+    """Return statistics over the positions in ``counted`` [N] of all ranks."""
 
     def total(values: Tensor) -> float:
         return float(rows.sums(values.double(), counted).sum())

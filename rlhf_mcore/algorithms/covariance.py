@@ -1,7 +1,8 @@
-"""Losses that hold back the few tokens whose covariance of logprob and advantage makes the entropy fall.
+"""Losses that limit updates on the few tokens with a high covariance of logprob and advantage, which reduce the entropy.
 
-Both are of Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv 2505.22617,
-section 4). :func:`choose_tokens` marks those tokens before the updates, because covariance and share are of a whole minibatch.
+Both losses are from Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv
+2505.22617, section 4). :func:`choose_tokens` marks these tokens before the updates, because covariance and share refer to a whole
+minibatch.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ CHOSEN = "high_covariance"  # the field [N] bool that both losses read
 @reads(CHOSEN)
 @takes("covariance.kl_coef")
 def kl_cov(inputs: LossInputs, *, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Penalise the distance from the old policy where the covariance is largest: KL-Cov (arXiv 2505.22617, eq. 12-13).
+    """Penalise the distance from the old policy for tokens with the largest covariance: KL-Cov (arXiv 2505.22617, eq. 12-13).
 
     loss = -sum_t w_t (r_t A_t - [t in I] kl_coef |log r_t|)
 
-    I has the share ``covariance.share`` of the minibatch's tokens with the largest covariance. No ratio is clipped. |log r| is the
-    estimate of the KL divergence in the authors' code.
+    I contains the share ``covariance.share`` of the minibatch's tokens, with the largest covariances. No ratio is clipped. |log r| is
+    the estimate of the KL divergence in the authors' code.
     """
     log_ratio = bound_log_ratio(compute_log_ratio(inputs))
     ratio = log_ratio.exp()
@@ -51,12 +52,13 @@ def kl_cov(inputs: LossInputs, *, kl_coef: float) -> tuple[Tensor, dict[str, Ten
 @reads(CHOSEN)
 @takes("clip_low", "clip_high")
 def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Leave out a few tokens of high covariance: Clip-Cov (arXiv 2505.22617, eq. 10-11).
+    """Exclude a few tokens with high covariance: Clip-Cov (arXiv 2505.22617, eq. 10-11).
 
     loss = -sum_t w_t [t not in I] min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
-    I has at most the share ``covariance.share`` of the minibatch's tokens, drawn at random from those whose covariance is between
-    ``covariance.low`` and ``covariance.high``. The clip fractions count tokens of I too, the upper one where A_t > 0.
+    I contains at most the share ``covariance.share`` of the minibatch's tokens. They are sampled at random from the tokens whose
+    covariance is between ``covariance.low`` and ``covariance.high``. The clip fractions also count tokens of I: the upper fraction
+    tokens with A_t > 0, the lower fraction tokens with A_t < 0.
     """
     ratio = bound_log_ratio(compute_log_ratio(inputs)).exp()
     chosen = _choose_tokens(inputs)
@@ -81,14 +83,15 @@ def choose_tokens(
     share: float,
     band: tuple[float, float] | None = None,
 ) -> Tensor:
-    """Mark the tokens I of both losses, by minibatch: [N] bool. Collective if ``rows`` are.
+    """Mark the tokens I of both losses for each minibatch: [N] bool. Collective if ``rows`` are.
 
-    The logprobs are those of the policy before the step's updates. The result does not depend on which rank owns which row.
+    The logprobs come from the policy before the step's updates. The result does not depend on which rank owns which row.
 
     Args:
         minibatches: the rows of each minibatch, on every rank.
-        share: of the tokens of each minibatch.
-        band: lowest and highest covariance of the tokens that :func:`clip_cov` samples from; None: the largest, for :func:`kl_cov`.
+        share: share of the tokens of each minibatch.
+        band: lowest and highest covariance of the tokens that :func:`clip_cov` samples from. None: choose the tokens with the largest
+            covariances, for :func:`kl_cov`.
     """
     assert batch.old_logprobs is not None and batch.advantages is not None
     chosen = torch.zeros_like(batch.loss_mask)
@@ -112,7 +115,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, rows: 
     """Compute (log p_t - mean log p) (A_t - mean A) over the tokens of all rows in the mask (arXiv 2505.22617, eq. 9).
 
     Returns:
-        [N] float64, zero outside of the mask.
+        [N] float64, zero outside the mask.
     """
     count = rows.sums(torch.ones_like(logprobs), mask).sum().clamp(min=1)
     covariances = mask.double()
@@ -125,11 +128,11 @@ def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, rows: 
 def choose_largest(values: Tensor, mask: Tensor, count: int, rows: OwnedRows) -> Tensor:
     """Mark the ``count`` largest values in the mask over all rows, or all if there are fewer: [N] bool.
 
-    Of equal values the first ones are marked, in the order of rows and tokens. Ranks agree on the smallest value that is marked by
-    halving the range of float64 numbers, and exchange counts only.
+    Among equal values, the first in the order of rows and tokens are marked. Ranks find the smallest marked value by bisecting the
+    range of float64 numbers, and exchange only counts.
 
     Args:
-        values: [N] float64, of the rows that this rank owns.
+        values: [N] float64, for the rows that this rank owns.
     """
     ones, order = torch.ones_like(values), _order(values)
 
@@ -138,7 +141,7 @@ def choose_largest(values: Tensor, mask: Tensor, count: int, rows: OwnedRows) ->
 
     if number_of(mask) <= count:
         return mask.clone()
-    # At least ``count`` values are not below ``low``; fewer are not below ``high``.
+    # Invariant: at least ``count`` values are not below ``low``, and fewer are not below ``high``.
     low, high = -(2**63), 2**63 - 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -161,9 +164,9 @@ def _order(values: Tensor) -> Tensor:
 
 
 def _random_numbers(rows: OwnedRows, step: int) -> Tensor:
-    """Draw a number from 0 to 1 for each token of this rank's rows, the same whoever owns a row: [N] float64."""
+    """Sample a number from 0 to 1 for each token of this rank's rows: [N] float64. It does not depend on which rank owns a row."""
     generator, drawn = torch.Generator(), []
     for row in rows.rows.tolist():
-        generator.manual_seed(step * rows.num_rows + row)  # of which it reads 32 bits
+        generator.manual_seed(step * rows.num_rows + row)  # the generator uses only 32 bits of the seed
         drawn.append(torch.rand(int(rows.lengths[row]), generator=generator, dtype=torch.float64))
     return torch.cat(drawn) if drawn else torch.zeros(0, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""On-policy distillation: a student learns from a teacher's probabilities of the tokens that the student has drawn."""
+"""On-policy distillation: a student learns from a teacher's probabilities of the tokens that the student has sampled."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @advantage_estimator("distillation")
 def distillation(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
-    """Ignore the scores: the advantages that the teacher adds are all (Thinking Machines Lab 2025, On-Policy Distillation)."""
+    """Ignore the scores and use only the teacher's advantages (Thinking Machines Lab 2025, On-Policy Distillation)."""
     return Advantages(torch.zeros(inputs.rewards.shape, dtype=torch.float32))
 
 
 def reverse_kl(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Estimate KL(student || teacher) at each drawn token: log pi_student - log pi_teacher, zero outside ``mask`` (k1).
+    """Estimate KL(student || teacher) at each sampled token: log pi_student - log pi_teacher, zero outside ``mask`` (k1).
 
-    Minus this, as advantage, makes the policy gradient that of the reverse KL of a token's distribution, with discount 0 (Agarwal
-    et al. 2023, arXiv 2306.13649, without the gradient through the sampling of earlier tokens; Gu et al. 2023, arXiv 2306.08543,
-    eq. 4). It is zero in expectation exactly where student and teacher agree.
+    If the advantage is minus this estimate, the policy gradient is the gradient of the reverse KL of a token's distribution, with
+    discount 0 (Agarwal et al. 2023, arXiv 2306.13649, without the gradient through the sampling of earlier tokens; Gu et al. 2023,
+    arXiv 2306.08543, eq. 4). Its expectation is zero exactly if student and teacher agree.
 
     Args:
-        logprobs: [N] of the student that has drawn the tokens, over the whole vocabulary.
+        logprobs: [N] logprobs of the student that has sampled the tokens, over the whole vocabulary.
         teacher_logprobs: [N], at the same temperature.
         mask: [N] bool.
     """
@@ -40,11 +40,11 @@ def reverse_kl(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """A divergence D = sum over events of a term in the teacher's probability t and the student's p.
+    """A divergence D: the sum over events of a term that depends on the teacher's probability t and the student's probability p.
 
     ``forward_kl`` is t log(t / p), ``reverse_kl`` p log(p / t). ``jsd`` is beta t log(t / m) + (1 - beta) p log(p / m) with
-    m = beta t + (1 - beta) p: the generalised Jensen-Shannon divergence (Agarwal et al. 2023, arXiv 2306.13649, eq. 1), which
-    divided by beta tends to the forward KL for small beta, and divided by 1 - beta to the reverse KL for beta near 1.
+    m = beta t + (1 - beta) p: the generalised Jensen-Shannon divergence (Agarwal et al. 2023, arXiv 2306.13649, eq. 1). Divided by
+    beta, it tends to the forward KL for small beta. Divided by 1 - beta, it tends to the reverse KL for beta near 1.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Divergence:
     coef: float = 1.0  # weight in the loss
 
     def terms(self, log_t: Tensor, log_p: Tensor) -> Tensor:
-        """Compute the term of each event, in the shape of the logprobs, which are finite."""
+        """Compute the term of each event from finite logprobs. The result has their shape."""
         if self.kind == "forward_kl":
             return log_t.exp() * (log_t - log_p)
         if self.kind == "reverse_kl":
@@ -61,12 +61,13 @@ class Divergence:
         return self.beta * log_t.exp() * (log_t - log_m) + (1 - self.beta) * log_p.exp() * (log_p - log_m)
 
     def slopes(self, log_t: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute p times the derivative of the term by p [n, k + 1], and of the last event that derivative itself [n].
+        """Compute p times the derivative of each term with respect to p [n, k + 1], and this derivative of the last event [n].
 
-        Both up to a number that all events share, which changes no gradient: the probabilities of all events add up to 1.
+        Both results leave out a constant that is equal for all events. It does not change the gradient, because the probabilities of
+        all events add up to 1.
         """
         if self.kind == "forward_kl":
-            # A rest that the student has no probability for has no part of its own to give to tokens.
+            # The last event is the rest of the vocabulary. The clamp bounds its derivative if the student's probability is near 0.
             return -log_t.exp(), -(log_t[:, -1] - log_p[:, -1]).clamp(max=80.0).exp()
         slopes = log_p - log_t
         if self.kind == "jsd":

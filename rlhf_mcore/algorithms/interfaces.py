@@ -1,7 +1,7 @@
-"""The inputs and results of advantage estimators and policy losses, and the tables of registered ones.
+"""The inputs and results of advantage estimators and policy losses, and the tables of the registered functions.
 
-A loss here takes its settings as keyword arguments, which it declares with :func:`takes`. A function of a user's own file takes the
-group ``algorithm`` as its second argument, unless it declares settings too: see docs/algorithms/custom.md.
+A loss in this package takes its settings as keyword arguments, which it declares with :func:`takes`. A function in a user's file takes
+the group ``algorithm`` as its second argument, unless it declares settings too (docs/algorithms/custom.md).
 """
 
 from __future__ import annotations
@@ -31,27 +31,30 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class AdvantageInputs:
-    """The responses of a step, in any order: tokens [N] of the rows that this rank owns, back to back, and numbers [B] of all rows.
+    """The responses of a step, in any order.
 
-    Values outside ``loss_mask`` may be anything. ``rows`` has the sums by row that estimators need.
+    Tensors [N] contain the tokens of the rows that this rank owns, back to back. Tensors [B] contain one value per row of the step.
+    Values outside ``loss_mask`` are arbitrary. ``rows`` computes the sums per row that estimators need.
     """
 
-    rewards: Tensor  # [N] float64: after shaping, and after the KL if it is part of the reward
+    rewards: Tensor  # [N] float64: after shaping, including the KL penalty if it is part of the reward
     loss_mask: Tensor  # [N] bool: trainable tokens
     rows: OwnedRows
     group_ids: Tensor  # [B] int64: equal for the responses to one prompt
-    truncated: Tensor  # [B] bool: ended by the token limit, so not by the policy
-    old_values: Tensor | None = None  # [N] float32: value of the state before a token; with a critic
-    # [B] float32: value of the state after the last token; with bootstrap_truncated
+    truncated: Tensor  # [B] bool: the token limit ended the response, not the policy
+    old_values: Tensor | None = None  # [N] float32: value of the state before a token; None without a critic
+    # [B] float32: value of the state after the last token; None without bootstrap_truncated
     bootstrap_values: Tensor | None = None
     baselines: Tensor | None = None  # [B] float64: the score of the greedy response to the same prompt
     score_parts: Tensor | None = None  # [B, K] float64: the parts of the scores that algorithm.reward_weights names
-    fields: Mapping[str, Field] = field(default_factory=dict)  # [N, ...] by name, those that the estimator ``reads``
+    fields: Mapping[str, Field] = field(
+        default_factory=dict
+    )  # [N, ...] by name: the fields that the estimator ``reads``
 
 
 @dataclass(slots=True)
 class Advantages:
-    """The result of an estimator, zero outside of the loss mask."""
+    """The result of an estimator, zero outside the loss mask."""
 
     advantages: Tensor  # [N] float32
     returns: Tensor | None = None  # [N] float32: the targets of the critic
@@ -59,10 +62,10 @@ class Advantages:
 
 @dataclass(slots=True)
 class LossInputs:
-    """The tokens of a microbatch: tensors of one shape, packed [1, N] or padded [b, T].
+    """The tokens of a microbatch: tensors of the same shape, packed [1, N] or padded [b, T].
 
-    Outside of ``mask`` the weights are 0 and the other tensors may hold anything. Inside, ``weights`` carry the division by the counts
-    of the whole minibatch and the rollout correction, which may be 0. The sequences of a microbatch are whole.
+    Outside ``mask`` the weights are 0, and other tensors contain arbitrary values. Inside, ``weights`` include the division by the
+    counts of the whole minibatch and the rollout correction, which may be 0. A microbatch contains only whole sequences.
     """
 
     logprobs: Tensor  # current, differentiable
@@ -70,18 +73,18 @@ class LossInputs:
     advantages: Tensor
     mask: Tensor  # bool: trainable tokens
     weights: Tensor
-    sequence_ids: Tensor  # int64: which sequence of the microbatch a token belongs to, 0 <= id < num_sequences
+    sequence_ids: Tensor  # int64: index of a token's sequence in the microbatch, 0 <= id < num_sequences
     num_sequences: int
-    # By name, those that the loss ``reads``: [..., k] or ragged.
+    # The fields that the loss ``reads``, by name: [..., k] or ragged.
     fields: Mapping[str, Field] = field(default_factory=dict)
 
 
 AdvantageEstimator = Callable[[AdvantageInputs, "AlgorithmConfig"], Advantages]
-# Returns the tokens' share of the loss, differentiable, and detached scalar sums over the trainable tokens for the metrics.
+# Returns the tokens' differentiable share of the loss, and detached scalar sums over the trainable tokens for metrics.
 PolicyLoss = Callable[[LossInputs], "tuple[Tensor, dict[str, Tensor]]"]
 
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
-# Policy losses that also take the settings that they declare with ``takes``.
+# Policy losses; each also takes the settings that it declares with ``takes``.
 POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {}
 
 # Decorators that register a function under its name in ``algorithm.advantage`` or ``algorithm.policy_loss``.
@@ -90,9 +93,9 @@ policy_loss = registering(POLICY_LOSSES, choices.POLICY_LOSSES)
 
 
 def reads(*names: str) -> Callable[[F], F]:
-    """Declare the fields of tokens that a loss or an estimator reads beside those that all get: ``@reads("teacher_logprobs")``.
+    """Declare further token fields that a loss or an estimator needs: ``@reads("teacher_logprobs")``.
 
-    They arrive in ``fields`` of its inputs: recorded by engines, computed by roles, or an optional field of
+    They are passed in ``fields`` of its inputs. Engines record these fields, roles compute them, or they are optional fields of
     :class:`~rlhf_mcore.types.TrainBatch`.
     """
 
@@ -117,9 +120,9 @@ def takes(*keys: str) -> Callable[[F], F]:
 
 
 def bind(function: Callable[..., R], group: Group) -> Callable[[T], R]:
-    """Return a loss that needs only its inputs: the settings that it takes are read from ``group`` here, once.
+    """Return a loss that takes only its inputs. Its settings are read from ``group`` once, here.
 
-    A function that declares none, such as one of a user's file, gets the whole group as its second argument.
+    A function that declares no settings, such as a function in a user's file, gets the whole group as its second argument.
     """
     keys: tuple[str, ...] | None = getattr(function, "takes", None)
     if keys is None:
@@ -138,7 +141,7 @@ def bind(function: Callable[..., R], group: Group) -> Callable[[T], R]:
 
 
 def fields_read(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names that ``reads`` has declared for a function."""
+    """Return the field names that a function declares with ``reads``."""
     return getattr(function, "reads", ())
 
 
@@ -146,13 +149,13 @@ def pick_fields(batch: TrainBatch, function: Callable[..., Any], chosen_by: str)
     """Return the fields of a batch that a function reads.
 
     Raises:
-        ConfigError: the batch lacks one; ``chosen_by`` is the setting that has chosen the function.
+        ConfigError: the batch lacks a field; the message names ``chosen_by``, the setting that chooses the function.
     """
     try:
         return {name: batch.field_of_tokens(name) for name in fields_read(function)}
     except KeyError as error:
         there = ", ".join(batch.fields) or "none"
         raise ConfigError(
-            f"{chosen_by} reads {error.args[0]!r} of every token, which no role computes and no engine records here "
-            f"(there is: {there}); choose another function, or configure the role that computes it"
+            f"{chosen_by} needs the field {error.args[0]!r} of every token, but no role of this run computes it and no engine records "
+            f"it (available: {there}); choose another function, or configure the role that computes it"
         ) from None

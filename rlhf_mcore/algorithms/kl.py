@@ -1,4 +1,4 @@
-"""The KL divergence between the policy and a reference: estimators for each token, and controllers of its weight."""
+"""The KL divergence between the policy and a reference: estimators per token, and controllers of its weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-KLFunction = Callable[["Tensor", float], "Tensor"]  # (d = ref_logprobs - logprobs, the largest value) -> the estimate
+KLFunction = Callable[["Tensor", float], "Tensor"]  # (d = ref_logprobs - logprobs, limit) -> estimate
 ESTIMATORS: dict[str, KLFunction] = {}
 kl_estimator = registering(ESTIMATORS, KL_ESTIMATORS)
 
@@ -28,23 +28,23 @@ def kl_penalty(
 ) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token (J. Schulman, "Approximating KL divergence", 2020).
 
-    With d = ref_logprobs - logprobs, of tokens drawn from the policy:
+    With d = ref_logprobs - logprobs for tokens sampled from the policy:
 
     - ``k1`` = -d: unbiased, high variance, may be negative;
     - ``k2`` = d^2 / 2: biased, low variance;
     - ``k3`` = exp(d) - 1 - d: unbiased and never negative (GRPO, arXiv 2402.03300, eq. 4).
 
-    This is about the value. As a loss, differentiated through ``logprobs``, k1 has an expected gradient of zero
-    (E[grad logprobs] = 0) and k2 has the gradient of the KL itself.
+    These properties refer to the value. As a loss, differentiated through ``logprobs``, k1 has an expected gradient of zero
+    (E[grad logprobs] = 0), and k2 has the gradient of the KL itself.
 
-    k3 grows as exp(d): at d = 12 one token outweighs 10^5 ordinary ones. ``clip`` bounds the value of ``k2`` and ``k3``, as
-    verl, OpenRLHF and slime do at 10; a token beyond it has that value and no gradient. ``k1`` grows only linearly and is never
-    bounded. For k3, d is also clamped from above at ``MAX_LOG_RATIO``, so that it does not overflow without ``clip``.
+    k3 grows as exp(d): at d = 12, one token outweighs 10^5 typical tokens. ``clip`` limits the value of ``k2`` and ``k3``; verl,
+    OpenRLHF and slime use 10. A token beyond the limit has the value ``clip`` and no gradient. ``k1`` grows only linearly and is never
+    limited. For k3, d is also clamped from above at ``MAX_LOG_RATIO``, so that k3 does not overflow without ``clip``.
 
     Args:
         logprobs, ref_logprobs: same shape, padded [B, T] or packed [1, N].
         estimator: one of ``ESTIMATORS``.
-        mask: bool of that shape. Outside it the result is 0, and the inputs affect neither value nor gradient.
+        mask: bool of the same shape. Outside the mask the result is 0, and the inputs affect neither value nor gradient.
         clip: largest value of a token in nats, above 0; None: no limit.
 
     Returns:
@@ -78,18 +78,18 @@ def k3(log_ratio: Tensor, limit: float) -> Tensor:
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Return ``values`` in float32, or unchanged if they are wider: differences of bf16 logprobs lose all their digits."""
+    """Return ``values`` in float32, or unchanged if they are wider, because differences of bf16 logprobs have no precision."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class FixedKL:
-    """A constant weight ``coef``. The state of this and of the other controllers is plain JSON values."""
+    """A constant weight ``coef``. The state of every controller contains only JSON values."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
 
     def update(self, kl: float) -> None:
-        """End a step in which the mean KL per response token was ``kl`` nats, the same on every rank. Local; here nothing changes."""
+        """End a step with a mean KL of ``kl`` nats per response token, equal on every rank. Local. This controller ignores it."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"name": "fixed"}
@@ -99,7 +99,11 @@ class FixedKL:
 
 
 def check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuse the state of another controller than ``own`` is of."""
+    """Check that ``state`` belongs to the controller whose state is ``own``.
+
+    Raises:
+        ConfigError: it belongs to another controller, or has other keys.
+    """
     if state.get("name") != own["name"]:
         raise ConfigError(
             f"cannot resume: algorithm.kl.controller was {state.get('name')} and is now {own['name']}; "
@@ -112,8 +116,8 @@ def check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 class AdaptiveKL:
     """A log-space proportional controller (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
 
-    coef <- coef (1 + gain clip(kl / target - 1, -0.2, 0.2)); the paper's gain is 0.1. The paper's KL is per response, this one per
-    token, as it is logged.
+    coef <- coef (1 + gain clip(kl / target - 1, -0.2, 0.2)). The paper's gain is 0.1. The paper's KL is per response; this KL is per
+    token, as in the logged metric.
     """
 
     def __init__(self, coef: float, target: float, gain: float) -> None:
@@ -122,7 +126,7 @@ class AdaptiveKL:
         self._gain = gain
 
     def update(self, kl: float) -> None:
-        # NaN has no direction.
+        # A NaN gives no direction for a change.
         if math.isnan(kl):
             return
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)
@@ -137,7 +141,7 @@ class AdaptiveKL:
 
 
 class LinearKL:
-    """A weight that moves linearly from ``start`` in the first step to ``final`` in step number ``steps``, then stays."""
+    """A weight that changes linearly from ``start`` in the first step to ``final`` in step number ``steps``, then stays constant."""
 
     def __init__(self, start: float, final: float, steps: int) -> None:
         self._start = start

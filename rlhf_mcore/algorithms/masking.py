@@ -1,7 +1,6 @@
-"""Sums over trainable tokens, and the one place where a loss is divided by global counts.
+"""Sums over trainable tokens, and the only place where a loss is divided by global counts.
 
-Values at positions outside a mask may be anything, NaN included: they are selected away, never multiplied by zero
-(0 * NaN is NaN).
+Values outside a mask are arbitrary and may be NaN. They are removed by selection, not by multiplication with zero (0 * NaN is NaN).
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """Return the scalar sum of ``weights * values`` (same shapes), skipping positions of weight zero.
 
-    With weights from :func:`row_weights` this is the microbatch's share of a KL or entropy term of the loss. Its gradient with
-    respect to ``values`` is zero where the weight is zero. If ``values`` were computed from garbage there, that computation must be
-    masked too (see the ``mask`` of :func:`~rlhf_mcore.algorithms.kl.kl_penalty`).
+    With weights from :func:`row_weights`, this is the microbatch's share of a KL or entropy term of the loss. The gradient with
+    respect to ``values`` is zero at positions of weight zero. If ``values`` were computed from invalid inputs there, that computation
+    must be masked too (see the ``mask`` of :func:`~rlhf_mcore.algorithms.kl.kl_penalty`).
     """
     return (weights * torch.where(weights != 0, values, 0)).sum()
 
@@ -36,10 +35,10 @@ def row_weights(
 ) -> Tensor:
     """Compute the weight of a row's trainable tokens: loss = sum(weights * per_token_loss) over all microbatches and all ranks.
 
-    The counts are those of the whole minibatch, so the gradient does not depend on how its rows are cut into microbatches, packed,
-    or spread over ranks. For row i with len_i trainable tokens:
+    The counts refer to the whole minibatch. The gradient therefore does not depend on how its rows are split into microbatches,
+    packed, or distributed over ranks. For row i with len_i trainable tokens:
 
-    - ``token``: 1 / num_tokens. Every token counts the same (DAPO, arXiv 2503.14476, eq. 8).
+    - ``token``: 1 / num_tokens. Every token has the same weight (DAPO, arXiv 2503.14476, eq. 8).
     - ``sequence``: 1 / (len_i * num_rows). Mean of the rows' means (GRPO, arXiv 2402.03300, eq. 3).
     - ``constant``: 1 / (constant_length * num_rows). No length bias (Dr. GRPO, arXiv 2503.20783, section 3.2).
 
@@ -47,8 +46,8 @@ def row_weights(
         num_sampled: [rows] trainable tokens of some rows of the minibatch.
         aggregation: one of ``AGGREGATIONS``.
         num_tokens: trainable tokens of the minibatch over all ranks.
-        num_rows: rows of the minibatch over all ranks, including those without a trainable token.
-        constant_length: tokens; used and needed by ``constant`` only.
+        num_rows: rows of the minibatch over all ranks, including rows without a trainable token.
+        constant_length: number of tokens; used and required only by ``constant``.
 
     Returns:
         [rows] float32.
@@ -56,7 +55,7 @@ def row_weights(
     Raises:
         ValueError: unknown aggregation, or ``constant`` without a positive length.
     """
-    # A minibatch without any trainable token has nothing to divide; the minimum of 1 only keeps 0 / 0 away.
+    # The minimum of 1 only prevents 0 / 0 in a minibatch without any trainable token.
     ones = torch.ones(len(num_sampled))
     if aggregation == "token":
         divisor = ones * max(num_tokens, 1)

@@ -1,6 +1,7 @@
-"""Losses of policies that learn from pairs of a better and a worse response.
+"""Losses for policies that learn from pairs of a better and a worse response.
 
-Each takes logprobs of whole responses, so it does not depend on how a batch is cut, and returns a loss and the implicit rewards.
+Each loss takes the logprobs of whole responses, so it does not depend on how a batch is split. It returns the losses and the implicit
+rewards.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Responses of b pairs. Column 0 holds the chosen ones, column 1 the rejected ones."""
+    """The responses of b pairs. Column 0 contains the chosen responses, column 1 the rejected responses."""
 
     logprobs: Tensor  # [b, 2] sum over the tokens of a response, differentiable
     lengths: Tensor  # [b, 2] tokens of a response, at least 1
-    ref_logprobs: Tensor | None = None  # [b, 2] of the reference; None with a loss that reads none
-    divergence: float = 0.0  # of the policy from the reference, in nats of a response
+    ref_logprobs: Tensor | None = None  # [b, 2] the reference's logprobs; None if the loss does not use them
+    divergence: float = 0.0  # divergence of the policy from the reference, in nats per response
 
     @property
     def log_ratios(self) -> Tensor:
-        """Log of the probability of each response over that of the reference: [b, 2]."""
+        """Return the log ratio of the policy's and the reference's probability of each response: [b, 2]."""
         assert self.ref_logprobs is not None
         return self.logprobs - self.ref_logprobs
 
 
-# Returns the losses [b] of pairs, differentiable, and the rewards [b, 2] that the policy implies of their responses.
+# Returns the differentiable losses [b] of pairs, and the policy's implicit rewards [b, 2] of their responses.
 PreferenceLoss = Callable[[Pairs], "tuple[Tensor, Tensor]"]
 
-# These also take the settings that they declare with ``takes``.
+# These functions also take the settings that they declare with ``takes``.
 PREFERENCE_LOSSES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
 
 preference_loss = registering(PREFERENCE_LOSSES, choices.PREFERENCE_LOSSES)
@@ -58,13 +59,13 @@ def find_preference_loss(cfg: DpoConfig) -> PreferenceLoss:
 def sum_of_pairs(
     pairs: Pairs, weights: Tensor, loss: PreferenceLoss, nll_coef: float = 0.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum the losses of pairs, and of their chosen responses the negative log-likelihood, mean over tokens.
+    """Sum the losses of pairs, and the negative log-likelihoods of their chosen responses (mean over tokens).
 
-    The second term is that of RPO (Pang et al. 2024, arXiv 2404.19733, eq. 1), with ``nll_coef`` as its weight alpha.
+    The second term is from RPO (Pang et al. 2024, arXiv 2404.19733, eq. 1), with ``nll_coef`` as its weight alpha.
 
     Args:
-        loss: of :func:`find_preference_loss`.
-        weights: [b], 1 / pairs of the whole minibatch; pairs of weight 0 may hold anything.
+        loss: a loss from :func:`find_preference_loss`.
+        weights: [b], 1 / pairs of the whole minibatch; pairs with weight 0 may contain any values.
 
     Returns:
         The pairs' scalar share of the loss, and the detached sums of ``pair_sums`` over their rewards.
@@ -86,12 +87,12 @@ def sum_of_pairs(
 @preference_loss("dpo")
 @takes("beta", "label_smoothing")
 def dpo(pairs: Pairs, *, beta: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290, eq. 7).
+    """Compute direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290, eq. 7).
 
     loss = -(1 - e) log sigmoid(h) - e log sigmoid(-h),  h = r_w - r_l,  r = beta (log pi(y) - log ref(y))
 
-    with label smoothing e it is cDPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf): a share e of the pairs is labelled wrongly.
-    e = 0 is DPO.
+    e = 0 is DPO. Label smoothing e > 0 is cDPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf), which assumes that a share e of the
+    pairs is labelled wrongly.
     """
     rewards = beta * pairs.log_ratios
     margins = rewards[:, 0] - rewards[:, 1]
@@ -101,11 +102,12 @@ def dpo(pairs: Pairs, *, beta: float, label_smoothing: float) -> tuple[Tensor, T
 @preference_loss("ipo")
 @takes("beta")
 def ipo(pairs: Pairs, *, beta: float) -> tuple[Tensor, Tensor]:
-    """Identity preference optimisation (Azar et al. 2023, arXiv 2310.12036, eq. 17, with tau = beta).
+    """Compute identity preference optimisation (Azar et al. 2023, arXiv 2310.12036, eq. 17, with tau = beta).
 
     loss = (h - 1 / (2 beta))^2,  h = m_w - m_l,  m = (log pi(y) - log ref(y)) / tokens of y
 
-    The log ratios are means over tokens and not the paper's sums, as in TRL: so the target does not depend on how long responses are.
+    The log ratios are means over tokens instead of the paper's sums, as in TRL, so that the target does not depend on the length of
+    the responses.
     """
     means = pairs.log_ratios / pairs.lengths
     return (means[:, 0] - means[:, 1] - 1 / (2 * beta)).square(), beta * means
@@ -114,7 +116,7 @@ def ipo(pairs: Pairs, *, beta: float) -> tuple[Tensor, Tensor]:
 @preference_loss("simpo")
 @takes("beta", "gamma")
 def simpo(pairs: Pairs, *, beta: float, gamma: float) -> tuple[Tensor, Tensor]:
-    """Simple preference optimisation (Meng et al. 2024, arXiv 2405.14734, eq. 6). There is no reference.
+    """Compute simple preference optimisation (Meng et al. 2024, arXiv 2405.14734, eq. 6), which needs no reference.
 
     loss = -log sigmoid(r_w - r_l - gamma),  r = beta log pi(y) / tokens of y
     """
@@ -125,11 +127,11 @@ def simpo(pairs: Pairs, *, beta: float, gamma: float) -> tuple[Tensor, Tensor]:
 @preference_loss("orpo")
 @takes("beta")
 def orpo(pairs: Pairs, *, beta: float) -> tuple[Tensor, Tensor]:
-    """Odds ratio preference optimisation (Hong et al. 2024, arXiv 2403.07691, eq. 4 to 7). There is no reference.
+    """Compute odds ratio preference optimisation (Hong et al. 2024, arXiv 2403.07691, eq. 4 to 7), which needs no reference.
 
     loss = -m_w - beta log sigmoid(o_w - o_l),  m = log pi(y) / tokens of y,  o = log(p / (1 - p)) with p = exp(m)
 
-    ``beta`` is the paper's lambda. A response that is certain has infinite odds; its m is bounded where it has no gradient left.
+    ``beta`` is the paper's lambda. A response with probability 1 has infinite odds, so its m is bounded and has no gradient there.
     """
     means = pairs.logprobs / pairs.lengths
     log_odds = means - _log_complement(means.clamp(max=-torch.finfo(means.dtype).eps))
@@ -139,11 +141,11 @@ def orpo(pairs: Pairs, *, beta: float) -> tuple[Tensor, Tensor]:
 @preference_loss("kto")
 @takes("beta", "desirable_weight", "undesirable_weight")
 def kto(pairs: Pairs, *, beta: float, desirable_weight: float, undesirable_weight: float) -> tuple[Tensor, Tensor]:
-    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8). A pair is two responses with a label each.
+    """Compute Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8) of a pair's two labelled responses.
 
     loss = (w_d (1 - sigmoid(r_w - beta z)) + w_u (1 - sigmoid(beta z - r_l))) / 2,  r = beta (log pi(y) - log ref(y))
 
-    with z the divergence, which has no gradient, and the weights w_d of desirable and w_u of undesirable responses.
+    z is the divergence, which has no gradient. w_d and w_u are the weights of desirable and undesirable responses.
     """
     rewards = beta * pairs.log_ratios
     gains = rewards - beta * pairs.divergence
@@ -152,7 +154,7 @@ def kto(pairs: Pairs, *, beta: float, desirable_weight: float, undesirable_weigh
 
 
 def mean_divergence(logprobs: Tensor, ref_logprobs: Tensor) -> float:
-    """Estimate KTO's z from sums of logprobs [b] of responses to other prompts: their mean log ratio, at least 0."""
+    """Estimate KTO's z from the summed logprobs [b] of responses to other prompts: the mean log ratio, at least 0."""
     return max(float((logprobs - ref_logprobs).mean()), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Finds functions by their names in a configuration: those of this package, or one of a user's file (``path/to/file.py:name``)."""
+"""Find functions by their names in a configuration: in this package, or in a user's file (``path/to/file.py:name``)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,21 @@ F = TypeVar("F")
 
 
 def find_advantage_estimator(name: str) -> AdvantageEstimator:
-    """Return the estimator that ``algorithm.advantage`` names. A user's file is executed once, here.
+    """Return the estimator that ``algorithm.advantage`` names. If it is in a user's file, the file is executed once, here.
 
     Raises:
-        ConfigError: an unknown name, or a file that is missing, broken or without the function.
+        ConfigError: the name is unknown, or the file is missing, raises an error or lacks the function.
     """
     function = _find(ADVANTAGE_ESTIMATORS, name, "algorithm.advantage")
     return _with_checks(function, name) if is_file_spec(name) else function
 
 
 def find_policy_loss(cfg: AlgorithmConfig) -> PolicyLoss:
-    """Return the loss that ``algorithm.policy_loss`` names, with its settings bound. Errors: see :func:`find_advantage_estimator`."""
+    """Return the loss that ``algorithm.policy_loss`` names, with its settings bound.
+
+    Raises:
+        ConfigError: as in :func:`find_advantage_estimator`.
+    """
     return bind(_find(POLICY_LOSSES, cfg.policy_loss, "algorithm.policy_loss"), cfg)
 
 
@@ -49,18 +53,20 @@ def _find(table: dict[str, F], name: str, key: str) -> F:
 
 
 def _with_checks(function: AdvantageEstimator, name: str) -> AdvantageEstimator:
-    """Wrap a user's estimator so that its result is checked at once."""
+    """Wrap a user's estimator to check its result at once."""
 
     @wraps(function)
     def estimate(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
         result = function(inputs, cfg)
         if not isinstance(result, Advantages):
-            raise ValueError(f"algorithm.advantage={name} returned {type(result).__name__}: return an Advantages")
+            raise ValueError(f"algorithm.advantage={name} returned {type(result).__name__}; return an Advantages")
         for part in ("advantages", "returns"):
             tensor = getattr(result, part)
             if tensor is not None and tensor.shape != inputs.rewards.shape:
                 shapes = f"{list(tensor.shape)}, not {list(inputs.rewards.shape)}"
-                raise ValueError(f"algorithm.advantage={name} returned {part} of shape {shapes}: give every token one")
+                raise ValueError(
+                    f"algorithm.advantage={name} returned {part} of shape {shapes}; return one value per token"
+                )
         return result
 
     return estimate

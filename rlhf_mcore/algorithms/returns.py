@@ -1,4 +1,4 @@
-"""Advantages of sums over the tokens, or the turns, that follow: one function per paper, registered as those of ``advantages``."""
+"""Advantages from discounted sums over later tokens or turns: one function per paper, registered as in ``advantages``."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ if TYPE_CHECKING:
 
 @advantage_estimator("gae")
 def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
-    """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438, eq. 16).
+    """Compute generalised advantage estimates (Schulman et al. 2015, arXiv 1506.02438, eq. 16).
 
     A_t = sum_k (gamma lam)^k delta_{t+k},   delta_t = r_t + gamma V_{t+1} - V_t,   returns_t = A_t + V_t
 
-    over the trainable tokens of a response. Other tokens between them (a tool's output) are skipped, and gamma is multiplied by
-    ``turn_gamma`` there. With ``turn_credit`` the steps are turns, with V before the first token of a turn, the sum of its rewards
-    and ``turn_gamma`` as gamma (Li et al. 2025, Turn-PPO, arXiv 2512.17008). After the last token V is 0, but with
-    ``bootstrap_truncated`` it is ``bootstrap_values`` if the token limit ended the response (Pardo et al. 2018, arXiv 1712.00378).
-    ``whiten_advantages`` normalises the advantages over all tokens, but not ``returns``.
+    The sums are over the trainable tokens of a response. Other tokens between them (a tool's output) are skipped; there gamma is
+    multiplied by ``turn_gamma``. With ``turn_credit`` the steps are turns: V is the value before the first token of a turn, r is the
+    sum of the turn's rewards, and gamma is ``turn_gamma`` (Li et al. 2025, Turn-PPO, arXiv 2512.17008). After the last token V is 0.
+    With ``bootstrap_truncated``, V is ``bootstrap_values`` if the token limit ended the response (Pardo et al. 2018, arXiv
+    1712.00378). ``whiten_advantages`` normalises the advantages over all tokens, but not ``returns``.
 
-    ``critic_lam`` is the lam of the returns, and ``lam_alpha`` makes that of the advantages 1 - 1 / (alpha l) for a response of l
-    steps, at least 0 (VAPO, Yue et al. 2025, arXiv 2504.05118, sections 4.1 and 4.2).
+    ``critic_lam`` is lam for the returns. With ``lam_alpha``, lam for the advantages is 1 - 1 / (alpha l) for a response of l steps,
+    and at least 0 (VAPO, Yue et al. 2025, arXiv 2504.05118, sections 4.1 and 4.2).
     """
     assert inputs.old_values is not None, "gae needs the critic's values"
     ends = torch.zeros_like(inputs.truncated, dtype=torch.float64)  # [B]
     if cfg.bootstrap_truncated:
-        assert inputs.bootstrap_values is not None, (
-            "a truncated response needs the value of the state it was cut off in"
-        )
+        assert inputs.bootstrap_values is not None, "a truncated response needs the value of its last state"
         ends = torch.where(inputs.truncated, inputs.bootstrap_values.double(), ends)
     values = torch.where(inputs.loss_mask, inputs.old_values.double(), 0)
     advantages, returns = _lambda_advantages(inputs, values, ends, cfg, cfg.lam, cfg.lam_alpha)
@@ -48,9 +46,9 @@ def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
 
 @advantage_estimator("reinforce")
 def reinforce(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
-    """Discounted sum of the rewards from a token on (Williams 1992), A_t = sum_k gamma^k r_{t+k}; see ``whiten_advantages``.
+    """Compute the discounted sum of the rewards from each token on (Williams 1992): A_t = sum_k gamma^k r_{t+k}.
 
-    Turns are handled as in :func:`gae`.
+    Turns are handled as in :func:`gae`. ``whiten_advantages`` normalises the advantages over all tokens.
     """
     advantages = discount_rewards(inputs, cfg)
     if cfg.whiten_advantages:
@@ -60,17 +58,17 @@ def reinforce(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
 
 @advantage_estimator("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
-    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): :func:`reinforce`, normalised over all tokens of the step."""
+    """Compute :func:`reinforce`, normalised over all tokens of the step: REINFORCE++ (Hu et al. 2025, arXiv 2501.03262)."""
     advantages = reinforce(inputs, cfg).advantages if cfg.whiten_advantages else discount_rewards(inputs, cfg)
     return Advantages(whiten(advantages, inputs.loss_mask, inputs.rows).float())
 
 
 @advantage_estimator("remax")
 def remax(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
-    """Sum of the rewards from a token on, minus the greedy response's score: ReMax (Li et al. 2023, arXiv 2310.10505, algorithm 1).
+    """Compute the sum of later rewards minus the greedy response's score: ReMax (Li et al. 2023, arXiv 2310.10505, algorithm 1).
 
-    A_t = sum_k r_{t+k} - b, with the score b of the greedy response to the same prompt. b does not depend on what was sampled, so the
-    gradient stays unbiased. The KL of the reward is in the r of the sampled response alone.
+    A_t = sum_k r_{t+k} - b, where b is the score of the greedy response to the same prompt. b does not depend on the sampled response,
+    so the gradient stays unbiased. A KL penalty in the reward is part of the sampled response's r, but not of b.
     """
     assert inputs.baselines is not None, "remax needs the scores of greedy responses"
     sums = discount_rewards(inputs, cfg.model_copy(update={"gamma": 1.0, "turn_gamma": 1.0, "turn_credit": False}))
@@ -92,10 +90,10 @@ def _lambda_advantages(
     lam: float,
     alpha: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns [N] float64 by the recursion over tokens, or turns, of each row; zero outside the mask.
+    """Compute advantages and returns [N] float64 by recursion over the tokens or turns of each row; zero outside the mask.
 
-    ``values`` [N] are V(state before a token), ``ends`` [B] V(state after the last token). ``turn_gamma`` is not applied there.
-    With ``alpha``, lam is 1 - 1 / (alpha times the steps of a row).
+    ``values`` [N] is V(state before a token), ``ends`` [B] is V(state after the last token), to which ``turn_gamma`` is not applied.
+    With ``alpha``, lam is 1 - 1 / (alpha times the number of steps of a row).
     """
     turns = OwnedTurns.of(inputs.loss_mask, inputs.rows)
     values = values[turns.tokens]
@@ -123,10 +121,10 @@ def _sum_deltas(rewards: Tensor, values: Tensor, rows: Tensor, ends: Tensor, gam
     """Compute A_k = delta_k + gamma_k lam_k A_{k+1} over the steps [K] of each row, from the right, in float64. ``rows`` ascends."""
     decays = gammas * lams
     rows, sizes = rows.unique_consecutive(return_counts=True)
-    # Longest rows first: those that still have a step k from their end are always the first ones.
+    # Sort the rows by length, the longest first. The rows with at least k steps are then always the first rows.
     order = sizes.argsort(descending=True, stable=True)
     last = (sizes.cumsum(0) - 1)[order]
-    # How many rows have more than k steps, by k.
+    # Number of rows with more than k steps, for each k.
     num_longer = sizes.bincount().flip(0).cumsum(0).flip(0)[1:].tolist()
     next_values, advantages = ends[rows[order]], torch.zeros(len(rows), dtype=torch.float64)
     result = torch.zeros_like(rewards)

@@ -1,7 +1,7 @@
-"""The rows of a step that one rank owns, and sums by row that all ranks know.
+"""The rows of a step that a rank owns, and sums per row that are equal on all ranks.
 
-Everything that ranks must agree on is a number per row, computed by the rank that owns the row, or follows from such numbers. So no
-result depends on which rank owns which row, to the last bit.
+All values that ranks must agree on are numbers per row, which the owner of the row computes, or are derived from such numbers. So the
+results do not depend on which rank owns which row, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class OwnedRows:
-    """R of the B rows of a step, with their tokens back to back, N in all.
+    """R of the B rows of a step, with their N tokens back to back.
 
     Args:
         rows: [R] int64, ascending: the rows that this rank owns.
         lengths: [B] int64: tokens of every row of the step.
-        merge: takes [B, ...] that is zero but for these rows, and returns the sum over all ranks. The default is for a rank that owns
-            all rows.
+        merge: takes a tensor [B, ...] that is zero except for these rows, and returns the sum over all ranks. The default is for a
+            rank that owns all rows.
     """
 
     rows: Tensor
@@ -34,7 +34,7 @@ class OwnedRows:
 
     @property
     def num_rows(self) -> int:
-        """B, the number of rows of the step."""
+        """Return B, the number of rows of the step."""
         return len(self.lengths)
 
     def to_tokens(self, per_row: Tensor) -> Tensor:
@@ -46,12 +46,15 @@ class OwnedRows:
         return self.merge(self.local_sums(values, mask))
 
     def local_sums(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Do what ``sums`` does without the other ranks: zero for all rows that this rank does not own."""
+        """Compute ``sums`` only for the rows that this rank owns; other rows are zero. Local."""
         zeros = torch.zeros(self.num_rows, dtype=torch.float64)
         return zeros.index_add_(0, self.token_rows[mask], values[mask].double())
 
     def extremes(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return smallest and largest of ``values`` [N] in ``mask`` [N] by row, 0 if it has none: [B] float64 each, on every rank."""
+        """Return the minimum and maximum of ``values`` [N] in ``mask`` [N] for each row: [B] float64 each, on every rank.
+
+        Rows without a token in the mask have 0.
+        """
         extremes = torch.zeros(self.num_rows, 2, dtype=torch.float64)
         rows, inside = self.token_rows[mask], values[mask].double()
         for column, reduce in enumerate(("amin", "amax")):
@@ -60,7 +63,7 @@ class OwnedRows:
         return smallest, largest
 
     def last(self, mask: Tensor) -> Tensor:
-        """Mark the last token in ``mask`` [N] of each row that has one. Returns [N] bool."""
+        """Mark the last token in ``mask`` [N] of each row, if any. Returns [N] bool."""
         places = mask.nonzero().flatten()
         rows = self.token_rows[places]
         is_last = torch.ones(len(places), dtype=torch.bool)

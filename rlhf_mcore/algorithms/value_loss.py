@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Squared error of the values, clipped around the old ones (Schulman et al., OpenAI baselines ppo2; Engstrom et al. 2020,
-    arXiv 2005.12729, section 3).
+    """Compute the squared error of the values, clipped around the old values (Schulman et al., OpenAI baselines ppo2; Engstrom et al.
+    2020, arXiv 2005.12729, section 3).
 
     loss = 1/2 sum_t w_t max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, -clip, clip) - R_t)^2)
 
     Args:
         values: current, differentiable; padded [b, T] or packed [1, N].
-        old_values, returns, weights: same shape, constants. Positions of weight 0 affect neither loss nor gradient.
-        clip: largest step away from the old value that is rewarded; None: the plain squared error.
+        old_values, returns, weights: same shape, constants. Positions with weight 0 affect neither loss nor gradient.
+        clip: largest change from the old value that reduces the loss; None: the plain squared error.
 
     Returns:
-        The tokens' scalar share of the loss, and detached sums over the tokens of weight above 0: ``clip_fraction`` (tokens whose
+        The tokens' scalar share of the loss, and detached sums over the tokens with a weight above 0: ``clip_fraction`` (tokens whose
         gradient the bound removes) and ``values``.
     """
     trainable = weights > 0
@@ -52,9 +52,9 @@ def value_loss(
 
 @torch.no_grad()
 def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor, rows: OwnedRows) -> dict[str, float]:
-    """Return the sums over the tokens in ``mask`` of all rows that :func:`explained_variance` needs.
+    """Return the sums that :func:`explained_variance` needs, over the tokens in ``mask`` of all rows.
 
-    ``values``, ``returns`` and ``mask`` are [N], of the rows that this rank owns.
+    ``values``, ``returns`` and ``mask`` are [N], for the rows that this rank owns.
     """
     target = torch.where(mask, returns, 0).double()
     error = target - torch.where(mask, values, 0).double()
@@ -69,30 +69,30 @@ def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor, rows:
 
 
 def explained_variance(sums: Mapping[str, float]) -> float:
-    """Compute 1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that knows only the mean.
+    """Compute 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a critic that predicts only the mean.
 
-    It is 0 if the returns do not vary.
+    The result is 0 if the returns do not vary.
     """
     count = max(sums["count"], 1.0)
     variance = sums["returns_squared"] / count - (sums["returns"] / count) ** 2
     unexplained = sums["errors_squared"] / count - (sums["errors"] / count) ** 2
-    # Of equal returns the subtraction leaves only rounding.
+    # If the returns are equal, the subtraction leaves only rounding errors.
     if variance <= 1e-12 * max(sums["returns_squared"] / count, 1e-30):
         return 0.0
     return 1.0 - unexplained / variance
 
 
-# Returns further from the centre, in spreads, are clamped: one reward of 1e38 must not decide the divisor of all later ones.
+# Returns further than this many spreads from the centre are clamped, so that one reward of 1e38 cannot dominate all later divisors.
 MAX_DEVIATIONS = 100.0
 
 
 @dataclass(slots=True)
 class ReturnNormalizer:
-    """Running mean and deviation of the returns, so that a critic predicts numbers around 0 and 1 (value whitening).
+    """The running mean and deviation of the returns, so that a critic predicts normalised values (value whitening).
 
-    The critic's outputs are ``denormalize``d before advantages are computed, its targets ``normalize``d. Moments are over all returns
-    so far (Chan et al. 1983), not over the last step, so that predictions of different steps are comparable (Yu et al. 2022, MAPPO,
-    arXiv 2103.01955, section 3). Before the first update both functions are the identity.
+    The critic's outputs are ``denormalize``d before advantages are computed, and its targets are ``normalize``d. The moments include
+    all returns so far (Chan et al. 1983), not only the last step, so that predictions of different steps are comparable (Yu et al.
+    2022, MAPPO, arXiv 2103.01955, section 3). Before the first update both functions are the identity.
     """
 
     count: float = 0.0
@@ -105,11 +105,11 @@ class ReturnNormalizer:
         return math.sqrt(variance) if variance > 1e-12 else 1.0
 
     def update(self, returns: Tensor, mask: Tensor, rows: OwnedRows) -> None:
-        """Add the returns [N] of a step in the bool mask, of the rows that this rank owns. Moments are over all rows.
+        """Add the returns [N] of a step in the bool mask, for the rows that this rank owns. The moments include all rows.
 
-        Returns that are not finite are skipped. Those further than ``MAX_DEVIATIONS`` spreads from the centre are clamped there. The
-        centre is the median of the rows' means. The spread is the distance within which three quarters of the rows are, or the
-        running deviation if that is larger.
+        Returns that are not finite are skipped. Returns further than ``MAX_DEVIATIONS`` spreads from the centre are clamped. The
+        centre is the median of the rows' means. The spread is the distance that includes three quarters of the rows, or the running
+        deviation if it is larger.
         """
         mask = mask & returns.isfinite()
         counts = rows.sums(torch.ones_like(returns), mask)
@@ -139,7 +139,11 @@ class ReturnNormalizer:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the state of :meth:`state_dict`. Raises ConfigError for other keys."""
+        """Restore a state of :meth:`state_dict`.
+
+        Raises:
+            ConfigError: the state has other keys.
+        """
         names = {field.name for field in fields(self)}
         if set(state) != names:
             raise ConfigError(

@@ -5,8 +5,9 @@
 
     trained = rm.train(model="my-model", prompts=rows, reward=right, algorithm="grpo", num_steps=5)
 
-It is what ``rlhf-mcore train`` does: the same checks, run directory, checkpoints and resume; ``evaluate``, ``convert`` and ``plan``
-likewise. Without torchrun a run has one process, this one; a script that torchrun starts in several processes trains in all of them.
+``rm.train`` works like ``rlhf-mcore train``, with the same checks, run directory, checkpoints and resume. ``evaluate``, ``convert``
+and ``plan`` work like their commands. Without torchrun, a run uses only the current process. If torchrun starts a script in several
+processes, the run uses all of them.
 """
 
 from __future__ import annotations

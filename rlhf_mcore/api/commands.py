@@ -1,4 +1,4 @@
-"""Evaluation, conversion and plans from Python."""
+"""The commands evaluate, convert and plan as Python functions."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The result of an evaluation, on the first rank; empty on others.
+    """The result of an evaluation on the first rank; empty on other ranks.
 
-    ``results`` are figures over all prompts: a number, or a dict of ``value``, ``low`` and ``high`` (95 % interval). ``samples`` are
-    the graded responses. ``comparison`` is that with ``evaluate.compare``, as in comparison.json. ``directory`` holds their files.
+    ``results`` contains figures over all prompts: numbers, or dicts of ``value``, ``low`` and ``high`` (95 % interval). ``samples``
+    contains the scored responses. ``comparison`` is the comparison with ``evaluate.compare``, as in comparison.json. ``directory``
+    contains the files with these results.
     """
 
     results: dict[str, Any]
@@ -56,22 +57,22 @@ def evaluate(
     reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
     prompts: Rows | None = None,
 ) -> Evaluation:
-    """Score a model on held-out prompts, as ``rlhf-mcore evaluate`` does. Collective over the world.
+    """Score a model on held-out prompts, like ``rlhf-mcore evaluate``. Collective over the world.
 
     Args:
-        cfg: of the training run, or a shorter one; it is not changed.
-        checkpoint: in the place of ``evaluate.checkpoint``; without both the latest checkpoint of the configuration's own run.
-        compare: in the place of ``evaluate.compare``: an improvement on it is positive.
-        reward: as of ``train``. Responses that it has scored are scored again where its name or its code has changed.
-        prompts: texts, or rows, in the place of ``data.eval``.
+        cfg: configuration of the training run, or a smaller one; it is not changed.
+        checkpoint: replaces ``evaluate.checkpoint``. Without both, the latest checkpoint of the configuration's own run is used.
+        compare: replaces ``evaluate.compare``; positive differences mean that ``checkpoint`` is better.
+        reward: as in ``train``. If its name or code has changed, all responses are scored again.
+        prompts: texts or rows, which replace ``data.eval``.
 
     Raises:
-        ConfigError: a mistake in the configuration, the data, the reward or the checkpoint.
+        ConfigError: the configuration, the data, the reward or the checkpoint is invalid.
     """
     from rlhf_mcore.commands.evaluate.checkpoints import default_checkpoint, validate_evaluation
 
     if cfg is None:
-        raise refusal("cfg", cfg, "give what rm.load_config or rm.Config returns")
+        raise refusal("cfg", cfg, "give a configuration from rm.load_config or rm.Config")
     cfg = run_config(cfg, {}, reward=reward, eval_prompts=prompts)
     if checkpoint is not None:
         cfg.evaluate.checkpoint = str(checked_path("checkpoint", checkpoint))
@@ -107,10 +108,10 @@ def convert(
     verify: bool = False,
     overwrite: bool = False,
 ) -> Converted:
-    """Convert a model between formats, as ``rlhf-mcore convert`` does with options of these names, in this process.
+    """Convert a model between formats in this process, like ``rlhf-mcore convert`` with options of the same names.
 
     Raises:
-        ConfigError: the source is not a whole, safe model of a known family, or the destination cannot be made.
+        ConfigError: the source is incomplete, unsafe or of an unknown family, or the destination cannot be created.
     """
     from rlhf_mcore.commands.convert.command import DTYPES, FORMATS, ROLES, TARGETS, check_destination, num_bytes
     from rlhf_mcore.commands.convert.conversion import Conversion, run
@@ -140,15 +141,15 @@ def convert(
             overwrite=overwrite,
         )
     )
-    assert converted is not None, "this is no dry run"
+    assert converted is not None, "only a dry run returns None"
     return converted
 
 
 def plan(cfg: Config, world_size: int | None = None, gpu: str = "H100") -> RunPlan:
-    """Estimate memory, traffic and time of a run, as ``rlhf-mcore plan`` does; ``fits`` tells whether it fits.
+    """Estimate memory, traffic and time of a run, like ``rlhf-mcore plan``. The attribute ``fits`` is True if the run fits.
 
     Raises:
-        ConfigError: a mistake in the configuration, or there is no such device.
+        ConfigError: the configuration is invalid, or the GPU model is unknown.
     """
     from rlhf_mcore.planning.inputs import GPUS, device_and_assumptions
     from rlhf_mcore.planning.plan import make_plan

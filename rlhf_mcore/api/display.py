@@ -1,4 +1,4 @@
-"""Shows results in notebooks as small tables in HTML."""
+"""HTML tables that show results in notebooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTH, _HEIGHT = 240, 40
 
 
 def of_run(finished: bool, directory: Path, model: Path, metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of a run's paths and curves."""
+    """Return an HTML table with a run's paths and curves."""
     rows = [
         ("run", "finished" if finished else "ended early"),
         ("directory", directory),
@@ -35,7 +35,7 @@ def of_run(finished: bool, directory: Path, model: Path, metrics: Sequence[Mappi
 
 
 def of_evaluation(results: Mapping[str, Any], comparison: Mapping[str, Any], directory: Path | None) -> str:
-    """Return a table of figures with their intervals, and of differences if there was a comparison."""
+    """Return an HTML table with figures and their intervals, and with differences if there is a comparison."""
     cells = [_row(escape(name), _figure(value)) for name, value in results.items()]
     for name, value in comparison.items():
         if isinstance(value, Mapping) and isinstance(value.get("difference"), Mapping):

@@ -1,4 +1,4 @@
-"""Turns arguments given in the place of keys (rewards, rows of data) into a configuration and its run directory."""
+"""Convert arguments that replace keys (rewards, rows of data) to a configuration and its run directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_mcore.rewards.user_function import load_reward
 
 _COLUMNS = ("data_source", "reward_model", "extra_info", "ability", "answer")  # these are always read
 DATA_FILES = (".parquet", ".jsonl")
-# Keys that may change without making another run.
+# Keys that may change without starting a new run.
 _NOT_THE_RUN = (*FREE, "trainer.num_steps", "data.train", "data.eval")
 
 
@@ -32,14 +32,14 @@ def run_config(
     prompts: Any = None,
     eval_prompts: Any = None,
 ) -> Config:
-    """Build the configuration of a run from ``cfg`` and settings, or settings only, and the other arguments.
+    """Build the configuration of a run from ``cfg`` (optional), settings and the other arguments.
 
-    Without ``cfg`` and ``experiment`` the run directory is named after a digest of the run's inputs: the same call continues its run,
-    and a call with another reward, other prompts or other settings begins a new one. More steps, or another way of saving and showing
-    a run, do not make it another run.
+    Without ``cfg`` and ``experiment``, the run directory is named after a digest of the run's inputs. The same call then continues
+    its run, and a call with another reward, other prompts or other settings starts a new run. The number of steps, and settings for
+    saving and display, do not change the digest.
 
     Raises:
-        ConfigError: a mistake in an argument.
+        ConfigError: an argument is invalid.
     """
     if cfg is None:
         result = checked_config(Config(settings))
@@ -63,7 +63,7 @@ def run_config(
 
 
 def _digest(cfg: Config, given: Mapping[str, list[str] | bytes]) -> str:
-    """Return a digest of a run's inputs, the same on every rank and in every process."""
+    """Return a digest of a run's inputs, which is equal on every rank and in every process."""
     from rlhf_mcore.trainer.inputs import own_files
 
     values = {key: value for key, value in leaves(to_dict(cfg)) if not key.startswith(_NOT_THE_RUN)}
@@ -76,10 +76,10 @@ def _digest(cfg: Config, given: Mapping[str, list[str] | bytes]) -> str:
 
 
 def reward_settings(reward: Any) -> dict[str, Any]:
-    """Return the settings with which a function or a rule scores, or several, or a dict of the group ``reward``.
+    """Return the settings for a reward: a function, a rule, a list of both, or a dict with the group ``reward``.
 
     Raises:
-        ConfigError: it is neither, or does not take what a reward is given.
+        ConfigError: the reward is none of these, or its function does not accept a reward's arguments.
     """
     if isinstance(reward, Mapping):
         return {"reward": reward}
@@ -97,7 +97,7 @@ def reward_settings(reward: Any) -> dict[str, Any]:
 
 
 def _settings_of_several(rewards: Sequence[Any], remedy: str) -> dict[str, Any]:
-    """Return the settings with which functions and rules score together: each of them, or a pair of it and its weight."""
+    """Return the settings for several functions and rules, each alone or as a pair with its weight."""
     rules: list[Any] = []
     functions: list[Any] = []
     if not rewards:
@@ -119,16 +119,16 @@ def _settings_of_several(rewards: Sequence[Any], remedy: str) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------- rows of data
 def rows_of(name: str, given: Any, prompt_key: Any) -> list[str] | bytes:
-    """Return paths of data files, or the content of one as lines of JSON.
+    """Return the paths of data files, or the rows as lines of JSON.
 
     Args:
-        name: that of the argument, for messages.
-        given: a path or several, texts, rows (dicts), conversations (lists of messages), a table of pandas or
-            a data set of Hugging Face.
-        prompt_key: as ``data.prompt_key``, under which a text or a conversation is written.
+        name: name of the argument, for messages.
+        given: one or several paths, texts, rows (dicts), conversations (lists of messages), a pandas table or a Hugging Face
+            data set.
+        prompt_key: ``data.prompt_key``, the column for texts and conversations.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: ``given`` is none of these.
     """
     wanted = (
         "give a list of texts, or of dicts with the columns that data names, or the path of a .parquet or .jsonl file"
@@ -159,17 +159,17 @@ def _line(name: str, row: Any, prompt_key: str, wanted: str) -> bytes:
     if isinstance(row, str) or is_conversation:
         row = {prompt_key: row}
     if not isinstance(row, Mapping):
-        raise ConfigError(f"{name}: {shown(row)} is no prompt; {wanted}")
+        raise ConfigError(f"{name}: {shown(row)} is not a prompt; {wanted}")
     if wrong := [column for column in row if not isinstance(column, str)]:
-        raise ConfigError(f"{name}: the column {shown(wrong[0])} of a row is no text; {wanted}")
+        raise ConfigError(f"{name}: the column name {shown(wrong[0])} of a row is not a text; {wanted}")
     extra = {column: value for column, value in row.items() if column not in (prompt_key, *_COLUMNS)}
-    if extra and isinstance(row.get("extra_info") or {}, Mapping):  # where a reward finds them
+    if extra and isinstance(row.get("extra_info") or {}, Mapping):  # rewards read further columns from extra_info
         row = {**row, "extra_info": {**extra, **(row.get("extra_info") or {})}}
     try:
         return json_line(row)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{name}: {shown(row)} has no form in JSON ({error}); store such values as texts or numbers"
+            f"{name}: {shown(row)} cannot be written as JSON ({error}); store such values as texts or numbers"
         ) from error
 
 
@@ -177,7 +177,7 @@ def write_rows(content: bytes, path: Path) -> str:
     """Write rows to a file and return its path. Each rank writes the same content.
 
     Raises:
-        ConfigError: the run directory cannot be made.
+        ConfigError: the run directory cannot be created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

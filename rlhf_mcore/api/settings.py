@@ -1,4 +1,4 @@
-"""Configurations in Python: the models of ``config.schema``, and YAML files."""
+"""Configurations in Python: the classes of ``config.schema``, and YAML files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rlhf_mcore.config.schema import Config as Config
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, without_model: bool = False) -> Config:
-    """Read a configuration from a YAML file. Keys that are null for "derived" stay null.
+    """Read a configuration from a YAML file. Null values that mean "derived" stay null.
 
     Args:
-        path: of the file.
-        overrides: further settings, ["a.b=c", ...], as on a command line.
-        without_model: ``model.path`` need not be set, and is "none" then.
+        path: path of the file.
+        overrides: further settings, ["a.b=c", ...], as on the command line.
+        without_model: allow a configuration without ``model.path``, which is then "none".
 
     Raises:
-        ConfigError: all unknown keys, values of another type, references that do not resolve and missing values, at once.
+        ConfigError: the file is invalid. The message lists all unknown keys, wrong types, unresolved references and missing values.
     """
     file, texts = (
         checked_path("path", path),

@@ -1,4 +1,4 @@
-"""Training from Python: at once, or step by step."""
+"""Training from Python, in one call or step by step."""
 
 from __future__ import annotations
 
@@ -31,43 +31,47 @@ if TYPE_CHECKING:
     from rlhf_mcore.cli.compose import OpenRun
 
 P = ParamSpec("P")
-# Called as f(data_source, solution_str, ground_truth, extra_info); by keyword, where it has parameters of these names.
+# Called as f(data_source, solution_str, ground_truth, extra_info), by keyword if it has parameters with these names.
 Reward = Callable[..., Any]
-OnStep = Callable[[int, Mapping[str, Any]], None]  # a step, and its metrics under the names of metrics.jsonl
-# Prompts, or rows with the columns that the configuration names; or their files.
+OnStep = Callable[[int, Mapping[str, Any]], None]  # receives a step, and its metrics with the names of metrics.jsonl
+# Prompts, or rows with the columns that the configuration names, or data files.
 Rows = str | os.PathLike[str] | Iterable[Any]
 
 
 class Callback:
-    """Methods that a run calls on the first rank. Override those that you need; an exception in one ends the run."""
+    """Methods that a run calls on the first rank. Override the methods that you need. An exception in a method ends the run."""
 
     def on_begin(self, directory: Path, step: int) -> None:
-        """Handle that models and engines are ready. ``step`` is the first to be made, above 1 if the run continues."""
+        """Handle the start, when models and engines are ready. ``step`` is the first step; it is above 1 if the run continues."""
 
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Handle the end of a step. ``metrics`` have the names of metrics.jsonl."""
+        """Handle the end of a step. ``metrics`` has the names of metrics.jsonl."""
 
     def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Handle an evaluation: ``evaluate/*``, also of step 0, before ``on_step``; ``final/*`` at the end of some runs."""
+        """Handle an evaluation. This is called before ``on_step``, and for step 0.
+
+        ``metrics`` contains ``evaluate/*``, or ``final/*`` at the end of some runs.
+        """
 
     def on_rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
-        """Handle a step's scored responses. ``rollouts`` are as in rollouts/step-*.jsonl, whether that is written or not."""
+        """Handle a step's scored responses. ``rollouts`` has the format of rollouts/step-*.jsonl, even if no such file is written."""
 
     def on_save(self, step: int, checkpoint: Path) -> None:
-        """Handle a committed checkpoint, whose models are Hugging Face directories. A save in the background ends some steps later."""
+        """Handle a committed checkpoint. Its models are Hugging Face directories. Background saves commit some steps later."""
 
     def on_end(self, trained: Trained) -> None:
-        """Handle the end of the run, after its last step or, after a save, by a signal, an alarm or a time limit."""
+        """Handle the end of the run: after its last step, or after the save for a signal, an alarm or a time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
     """The result of a run. ``model`` is a Hugging Face directory.
 
-    ``metrics`` has a row for each step of the run, also before an interruption, on the first rank; ``pandas.DataFrame`` takes it.
+    On the first rank, ``metrics`` contains a row for each step of the run, including steps before an interruption. You can pass it to
+    ``pandas.DataFrame``.
     """
 
-    finished: bool  # or it was ended by a signal, an alarm or a time limit, after a save
+    finished: bool  # False if a signal, an alarm or a time limit ended the run after a save
     directory: Path
     model: Path
     metrics: list[dict[str, Any]]
@@ -80,22 +84,23 @@ class Trainer:
     """A run step by step: ``with rm.Trainer(cfg) as trainer: metrics = trainer.step()``.
 
     Args:
-        cfg: as ``load_config`` or ``Config`` returns it; it is not changed. Without it the other arguments are the configuration,
-            and the run directory is named after what the run is made from, unless ``experiment`` is given.
+        cfg: configuration from ``load_config`` or ``Config``; it is not changed. Without it, the other arguments are the
+            configuration, and the run directory is named after a digest of the inputs, unless ``experiment`` is given.
         model: ``model.path``, a Hugging Face directory.
-        prompts: texts, conversations or rows, instead of ``data.train``, which are written to ``data/`` in the run directory; or
-            the path of a file.
-        eval_prompts: likewise, instead of ``data.eval``.
-        reward: scores a response, instead of ``reward.function``. It is called in this process and has no deadline. Or the name
-            of a rule, as "math"; or a list of functions and names of rules, each alone or as a pair with its weight; or a dict: the
-            group ``reward``.
-        algorithm: the preset. num_steps: ``trainer.num_steps``.
-        callbacks: functions of a step and its metrics, called after each step on the first rank, or ``Callback`` objects.
-        keys: further settings, as of ``Config``: ``actor={"optimizer": {"lr": 1e-6}}``, or ``**{"actor.optimizer.lr": 1e-6}``.
+        prompts: texts, conversations or rows, which are written to ``data/`` in the run directory; or the path of a file. They replace
+            ``data.train``.
+        eval_prompts: the same for ``data.eval``.
+        reward: function that scores a response, instead of ``reward.function``. It is called in this process and has no time limit.
+            Or the name of a rule, such as "math"; or a list of functions and rules, each alone or as a pair with its weight; or a
+            dict with the group ``reward``.
+        algorithm: preset of the algorithm.
+        num_steps: ``trainer.num_steps``.
+        callbacks: ``Callback`` objects, or functions of a step and its metrics that are called after each step on the first rank.
+        keys: further settings, as in ``Config``: ``actor={"optimizer": {"lr": 1e-6}}``, or ``**{"actor.optimizer.lr": 1e-6}``.
 
     Raises:
-        ConfigError: a mistake in an argument, the configuration, the data or the reward. The data and the models are loaded when the
-            block begins.
+        ConfigError: an argument, the configuration, the data or the reward is invalid. The data and the models are loaded at the
+            start of the ``with`` block.
     """
 
     def __init__(
@@ -156,14 +161,14 @@ class Trainer:
 
     def _require_run(self) -> OpenRun:
         if self._run is None:
-            raise RuntimeError("a Trainer makes steps within its block: `with rm.Trainer(cfg) as trainer:`")
+            raise RuntimeError("use a Trainer in a with block: `with rm.Trainer(cfg) as trainer:`")
         return self._run
 
     def step(self) -> dict[str, Any] | None:
-        """Make the next step, evaluate and save where that is due. Collective over the world.
+        """Run the next step, and evaluate and save if they are due. Collective over the world.
 
-        Returns its metrics, on the first rank; {} on others. None after the last step, or where a signal, an alarm or a time limit
-        has ended the run.
+        Returns the step's metrics on the first rank, {} on other ranks, and None if the run has ended: after the last step, or by a
+        signal, an alarm or a time limit.
         """
         run = self._require_run()
         if self._ended or run.trainer is None or self._next > self._last:
@@ -183,14 +188,14 @@ class Trainer:
     def save_checkpoint(self, directory: str | Path) -> Path:
         """Save ``<directory>/checkpoint-<step>`` between two steps, and return its path. Collective over the world.
 
-        A relative directory is one in the run directory.
+        A relative directory is relative to the run directory.
 
         Raises:
-            ConfigError: the run had made its last step before, so that no model is loaded.
+            ConfigError: the run was finished before this process started, so no model is loaded.
         """
         place = checked_path("directory", directory)
         if (trainer := self._require_run().trainer) is None:
-            raise ConfigError(f"the run has made all its steps; its last checkpoint is in {self.cfg.run_directory}")
+            raise ConfigError(f"the run is already finished; its last checkpoint is in {self.cfg.run_directory}")
         return trainer.save_checkpoint((self.cfg.run_directory / place).resolve())
 
     def trained(self) -> Trained:
@@ -206,7 +211,7 @@ class Trainer:
 
 
 def _with_parameters_of(other: Callable[P, Any]) -> Callable[[Callable[..., Trained]], Callable[P, Trained]]:
-    """Give a function the parameters of another one, also for help and editors."""
+    """Return a decorator that gives a function the signature of ``other``, for type checkers, help and editors."""
 
     def change(function: Callable[..., Trained]) -> Callable[P, Trained]:
         function.__signature__ = signature(other).replace(return_annotation="Trained")  # type: ignore[attr-defined]
@@ -217,12 +222,12 @@ def _with_parameters_of(other: Callable[P, Any]) -> Callable[[Callable[..., Trai
 
 @_with_parameters_of(Trainer)
 def train(*given: Any, **settings: Any) -> Trained:
-    """Train to ``trainer.num_steps``, from the last checkpoint of the run directory if there is one.
+    """Train until ``trainer.num_steps``, and continue from the last checkpoint in the run directory if there is one.
 
-    The arguments are those of ``Trainer``.
+    The arguments are the same as for ``Trainer``.
 
     Raises:
-        ConfigError: as ``Trainer``.
+        ConfigError: as for ``Trainer``.
     """
     with Trainer(*given, **settings) as trainer:
         while trainer.step() is not None:
@@ -240,19 +245,19 @@ class _StepFunction(Callback):
 
 @dataclass(slots=True)
 class _Steps:
-    """A tracker that keeps the metrics of steps, and calls the callbacks."""
+    """A tracker that stores the metrics of steps and calls the callbacks."""
 
     callbacks: Sequence[Callback]
     own: list[dict[str, Any]] = field(default_factory=list)
-    earlier: list[dict[str, Any]] = field(default_factory=list)  # steps of the run before it was continued
+    earlier: list[dict[str, Any]] = field(default_factory=list)  # steps of the run before this process
 
     def recall(self, records: Iterable[Mapping[str, Any]], first_step: int) -> None:
-        """Keep the steps before ``first_step``."""
+        """Store the records of steps before ``first_step``."""
         self.earlier = [dict(row) for row in records if 0 < row["step"] < first_step and "final/step" not in row]
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         evaluation = {name: value for name, value in metrics.items() if name.startswith(("evaluate/", "final/"))}
-        is_step = step > 0 and "final/step" not in metrics  # and not an evaluation that belongs to none
+        is_step = step > 0 and "final/step" not in metrics  # otherwise an evaluation without a step
         if is_step:
             self.own.append({"step": step, **metrics})
         for callback in self.callbacks:
@@ -278,15 +283,15 @@ class _Steps:
 
 
 def checked_world_size(needed: int) -> int:
-    """Return torchrun's world size, or 1. ``needed``: processes of the configuration's layouts.
+    """Return torchrun's world size, or 1 without torchrun. ``needed``: number of processes that the layouts need.
 
     Raises:
-        ConfigError: these are more than this process.
+        ConfigError: the layouts need several processes, but torchrun has not started this one.
     """
     world_size = torchrun_world_size()
     if world_size is None and needed != 1:
         raise ConfigError(
-            f"the layouts of this configuration need {needed} processes, and this is one; set actor.layout.tp=1 and "
+            f"the layouts of this configuration need {needed} processes, but there is only one; set actor.layout.tp=1 and "
             "trainer.world_size=1, or start the script with torchrun"
         )
     return world_size or 1
@@ -294,14 +299,14 @@ def checked_world_size(needed: int) -> int:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Set the environment of a world of one process, unless under torchrun. Libraries do not warn within the block."""
+    """Set the environment variables of a world of one process, unless under torchrun. Library warnings are off in the block."""
     names = {}
     if torchrun_world_size() is None:
         sizes = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         names = {
             **sizes,
             "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": "29500",  # which is not opened, see ``rendezvous.connect``
+            "MASTER_PORT": "29500",  # never opened, see ``rendezvous.connect``
         }
     os.environ.update(names)
     try:

@@ -19,7 +19,7 @@ from tests.messages import refused
     [
         ("What is 2+2?", r"prompts='What is 2\+2\?' is one prompt; give a list"),
         ({"prompt": "2+2="}, r"is one prompt; give a list"),
-        (["2+2=", 7], r"prompts: 7 is no prompt; give a list of texts, or of dicts"),
+        (["2+2=", 7], r"prompts: 7 is not a prompt; give a list of texts, or of dicts"),
     ],
 )
 def test_what_are_no_prompts_is_refused(prompts: Any, problem: str, tmp_path: Path) -> None:

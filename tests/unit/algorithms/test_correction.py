@@ -209,7 +209,7 @@ def test_limits_of_staleness_are_for_asynchronous_runs() -> None:
 
 
 def test_a_token_of_a_policy_to_come_is_an_error() -> None:
-    with pytest.raises(AssertionError, match="does not have yet"):
+    with pytest.raises(AssertionError, match="newer policy version"):
         corrected(AGES - 1)
 
 

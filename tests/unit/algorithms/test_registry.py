@@ -125,7 +125,7 @@ def test_a_function_of_a_users_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
-        ("return inputs.rewards", "returned Tensor: return an Advantages"),
+        ("return inputs.rewards", "returned Tensor; return an Advantages"),
         ("return Advantages(inputs.rewards.view(2, 3))", "returned advantages of shape [2, 3], not [6]"),
         ("return Advantages(inputs.rewards, inputs.rewards[:1])", "returned returns of shape [1], not [6]"),
     ],
