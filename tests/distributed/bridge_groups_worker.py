@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -247,4 +248,5 @@ def main(directory: Path) -> None:
     findings["changes of 8 bits"] = all_gather_json(changes_of_8_bits(world))
     findings["engines of 8 bits"] = all_gather_json(eight_bit_engines.measure_all(world))
     findings["claims"] = all_gather_json(claims(rank))
+    findings["open files"] = all_gather_json(len(os.listdir("/proc/self/fd")))
     finish(findings, directory)

@@ -99,3 +99,7 @@ def test_engines_get_different_numbers_of_a_counter_and_ranks_of_an_engine_the_s
     for mine, theirs, count in zip(lead, other_lead, (3, 2, 1), strict=True):
         assert sorted(mine + theirs) == [count * number for number in range(len(mine + theirs))]
         assert mine == sorted(mine) and theirs == sorted(theirs)
+
+
+def test_a_rank_with_several_groups_opens_no_more_files_than_the_doctor_requires(findings: Any) -> None:
+    assert all(count <= 512 + 4 * 4 for count in findings["open files"]), findings["open files"]

@@ -568,6 +568,10 @@ def test_columns_differ_from_file_to_file(workspace: Any) -> None:
     assert "no column 'meta.silver'; there are: meta.gold. Set data.answer_key" in only(
         check("data.train=[n.jsonl]", "data.answer_key=meta.silver")
     )
+    evaluated = ["data.train=[n.jsonl]", "data.answer_key=meta.gold", "data.eval=[n.jsonl]"]
+    assert "no column 'meta.answer'; there are: meta.gold. Set data.eval_answer_key" in only(
+        check(*evaluated, "data.eval_answer_key=meta.answer")
+    )
     lists = [both, "data.prompt_key=[prompt, question]", "data.answer_key=[null, gold]", "data.eval=[q.jsonl]"]
     found = check(*lists)
     assert found[0] == (
