@@ -17,7 +17,7 @@ from rlhf_mcore.types import Request as Asked
 from rlhf_mcore_contrib.simulate.engine import Engine, EngineTimes, Group, Request
 from rlhf_mcore_contrib.simulate.lengths import read_lengths
 from rlhf_mcore_contrib.simulate.schedule import CONTINUE, DRAIN, RESUBMIT, Scenario, Schedule, TrainTimes, simulate
-from tests.unit.trainer.records import done, prompt
+from tests.unit.trainer.records import prompt, resolved_future
 
 PROMPTS = [prompt(index) for index in range(64)]
 SAMPLES, STEPS = 2, 12
@@ -81,7 +81,7 @@ class PlayedEngines:
 
 
 def scores_of(trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
-    return done([Score(0.0) for _ in trajectories])
+    return resolved_future([Score(0.0) for _ in trajectories])
 
 
 def trained(

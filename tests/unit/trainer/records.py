@@ -76,7 +76,7 @@ def batch_sampler(generator: Generator, engine: EngineRank | None = None) -> Bat
     )
 
 
-def done(value: T) -> Future[T]:
+def resolved_future(value: T) -> Future[T]:
     """A future that has its result."""
     future: Future[T] = Future()
     future.set_result(value)

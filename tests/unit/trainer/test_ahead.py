@@ -18,7 +18,7 @@ from rlhf_mcore.sampling.checks import LostTrajectory
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingAhead, SamplingSchedule
 from rlhf_mcore.types import Completion, Ragged, Request, Sampling, Score, Trajectory
 from tests.messages import refused
-from tests.unit.trainer.records import done, prompt
+from tests.unit.trainer.records import prompt, resolved_future
 
 SAMPLES = 2
 PROMPTS = [prompt(index) for index in range(7)]
@@ -65,7 +65,7 @@ def completion(request: Request, versions: list[int]) -> Completion:
 
 
 def scores_of(trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
-    return done([Score(float(t.sampled_ids[0])) for t in trajectories])
+    return resolved_future([Score(float(t.sampled_ids[0])) for t in trajectories])
 
 
 def ahead_of(

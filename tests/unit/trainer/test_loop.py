@@ -30,7 +30,7 @@ from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, Rol
 from rlhf_mcore.trainer.sampled import Rollout, take_next_batch
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory, UpdateResult
 from tests.messages import refused
-from tests.unit.trainer.records import Streaming, batch_sampler, completions, done, prompt
+from tests.unit.trainer.records import Streaming, batch_sampler, completions, prompt, resolved_future
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -79,7 +79,7 @@ class Reward:
 
     def begin(self, trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
         self.log.append(("score", len(trajectories)))
-        return done([Score(self.value(t)) for t in trajectories])
+        return resolved_future([Score(self.value(t)) for t in trajectories])
 
 
 class Model:
