@@ -124,7 +124,7 @@ def share_products(engine: VLLMEngine) -> Iterator[AbstractContextManager[Any]]:
 
 
 def share_attention(engine: VLLMEngine) -> Iterator[AbstractContextManager[Any]]:
-    """Share the attention, which uses the layout of the engine's cache."""
+    """Share the attention, and write the engine's cache in a matching order."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     def write(impl: Any, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -1,9 +1,9 @@
-"""The published functions that ours are compared with, as they are in the packages of verl and TRL.
+"""Load the published functions of verl and TRL, for comparison with ours.
 
-The packages are installed without their dependencies, in a folder of their own that no other import sees
-(``requirements/oracles.lock``; verl's brings a top-level package called ``tests``). So the modules with the mathematics are loaded
-from their files, unchanged, and what they import besides is a name without content: types of annotations, base classes, trackers,
-data frames. Nothing that computes a number is replaced.
+The packages are installed without their dependencies, in a separate folder that no other import sees
+(``requirements/oracles.lock``; verl contains a top-level package called ``tests``). The modules with the mathematics are loaded
+unchanged from their files. Empty names replace their other imports: types of annotations, base classes, trackers, data frames.
+Nothing that computes a number is replaced.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ REAL = {
 
 
 class _Nothing:
-    """A class without content, whatever it is made of."""
+    """An empty class that accepts any arguments and bases."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 class _Hollow(types.ModuleType):
-    """A module in which every name is a class without content."""
+    """A module in which every name is an empty class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -53,7 +53,7 @@ class _Hollow(types.ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of a package that are wanted, and hollow ones for all others of it and for those that are absent."""
+    """Find the wanted modules of a package, and hollow modules for its other modules and for missing packages."""
 
     def __init__(self, package: str, folder: Path):
         self._package, self._folder, self._real = package, folder, REAL[package]
@@ -71,12 +71,12 @@ class _Finder(MetaPathFinder, Loader):
         return _Hollow(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """There is nothing in it."""
+        """Do nothing, because the module is empty."""
 
 
 @contextmanager
 def _importing(package: str, folder: Path) -> Iterator[None]:
-    """Afterwards nothing of it is left among the imported modules: other tests see what is installed."""
+    """Import a package within this block. Afterwards, its modules are removed, so that other tests see only installed packages."""
     finder, names = _Finder(package, folder), (package, *ABSENT)
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
     sys.meta_path.insert(0, finder)
@@ -97,7 +97,7 @@ def _folder_of(package: str) -> Path:
 
 
 def verl() -> types.SimpleNamespace:
-    """``core_algos``, ``rollout_corr_helper``, ``seqlen_balancing`` and ``torch_functional``. Skips where verl is not installed."""
+    """Load ``core_algos``, ``rollout_corr_helper``, ``seqlen_balancing`` and ``torch_functional``. Skips if verl is not installed."""
     with _importing("verl", _folder_of("verl")):
         utils = importlib.import_module("verl.utils")
         groupwise = importlib.import_module("verl.utils.groupwise")
@@ -114,7 +114,7 @@ def verl() -> types.SimpleNamespace:
 
 
 def trl() -> types.SimpleNamespace:
-    """``grpo_trainer`` and ``utils``. Skips where TRL is not installed."""
+    """Load ``grpo_trainer`` and ``utils``. Skips if TRL is not installed."""
     with _importing("trl", _folder_of("trl")):
         names = ("trainer.grpo_trainer", "trainer.utils")
         return types.SimpleNamespace(

@@ -23,10 +23,10 @@ FAR = 50.0
 
 @dataclass
 class Ragged:
-    """Eight responses to four prompts, in double precision: rounding is out of the question."""
+    """Eight responses to four prompts, in double precision, so that rounding does not matter."""
 
     seed: int
-    spread: float = 0.3  # of log ratios
+    spread: float = 0.3  # standard deviation of log ratios
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -48,11 +48,11 @@ class Ragged:
 
     @property
     def floats(self) -> Tensor:
-        """The mask as the others want it."""
+        """Return the mask as floats, the type in verl and TRL."""
         return self.mask.double()
 
     def far_apart(self) -> Ragged:
-        """Log ratios of +-50 to the old policy, in pairs so that a sequence's mean stays what it was, and to the reference."""
+        """Set log ratios to the old policy and to the reference to +-50, in pairs, so that the mean of a sequence is unchanged."""
         for row, length in enumerate(LENGTHS):
             if length >= 3:
                 self.new[row, 1:3] += torch.tensor([FAR, -FAR] if row % 2 else [-FAR, FAR])
@@ -83,5 +83,5 @@ class Ragged:
 
 
 def leaf(values: Tensor) -> Tensor:
-    """A copy to take the gradient of."""
+    """Return a copy that requires a gradient."""
     return values.detach().clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""The working directory in which a small configuration is valid, as in the unit tests; and Ctrl-C for tests that send it."""
+"""The working directory for a small valid configuration, as in the unit tests, and Ctrl-C for tests that send it."""
 
 import signal
 
@@ -6,6 +6,6 @@ from tests.unit.conftest import workspace
 
 __all__ = ["workspace"]
 
-# A background job of a shell ignores SIGINT, and processes inherit that.
+# A background job of a shell ignores SIGINT, and its processes inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""A SLURM cluster of three nodes on this machine, with its own ports, state and authentication, ended with the tests."""
+"""A SLURM cluster of three nodes on this machine, with its own ports, state and authentication. It ends with the tests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.machine_speed import scaled
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 NODES = ("n1", "n2", "n3")
-MINUTES = str(math.ceil(scaled(10)))  # for ``--time`` of a job that is to end by itself
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")  # states of a job
+MINUTES = str(math.ceil(scaled(10)))  # ``--time`` of a job that should end by itself
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")  # final states of a job
 CONF = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -61,39 +61,39 @@ NODE = (
 
 
 def missing_programs() -> list[str]:
-    """Programs of SLURM and munge that are not installed here."""
+    """Return the missing programs of SLURM and munge."""
     return [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
 
 
 @dataclass(slots=True)
 class Cluster:
-    """Three nodes of two cores and two GPUs each; the GPUs are counted by SLURM and are not there."""
+    """Three nodes with two cores and two GPUs each. SLURM counts the GPUs, but they do not exist."""
 
     folder: Path
     environment: dict[str, str]
 
     def run(self, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """One of SLURM's commands, or one that calls them."""
+        """Run a SLURM command, or a command that calls SLURM."""
         return subprocess.run(
             command, cwd=cwd, env=self.environment, capture_output=True, text=True, timeout=scaled(120), check=False
         )
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What scontrol says of a job, by key."""
+        """Return scontrol's description of a job, by key."""
         text = self.run("scontrol", "show", "job", job_id, "--oneliner").stdout
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def wait(self, job_id: str, seconds: float = 400, state: tuple[str, ...] = ()) -> dict[str, str]:
-        """Wait until a job is in one of the states, or has ended for good."""
+        """Wait until a job is in one of the states or in a final state."""
         wait_for(lambda: self.job(job_id).get("JobState") in (state or OVER), seconds, self.log)
         return self.job(job_id)
 
     def wait_for(self, condition: Callable[[], object], job_id: str, explain: Callable[[], str]) -> None:
-        """Wait until something holds that a job does, at most until the job is over."""
+        """Wait until a condition holds, at most until the job ends."""
         wait_for(condition, 400, explain, lambda: self.job(job_id).get("JobState") in OVER)
 
     def log(self) -> str:
-        """The end of the daemons' logs, for messages of failed tests."""
+        """Return the end of the daemons' logs, for messages of failed tests."""
         return "\n".join(f"{path}:\n{path.read_text(errors='replace')[-1500:]}" for path in self.folder.glob("*.log"))
 
 
@@ -165,12 +165,12 @@ def _write_files(folder: Path) -> None:
     )
     (folder / "slurm.conf").write_text(text, encoding="utf-8")
     for number in range(2):
-        (folder / f"gpu{number}").touch()  # SLURM counts the files of devices
+        (folder / f"gpu{number}").touch()  # SLURM counts device files
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n", encoding="utf-8")
 
 
 def _free_ports(count: int) -> list[int]:
-    """Below those that connections of other tests are given until the daemons have taken them."""
+    """Return free ports below the range from which connections of other tests get theirs."""
     ports: list[int] = []
     for port in random.sample(range(15000, 30000), 200):
         with socket.socket() as each, suppress(OSError):

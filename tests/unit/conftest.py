@@ -1,4 +1,4 @@
-"""A working directory in which a small configuration is valid, for the tests of config and cli."""
+"""A working directory for a small valid configuration, for tests of config and cli."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from tests.late_device import LateCuda
 
-# No test calls what Megatron compiles; not to import torch's compiler for it saves each worker a second.
+# No test calls functions that Megatron compiles. Not importing torch's compiler saves a second per worker.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-# A slow machine is slow, not red; and examples are paid for on every run.
+# No deadline, because a slow machine must not fail tests. Few examples, because every run pays for them.
 settings.register_profile("unit", deadline=None, max_examples=30)
 settings.load_profile("unit")
 
@@ -39,7 +39,7 @@ data:
 
 
 class Workspace:
-    """Files under a temporary directory, which is the working directory."""
+    """Files in a temporary directory, which is the working directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -51,15 +51,15 @@ class Workspace:
         return path
 
     def write_hf_config(self, folder: str = "model", **changes: Any) -> None:
-        """Write config.json; a change to None leaves the key out."""
+        """Write config.json. A change to None omits the key."""
         content = {key: value for key, value in (HF_CONFIG | changes).items() if value is not None}
         self.write(f"{folder}/config.json", json.dumps(content))
 
 
 @pytest.fixture
 def late_cuda(monkeypatch: pytest.MonkeyPatch) -> LateCuda:
-    """The device of the test copies late."""
-    from tests.late_device import install  # it imports torch, which tests of the configuration do without
+    """Make the device of the test copy late."""
+    from tests.late_device import install  # imports torch, which tests of the configuration do not need
 
     return install(monkeypatch)
 

@@ -13,7 +13,7 @@ from tests.covering import covering_rows
 def pairwise(*factors: tuple[str, Sequence[Any]]) -> pytest.MarkDecorator:
     """Return a mark whose rows contain every pair of rows of two factors.
 
-    A factor is what ``pytest.mark.parametrize`` takes: names, separated by commas, and rows.
+    A factor has the form of the arguments of ``pytest.mark.parametrize``: names, separated by commas, and rows.
     """
     chosen = covering_rows({names: range(len(rows)) for names, rows in factors})
     return _mark(factors, [tuple(row[names] for names, _ in factors) for row in chosen])

@@ -1,6 +1,6 @@
-"""One run directory, many runs, each killed at a random boundary: full and delta saves, retention and recovery as they come.
+"""Kill many runs in one run directory at random boundaries, with full and delta saves, retention and recovery.
 
-``python -m tests.processes.checkpoint.soak DIRECTORY SEED KILLS`` prints what was found after each kill as JSON.
+``python -m tests.processes.checkpoint.soak DIRECTORY SEED KILLS`` prints the findings after each kill as JSON.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ NAME = "model.safetensors"
 
 
 def weights(step: int) -> np.ndarray:
-    """What a model of this step is made of."""
+    """Return the weights of the model at this step."""
     return np.random.default_rng(0).normal(size=500).astype(np.float32) * np.float32(1 + step / 1000)
 
 
 def train(run: Path, reported: Path, disk: Disk) -> None:
-    """A run: begins after the newest checkpoint, saves every step, says so after each commit."""
+    """Run from the newest checkpoint. It saves every step, and records the step after each commit."""
     recover(run, None, disk)
     found = scan(run)
     first = found[-1].step + 1 if found else 1
@@ -66,13 +66,13 @@ def killed_run(run: Path, reported: Path, disk: Disk) -> bool:
 
 
 def look(run: Path, reported: Path) -> dict[str, Any]:
-    """What the next run would go on from."""
+    """Return the state from which the next run would continue."""
     said = int(reported.read_text()) if reported.exists() else 0
     recover(run, None, Disk())
     found = scan(run)
     newest = found[-1] if found else None
     read = load_file(readable(newest.path) / NAME)["w"] if newest else None
-    recover(run, None, Disk())  # the whole copy of a delta
+    recover(run, None, Disk())  # restores the full copy of a delta
     return {
         "said": said,
         "newest": newest.step if newest else 0,

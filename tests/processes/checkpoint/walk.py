@@ -1,6 +1,6 @@
-"""Kills a save, or a recovery, at every boundary, each time in a fresh run directory and a forked process.
+"""Kill a save or a recovery at every boundary, each time in a new run directory and a forked process.
 
-``python -m tests.processes.checkpoint.walk DIRECTORY`` prints what was found after each kill, by scenario, as JSON.
+``python -m tests.processes.checkpoint.walk DIRECTORY`` prints the findings after each kill for every scenario, as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def two_checkpoints(run: Path) -> None:
 
 
 def deltas(run: Path) -> None:
-    """Two full checkpoints with two deltas each, and one that stays."""
+    """Create two full checkpoints with two deltas each, and one checkpoint that retention keeps."""
     for full in (10, 20):
         base = Base(f"checkpoint-{full}", read_manifest(save(run, full)).digest)
         for step in (full + 1, full + 2):
@@ -40,7 +40,7 @@ def deltas(run: Path) -> None:
 
 
 def interrupted(run: Path) -> None:
-    """What a kill between the renames of a repeated save leaves, and a removal that has begun."""
+    """Create the state after a kill between the renames of a repeated save, and a started removal."""
     two_checkpoints(run)
     (run / "checkpoint-20").rename(run / ".checkpoint-20.replaced")
     save(run, 30)
@@ -65,7 +65,7 @@ def main(directory: Path) -> None:
 
 
 def walk(directory: Path, arrange: Callable[[Path], object], act: Action) -> list[dict[str, Any]]:
-    """One finding per boundary; the last one of each half is that of an action that came to its end."""
+    """Return one finding per boundary. The last finding of each half belongs to a completed action."""
     template, run = directory / "template", directory / "run"
     template.mkdir(parents=True)
     arrange(template)
@@ -95,7 +95,7 @@ def _killed(action: Callable[[], object]) -> bool:
 
 
 def _look(run: Path) -> dict[str, Any]:
-    """What a reader meets before the next start, and what is there after it and after the step is saved once more."""
+    """Return the checkpoints before the next start, after it, and after the step is saved again."""
     before = _intact(run)
     link_before = linked_step(run, "latest")
     recover(run, None, Disk())
@@ -112,7 +112,7 @@ def _look(run: Path) -> dict[str, Any]:
 
 
 def _intact(run: Path) -> dict[str, str]:
-    """For each committed checkpoint the version of its content, or what is wrong with it."""
+    """Return the version of the content of each committed checkpoint, or its problem."""
     return {str(item.step): _version(item.path, item.step) for item in scan(run)}
 
 

@@ -1,4 +1,4 @@
-"""A module whose ranks can be forks, in the place of rlhf_mcore.cli.train."""
+"""A module whose ranks can be forks, used instead of rlhf_mcore.cli.train."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-IMPORTED_BY = 0  # the process that has imported what ranks need
+IMPORTED_BY = 0  # id of the process that has imported the modules of the ranks
 
 
 def preload(arguments: Sequence[str]) -> None:

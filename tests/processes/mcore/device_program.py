@@ -1,4 +1,4 @@
-"""What the fake device refuses, what it knows, and what it counts: a program of its own, as the guard is loaded before torch."""
+"""Check the errors, the known values and the counts of the fake device, in a separate program, because the guard precedes torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def main() -> None:
         told["on the host"] = [lengths.diff().tolist(), type(lengths.diff()).__name__]
     print(json.dumps(told))
     sys.stdout.flush()
-    os._exit(0)  # torch would ask the device for more when it is taken down
+    os._exit(0)  # torch would use the device again at its shutdown
 
 
 main()

@@ -1,4 +1,4 @@
-"""How Transformer Engine's layers of a model would quantise, asked of its own Python (transformer_engine_worker.py)."""
+"""Check how Transformer Engine's layers of a model quantise, with its own Python code (transformer_engine_worker.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MATRIX = re.compile(r"decoder\.layers\.\d+\..*\.linear_(qkv|proj|fc1|fc2)")
 
 
 def computed_otherwise(model: Any) -> Iterator[str]:
-    """Names of what is not as ``actor.fp8: blockwise`` promises it."""
+    """Return the names of layers that do not compute as ``actor.fp8: blockwise`` promises."""
     from megatron.core import fp8_utils
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 

@@ -1,7 +1,7 @@
-"""Builds models of Transformer Engine's layers in fake worlds: one line per model and layout, with what the map misses.
+"""Build models with Transformer Engine's layers in fake worlds. Prints the gaps of the map, one line per model and layout.
 
-Transformer Engine's Python is its own; its C extension and its Triton kernels, which only run on a GPU, are names without content.
-So what a layer's parameters are called, their shapes, and what Megatron hands to its constructor are as they are on a GPU.
+Transformer Engine's Python code is real. Empty names replace its C extension and its Triton kernels, which need a GPU. Names and
+shapes of parameters, and the arguments that Megatron passes to constructors, are therefore the same as on a GPU.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ EXTENSION = {
     "FP8BwdTensors": [f"GRAD_{place}{number}" for number in (1, 2, 3) for place in ("OUTPUT", "INPUT")],
 }
 KERNELS = ("mhc", "pad", "permutation", "cross_entropy", "grouped_dbias_dscales")
-VOCABULARY = ("embedding.word_embeddings.", "output_layer.", "mtp.embedding.")  # of 97 tokens, which Megatron pads
-CUDNN = 91801  # 9.18.1, as the extension tells it
+VOCABULARY = (
+    "embedding.word_embeddings.",
+    "output_layer.",
+    "mtp.embedding.",
+)  # tensors over the 97 tokens of the vocabulary, which Megatron pads
+CUDNN = 91801  # 9.18.1, in the format of the extension
 HOPPER = (9, 0)
 
 
 class _Empty(types.ModuleType):
-    """A module in which every name exists, and nothing is done."""
+    """A module in which every name exists and does nothing."""
 
     def __init__(self, name: str, **names: Any):
         super().__init__(name)
@@ -49,7 +53,7 @@ class _Empty(types.ModuleType):
 
 
 class _Device:
-    """``torch.cuda`` as a module asks it while it is constructed."""
+    """The functions of ``torch.cuda`` that a constructor of a module uses."""
 
     is_available = staticmethod(lambda: True)
     current_device = staticmethod(lambda: "cpu")
@@ -62,7 +66,7 @@ class _Device:
 
 
 class _Torch(types.ModuleType):
-    """torch with that device; tensors stay on the host."""
+    """torch with the fake device. Tensors stay on the host."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -81,8 +85,8 @@ class _Torch(types.ModuleType):
 
 
 def import_transformer_engine(folder: str) -> None:
-    """Before Megatron is imported, which looks for it once."""
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its package then looks for no libraries
+    """Import Transformer Engine. Call it before importing Megatron, which looks for the package once."""
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # the package then does not look for libraries
     extension = {name: IntEnum(name, {key: k for k, key in enumerate(keys)}) for name, keys in EXTENSION.items()}
     sys.modules["transformer_engine_torch"] = _Empty("transformer_engine_torch", **extension)
     for name in ("onnxscript", "onnx", "onnxscript.onnx_types", "onnxscript.ir"):
@@ -98,7 +102,7 @@ def import_transformer_engine(folder: str) -> None:
     import transformer_engine.pytorch.cpp_extensions as extensions
 
     extensions.get_cudnn_version = lambda: CUDNN
-    sys.path.remove(folder)  # where another package brings a module called tests
+    sys.path.remove(folder)  # another package in this folder contains a module called tests
     seen = _Torch()
     for name, module in list(sys.modules.items()):
         if name.startswith("transformer_engine") and getattr(module, "torch", None) is torch:
@@ -106,7 +110,7 @@ def import_transformer_engine(folder: str) -> None:
 
 
 def missed(directory: Path, layout: Any, with_mtp: bool, fp8: bool) -> dict[str, int]:
-    """Tensor of the checkpoint -> elements that no rank of the layout holds, by the map; ``parameter`` -> what is not in it."""
+    """Return tensor of the checkpoint -> elements that no rank holds according to the map, and parameter -> its unmapped part."""
     from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
     from rlhf_mcore.config.schema import ActorConfig, RecomputeConfig
     from rlhf_mcore.mcore.build import BuildOptions, build_model
@@ -151,11 +155,11 @@ def missed(directory: Path, layout: Any, with_mtp: bool, fp8: bool) -> dict[str,
 
 
 def main(folder: str, wanted: Sequence[str]) -> None:
-    """``wanted``: MODEL:KEY=SIZE,KEY=SIZE, of tests/distributed/models.py and its layout.
+    """Check models. ``wanted``: MODEL:KEY=SIZE,KEY=SIZE, with a model of tests/distributed/models.py and its layout.
 
-    ``mtp=1``: with a trained MTP layer; ``fp8=1``: with products in 8 bits, of which layers that compute otherwise are named too.
+    ``mtp=1`` adds a trained MTP layer. ``fp8=1`` uses 8-bit products, and also names layers that compute otherwise.
     """
-    os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"  # as cli/rank.py
+    os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"  # as in cli/rank.py
     import_transformer_engine(folder)
     from rlhf_mcore.mcore import needs
     from rlhf_mcore.mcore.layers import HAVE_TE
@@ -163,7 +167,7 @@ def main(folder: str, wanted: Sequence[str]) -> None:
     from tests.distributed import models
 
     assert HAVE_TE and needs.has_fp32_scales()
-    needs.problems = lambda overrides, platform: iter(())  # the platform is the host's
+    needs.problems = lambda overrides, platform: iter(())  # because the platform is the CPU
     with TemporaryDirectory() as directory:
         for order in wanted:
             name, _, sizes = order.partition(":")

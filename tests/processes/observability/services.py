@@ -1,7 +1,7 @@
-"""Run a tracker with the package of its service, without a network, and read what it wrote.
+"""Run a tracker with the package of its service, without a network, and read its files.
 
-The packages are looked for in RLHF_MCORE_TRACKERS too, a folder that ``pip install --target`` has made: they bring versions of others
-that an environment for training does not have.
+The packages can also be in the folder RLHF_MCORE_TRACKERS (``pip install --target``), because they require versions of other
+packages that a training environment does not have.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ POINTS = [(NAME, 1, 0.25), (NAME, 2, 0.5), (NAME, 3, 0.75)]
 
 
 def check_service(name: str, read: str, expected: str, tmp_path: Path) -> None:
-    """Track a run and its continuation; what the program ``read`` prints of the service's files must be ``expected``."""
+    """Track a run and its continuation. The program ``read`` must print ``expected`` from the files of the service."""
     if PathFinder.find_spec(package := TRACKERS[name], [*sys.path, FOLDER]) is None:
         pytest.skip(f"{package} is not installed")
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "local")}

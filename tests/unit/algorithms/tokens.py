@@ -1,4 +1,4 @@
-"""Inputs of losses for tests."""
+"""Build inputs of losses for tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlhf_mcore.algorithms.interfaces import LossInputs
 def loss_inputs(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, sequence_ids: Tensor | None = None
 ) -> LossInputs:
-    """Each row is a sequence of its own, unless the ids say otherwise. Tokens of weight 0 are not trainable.
+    """Return inputs of a loss. Each row is a sequence, unless ``sequence_ids`` are given. Tokens of weight 0 are not trainable.
 
-    No token is chosen for its covariance.
+    No token is selected for its covariance.
     """
     if sequence_ids is None:
         sequence_ids = torch.arange(len(logprobs))[:, None].expand(logprobs.shape)

@@ -1,4 +1,4 @@
-"""The two quantisers as slow, independent versions: block by block, in numpy."""
+"""Slow, independent versions of both quantisers: block by block, in numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_mcore.families.quantised import Quantisation
 
 
 def fp8_values() -> np.ndarray[Any, Any]:
-    """All finite values of e4m3 (Micikevicius et al. 2022, arXiv 2209.05433, table 1), by their 8 bits."""
+    """Return all finite values of e4m3 (Micikevicius et al. 2022, arXiv 2209.05433, table 1), indexed by their 8 bits."""
     values = []
     for bits in range(256):
         sign, exponent, mantissa = -1 if bits >> 7 else 1, bits >> 3 & 15, bits & 7
@@ -23,7 +23,7 @@ def fp8_values() -> np.ndarray[Any, Any]:
 
 
 def slow(weight: Tensor, kind: Quantisation) -> tuple[Tensor, Tensor]:
-    """The values of the 8 bits before they are scaled, and the scales: block by block, in numpy."""
+    """Return the unscaled values of the 8 bits, and the scales. Computed block by block in numpy."""
     matrix = weight.float().numpy()
     rows, columns = kind.block
     columns = min(columns, matrix.shape[1])
@@ -46,15 +46,15 @@ def slow(weight: Tensor, kind: Quantisation) -> tuple[Tensor, Tensor]:
 
 
 def amax_of_blocks(weight: Tensor) -> Tensor:
-    """The largest magnitudes in blocks of 128x128, one after the other."""
+    """Return the largest magnitude of each block of 128x128."""
     blocks = [[part.abs().max() for part in rows.split(128, 1)] for rows in weight.float().split(128)]
     return torch.tensor(blocks)
 
 
 def of_training(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The values of fp8 before they are scaled, and the scales, as Transformer Engine's kernel for blocks makes them: in numpy.
+    """Return the unscaled fp8 values and the scales like Transformer Engine's block kernel, in numpy.
 
-    The factor is 448 / amax in fp32, and 1 for zeros (its ``compute_scale_from_amax``); the scale is the reciprocal of that.
+    The factor is 448 / amax in fp32, and 1 for zeros (``compute_scale_from_amax``). The scale is the reciprocal of the factor.
     """
     matrix, amax = weight.float().numpy(), amax_of_blocks(weight).numpy()
     factors = np.where(amax > 0, np.float32(448) / np.where(amax > 0, amax, np.float32(1)), np.float32(1)).astype(
@@ -67,7 +67,7 @@ def of_training(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nearest(numbers: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Round to the nearest value; of two, to the one with an even mantissa."""
+    """Round to the nearest value. Ties go to the value with an even mantissa."""
     high = np.clip(np.searchsorted(values, numbers), 1, len(values) - 1)
     low = high - 1
     below, above = numbers - values[low], values[high] - numbers

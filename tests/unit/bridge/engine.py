@@ -1,4 +1,4 @@
-"""An engine without a model to compute with: tensors that a bridge writes."""
+"""An engine without computation, only with the tensors that a bridge writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_mcore.rollout.engine import VersionedWeights
 
 
 class Engine(VersionedWeights):
-    """An engine whose model holds every Hugging Face tensor as it is; or tensors of other names, each in a dtype of its own."""
+    """An engine that holds every Hugging Face tensor unchanged, or other tensors, each with its own dtype."""
 
     def __init__(
         self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | Mapping[str, torch.dtype] = torch.float64

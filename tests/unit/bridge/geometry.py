@@ -1,4 +1,4 @@
-"""Geometries, and the tensors of a model as an independent slow version builds them: whole in HF, fused in Megatron."""
+"""Geometries, and the tensors of a model from an independent slow version: whole tensors in HF, fused tensors in Megatron."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GEOMETRY = ModelGeometry(
     tied_embeddings=False,
 )
 
-# Of weights of 8 bits: two heads of keys in a block of 128 rows, a block and a half of columns, an MLP that ends within a block.
+# For 8-bit weights: two key heads in a block of 128 rows, a block and a half of columns, and an MLP that ends within a block.
 BLOCKS = ModelGeometry(
     family="qwen2",
     num_layers=2,
@@ -35,11 +35,11 @@ BLOCKS = ModelGeometry(
 
 @st.composite
 def geometries(draw: st.DrawFn) -> tuple[ModelGeometry, int]:
-    """A geometry and a tensor-parallel size that Megatron can cut it by: 1 to 8, more than the key-value heads too."""
+    """Return a geometry and a tensor-parallel size from 1 to 8 that Megatron supports, including sizes above the key-value heads."""
     tp = draw(st.integers(1, 8))
     kv, per_kv, head_dim = draw(st.integers(1, 8)), draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 4, 6]))
     heads = kv * per_kv
-    # Ranks get equal numbers of interleaved rows and of columns of the output projection.
+    # All ranks get the same number of interleaved rows and of columns of the output projection.
     head = draw(st.sampled_from(["lm", "lm", "token", "sequence"]))
     need = math.lcm(tp // math.gcd(tp, kv * (per_kv + 2)), tp // math.gcd(tp, heads))
     geometry = ModelGeometry(
@@ -56,7 +56,7 @@ def geometries(draw: st.DrawFn) -> tuple[ModelGeometry, int]:
 
 
 def hf_tensors(g: ModelGeometry) -> dict[str, Tensor]:
-    """Every tensor of a Hugging Face model, each element a number of its own (from 1: zero is nobody's)."""
+    """Return every tensor of a Hugging Face model. Every element has a unique number, starting at 1, so that 0 means unset."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (g.vocab_size, g.hidden_size)}
     for i in range(g.num_layers):
         p, q, kv = f"model.layers.{i}.", g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
@@ -86,7 +86,7 @@ def hf_tensors(g: ModelGeometry) -> dict[str, Tensor]:
 
 
 def mcore_tensors(g: ModelGeometry, hf: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
-    """What a tensor-parallel rank of Megatron holds (all layers on one stage, local layer spec), by reshaping whole tensors."""
+    """Return the tensors of a tensor-parallel Megatron rank (one stage, local layer spec), by reshaping whole tensors."""
     out = {"embedding.word_embeddings.weight": _vocab_rows(hf["model.embed_tokens.weight"], rank, tp)}
     for i in range(g.num_layers):
         p, m = f"model.layers.{i}.", f"decoder.layers.{i}."
@@ -113,18 +113,18 @@ def mcore_tensors(g: ModelGeometry, hf: dict[str, Tensor], rank: int, tp: int) -
 
 
 def _interleaved(g: ModelGeometry, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Group by group: its queries, its key, its value."""
+    """Interleave by group: queries, key, value."""
     rest = q.shape[1:]
     parts = [x.view(g.num_kv_heads, -1, *rest) for x in (q, k, v)]
     return torch.cat(parts, dim=1).reshape(-1, *rest)
 
 
 def bucket_names(plan: Plan) -> list[list[str]]:
-    """The tensors of each bucket, in order. One that was cut to fit is named by each bucket that has a part of it."""
+    """Return the tensor names of each bucket, in order. A split tensor occurs in each bucket that contains a part of it."""
     return [list(dict.fromkeys(unit.hf_name for unit in units)) for units in plan._schedule.buckets]
 
 
 def _vocab_rows(matrix: Tensor, rank: int, tp: int) -> Tensor:
-    """Rows of a matrix that is filled up with zeros until all ranks hold equally many."""
+    """Return a rank's rows of a matrix, padded with zeros so that all ranks hold the same number of rows."""
     missing = -len(matrix) % tp
     return torch.cat([matrix, matrix.new_zeros(missing, matrix.size(1))]).chunk(tp)[rank]

@@ -1,4 +1,4 @@
-"""Sources that are made bucket by bucket."""
+"""Sources that are computed bucket by bucket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_mcore.bridge.run.endpoints import Sources
 
 
 class Averages(Sources):
-    """Means, in fp32 at least, of two sets of tensors: of the buckets that are open, and of no others."""
+    """Means of two sets of tensors, at least in fp32. Only the tensors of open buckets exist."""
 
     device, is_static = torch.device("cpu"), False
 
@@ -30,7 +30,7 @@ class Averages(Sources):
 
     def close(self, bucket: Bucket) -> None:
         for tensor in self.open_buckets.pop(bucket.index).values():
-            tensor.fill_(torch.nan)  # whoever reads it later notices
+            tensor.fill_(torch.nan)  # makes a later read visible
 
 
 def _mean(one: Tensor, other: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A run directory whose checkpoints are small files of known content, and disks that fail. Imports no torch."""
+"""A run directory with checkpoints of small files with known content, and disks that fail. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOCUMENTS = {"trainer_state.json": b"{}", "dataloader.json": b"{}", "config.yaml
 
 
 def contents(step: int, version: str = "first") -> dict[str, bytes]:
-    """The files of a checkpoint, by relative path."""
+    """Return the files of a checkpoint, by relative path."""
     return {
         "actor/config.json": f'{{"step": {step}}}'.encode(),
         "actor/model.safetensors": f"weights {step} {version} ".encode() * 100,
@@ -30,7 +30,7 @@ def contents(step: int, version: str = "first") -> dict[str, bytes]:
 
 
 def complete(checkpoint: Path, model: str = "actor") -> list[Path]:
-    """Write what a checkpoint needs beside the weights of a model, where it is not there. Returns the paths."""
+    """Write the missing files that a checkpoint needs in addition to the weights of a model. Returns the paths."""
     written = []
     for name, data in {**DOCUMENTS, f"{model}/config.json": b"{}"}.items():
         if not (checkpoint / name).exists():
@@ -49,7 +49,7 @@ def save(
     info: CheckpointInfo | None = None,
     token: str = TOKEN,
 ) -> Path:
-    """A whole save in one process."""
+    """Save a checkpoint in one process."""
     disk = disk or Disk()
     partial = prepare(run, step, token, disk)
     files = contents(step, version)
@@ -62,13 +62,13 @@ def save(
 
 
 def read(checkpoint: Path) -> dict[str, bytes]:
-    """The files of an intact checkpoint, by relative path."""
+    """Return the files of an intact checkpoint, by relative path."""
     assert verify(checkpoint) == []
     return {name: (checkpoint / name).read_bytes() for name in read_manifest(checkpoint).files}
 
 
 class KillingDisk(Disk):
-    """Ends the process by SIGKILL before primitive number ``at``, counted from 1; ``torn``: in the middle of write number ``at``."""
+    """Kills the process by SIGKILL before primitive ``at``, counted from 1. ``torn``: kills it in the middle of write ``at``."""
 
     def __init__(self, at: int, *, torn: bool = False):
         super().__init__()
@@ -88,7 +88,7 @@ class KillingDisk(Disk):
 
 
 class FailingDisk(Disk):
-    """Raises an OSError instead of acting, while ``fails(name, path)`` says so."""
+    """Raises an OSError instead of acting, if ``fails(name, path)`` is true."""
 
     def __init__(self, number: int, fails: Callable[[str, Path], bool]):
         self.pauses: list[float] = []
@@ -102,7 +102,7 @@ class FailingDisk(Disk):
 
 
 class RecordingDisk(Disk):
-    """Remembers what was done, in order, as (name, path)."""
+    """Records operations in order, as (name, path)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What validation says of a small configuration with a few settings changed."""
+"""Validate a small configuration with a few changed settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf_mcore.config.validate import report_all, validate
 
 
 def check(*overrides: str, world_size: int | None = None) -> list[str]:
-    """The problems of run.yaml with these overrides."""
+    """Return the problems of run.yaml with these overrides."""
     try:
         validate(load_config("run.yaml", overrides), world_size)
     except WrongValues as error:

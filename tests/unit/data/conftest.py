@@ -13,7 +13,7 @@ from tests.unit.parallel.world import world
 
 __all__ = ["world"]
 
-# Refuses two messages of one role in a row, as the templates of many families do.
+# Rejects two consecutive messages with the same role, like the templates of many families.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if not loop.first and message.role == messages[loop.index0 - 1].role %}"

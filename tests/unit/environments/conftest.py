@@ -1,4 +1,4 @@
-"""A character tokenizer with a chat template, and an engine that says what it is told."""
+"""A character tokenizer with a chat template, and an engine with scripted answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def character_tokenizer(special: Sequence[str], end: str, template: str) -> PreTrainedTokenizerBase:
-    """A tokenizer of letters and special tokens, of which the first stands for what it does not know."""
+    """Return a tokenizer of letters and special tokens. The first special token replaces unknown characters."""
     vocabulary = {word: number for number, word in enumerate([*special, *string.printable])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -37,7 +37,7 @@ def character_tokenizer(special: Sequence[str], end: str, template: str) -> PreT
 
 
 class Scripted:
-    """A Generator. ``says``: the text of a request's turn, from its whole prompt and its seed; then the end token."""
+    """A Generator. ``says`` returns the text of a turn, given the whole prompt and the seed. The end token follows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, says: Callable[[str, int], str]) -> None:
         self.requests: list[Request] = []
@@ -53,7 +53,7 @@ class Scripted:
         self._in_flight += requests
 
     def collect(self, timeout_s: float) -> list[Completion]:
-        """The first request in flight."""
+        """Complete the first request in flight."""
         if not self._in_flight:
             return []
         request = self._in_flight.pop(0)
@@ -64,7 +64,7 @@ class Scripted:
         reason = "length" if len(ids) > limit else "stop"
         ids = np.array(ids[:limit], np.int32)
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
-        versions = ((0, 2 + text.count("<assistant>")),)  # each turn by a newer policy
+        versions = ((0, 2 + text.count("<assistant>")),)  # each turn has a newer policy version
         return [Completion(request.request_id, ids, logprobs, versions, reason, num_cached=4)]
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:

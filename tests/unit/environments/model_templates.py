@@ -1,6 +1,6 @@
-"""Chat templates with the rules of published ones: which thoughts of earlier turns stay, and how tools are told.
+"""Chat templates with the rules of published templates: which earlier thoughts stay, and how tools are described.
 
-They were written for these tests after the models' documentation, and are no copies; system prompts of tools are left out.
+They were written for these tests from the models' documentation and are not copies. They omit system prompts for tools.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.unit.environments.conftest import character_tokenizer
 
 
 def wide(text: str) -> str:
-    """Write DeepSeek's control tokens, which have letters that look like others: <!User!> stands for that of the user."""
+    """Write DeepSeek's control tokens, which contain look-alike letters. <!User!> stands for the token of the user."""
     return re.sub("<!(.*?)!>", lambda name: f"<\uff5c{name[1].replace('_', chr(0x2581))}\uff5c>", text)
 
 
@@ -26,7 +26,7 @@ _LAST_USER = """
 {%- set at = namespace(user=-1) -%}
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set at.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
 """
-# Sets ``words`` and ``thought`` of an assistant's message m.
+# Sets ``words`` and ``thought`` from an assistant message m.
 _SPLIT = """
 {%- set words = m.content or '' -%}{%- set thought = '' -%}
 {%- if '</think>' in words -%}
@@ -49,12 +49,12 @@ _CHATML = """
   {%- endif -%}
 {%- endfor -%}
 """
-# The thoughts of turns before the last question of the user are left out; a turn begins with its thoughts.
+# Drops the thoughts of turns before the last question of the user. A turn starts with its thoughts.
 QWEN3 = _LAST_USER + _CHATML.replace("SPLIT", _SPLIT)
 QWEN3 += "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-# The same, and the prompt has begun the thoughts.
+# The same rule, and the prompt already starts the thoughts.
 QWEN35 = QWEN3.replace("assistant\\n' -}}{%- endif -%}", "assistant\\n<think>\\n' -}}{%- endif -%}")
-# The same rule; a turn has no end of its own: it ends with the token that begins what comes next.
+# The same rule. A turn has no end token and ends with the token that starts the next message.
 GLM45 = (
     "[gMASK]<sop>"
     + _LAST_USER
@@ -75,7 +75,7 @@ GLM45 = (
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """.replace("SPLIT", _SPLIT)
 )
-# Thoughts stay until there is an answer, raw channels are refused, and a call is told in another order than it is sampled in.
+# Thoughts stay until there is an answer. Raw channels are rejected. A call is rendered in another order than it was sampled.
 GPT_OSS = """
 {%- set at = namespace(answer=-1, called='') -%}
 {%- for m in messages -%}
@@ -101,7 +101,7 @@ GPT_OSS = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|start|>assistant' -}}{%- endif -%}
 """
-# Every earlier thought is left out, also within the work with tools; a result has no marker of the next turn behind it.
+# Drops every earlier thought, even between tool calls. No marker of the next turn follows a result.
 DEEPSEEK_V3 = """
 {{- '<!begin_of_sentence!>' -}}
 {%- for m in messages -%}
@@ -119,16 +119,16 @@ DEEPSEEK_V3 = """
 
 @dataclass(frozen=True)
 class Family:
-    """A template, and what a model of it samples. ``thinks(thought, words)`` ends with the token that ends the turn."""
+    """A template and the texts that its model samples. ``thinks(thought, words)`` ends with the end token of the turn."""
 
     template: str
     special: tuple[str, ...]
     answers: Callable[[str, str], str]  # with a thought
     calls: Callable[[str, int], str]  # with a thought: add(a)
-    keeps_with_tools: bool = True  # the thoughts since the last question, while tools are called
+    keeps_with_tools: bool = True  # thoughts since the last question stay during tool calls
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """A tokenizer of letters with the family's control tokens."""
+        """Build a tokenizer of letters with the family's control tokens."""
         special = [wide(token) for token in self.special]
         return character_tokenizer(["<unk>", *special], special[0], wide(self.template))
 
@@ -190,14 +190,14 @@ FAMILIES = {
 
 
 def completion(tokenizer: PreTrainedTokenizerBase, text: str, first: int) -> Completion:
-    """Draw a text that ends with the token that ends it. Logprobs tell tokens apart: the first is -(first + 1) / 1024."""
+    """Return a completion of a text that ends with the end token. Logprobs identify tokens: the first is -(first + 1) / 1024."""
     ids = np.array(tokenizer(wide(text), add_special_tokens=False)["input_ids"], np.int32)
     logprobs = -(np.arange(first, first + len(ids), dtype=np.float32) + 1) / 1024
     return Completion(0, ids, logprobs, ((0, 0),), "stop")
 
 
 def parse(text: str, tools: Any) -> dict[str, Any]:
-    """As a parser of vLLM: a call of add, in any of the formats."""
+    """Parse a call of add in any of the formats, like a parser of vLLM."""
     marker = next((mark for mark in ("<tool_call>", wide("<!tool_calls_begin!>")) if mark in text), None)
     if marker is None:
         return {"role": "assistant", "content": text, "tool_calls": []}

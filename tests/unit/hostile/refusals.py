@@ -1,4 +1,4 @@
-"""What every hostile input has to end in."""
+"""Every hostile input must end in a readable error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST_MESSAGE = 10_000  # fifty problems of a line or two
 
 
 def refusal(action: Callable[..., object], *args: object) -> str:
-    """Return the message that ``action(*args)`` is rejected with: printable and short enough to be read."""
+    """Return the error message of ``action(*args)``, after checking that it is printable and short enough to read."""
     with pytest.raises(ConfigError) as caught:
         action(*args)
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""Worlds without processes: a gloo world of one, and tensor-parallel ranks that are threads."""
+"""Worlds without processes: a gloo world of one rank, and tensor-parallel ranks as threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @contextmanager
 def world_of_one(directory: Path) -> Iterator[None]:
-    """This process as the only rank of a gloo world; the store is a file, so no port is opened."""
+    """Make this process the only rank of a gloo world. The store is a file, so no port is opened."""
     store = dist.FileStore(str(directory / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -31,14 +31,14 @@ def world_of_one(directory: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A gloo world of one for the tests of a module."""
+    """A gloo world of one rank for the tests of a module."""
     with world_of_one(tmp_path_factory.mktemp("world")):
         yield
 
 
 @dataclass(slots=True)
 class Meeting:
-    """Where the threads of one simulated group meet."""
+    """The shared state of the threads of a simulated group."""
 
     size: int
     barrier: threading.Barrier = field(init=False)
@@ -63,11 +63,11 @@ class ThreadGroup:
         return self.meeting.size
 
     def exchange(self, value: T) -> list[T]:
-        """What every rank has passed, in rank order."""
+        """Return the values of all ranks, in rank order."""
         self.meeting.tensors[self.number] = value
         self.meeting.barrier.wait()
         everyone = list(self.meeting.tensors)
-        self.meeting.barrier.wait()  # nobody may overwrite a part before everybody has read it
+        self.meeting.barrier.wait()  # no rank may overwrite a part before all ranks have read it
         return everyone
 
     def reduce(self, tensor: Tensor, op: Any) -> None:
@@ -76,15 +76,15 @@ class ThreadGroup:
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-    """Takes the place of ``torch.distributed.all_reduce``."""
+    """Replaces ``torch.distributed.all_reduce``."""
     group.reduce(tensor, op)
 
 
 @pytest.fixture
 def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``torch.distributed`` for threads of :func:`run_ranks`: the collectives that host data takes, without processes.
+    """Replace the collectives of ``torch.distributed`` for host data, for the threads of :func:`run_ranks`.
 
-    Groups that are no :class:`ThreadGroup` mean the world of the thread.
+    A group that is not a :class:`ThreadGroup` means the world of the thread.
     """
 
     def world(group: Any = None) -> ThreadGroup:
@@ -121,7 +121,7 @@ _here = threading.local()
 
 
 def run_ranks(size: int, body: Callable[[ThreadGroup], T]) -> list[T]:
-    """``body`` once per rank, all at the same time; the results in rank order."""
+    """Run ``body`` concurrently for each rank. Returns the results in rank order."""
     meeting = Meeting(size)
 
     def run(rank: int) -> T:
@@ -129,7 +129,7 @@ def run_ranks(size: int, body: Callable[[ThreadGroup], T]) -> list[T]:
         try:
             return body(_here.group)
         except BaseException:
-            meeting.barrier.abort()  # nobody waits for a rank that is gone
+            meeting.barrier.abort()  # releases ranks that wait for a failed rank
             raise
 
     with ThreadPoolExecutor(size) as pool:

@@ -7,5 +7,5 @@ from rlhf_mcore.rewards import http_pool
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between one request and the next after it has failed."""
+    """Shorten the pauses before retries of failed requests."""
     monkeypatch.setattr(http_pool, "FIRST_PAUSE_S", 0.01)

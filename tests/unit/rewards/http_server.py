@@ -1,4 +1,4 @@
-"""An HTTP server in a thread of the test, which answers what the test makes it answer, down to the bytes; and responses to score."""
+"""An HTTP server in a thread of the test that sends exactly the bytes that the test defines, and responses to score."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.episodes import single_turn
 
 @dataclass
 class Request:
-    """What has come."""
+    """A received request."""
 
     path: str
     headers: dict[str, str]
@@ -42,17 +42,17 @@ def answer(value: Any, status: str = "200 OK", *headers: str) -> bytes:
 
 @dataclass
 class Scripted:
-    """``reply`` makes the bytes that a request gets; None closes the connection at once."""
+    """The state of a scripted server. ``reply`` returns the bytes for a request; None closes the connection immediately."""
 
     reply: Callable[[Request], bytes | None]
     url: str = ""
     seen: list[Request] = field(default_factory=list)
-    released: threading.Event = field(default_factory=threading.Event)  # ends those that wait for ever
+    released: threading.Event = field(default_factory=threading.Event)  # releases replies that would wait forever
 
 
 @contextmanager
 def scripted(reply: Callable[[Request], bytes | None]) -> Iterator[Scripted]:
-    """A server at a free port of the loopback."""
+    """Start a server at a free port of the loopback."""
     state = Scripted(reply)
 
     class Handler(socketserver.StreamRequestHandler):
@@ -87,7 +87,7 @@ def scripted(reply: Callable[[Request], bytes | None]) -> Iterator[Scripted]:
 def scores_of(
     cfg: RewardConfig, given: list[Trajectory], tries: int = http_pool.TRIES, longest_s: float = 60.0
 ) -> list[Score]:
-    """What a reward gives, which is closed afterwards."""
+    """Return the scores of a reward and close it."""
     with (
         mock.patch.object(http_pool, "TRIES", tries),
         closing(build_reward(cfg, longest_s=longest_s)) as reward,

@@ -1,4 +1,4 @@
-"""Models without Megatron: what they say after a token is a row of a table. The real ones are in tests/distributed."""
+"""Models without Megatron. Their output after a token is a row of a table. tests/distributed contains tests with real models."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ VOCAB = 7
 
 
 def stay(model: Lookup, lr: float) -> bool:
-    """An update that changes nothing."""
+    """Update nothing."""
     return True
 
 
 def descend(model: Lookup, lr: float) -> bool:
-    """Plain gradient descent."""
+    """Update by plain gradient descent."""
     assert model.table.grad is not None
     model.table.data -= lr * model.table.grad
     return True
@@ -38,9 +38,10 @@ def descend(model: Lookup, lr: float) -> bool:
 
 @dataclass
 class Lookup:
-    """What a role needs of a Megatron model and its optimizer, which is the object itself.
+    """The parts of a Megatron model that a role needs. The object is also its own optimizer.
 
-    ``width`` numbers follow each token: as many as there are tokens are logits, one is a value. ``rule`` changes the table.
+    The output for a token has ``width`` numbers: logits if ``width`` is the vocabulary size, a value if it is 1. ``rule`` updates the
+    table.
     """
 
     width: int = VOCAB
@@ -125,7 +126,7 @@ class Lookup:
 
 
 def batch(num_rows: int = 6, samples: int = 2, owner: int | None = None) -> TrainBatch:
-    """Rows of different lengths, ``samples`` to a prompt; dealt to all ranks, or all of one ``owner``."""
+    """Return rows of different lengths, ``samples`` per prompt. All ranks share the rows, or ``owner`` owns all of them."""
     generator = torch.Generator().manual_seed(2)
 
     def ids(count: int) -> list[int]:
@@ -136,7 +137,7 @@ def batch(num_rows: int = 6, samples: int = 2, owner: int | None = None) -> Trai
 
 
 def before(made: TrainBatch) -> Tensor:
-    """[N] the token before each one; the first of a row has the last of the row before, which nobody looks at."""
+    """Return the previous token of each token, [N]. For the first token of a row, the value belongs to another row and is not used."""
     return made.token_ids.long().roll(1)
 
 

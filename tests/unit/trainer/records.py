@@ -21,7 +21,7 @@ def prompt(index: int, length: int = 2) -> Prompt:
 
 
 def trajectory(made_of: Prompt, sample: int, length: int = 3, finish: str = "stop") -> Trajectory:
-    """Its token ids and logprobs say whose they are: 1000 (prompt + 1) + 100 sample + t, and minus a thousandth of that."""
+    """Return a trajectory whose values identify it: token id 1000 (prompt + 1) + 100 sample + t, and logprob -id / 1000."""
     ids = [1000 * (made_of.index + 1) + 100 * sample + t for t in range(length)]
     return single_turn(made_of, sample, ids, [-i / 1000 for i in ids], f"answer {sample}", finish, 0)
 
@@ -29,7 +29,7 @@ def trajectory(made_of: Prompt, sample: int, length: int = 3, finish: str = "sto
 def completions(
     requests: Sequence[Request], length: Callable[[int], int] = lambda index: 3, truncated: Sequence[int] = ()
 ) -> list[Completion]:
-    """What an engine would have drawn if it drew what ``trajectory`` has, to the limit for prompts in ``truncated``."""
+    """Return completions with the tokens of ``trajectory``. Those for prompts in ``truncated`` reach the length limit."""
     drawn, samples = [], Counter[int]()
     for request in requests:
         index = request.prompt_ids[0] - 100
@@ -42,7 +42,7 @@ def completions(
 
 
 class Streaming:
-    """A Generator that answers what was submitted last by ``draw``, all at once."""
+    """A Generator that answers all requests of the last submission at once, with ``draw``."""
 
     def __init__(self) -> None:
         self.drawn: list[Completion] | None = None
@@ -70,26 +70,26 @@ class Streaming:
 
 
 def batch_sampler(generator: Generator, engine: EngineRank | None = None) -> BatchSampler:
-    """It decodes what ``completions`` has as ``trajectory`` does."""
+    """Return a batch sampler that decodes completions to texts with their sample."""
     return BatchSampler(
         generator, engine or EngineRank(), lambda rows: [f"answer {ids[0] % 1000 // 100}" for ids in rows]
     )
 
 
 def resolved_future(value: T) -> Future[T]:
-    """A future that has its result."""
+    """Return a completed future."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
 
 
 def score(made_of: Trajectory) -> Score:
-    """One value per trajectory: prompt index and sample."""
+    """Return a score that identifies prompt index and sample of a trajectory."""
     return Score(made_of.prompt.index + made_of.sample / 10)
 
 
 def rows_of(batch: TrainBatch) -> list[tuple[int, list[int], list[float], float]]:
-    """(group, token ids, logprobs of the response, score) of every row. Collective over the world."""
+    """Return (group, token ids, logprobs of the response, score) of every row. Collective over the world."""
     whole = padded_batch(batch)
     return [
         (

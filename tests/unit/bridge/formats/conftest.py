@@ -18,7 +18,7 @@ HFModel = tuple[
 
 @pytest.fixture(scope="session")
 def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HFModel]:
-    """Models by name, made once. All have an odd vocabulary; some are tied, some have one key-value head."""
+    """Return models by name, built once. All have an odd vocabulary; some are tied, and some have one key-value head."""
     root = tmp_path_factory.mktemp("models")
     known: dict[str, HFModel] = {}
 
@@ -36,10 +36,10 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HFMode
 
 @pytest.fixture
 def llama(hf_model: Callable[[str], HFModel], tmp_path: Path) -> Path:
-    """A copy of a model, to be damaged."""
+    """Return a copy of a model that a test may damage."""
     shutil.copytree(hf_model("llama")[0], tmp_path / "llama")
     return tmp_path / "llama"
 
 
-# Every family, those with a choice tied and untied. The others differ in what is no weight, or in size alone.
+# Every family, tied and untied if there is a choice. Other models differ only in size or in fields that are not weights.
 ALL = [name for name in (*MODELS, *MOE_MODELS, "gpt_oss") if name not in ("qwen2_yarn", "qwen3_seven")]

@@ -1,4 +1,4 @@
-"""Writes checkpoints as other trainers do: DTensors of a pretended world, through torch's own distribution of tensors."""
+"""Write checkpoints in the formats of other trainers: DTensors of a simulated world, distributed by torch itself."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Placements = Callable[[str, Tensor], Sequence[Placement]]
 
 
 def rows_of_fsdp(name: str, tensor: Tensor) -> Sequence[Placement]:
-    """One mesh dimension: rows are cut."""
+    """Shard rows over one mesh dimension."""
     return [Shard(0)]
 
 
 def hybrid(name: str, tensor: Tensor) -> Sequence[Placement]:
-    """Replicas of groups that cut rows."""
+    """Replicate over one mesh dimension and shard rows over the other."""
     return [Replicate(), Shard(0)]
 
 
 def fsdp_and_tp(name: str, tensor: Tensor) -> Sequence[Placement]:
-    """Rows are cut by FSDP; a tensor-parallel dimension cuts columns of some, nothing of others."""
+    """Shard rows by FSDP. The tensor-parallel dimension shards the columns of some tensors and replicates the others."""
     return [Shard(0), Shard(1) if name.endswith(("o_proj.weight", "down_proj.weight")) else Replicate()]
 
 
 def write_fsdp(
     directory: Path, tensors: Mapping[str, Tensor], mesh_shape: tuple[int, ...], placements: Placements = rows_of_fsdp
 ) -> None:
-    """``model_world_size_X_rank_Y.pt`` of DTensors, and the extra state of every rank."""
+    """Write ``model_world_size_X_rank_Y.pt`` with DTensors, and the extra state of every rank."""
     directory.mkdir(parents=True, exist_ok=True)
     world = int(torch.Size(mesh_shape).numel())
     for rank in range(world):
@@ -51,7 +51,7 @@ def write_fsdp(
 
 
 def write_flat(directory: Path, tensors: Mapping[str, Tensor], world: int, *, padded: bool) -> None:
-    """Every rank holds an interval of each flattened tensor: equal ones with padding at the end, or uneven ones without."""
+    """Write checkpoints in which each rank holds an interval of each flattened tensor: equal and padded, or uneven."""
     directory.mkdir(parents=True, exist_ok=True)
     for rank in range(world):
         save_rank(directory, {name: _interval(t, rank, world, padded) for name, t in tensors.items()}, rank, world)
