@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Python API (``rlhf_mcore.api``) when it is first asked for: commands start without it."""
+    """Import the Python API (``rlhf_mcore.api``) on first use, so that commands start without it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("rlhf_mcore.api"), name)

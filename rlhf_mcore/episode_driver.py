@@ -1,4 +1,4 @@
-"""The interface between an engine and the episodes that it plays, of which runs without an environment know nothing."""
+"""The interface between an engine and its episodes. Runs without an environment do not use it."""
 
 from __future__ import annotations
 
@@ -10,58 +10,59 @@ if TYPE_CHECKING:
 
 
 class EpisodeDriver(Protocol):
-    """Episodes in an environment, in the process that leads their engine: what the engine draws next, and what comes of it."""
+    """Episodes in an environment, in the lead process of their engine. It chooses the turns to sample and takes the results."""
 
     @property
     def num_open(self) -> int:
-        """Episodes that ``take`` has not returned."""
+        """Return the number of episodes that ``take`` has not returned yet."""
         ...
 
     @property
     def num_waiting(self) -> int:
-        """Episodes that wait for their environment."""
+        """Return the number of episodes that wait for their environment."""
         ...
 
     def watch(self, drawn: Callable[[Collection[int]], Mapping[int, Sequence[int]]], slots: int | None = None) -> None:
-        """Get what tells the tokens drawn so far of requests in flight, by their ids; it may know of none.
+        """Set the function that returns the tokens sampled so far for requests in flight, by request id; it may return none.
 
-        ``slots``: turns that the engine draws at a time; what is more is held back, for engines that have room. None: all are given.
+        ``slots``: maximum number of turns in flight in the engine. Further turns are held back for engines with free slots. None: no
+        limit.
         """
         ...
 
     def abandoned_turns(self) -> Collection[int]:
-        """Ids of turns at the engine that nobody waits for any more, once: it need not draw them."""
+        """Return the ids of turns in the engine whose client has disconnected, each only once. The engine need not sample them."""
         ...
 
     @property
     def num_held(self) -> int:
-        """Turns that are held back."""
+        """Return the number of turns that are held back."""
         ...
 
     def lend(self, most: int) -> list[Request]:
-        """Give away turns that are held back. Their completions come to ``take``."""
+        """Return at most ``most`` held-back turns for another engine. Their completions are passed to ``take``."""
         ...
 
     def begin(self, requests: Sequence[Request]) -> list[Request]:
-        """Begin those that ask for episodes. Returns the others, which are for the engine as they are."""
+        """Start the episodes among the requests. Returns the other requests, which the engine samples directly."""
         ...
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        """Forget these episodes; unknown ids are ignored."""
+        """Drop these episodes; unknown ids are ignored."""
         ...
 
     def abandon(self) -> None:
-        """Forget all episodes."""
+        """Drop all episodes."""
         ...
 
     def due(self, engine_draws: bool, wait_s: float | None) -> list[Request] | None:
-        """Turns that an engine begins to draw now. None: it must not draw before environments have answered.
+        """Return the turns that the engine should start now. None: it must not sample until environments have answered.
 
-        Waits for an environment where the engine has nothing to do, but no longer than ``wait_s``. ``engine_draws``: whether it has
-        turns in flight.
+        If the engine is idle, this waits for an environment for at most ``wait_s``. ``engine_draws``: whether the engine has turns in
+        flight.
         """
         ...
 
     def take(self, completions: Iterable[Completion]) -> list[Completion]:
-        """Take what an engine has drawn. Returns ended episodes, and completions that are no turns of episodes."""
+        """Process completions of the engine. Returns ended episodes, and completions that do not belong to an episode."""
         ...

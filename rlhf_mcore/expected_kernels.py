@@ -1,4 +1,4 @@
-"""Name the implementation of each hot part that is to be expected here, in one line, without importing any of it."""
+"""Predict which kernels a run on this machine uses, without importing their libraries."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rlhf_mcore.geometry import ModelGeometry
 TE, TORCH, OURS, MEGATRON = "Transformer Engine", "torch", "rlhf_mcore", "Megatron"
 FLA = "flash-linear-attention"
 ONE_BY_ONE = "one after the other"  # experts
-# Capability of the GPUs on which torch multiplies the tokens of all experts at once. On Blackwell the gradient of an expert without
-# tokens is not zero (pytorch issue 172439).
+# Compute capability of the GPUs on which we use torch's grouped matrix multiplication for experts. On Blackwell it returns a gradient
+# that is not zero for an expert without tokens (pytorch issue 172439).
 GROUPS_EXPERTS = (9, 0)
-VARLEN = "varlen (packed), SDPA (padded)"  # of one kernel for all packed sequences
-APEX = "fused_weight_gradient_mlp_cuda"  # of apex, which adds gradients of weights to fp32 buffers
+VARLEN = "varlen (packed), SDPA (padded)"  # varlen: a single kernel for all packed sequences
+APEX = "fused_weight_gradient_mlp_cuda"  # module of apex that adds weight gradients to fp32 buffers
 FUSED_ADAM = {"transformer_engine": TE, "amp_C": "apex", "apex": "apex"}
 
 
 def kernels_text(parts: Mapping[str, str]) -> str:
-    """Write parts and their implementations on one line."""
+    """Return one line with each part and its kernel."""
     return "kernels: " + ", ".join(f"{part} {kernel}" for part, kernel in parts.items())
 
 
 def expected_kernels(has_gpu: bool) -> dict[str, str]:
-    """Name the kernels of a run with default settings on this machine."""
+    """Return the kernel of each part for a run with default settings on this machine."""
     has_te = find_spec("transformer_engine") is not None
     fused = [name for module, name in FUSED_ADAM.items() if find_spec(module) is not None]
     delta = FLA if has_gpu and find_spec("fla") is not None and computes_delta_gradients() else TORCH
@@ -46,7 +46,7 @@ def expected_kernels(has_gpu: bool) -> dict[str, str]:
 
 
 def why_unshared(geometry: ModelGeometry, cp: int, has_gpu: bool) -> str | None:
-    """Tell why a model cannot compute shared prefixes once; None: it can. The same on every rank."""
+    """Return the reason why a model cannot compute shared prefixes once, or None if it can. Equal on every rank."""
     if geometry.vision is not None:
         return "the model reads images"
     if geometry.mtp_layers and cp > 1:
@@ -57,10 +57,10 @@ def why_unshared(geometry: ModelGeometry, cp: int, has_gpu: bool) -> str | None:
 
 
 def computes_delta_gradients() -> bool:
-    """Return whether Triton compiles the backward pass of flash-linear-attention's recurrence rightly for this GPU.
+    """Return whether flash-linear-attention's recurrence has a correct backward pass on this GPU.
 
-    From 3.4 to 3.7.0 it does not on Hopper (flash-linear-attention's issue 640). Releases from 0.6 on refuse it, and take tilelang's
-    kernels where that is installed; earlier ones return wrong gradients.
+    On Hopper, Triton 3.4 to 3.7.0 compiles it wrongly (flash-linear-attention's issue 640). flash-linear-attention 0.6 and later
+    reject these versions, and use tilelang's kernels if tilelang is installed; earlier releases return wrong gradients.
     """
     if _capability()[0] != 9 or find_spec("tilelang") is not None:
         return True
@@ -71,6 +71,6 @@ def _capability() -> tuple[int, int]:
     """Return the compute capability of this machine's GPU; (0, 0) if torch sees none."""
     try:
         import torch
-    except (ImportError, OSError):  # doctor says so
+    except (ImportError, OSError):  # doctor reports it
         return 0, 0
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)

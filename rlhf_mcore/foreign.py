@@ -1,9 +1,9 @@
-"""The one reader of files that others wrote: configs, indexes, manifests, anything that may be damaged or hostile.
+"""The only reader of files from others: configs, indexes, manifests, and other files that may be damaged or hostile.
 
-``read_bytes`` opens regular files only and checks the size before it allocates. ``read_json`` bounds size, number of values and depth,
-and refuses what no writer of such a file means: NaN, infinities, integers of hundreds of digits, keys that appear twice, NUL and
-lone surrogates in texts (they break paths, terminals and UTF-8 further on). ``Fields`` gives typed access: each error names file, key,
-value and remedy. The only exception that leaves this module is ``ConfigError``.
+``read_bytes`` opens only regular files, and checks the size before it allocates memory. ``read_json`` limits size, number of values
+and depth. It rejects values that no valid file contains: NaN, infinities, integers of hundreds of digits, duplicate keys, and NUL or
+lone surrogates in texts (which break paths, terminals and UTF-8 later). ``Fields`` gives typed access; each error names file, key,
+value and remedy. This module raises only ``ConfigError``.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 _BLOCK_BYTES = 2**20
-MAX_INTEGER = 2**63 - 1  # beyond it no size, count, seed or offset is meant
-_MAX_BITS = 128  # of any integer; transformers writes 1e30, as an integer, for a length without limit
+MAX_INTEGER = 2**63 - 1  # no size, count, seed or offset is larger
+_MAX_BITS = 128  # limit for any integer; transformers writes 1e30 as an integer for an unlimited length
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 80, 80
 
 T = TypeVar("T")
 
 
-_REQUIRED: Any = object()  # the default of a field that must be there
+_REQUIRED: Any = object()  # marks a field without a default, which must exist
 
 
 class MissingFile(ConfigError):
-    """There is no such file. Its own type, because some files may be absent, but none may be broken."""
+    """A file does not exist. This is a separate type, because some files may be missing, but no file may be malformed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Bound what a JSON document may be. The defaults are for a model's small files: ten times the largest that is published."""
+    """Limits of a JSON document. The defaults are for a model's small files: ten times the largest published file."""
 
     num_bytes: int = 16 * 2**20
     num_values: int = 500_000
@@ -53,14 +53,14 @@ class ReadLimits:
 
 
 SMALL = ReadLimits()
-# Indexes of weights and states, headers, manifests: an entry for every tensor or file of a model and every rank.
+# For indexes of weights and states, headers and manifests, which contain an entry for every tensor or file and every rank.
 INDEX = ReadLimits(num_bytes=128 * 2**20, num_values=4_000_000)
 
 
 def open_file(path: str | Path, *, where: str = "", remedy: str = "correct the path") -> BinaryIO:
-    """Open a regular file for reading. Never waits for a writer and never opens a device.
+    """Open a regular file for reading. Never waits for a writer, and never opens a device.
 
-    ``where`` names the file in messages (its path if empty), ``remedy`` closes them.
+    ``where`` names the file in messages (default: its path). Messages end with ``remedy``.
 
     Raises:
         MissingFile: there is no such file.
@@ -71,7 +71,7 @@ def open_file(path: str | Path, *, where: str = "", remedy: str = "correct the p
         _check_kind(os.stat(path).st_mode, where, remedy)
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
-            _check_kind(os.fstat(handle).st_mode, where, remedy)  # it may have been replaced since
+            _check_kind(os.fstat(handle).st_mode, where, remedy)  # the file may have been replaced in the meantime
             return os.fdopen(handle, "rb", buffering=0)
         except BaseException:
             os.close(handle)
@@ -83,10 +83,10 @@ def open_file(path: str | Path, *, where: str = "", remedy: str = "correct the p
 
 
 def read_bytes(path: str | Path, *, limit: int, where: str = "", remedy: str = "correct the path") -> bytes:
-    """Read a regular file of at most ``limit`` bytes. The size is compared before memory is taken.
+    """Read a regular file of at most ``limit`` bytes. The size is checked before memory is allocated.
 
     Raises:
-        MissingFile, ConfigError: as ``open_file``, or it is larger.
+        MissingFile, ConfigError: as in ``open_file``, or the file is larger.
     """
     where = where or str(path)
     with open_file(path, where=where, remedy=remedy) as file:
@@ -106,10 +106,10 @@ def read_bytes(path: str | Path, *, limit: int, where: str = "", remedy: str = "
 
 
 def read_text(path: str | Path, *, limit: int, where: str = "", remedy: str = "correct the path") -> str:
-    """Read a file as ``read_bytes`` does, and decode it from UTF-8. NUL is refused.
+    """Read a file with ``read_bytes``, and decode it as UTF-8.
 
     Raises:
-        MissingFile, ConfigError: as ``read_bytes``, or it is not such a text.
+        MissingFile, ConfigError: as in ``read_bytes``, or the file contains NUL or invalid UTF-8.
     """
     data = read_bytes(path, limit=limit, where=where, remedy=remedy)
     return _decode(data, where or str(path), remedy)
@@ -122,25 +122,25 @@ def read_json(
     where: str = "",
     remedy: str = "download or export it again",
 ) -> Fields:
-    """Read the object that a JSON file holds.
+    """Read a JSON file that contains an object.
 
     Raises:
         MissingFile: there is no such file.
-        ConfigError: it cannot be read, is beyond ``limits``, or is not an object of plain JSON values.
+        ConfigError: the file cannot be read, exceeds ``limits``, or is not an object of plain JSON values.
     """
     data = read_bytes(path, limit=limits.num_bytes, where=where, remedy=remedy)
     return parse_json(data, limits=limits, where=where or str(path), remedy=remedy)
 
 
 def parse_json(data: bytes, *, limits: ReadLimits = SMALL, where: str, remedy: str) -> Fields:
-    """Parse the bytes of a file as ``read_json`` does.
+    """Parse the bytes of a JSON file that contains an object.
 
     Raises:
-        ConfigError: as ``read_json``.
+        ConfigError: as in ``read_json``.
     """
     if len(data) > limits.num_bytes:
         raise ConfigError(f"{where}: {len(data):,} bytes, but at most {limits.num_bytes:,} are read; {remedy}")
-    values = data.count(b",") + data.count(b"[") + data.count(b"{")  # never fewer than there are
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")  # an upper bound
     if values > limits.num_values:
         raise ConfigError(f"{where}: more than {limits.num_values:,} values, the most that are read; {remedy}")
     text = _decode(data, where, remedy)
@@ -162,9 +162,9 @@ def parse_json(data: bytes, *, limits: ReadLimits = SMALL, where: str, remedy: s
 
 
 class Fields:
-    """A JSON object with typed access. A null counts as absent.
+    """A JSON object with typed access. A null counts as missing.
 
-    Every method raises ``ConfigError`` where the value is not what is asked for, or is absent and has no default.
+    Every method raises ``ConfigError`` if the value has another type or range, or if it is missing and has no default.
     """
 
     __slots__ = ("_inside", "content", "remedy", "where")
@@ -205,7 +205,7 @@ class Fields:
         )
 
     def flag(self, key: str, default: T = _REQUIRED) -> bool | T:
-        """True or false."""
+        """Return true or false."""
         return self._take(key, "true or false", lambda value: isinstance(value, bool), default)
 
     def texts(self, key: str, default: T = _REQUIRED) -> list[str] | T:
@@ -246,7 +246,7 @@ class Fields:
         return Fields(table, self.where, self.remedy, f"{self._inside}{key}.") if isinstance(table, dict) else table
 
     def wrong(self, key: str, expected: str) -> ConfigError:
-        """Build the error of a field that is not ``expected``."""
+        """Return the error for a field that is not ``expected``."""
         value = self.content.get(key)
         name = shorten(f"{self._inside}{key}", 200)
         if value is None:
@@ -270,7 +270,7 @@ def shorten(value: object, length: int = 80) -> str:
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Return whether lists and objects of a JSON value are nested deeper than ``depth``. It does not recurse."""
+    """Return whether lists and objects of a JSON value are nested deeper than ``depth``, without recursion."""
     level = [value]
     for _ in range(depth + 1):
         inside = [item for item in level if isinstance(item, dict | list)]
@@ -281,7 +281,7 @@ def is_deeper(value: Any, depth: int) -> bool:
 
 
 def is_plain(text: str) -> bool:
-    """Return whether a text has neither a NUL nor a lone surrogate: it can be printed, stored and be part of a path."""
+    """Return whether a text contains no NUL and no lone surrogate, so that it can be printed, stored and used in a path."""
     if "\0" in text:
         return False
     if text.isascii():
@@ -332,7 +332,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_values(value: dict[str, Any] | list[Any], path: list[str | int], depth: int) -> None:
-    """Raises ValueError, naming the place, for what is not a plain value. The recursion ends at ``depth``."""
+    """Raise ValueError, which names the key, if a value is not plain or is nested deeper than ``depth``."""
     if len(path) >= depth:
         raise ValueError(f"nested deeper than {depth}")
     for key, child in value.items() if isinstance(value, dict) else enumerate(value):
@@ -349,7 +349,7 @@ def _check_values(value: dict[str, Any] | list[Any], path: list[str | int], dept
 
 
 def _place(path: Sequence[str | int]) -> str:
-    """``a.b[3]``"""
+    """Return the path of a value, such as ``a.b[3]``."""
     parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in path]
     return shorten("".join(parts).removeprefix("."), 200)
 

@@ -1,4 +1,4 @@
-"""The sizes of a model, and which part of its tensors a rank holds."""
+"""The sizes of a model, and the part of its tensors that a rank stores."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ class GroupedSizes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    has_qk_norm: bool = False  # where config.json decides it; some families always have norms of query and key heads
-    has_qkv_bias: bool = False  # the same of biases of queries, keys and values
+    has_qk_norm: bool = (
+        False  # for families where config.json decides; other families always have norms of query and key heads
+    )
+    has_qkv_bias: bool = False  # the same for biases of queries, keys and values
 
     @property
     def value_dim(self) -> int:
@@ -32,14 +34,14 @@ class GroupedSizes:
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): keys and values are projected by way of a latent."""
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): keys and values are projected from a latent."""
 
     num_heads: int
-    head_dim: int  # of queries and keys
-    rope_dim: int  # the part of ``head_dim`` with a rotation
+    head_dim: int  # elements of a query and of a key
+    rope_dim: int  # the elements of ``head_dim`` with a rotation
     value_dim: int
     kv_rank: int
-    q_rank: int = 0  # of the latent of queries; 0: they are projected at once
+    q_rank: int = 0  # size of the latent of queries; 0: queries are projected directly
 
     @property
     def num_kv_heads(self) -> int:
@@ -48,57 +50,57 @@ class LatentSizes:
 
 @dataclass(frozen=True, slots=True)
 class DeltaSizes:
-    """Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in the place of attention in some layers."""
+    """Gated delta nets (Yang et al. 2024, arXiv 2412.06464), which replace attention in some layers."""
 
     layers: tuple[int, ...]
-    key_heads: int  # of queries too
+    key_heads: int  # also the number of query heads
     value_heads: int
     key_dim: int
     value_dim: int
-    kernel: int  # tokens that a convolution is over
+    kernel: int  # number of tokens in the kernel of the convolution
 
     @property
     def keys(self) -> int:
-        """Elements of the keys of all heads."""
+        """Return the number of elements of the keys of all heads."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Elements of the values of all heads."""
+        """Return the number of elements of the values of all heads."""
         return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSizes:
-    """Attention of some layers to the last tokens alone."""
+    """Sliding-window attention in some layers."""
 
-    tokens: int  # that a token attends to, itself among them
+    tokens: int  # number of tokens that a token attends to, including itself
     layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """A mixture of experts in the place of the MLP, in all layers but ``dense_layers``."""
+    """MoE layers, which replace the MLP in all layers except ``dense_layers``."""
 
-    count: int  # of a layer
+    count: int  # experts per layer
     ffn_size: int
     per_token: int
-    shared_ffn_size: int = 0  # of the expert that sees every token; 0: there is none
+    shared_ffn_size: int = 0  # FFN size of the shared expert, which processes every token; 0: there is none
     dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSizes:
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of linear layers."""
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) for linear layers."""
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # layers that have one; see ``rlhf_mcore.families.adapters``
+    targets: tuple[str, ...]  # layers with an adapter; see ``rlhf_mcore.families.adapters``
     use_rslora: bool = False  # scale by the root of the rank (Kalajdzievski 2023, arXiv 2312.03732)
-    # So many of the rows of an A, the last ones, do not learn, nor do the columns of B that go with them
+    # Number of rows at the end of each A that are not trained, with the matching columns of B
     fixed: int = 0
     vision: VisionSizes | None = None
-    use_dora: bool = False  # beside A and B a magnitude for each output (Liu et al. 2024, arXiv 2402.09353)
+    use_dora: bool = False  # adds a magnitude for each output to A and B (Liu et al. 2024, arXiv 2402.09353)
 
     @property
     def scale(self) -> float:
@@ -110,13 +112,14 @@ class AdapterSizes:
 class ModelGeometry:
     """The sizes of a decoder, read from a Hugging Face config.
 
-    Without ``max_positions`` and ``window`` they decide where every weight is stored. Parts that a model does not have are None.
+    All fields except ``max_positions`` and ``window`` determine where each weight is stored. Parts that a model does not have are
+    None.
     """
 
     family: str  # name of a module of rlhf_mcore/families
     num_layers: int
     hidden_size: int
-    attention: GroupedSizes | LatentSizes  # of all layers that have no gated delta net
+    attention: GroupedSizes | LatentSizes  # in all layers without a gated delta net
     ffn_size: int
     vocab_size: int  # true size, without padding
     tied_embeddings: bool
@@ -125,10 +128,10 @@ class ModelGeometry:
     window: WindowSizes | None = None
     delta: DeltaSizes | None = None
     experts: ExpertSizes | None = None
-    # Behind the last layer, where they are trained with the model; numbered as if they were further ones
+    # MTP layers that are trained with the model; they are numbered after the last layer
     mtp_layers: int = 0
     vision: VisionSizes | None = None
-    adapter: AdapterSizes | None = None  # of a geometry of adapters alone, which are what has names and shapes
+    adapter: AdapterSizes | None = None  # if set, names and shapes are only the adapters'
 
     @property
     def num_heads(self) -> int:
@@ -140,7 +143,7 @@ class ModelGeometry:
 
     @property
     def head_dim(self) -> int:
-        """Elements of a query and of a key."""
+        """Return the number of elements of a query and of a key."""
         return self.attention.head_dim
 
     @property
@@ -149,7 +152,7 @@ class ModelGeometry:
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer that has a mixture; 0: no layer has one."""
+        """Return the number of experts of an MoE layer; 0 if the model has none."""
         return 0 if self.experts is None else self.experts.count
 
     @property
@@ -165,17 +168,17 @@ class ModelGeometry:
 
     @property
     def moe_layers(self) -> list[int]:
-        """The layers with experts, MTP layers not among them."""
+        """Return the layers with experts, without MTP layers."""
         return [layer for layer in range(self.num_layers) if self.is_moe_layer(layer)]
 
     @property
     def trunk(self) -> ModelGeometry:
-        """The model that samples a token at a time."""
+        """Return the geometry of the model without MTP layers, which samples one token per pass."""
         return replace(self, mtp_layers=0)
 
     @property
     def mtp_numbers(self) -> range:
-        """Numbers of the MTP layers that are trained."""
+        """Return the layer numbers of the trained MTP layers."""
         return range(self.num_layers, self.num_layers + self.mtp_layers)
 
     @property
@@ -183,20 +186,21 @@ class ModelGeometry:
         return self.num_layers - len(self.delta_layers)
 
     def layer_kind(self, layer: int) -> tuple[bool, bool]:
-        """Layers of one kind have the same parameters: whether there are experts, and a gated delta net."""
+        """Return (has experts, has a gated delta net). Layers of the same kind have the same parameters."""
         return self.is_moe_layer(layer), layer in self.delta_layers
 
     def padded_vocab(self, tp: int) -> int:
-        """Rows of the embedding as tensor-parallel ranks hold it: the next multiple of ``tp``."""
+        """Return the padded number of rows of the embedding on tensor-parallel ranks: the next multiple of ``tp``."""
         return -(-self.vocab_size // tp) * tp
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Name the part of a tensor that a rank holds, and of an expert's tensor the experts.
+    """The part of a tensor that a rank stores, and for experts' tensors the experts that it stores.
 
-    ``rank`` of ``size`` is the split of the tensor itself: tensor parallel, for experts expert tensor parallel. Experts are given to
-    expert-parallel ranks in equal contiguous runs; ``expert_rank`` of ``expert_size`` is the run of this rank.
+    The tensor is split into ``size`` parts, of which this rank stores part ``rank``: by tensor parallelism, or for experts by expert
+    tensor parallelism. Each expert-parallel rank stores an equal contiguous range of experts: range ``expert_rank`` of
+    ``expert_size``.
     """
 
     rank: int
@@ -207,7 +211,7 @@ class Shard:
 
 @dataclass(slots=True)
 class LocalParameter:
-    """A trained tensor as this rank holds it. ``name`` is Megatron's, with the layer's number counted over the whole model."""
+    """This rank's shard of a trained tensor. ``name`` is Megatron's, with the layer's number in the whole model."""
 
     name: str
     tensor: Tensor
@@ -216,10 +220,10 @@ class LocalParameter:
 
 @dataclass(slots=True)
 class StateShard:
-    """Hold what the optimizer of this rank keeps for elements ``start`` to ``stop`` of a local parameter, counted in flat order.
+    """The optimizer state of this rank for elements ``start`` to ``stop`` of a local parameter, in flat order.
 
-    ``tensors`` are live views [stop - start] by kind: ``exp_avg`` and ``exp_avg_sq``, or ``momentum``, and ``master`` where the
-    weights that the optimizer steps are not the parameter itself.
+    ``tensors`` are live views [stop - start] by kind: ``exp_avg`` and ``exp_avg_sq``, or ``momentum``. ``master`` is included if the
+    optimizer updates a copy of the weights instead of the parameter.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Read what this machine has: GPUs, processor, memory, installed versions. Imports nothing."""
+"""Read the properties of this machine: GPUs, processor, memory and installed versions. Imports no heavy library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMI_FIELDS = (
     "pci.bus_id",
 )
 _SMI_TIMEOUT_S = 10
-# Fields of /proc/cpuinfo, on x86 and on ARM, and flags of both.
+# Fields of /proc/cpuinfo on x86 and ARM, and vector flags of both.
 _PROCESSOR_NAMES = (("vendor_id", "CPU implementer"), ("model name", "CPU part"))
 _VECTOR_FLAGS = (
     *("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"),
@@ -27,18 +27,18 @@ _VECTOR_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One line of nvidia-smi. Sizes in MiB."""
+    """A GPU as nvidia-smi reports it. Sizes in MiB."""
 
     name: str
     memory_mib: int
     used_mib: int
     driver: str
     uncorrected_errors: int
-    address: str  # on the PCI bus, as 0000:1b:00.0
+    address: str  # PCI address, such as 0000:1b:00.0
 
 
 def query_gpus() -> list[Gpu] | str:
-    """List the GPUs of this machine, or return nvidia-smi's message when it failed."""
+    """Return the GPUs of this machine, or nvidia-smi's message if it failed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [] if not Path("/proc/driver/nvidia/version").exists() else "the driver is loaded, nvidia-smi is missing"
@@ -55,28 +55,28 @@ def query_gpus() -> list[Gpu] | str:
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """Parse the lines of nvidia-smi's CSV; a field that a device does not have counts as 0."""
+    """Parse nvidia-smi's CSV output. Fields that a device does not support count as 0."""
 
     def number(field: str) -> int:
         return int(field) if field.isdigit() else 0
 
     rows = [[field.strip() for field in row] for row in csv.reader(text.splitlines()) if row]
-    # nvidia-smi writes a PCI domain with eight digits, and Linux with four.
+    # nvidia-smi writes PCI domains with eight digits, Linux with four.
     return [Gpu(row[0], number(row[1]), number(row[2]), row[3], number(row[4]), row[5].lower()[-12:]) for row in rows]
 
 
 def has_driver() -> bool:
-    """Return whether NVIDIA's driver is there."""
+    """Return whether NVIDIA's driver is loaded."""
     return Path("/dev/nvidiactl").exists()
 
 
 def has_gpu() -> bool:
-    """Return whether a run here computes on GPUs: with NVIDIA's driver, a torch that is not built for CPUs, and a visible device."""
+    """Return whether runs on this machine use GPUs: NVIDIA's driver is loaded, torch supports GPUs, and a device is visible."""
     return has_driver() and not is_torch_for_cpu() and count_visible(os.environ.get("CUDA_VISIBLE_DEVICES")) != 0
 
 
 def is_torch_for_cpu() -> bool:
-    """Return whether the installed torch is a build that knows no GPU. It is not imported."""
+    """Return whether the installed torch is a CPU build, without importing it."""
     try:
         return metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
@@ -84,7 +84,7 @@ def is_torch_for_cpu() -> bool:
 
 
 def count_visible(devices: str | None) -> int | None:
-    """Count the devices that CUDA_VISIBLE_DEVICES names. CUDA reads it up to the first that is none. None where it is not set."""
+    """Return the number of devices in CUDA_VISIBLE_DEVICES, or None if it is not set. CUDA stops at the first invalid entry."""
     if devices is None:
         return None
     names = [name.strip() for name in devices.split(",")]
@@ -92,7 +92,7 @@ def count_visible(devices: str | None) -> int | None:
 
 
 def count_gpus() -> int | None:
-    """Count the GPUs that processes of this machine may use; None where nvidia-smi does not tell."""
+    """Return the number of GPUs that processes of this machine may use, or None if nvidia-smi does not report it."""
     visible = count_visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if visible is not None:
         return visible
@@ -101,9 +101,9 @@ def count_gpus() -> int | None:
 
 
 def processor(path: str = "/proc/cpuinfo") -> str:
-    """Describe this machine's processor: maker, model, and the vector instructions that libraries choose kernels by; "" if unknown.
+    """Return vendor, model and vector instructions of this machine's processor, or "" if unknown.
 
-    Two of one kind compute the same bits, see ``platform/cpu_libraries.py``.
+    Libraries choose kernels by these properties, so equal processors compute equal bits (see ``platform/cpu_libraries.py``).
     """
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
@@ -116,7 +116,7 @@ def processor(path: str = "/proc/cpuinfo") -> str:
 
 
 def numa_node(address: str, sysfs: str = "/sys") -> tuple[int, set[int]] | None:
-    """Find the NUMA node of a PCI device, and its cores. Returns None if the machine has one node, or does not tell."""
+    """Return the NUMA node of a PCI device and the cores of that node, or None if the machine has one node or does not report it."""
     try:
         nodes = _numbers(Path(sysfs, "devices/system/node/online").read_text(encoding="ascii"))
         node = int(Path(sysfs, "bus/pci/devices", address, "numa_node").read_text(encoding="ascii"))
@@ -128,19 +128,19 @@ def numa_node(address: str, sysfs: str = "/sys") -> tuple[int, set[int]] | None:
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Parse a list of Linux such as 0-3,8."""
+    """Parse a list of numbers in the format of Linux, such as 0-3,8."""
     pairs = [part.partition("-") for part in ranges.strip().split(",") if part]
     return {number for first, _, last in pairs for number in range(int(first), int(last or first) + 1)}
 
 
-_cores_before: int | None = None  # it was bound
+_cores_before: int | None = None  # number of usable cores before ``bind_to_cores``
 
 
 def bind_to_cores(cores: set[int]) -> None:
-    """Run this process and its children on these cores only, as far as it may use them. New memory is on their node."""
+    """Restrict this process and its children to those of these cores that it may use. New memory is allocated on their node."""
     global _cores_before
     allowed = os.sched_getaffinity(0)
-    if not cores & allowed:  # another program has bound it elsewhere
+    if not cores & allowed:  # another program has bound this process to other cores
         return
     _cores_before = _cores_before or len(allowed)
     for thread in os.listdir("/proc/self/task"):
@@ -149,18 +149,18 @@ def bind_to_cores(cores: set[int]) -> None:
 
 
 def usable_cores() -> int:
-    """Count the cores that processes like this one share: those that this one might use before it was bound to some of them."""
+    """Return the number of cores that this process could use before ``bind_to_cores``, which the processes of a node share."""
     return _cores_before or len(os.sched_getaffinity(0))
 
 
 def has_infiniband() -> bool:
-    """Return whether an RDMA device is there."""
+    """Return whether this machine has an RDMA device."""
     folder = Path("/sys/class/infiniband")
     return folder.is_dir() and any(folder.iterdir())
 
 
 def memory_bytes(path: str = "/proc/meminfo") -> dict[str, int]:
-    """Sizes of this machine's memory under the kernel's names, such as MemAvailable; {} on a system that does not tell."""
+    """Return memory sizes in bytes by the kernel's names, such as MemAvailable, or {} if the system does not report them."""
     try:
         text = Path(path).read_text(encoding="ascii")
     except OSError:
@@ -169,7 +169,7 @@ def memory_bytes(path: str = "/proc/meminfo") -> dict[str, int]:
 
 
 def installed_versions(names: Sequence[str]) -> dict[str, str]:
-    """Versions of those distributions that are installed."""
+    """Return the versions of the distributions in ``names`` that are installed."""
     versions = {}
     for name in names:
         try:

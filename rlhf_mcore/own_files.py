@@ -1,6 +1,6 @@
-"""Files and directories that this program makes under names of its own: never through a link that is there already.
+"""Create files and directories under fixed names without following existing links.
 
-A link at such a name would have us empty, cut or overwrite what is somewhere else.
+If such a name were a link, this program would truncate or overwrite a file at another place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlhf_mcore.config.errors import ConfigError
 
 
 def shown_path(path: str | Path) -> str:
-    """Return a path as messages show it: relative to the working directory, or as it is where that has been removed."""
+    """Return a path for messages: relative to the working directory, or unchanged if that directory was removed."""
     try:
         return os.path.relpath(path)
     except OSError:
@@ -23,23 +23,25 @@ def shown_path(path: str | Path) -> str:
 
 
 def check_output(option: str, path: Path) -> None:
-    """Before a file that a user has named is made or replaced: a device, such as ``/dev/stdout``, or a link would be gone then.
+    """Check a user's output path. Writing replaces the file, which would destroy a link or a device such as ``/dev/stdout``.
 
     Raises:
-        ConfigError: it is something else than a regular file, or in no directory that can be written.
+        ConfigError: the path exists and is not a regular file, or its directory is not writable.
     """
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise ConfigError(f"{option} {path} is no regular file, and nothing else is replaced; name a file")
+        raise ConfigError(f"{option} {path} is not a regular file, so it is not replaced; give another path")
     if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: {path.parent} is no directory that can be written; name a file in another")
+        raise ConfigError(
+            f"{option} {path}: {path.parent} is not a writable directory; give a path in another directory"
+        )
 
 
 def own_directory(path: Path) -> Path:
-    """Make a directory, unless it is there, and return it. The parent's names may be links, its own may not.
+    """Create a directory, unless it exists, and return it. Its parents may be links, but not the directory itself.
 
     Raises:
-        ConfigError: the name is a link, or no directory.
-        OSError: it cannot be made.
+        ConfigError: the name exists and is a link, or not a directory.
+        OSError: the directory cannot be created.
     """
     parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -49,7 +51,7 @@ def own_directory(path: Path) -> Path:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             refuse_link(path)
-            raise ConfigError(f"{path} is no directory, and one is made here; move it away") from error
+            raise ConfigError(f"{path} is not a directory, but a directory is needed here; move it away") from error
         raise
     finally:
         os.close(parent)
@@ -57,11 +59,11 @@ def own_directory(path: Path) -> Path:
 
 
 def open_own(path: Path, flags: int, mode: int = 0o644) -> int:
-    """``os.open`` of a file of ours, a regular one that is no link. Returns the file descriptor.
+    """Open a regular file with ``os.open`` without following links. Returns the file descriptor.
 
     Raises:
-        ConfigError: the name is a link, or no regular file.
-        OSError: it cannot be opened.
+        ConfigError: the name is a link, or not a regular file.
+        OSError: the file cannot be opened.
     """
     try:
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -71,17 +73,17 @@ def open_own(path: Path, flags: int, mode: int = 0o644) -> int:
         raise
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise ConfigError(f"{path} is no regular file, and one is written here; move it away")
+        raise ConfigError(f"{path} is not a regular file, but a file is written here; move it away")
     return file
 
 
 def refuse_link(path: Path) -> None:
-    """Raise if a name of ours is a link.
+    """Reject a link.
 
     Raises:
-        ConfigError: naming the link and where it leads.
+        ConfigError: ``path`` is a link; the message names its target.
     """
     if path.is_symlink():
         raise ConfigError(
-            f"{path} is a link to {path.readlink()}, and links are not followed here; remove it, or mount what it names"
+            f"{path} is a link to {path.readlink()}, and links are not followed here; remove the link, or mount its target instead"
         )

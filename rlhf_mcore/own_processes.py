@@ -1,9 +1,9 @@
-"""Owns the processes that the package starts: each in a session of its own, killed with its whole group, ended with its parent.
+"""Start and end the processes of this package. Each has its own session, is killed with its group, and ends with its parent.
 
-``start`` and ``kill_group`` are for programs. :class:`WorkerProcess` is for code of the user that may raise, hang, exit, fork or fill
-the memory: a fresh interpreter that sees a short list of environment variables and no credentials, and talks JSON over a socket.
-Nothing is pickled. ``map_in_fork`` is for short calls with objects of this process. The functions at the end are for a worker's own
-side. For Linux.
+``start`` and ``kill_group`` are for programs. :class:`WorkerProcess` is for user code, which may raise, hang, exit, fork or fill the
+memory. It is a new interpreter that sees only a short list of environment variables without credentials, and exchanges JSON over a
+socket. Nothing is pickled. ``map_in_fork`` is for short calls with objects of this process. The functions at the end run inside a
+worker. For Linux.
 """
 
 from __future__ import annotations
@@ -30,31 +30,33 @@ from typing import Any, NoReturn
 
 import rlhf_mcore
 
-STARTED_BY = "RLHF_MCORE_STARTED_BY"  # process id of the parent, in the environment of its child
-# What a worker's program needs to find its files and to print; a user adds names by reward.env.
+STARTED_BY = "RLHF_MCORE_STARTED_BY"  # environment variable of a child with the process id of its parent
+# Variables that a worker needs to find its files and to print; users add names with reward.env.
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
-# The order of sets does not differ from worker to worker, and libraries do not start a thread per core in each of them.
+# All workers order sets in the same way, and libraries do not start one thread per core in each worker.
 SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 START_TIMEOUT_S = 300.0  # for the imports of a user's file
-MAX_STARTS = 3  # of processes that signals end while they load a file; another program may have sent one
-MAX_FRAME_BYTES = 2**28  # a worker of ours writes no longer message
-DISCONNECTED = 74  # EX_IOERR of sysexits.h: a worker ends with it when it cannot send
+MAX_STARTS = (
+    3  # attempts if a signal ends a process while it loads a file, because another program may have sent the signal
+)
+MAX_FRAME_BYTES = 2**28  # no worker sends longer messages
+DISCONNECTED = 74  # EX_IOERR of sysexits.h: exit code of a worker that cannot send
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _REAP_S = 30.0
 _LENGTH = struct.Struct("!I")
 _RECEIVE_BYTES = 2**16
-_READS = 4  # of a worker's output, at a time
-_SHOWN_CHARS = 2**16  # that a worker may print for an item
-_TAIL_CHARS = 1000  # of a worker's output, kept for the message about its end
-# The working directory is not searched for modules of the standard library, as it is by -c and -m.
+_READS = 4  # reads of a worker's output per call
+_SHOWN_CHARS = 2**16  # characters that a worker may print per item
+_TAIL_CHARS = 1000  # last characters of a worker's output for the message about its end
+# Unlike with -c and -m, the working directory cannot shadow modules of the standard library.
 _BOOTSTRAP = (
     "import sys; del sys.path[0]; sys.path.append(sys.argv[2]); "
     "from importlib import import_module; import_module(sys.argv[3]).main(int(sys.argv[1]))"
 )
 
-# Each line is the id of a process group: the first time it is to be kept, the second time it has ended.
+# Each line is the id of a process group: the first line registers the group, the second line releases it.
 _KEEPER = """
 import os, signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -70,12 +72,12 @@ for group in kept:
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start a program in a session of its own: Ctrl-C in a terminal reaches this process alone. ``options``: of ``Popen``."""
+    """Start a program in its own session, so that Ctrl-C in a terminal reaches only this process. ``options`` are for ``Popen``."""
     return subprocess.Popen(list(command), start_new_session=True, **options)
 
 
 def kill_group(process: subprocess.Popen[Any], wait_s: float = 10.0) -> None:
-    """Kill a program that ``start`` has started, with its whole group, and wait until it is gone."""
+    """Kill a program from ``start`` with its whole process group, and wait until it has ended."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
@@ -83,9 +85,9 @@ def kill_group(process: subprocess.Popen[Any], wait_s: float = 10.0) -> None:
 
 
 class ProcessGroupReaper:
-    """A process that kills the process groups it keeps when this process is gone.
+    """A helper process that kills registered process groups when this process ends.
 
-    A group of its own outlives its parent, and nobody kills it where the parent is killed.
+    Without it, a process group would continue to run if its parent is killed.
     """
 
     def __init__(self) -> None:
@@ -98,27 +100,27 @@ class ProcessGroupReaper:
         )
 
     def keep(self, group: int) -> None:
-        """Keep a process group."""
+        """Register a process group."""
         self._tell(group)
 
     def release(self, group: int) -> None:
-        """Forget a process group, which has ended."""
+        """Release a process group that has ended."""
         self._tell(group)
 
     def _tell(self, group: int) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # somebody has killed the keeper
+        with suppress(BrokenPipeError):  # another program has killed the helper process
             self._process.stdin.write(f"{group}\n".encode())
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal; those for real time have none."""
+    """Return the name of a signal, or "signal N" for real-time signals, which have no name."""
     names = {each.value: each.name for each in signal.Signals}
     return names.get(number, f"signal {number}")
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Receive signal ``number`` when the process that started this one ends; at once if it has ended already."""
+    """Send signal ``number`` to this process when its parent ends, or at once if the parent has already ended."""
     parent = os.getppid()
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != int(os.environ.get(STARTED_BY, parent)):
@@ -126,18 +128,18 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 def raise_open_files() -> None:
-    """Raise the soft limit of open files to the hard limit: the usual 1,024 are too few for the sockets of some hundred ranks."""
+    """Raise the soft limit of open files to the hard limit, because the usual 1,024 is too low for the sockets of many ranks."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends, so that ``end_all(children())`` finds it."""
+    """Become the parent of descendants whose parent ends, so that ``end_all(children())`` finds them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> Iterator[int]:
-    """Yield the ids of the processes whose parent is this one."""
+    """Yield the process ids of this process's children."""
     for folder in Path("/proc").glob("[0-9]*"):
         status = _status(int(folder.name))
         if status is not None and int(status[1]) == os.getpid():
@@ -145,13 +147,13 @@ def children() -> Iterator[int]:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process is gone, or only waits for its parent to read its exit code."""
+    """Return whether a process has ended, even if its parent has not read its exit code yet."""
     status = _status(pid)
     return status is None or status[0] == "Z"
 
 
 def end_all(pids: Iterable[int]) -> None:
-    """Kill children of this process with their process groups, and wait until they are gone."""
+    """Kill children of this process with their process groups, and wait until they have ended."""
     pids = list(pids)
     for pid in pids:
         with suppress(OSError):
@@ -165,9 +167,9 @@ def end_all(pids: Iterable[int]) -> None:
 
 
 def _status(pid: int) -> list[str] | None:
-    """Read [state, parent, ...] of a process; None where it is gone."""
+    """Return [state, parent, ...] of a process, or None if it does not exist."""
     try:
-        # pid (name) state parent ...; the name may hold anything
+        # The format is: pid (name) state parent ... The name may contain any character.
         return (
             (Path("/proc") / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         )
@@ -181,26 +183,26 @@ def _prctl(option: int, value: int) -> None:
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame."""
+    """Malformed frame."""
 
 
 def pack(text: bytes) -> bytes:
-    """Make a frame of a JSON text."""
+    """Return the frame of a JSON text."""
     if len(text) > MAX_FRAME_BYTES:
         raise FrameError(f"a message of {len(text)} bytes is longer than {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(text)) + text
 
 
 def encode(value: Any) -> bytes:
-    """Make a frame of a value. It is pure ASCII, so that lone surrogates travel too."""
+    """Return the frame of a value. It contains only ASCII, so that lone surrogates can be sent too."""
     return pack(json.dumps(value).encode("ascii"))
 
 
 def decode(buffer: bytearray) -> Iterator[Any]:
-    """Take all whole frames from the start of ``buffer``, and yield their values.
+    """Remove all complete frames from the start of ``buffer``, and yield their values.
 
     Raises:
-        FrameError: they are not frames.
+        FrameError: the frames are malformed.
     """
     while len(buffer) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(buffer)
@@ -219,25 +221,25 @@ def decode(buffer: bytearray) -> Iterator[Any]:
 
 @dataclass(slots=True)
 class ProcessLost(Exception):
-    """A process has ended or answers no more: its cause in words, or that its time is over."""
+    """A process has ended or no longer answers. ``cause`` describes the reason; ``timed_out`` means that its time limit is over."""
 
     cause: str
     timed_out: bool = False
 
 
 def loading_problem(name: str, cause: str, was_killed: bool) -> str:
-    """Return the message about a file whose process has ended while it was loaded."""
+    """Return the message for a file whose process ended while loading it."""
     if was_killed:
         return f"{name} {cause}, {MAX_STARTS} times in a row: correct the file if it does this itself, or free memory on this machine"
     return f"{name} {cause}: correct the file"
 
 
 class WorkerProcess:
-    """One process, which runs ``main`` of the module ``program``.
+    """A process that runs ``main`` of the module ``program``.
 
     Args:
-        order: a frame that tells it what to load.
-        env: names of further environment variables that it sees.
+        order: a frame with the instructions to load.
+        env: names of further environment variables for the process.
     """
 
     def __init__(self, order: bytes, env: Sequence[str], program: str) -> None:
@@ -259,19 +261,19 @@ class WorkerProcess:
         self._connection, self._printed = ours, self.process.stdout.fileno()
         self._exit = os.pidfd_open(self.process.pid)  # readable when the process has ended
         self._outgoing, self._incoming = bytearray(order), bytearray()
-        self._messages: deque[dict[str, Any]] = deque()  # that ``receive`` has not returned yet
+        self._messages: deque[dict[str, Any]] = deque()  # messages that ``receive`` has not returned yet
         self._disconnected = False
         self.tail, self._shown_chars = "", 0
 
     def send(self, frame: bytes) -> None:
-        """Have a frame sent by the next calls of ``exchange``."""
+        """Queue a frame, which the next calls of ``exchange`` send."""
         self._outgoing += frame
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for a message.
+        """Wait for the next message.
 
         Raises:
-            ProcessLost: none comes.
+            ProcessLost: the process has ended or was disconnected, or no message has arrived within ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
         while not self._messages:
@@ -279,7 +281,7 @@ class WorkerProcess:
             for descriptor, wanted in self.interests():
                 poll.register(descriptor, wanted)
             poll.poll(max(0, math.ceil(1000 * min(deadline - time.monotonic(), 60.0))))
-            ending = self.ending()  # asked before the last messages are read, so that none is lost
+            ending = self.ending()  # check this before reading the last messages, so that none is lost
             self._messages += self.exchange()
             if self._messages:
                 break
@@ -290,21 +292,21 @@ class WorkerProcess:
         return self._messages.popleft()
 
     def disconnect(self) -> None:
-        """Close the connection, which ends the process group. May be called by another thread than ``receive``."""
+        """Close the connection, which ends the process group. Any thread may call it."""
         self._disconnected = True
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def interests(self) -> list[tuple[int, int]]:
-        """Return the descriptors to wait for, and for what."""
+        """Return the descriptors to poll, with their events."""
         wanted = select.POLLIN | (select.POLLOUT if self._outgoing else 0)
         return [(self._connection.fileno(), wanted), (self._exit, select.POLLIN), (self._printed, select.POLLIN)]
 
     def exchange(self) -> list[dict[str, Any]]:
-        """Send and receive what can be without waiting. Returns the messages that have come.
+        """Send and receive without waiting. Returns the received messages.
 
         Raises:
-            ProcessLost: something else has come.
+            ProcessLost: the process has sent malformed data.
         """
         with suppress(BlockingIOError, ConnectionError):
             while self._outgoing:
@@ -322,7 +324,10 @@ class WorkerProcess:
         return messages
 
     def _show_printed(self) -> None:
-        """Show it up to a bound for each item, so that no disk is filled; a few reads at a time, so that nobody waits for its end."""
+        """Copy the worker's output to stderr.
+
+        The output per item is limited, so that it cannot fill a disk. The reads per call are limited, so that the caller never waits.
+        """
         with suppress(BlockingIOError):
             for _ in range(_READS):
                 text = os.read(self._printed, _RECEIVE_BYTES).decode(errors="replace")
@@ -330,12 +335,10 @@ class WorkerProcess:
                 room, self._shown_chars = _SHOWN_CHARS - self._shown_chars, self._shown_chars + len(text)
                 sys.stderr.write(text[: max(room, 0)])
                 if 0 <= room < len(text):
-                    sys.stderr.write(
-                        f"\n(the rest of what process {self.process.pid} prints for this item is left out)\n"
-                    )
+                    sys.stderr.write(f"\n(further output of process {self.process.pid} for this item is omitted)\n")
 
     def ending(self) -> str | None:
-        """Return how the process has ended, or None. It is not reaped: until ``stop``, its number is not given to another one."""
+        """Return how the process has ended, or None if it is running. It is not reaped, so its id stays reserved until ``stop``."""
         status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if status is None:
             return None
@@ -363,18 +366,18 @@ class WorkerProcess:
 def map_in_fork(
     function: Callable[[Any], Any], inputs: Sequence[Any], *, cpu_s: int, memory_bytes: int
 ) -> Iterator[Any]:
-    """Yield the JSON value that ``function`` returns for each input, from a forked child whose resources the kernel bounds.
+    """Yield the JSON value that ``function`` returns for each input. A forked child with resource limits computes them.
 
     Args:
-        cpu_s: processor time for each input, so the load of the machine does not matter.
-        memory_bytes: beyond the memory of this process.
+        cpu_s: limit of processor time per input, which does not depend on the load of the machine.
+        memory_bytes: memory limit in addition to the memory of this process.
 
     Raises:
-        ProcessLost: the child has ended before its last answer; ``timed_out``: it took too much time.
+        ProcessLost: the child has ended before its last answer. ``timed_out`` is set if it exceeded ``cpu_s``.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        # It is about threads, but the child runs no code that takes their locks.
+        # The warning concerns locks of other threads, but the child runs no code that takes such locks.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -394,14 +397,14 @@ def map_in_fork(
                 yield json.loads(line)
     finally:
         if not has_ended:
-            # A child that nobody reads from ends with a broken pipe.
+            # The pipe is closed, so the child ends with a broken pipe.
             os.waitpid(child, 0)
 
 
 def _serve_fork(
     function: Callable[[Any], Any], inputs: Sequence[Any], writing: int, cpu_s: int, memory_bytes: int
 ) -> NoReturn:
-    """Run the child. It ends here, without the exit handlers of its parent."""
+    """Run the child process and end it without the exit handlers of its parent."""
     code = 1
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:
@@ -417,7 +420,7 @@ def _serve_fork(
                 seconds = int(used.ru_utime + used.ru_stime) + cpu_s + 1
                 resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
                 lines.write(json.dumps(function(item)).encode("ascii") + b"\n")
-                # Without it an earlier input would be blamed when the child is ended.
+                # Otherwise an earlier input would be blamed if the child is killed.
                 lines.flush()
         code = 0
     finally:
@@ -425,7 +428,7 @@ def _serve_fork(
 
 
 def receive_messages(connection: socket.socket) -> Iterator[Any]:
-    """Yield the messages of the starter, until it closes the connection."""
+    """Yield the messages of the parent until it closes the connection."""
     buffer = bytearray()
     while data := connection.recv(_RECEIVE_BYTES):
         buffer += data
@@ -433,10 +436,10 @@ def receive_messages(connection: socket.socket) -> Iterator[Any]:
 
 
 def end_group_with(descriptor: int) -> None:
-    """End this process group with its starter, whatever the worker is doing and whatever it has started.
+    """Make this process group end with its parent, even if the worker hangs or has started processes.
 
-    The kernel ends this process with the thread that has started it. Its children are ended by a second process, which waits
-    until the starter's end of the socket is closed.
+    The kernel ends this process when the thread that started it ends. A second process ends the children. It waits until the parent's
+    end of the socket is closed.
     """
     end_with_parent(signal.SIGKILL)
     if os.fork() == 0:
@@ -449,9 +452,9 @@ def end_group_with(descriptor: int) -> None:
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Have allocations of this process, and of each that it starts, fail beyond ``memory_bytes``."""
+    """Limit the memory of this process, and of each of its children, to ``memory_bytes``. Larger allocations fail."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Of the data, not of the address space: libraries reserve much of that and use little.
+    # Limit the data segment, not the address space, because libraries reserve a large address space and use little of it.
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     limit = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -1,7 +1,7 @@
-"""Find and load plug-ins: what installed packages register under an entry point of ours.
+"""Find and load plug-ins, which installed packages register under the entry points ``rlhf_mcore.<kind>``.
 
-``contrib/`` contains our own (import name ``rlhf_mcore_contrib``); ``setup.py`` registers them in the same way as a
-package of a user would. A plug-in is imported only if a run or a command names it. The core imports none of them.
+``contrib/`` contains our own plug-ins (import name ``rlhf_mcore_contrib``). ``setup.py`` registers them in the same way as a user's
+package would. A plug-in is imported only if a run or a command names it. The core imports none of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def find_plugins(kind: str) -> Mapping[str, EntryPoint]:
 
 @cache
 def _read_group(read: Callable[..., Iterable[EntryPoint]], kind: str) -> Mapping[str, EntryPoint]:
-    """Read a group once: the files of all installed packages are opened for it. Tests replace ``read``."""
+    """Read a group and cache it, because reading opens files of all installed packages. Tests replace ``read``."""
     return {point.name: point for point in read(group=f"rlhf_mcore.{kind}")}
 
 
@@ -39,7 +39,7 @@ def load_plugin(kind: str, name: str, needed_by: str, package: str | None = None
     Args:
         kind: the group, for example ``trackers``.
         name: the name in this group.
-        needed_by: what the user wrote, for messages: a key with its value, or a command.
+        needed_by: the user's key with its value, or the command, for messages.
         package: the folder of ``contrib`` that registers it; None: its name is the name of the plug-in.
 
     Raises:

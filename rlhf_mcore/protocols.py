@@ -1,6 +1,6 @@
-"""What one room needs of another, and no more: seams of engines and bridges, then the parts of the loop.
+"""The interfaces between packages: first engines and bridges, then the parts of the training loop.
 
-Concrete classes are picked in ``rlhf_mcore.cli``.
+``rlhf_mcore.cli`` chooses the concrete classes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from rlhf_mcore.types import Completion, Request, Score, TrainBatch, Trajectory, UpdateResult
 
 
-MEMORY = ("weights", "kv_cache")  # of an engine, in the order in which it is needed again after a sleep
+MEMORY = ("weights", "kv_cache")  # memory of an engine, in the order in which it is needed after a sleep
 ADAPTER_SLOTS = "adapter_slots"  # attribute of an engine's model that adds adapters: their buffers by name
 
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """One transfer of weights as a rank saw it.
+    """Statistics of a weight transfer on one rank.
 
-    ``peak_bytes``: most buffer memory that was in use at a time. ``whole_bytes``: what it would have sent if not only changes had
-    travelled; 0 where everything does.
+    ``peak_bytes``: peak memory of buffers. ``whole_bytes``: bytes that this rank would have sent without delta transfer; 0 if it sends
+    all weights.
     """
 
     seconds: float
@@ -37,11 +37,11 @@ class SyncStats:
 
 
 class SyncMismatch(RuntimeError):
-    """An engine does not hold what the trainer holds."""
+    """An engine's weights differ from the trainer's."""
 
 
 class WeightBridge(Protocol):
-    """Brings the weights of a trained model into the rollout engine of this rank."""
+    """Copy the weights of a trained model to the rollout engine of this rank."""
 
     def sync(self, version: int) -> SyncStats:
         """Replace all weights of the engine and set their version. Collective over the world."""
@@ -50,7 +50,7 @@ class WeightBridge(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineRank:
-    """Name the rollout engine of the world that a rank is part of. Only the lead rank of an engine returns completions."""
+    """The rollout engine that a rank belongs to. Only the lead rank of an engine returns completions."""
 
     engine_index: int = 0
     num_engines: int = 1
@@ -58,7 +58,7 @@ class EngineRank:
 
     @classmethod
     def of(cls, rank: int, world_size: int, size: int) -> EngineRank:
-        """Every ``size`` consecutive ranks are an engine."""
+        """Return the engine of a rank, if every ``size`` consecutive ranks form an engine."""
         return cls(rank // size, world_size // size, rank % size == 0)
 
 
@@ -66,44 +66,44 @@ class Generator(Protocol):
     """Draws responses, also while the caller does something else."""
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Completion]:
-        """Draw one completion for each request, in any order. May be called as often as wanted.
+        """Sample one completion per request, and return them in any order. May be called any number of times.
 
-        Where several ranks are one engine all of them pass the same requests, and all but the lead get nothing.
+        If an engine has several ranks, all of them pass the same requests. Ranks other than the lead return nothing.
         """
         ...
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that were submitted and have been neither returned nor cancelled."""
+        """Return the number of submitted requests that were neither returned nor cancelled."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begin to draw. Request ids are unique among those that are neither collected nor cancelled."""
+        """Start sampling the requests. Request ids must be unique among requests in flight."""
         ...
 
     def collect(self, timeout_s: float) -> Sequence[Completion]:
-        """Return what has finished since the last call, in any order. Waits for at least one; after ``timeout_s`` returns none."""
+        """Return the completions since the last call, in any order. Waits for at least one, and returns none after ``timeout_s``."""
         ...
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        """Stop to draw these; they are not returned any more. Ids that have finished, or are unknown, are ignored."""
+        """Stop sampling these requests, which are then not returned. Finished and unknown ids are ignored."""
         ...
 
 
 class WeightTarget(Protocol):
-    """Take the weights that a bridge brings: those of a model, replaced as one transaction, wherever it is."""
+    """The receiver of a bridge's weights. It replaces all weights of a model in one transaction, in any process."""
 
     @property
     def policy_version(self) -> int:
-        """Return the version of the weights that it holds; -1 where there are none that may be used."""
+        """Return the version of the current weights, or -1 if there are no usable weights."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Replace all weights by full tensors under Hugging Face names, in a transaction of their own."""
+        """Replace all weights by full tensors under Hugging Face names, in one transaction."""
         ...
 
     def abandon(self, problem: str) -> None:
-        """Make the weights unusable, for the reason ``problem``, until the next whole transaction."""
+        """Mark the weights as unusable, for the reason ``problem``, until the next complete transaction."""
         ...
 
 
@@ -112,7 +112,7 @@ class LiveWeights(WeightTarget, Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """The live model on this rank, whose tensors a bridge looks at."""
+        """Return the live model on this rank, whose tensors a bridge inspects."""
         ...
 
     def begin(self, version: int) -> AbstractContextManager[nn.Module]:
@@ -125,10 +125,10 @@ class LiveWeights(WeightTarget, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Join a process to a process group whose members have no world in common.
+    """The parameters to join a process group whose members do not share a world.
 
-    ``name`` is used once in a run. The store listens on ``address`` and ``port``, in the process with ``rank`` 0. ``timeout_s`` limits
-    how long joining may take, and how long an operation may wait for other ranks.
+    ``name`` is used only once in a run. The store listens on ``address`` and ``port`` in the process with ``rank`` 0. ``timeout_s``
+    limits the time to join, and the time that an operation waits for other ranks.
     """
 
     name: str
@@ -140,14 +140,14 @@ class GroupSpec:
 
 
 class PeersLost(RuntimeError):
-    """Other ranks of a group are gone or do not answer. Nothing is wrong with the rank that raises it."""
+    """Other ranks of a group have ended or do not answer. The rank that raises this error is healthy."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
-    """One rank of a rollout engine in a process of its own.
+    """One rank of a rollout engine in a separate process.
 
-    ``engine`` is the engine's name. ``process`` is unique in a run: a rank that was started again has another one.
+    ``engine`` is the engine's name. ``process`` is unique in a run: a restarted rank gets a new one.
     """
 
     engine: str
@@ -155,79 +155,79 @@ class EngineProcess:
 
 
 class RemoteEngines(Protocol):
-    """The engines of other processes, as the trainer's first rank controls them while weights are transferred.
+    """The engines of other processes, which the trainer's first rank controls during a weight transfer.
 
-    The order is: ``pause``; ``join``, where the processes or their group have changed, and ``finish``; ``begin_sync`` and ``finish``;
-    ``resume``. After a failure it begins again with ``pause``.
+    The order of calls is: ``pause``; ``join`` and ``finish`` if the processes or their group have changed; ``begin_sync`` and
+    ``finish``; ``resume``. After a failure, the sequence starts again with ``pause``.
     """
 
     def pause(self) -> list[EngineProcess]:
-        """Stop all engines between two of their steps. Those that are well, in the order of their ranks in a group.
+        """Stop all engines between two steps. Returns the healthy processes, in the order of their ranks in a group.
 
-        The ranks of an engine follow each other. Engines that have been started, or started again, and are ready, are among them.
-        After a failed transfer it is called again, while those that are left are paused.
+        The ranks of an engine are consecutive. Started or restarted engines that are ready are included. After a failed transfer,
+        this is called again while the remaining engines are paused.
         """
         ...
 
     def join(self, specs: Sequence[GroupSpec], bridge: str) -> None:
-        """Let the k-th process that ``pause`` has returned call :meth:`WeightReceiver.join` with ``specs[k]``. Returns at once."""
+        """Make the k-th process that ``pause`` returned call :meth:`WeightReceiver.join` with ``specs[k]``. Returns at once."""
         ...
 
     def begin_sync(self, version: int, only: Sequence[str] | None) -> None:
-        """Let every process that has joined call :meth:`WeightReceiver.sync`. Returns at once."""
+        """Make every joined process call :meth:`WeightReceiver.sync`. Returns at once."""
         ...
 
     def finish(self, timeout_s: float) -> list[str]:
-        """Wait for what was begun last. What went wrong in any process, with the name of its engine; [] where all is well.
+        """Wait for the last call of ``join`` or ``begin_sync``. Returns the errors of all processes with their engines; [] on success.
 
-        An engine has failed if one of its processes is gone, does not answer in time, or has raised anything but :class:`PeersLost`.
-        ``pause`` leaves it out until it has been started again. An engine whose processes have raised PeersLost stays.
+        An engine has failed if one of its processes has ended, does not answer in time, or has raised an error other than
+        :class:`PeersLost`. ``pause`` skips a failed engine until it has restarted. An engine that raised PeersLost is kept.
         """
         ...
 
     def resume(self, version: int) -> None:
-        """Let engines generate again. Those that took part have whole weights, of this version."""
+        """Let the engines generate again. Engines that took part have complete weights of this version."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """A process of a remote engine, as the other end of the transfer. One thread calls it, between two steps of the engine."""
+    """A process of a remote engine that receives weights. One thread calls it, between two steps of the engine."""
 
     def join(self, spec: GroupSpec, bridge: str) -> None:
-        """Leave the group, if there is one, join another and plan the transfers in it. ``bridge`` is what the trainer has sent.
+        """Leave the current group, if any, join another group, and plan its transfers. ``bridge`` is the trainer's description.
 
         Raises:
-            PeersLost: the others have not come, or are lost.
+            PeersLost: other members have not joined, or are lost.
         """
         ...
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
-        """Receive weights. After an error the engine has none that may be used, and the group is left.
+        """Receive weights. After an error the engine has no usable weights, and has left the group.
 
         Raises:
-            PeersLost: others of the group are lost.
+            PeersLost: other members of the group are lost.
         """
         ...
 
     def leave(self) -> None:
-        """Leave the group, if there is one. The weights stay as they are."""
+        """Leave the current group, if any. The weights do not change."""
         ...
 
 
 class Sleeper(Protocol):
-    """Give device memory to others for a while."""
+    """An engine that can free its device memory temporarily."""
 
     def sleep(self, level: int = 2) -> None:
-        """Free the caches, and the weights: level 1 keeps a copy of them on the host, level 2 discards them."""
+        """Free the caches and the weights. Level 1 keeps a copy of the weights on the host, level 2 discards them."""
         ...
 
     def wake(self, tags: Sequence[str] = MEMORY) -> None:
-        """Allocate the memory of ``tags``, all of it or one of ``MEMORY`` after the other."""
+        """Allocate the memory of ``tags``: all of ``MEMORY``, or one tag per call in its order."""
         ...
 
 
 class RewardFunction(Protocol):
-    """Scores finished trajectories."""
+    """Score finished trajectories."""
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Return the scores of trajectories, in order."""
@@ -235,7 +235,7 @@ class RewardFunction(Protocol):
 
 
 class Tracker(Protocol):
-    """A place where metrics go."""
+    """A destination for metrics."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
@@ -250,18 +250,21 @@ class LogprobModel(Protocol):
 
 
 class TrainableModel(Protocol):
-    """A model that is updated by the ranks that hold it; they know the result."""
+    """A model that is updated by the ranks that store it. Only these ranks know the result."""
 
     def deliver_update(self, batch: TrainBatch) -> Callable[[], UpdateResult | None]:
-        """Bring the rows to those ranks, collective over the world; what is returned makes the updates there. None on other ranks."""
+        """Send the rows to these ranks. Returns a function that runs the updates there, and returns None on other ranks.
+
+        Sending is collective over the world.
+        """
         ...
 
 
 class Source(Protocol):
-    """Make the rows of a step."""
+    """The source of the rows of a step."""
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
-        """Make the rows of a step, and metrics of them. Collective."""
+        """Return the rows of a step and their metrics. Collective."""
         ...
 
 
@@ -269,29 +272,29 @@ class Learner(Protocol):
     """Learn from the rows of a step."""
 
     def learn(self, step: int, batch: TrainBatch) -> tuple[Sequence[UpdateResult], Mapping[str, float]]:
-        """Make all updates of a step. Returns their results, and metrics beside those of the results. Collective."""
+        """Run all updates of a step. Returns their results, and further metrics. Collective."""
         ...
 
 
 class Publisher(Protocol):
-    """Use the weights of a step beside the checkpoints."""
+    """Publish the weights of a step, for example to engines."""
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Bring the weights of version ``version`` there; returns metrics. Collective."""
+        """Publish the weights as ``version``. Returns metrics. Collective."""
         ...
 
     def withdraw(self) -> None:
-        """Give up the weights that were published last: the model learns, and others follow."""
+        """Withdraw the last published weights, because the model will be updated and published again."""
         ...
 
 
 class Evaluator(Protocol):
-    """Measures the model on held-out data."""
+    """Evaluate the model on held-out data."""
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Return whether to evaluate after ``step`` of ``num_steps`` steps."""
         ...
 
     def run(self, step: int) -> dict[str, float]:
-        """``evaluate/*`` metrics. Collective."""
+        """Return the ``evaluate/*`` metrics. Collective."""
         ...

@@ -1,8 +1,8 @@
-"""Hide secrets in what is shown and saved: configurations, command lines, messages.
+"""Hide secrets in printed and saved configurations, command lines and messages.
 
-A secret is known by its key (``api_key``, ``headers``, the arguments of ``command``), by its origin (a value of ``${oc.env:NAME}``
-is shown as it was written), or by its place (logins and queries of addresses, the word after "Bearer"). In any other text it is
-known as the value of an environment variable with the name of a secret.
+A secret is recognised by its key (``api_key``, ``headers``, the arguments of ``command``), by its origin (a value of
+``${oc.env:NAME}`` is shown in that notation), or by its position (logins and queries in addresses, the word after "Bearer"). In other
+texts, the values of environment variables with a secret's name are recognised.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 REDACTED = "<redacted>"
-# A key is secret by its last words: "api_key" and "hf_token" are, "prompt_key" and "max_prompt_tokens" are not.
+# The last words of a key decide: "api_key" and "hf_token" are secret, "prompt_key" and "max_prompt_tokens" are not.
 _SECRET_KEY = re.compile(
     r"(^|_)(token|password|passwd|pwd|passphrase|secret|credentials?|webhook|authorization|cookies?|headers?|"
     r"(api|access|private|secret|auth)_?key)$"
 )
-_WORD_ENDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[-.\s]+")  # of apiKey, X-Api-Key
-_ARGUMENTS = "command"  # a list: a program, then arguments of any kind
+_WORD_ENDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[-.\s]+")  # word boundaries, for example in apiKey and X-Api-Key
+_ARGUMENTS = "command"  # key of a list with a program and its arguments
 _SECRET_VARIABLE = re.compile(r"(^|_)(tokens?|password|passwd|secrets?|credentials?)(_|$)|key$", re.IGNORECASE)
-# What is hidden in a text, and the part of the match that stays.
+# Patterns of secrets in a text, and the part of the match to keep.
 _IN_TEXT = (
     (re.compile(r"(://)[^/\s?#]+(?=@)"), r"\1"),  # a login
     (re.compile(r"(://[^\s?#'\"<>]*\?)[^\s#'\"<>]+"), r"\1"),  # a query
@@ -33,11 +33,11 @@ _IN_TEXT = (
 )
 _ADDRESS = re.compile(r"\A([a-z][a-z0-9+.-]*://[^?]*\?)(?!<redacted>$).+", re.IGNORECASE | re.DOTALL)
 _ADDRESS_KEY = re.compile(r"(^|_)(url|uri|endpoint|address)$")
-_SHORTEST = 6  # characters of a variable's value that is looked for in texts; shorter ones would be met by chance
+_SHORTEST = 6  # minimum length of values to search in texts; shorter values would match by chance
 
 
 class FromEnvironment(str):
-    """A value from the environment. Only the interpolation in its place is shown."""
+    """A value from an environment variable. Only its interpolation is shown."""
 
     shown: str
 
@@ -50,14 +50,14 @@ class FromEnvironment(str):
         return repr(self.shown)
 
     def __reduce__(self) -> tuple[type[FromEnvironment], tuple[str, str]]:
-        return FromEnvironment, (str(self), self.shown)  # Ray carries it to engines
+        return FromEnvironment, (str(self), self.shown)  # Ray sends it to engines
 
     def __deepcopy__(self, memo: object) -> FromEnvironment:
         return self
 
 
 def redact(value: Any) -> Any:
-    """Copy a tree of dicts and lists without values of secret keys and of the environment, and without secrets in addresses."""
+    """Return a copy of nested dicts and lists without secrets: values of secret keys, environment values, parts of addresses."""
     if isinstance(value, dict):
         return {key: _redact_value(str(key), child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -97,7 +97,7 @@ def _redact_value(key: str, value: Any) -> Any:
         return _hide(value, numbers=not word.endswith("token"))
     if get_close_matches(word, [_ARGUMENTS], cutoff=0.8) and isinstance(value, str | list | tuple):
         program, *arguments = [value] if isinstance(value, str) else value or [""]
-        words = str(program).split(maxsplit=1)  # a whole command line stands there by mistake
+        words = str(program).split(maxsplit=1)  # the user may have written a whole command line here
         program = f"{words[0]} {REDACTED}" if len(words) > 1 else redact(program)
         shown = [program, *(_hide(argument, numbers=True) for argument in arguments)]
         return shown[0] if isinstance(value, str) else shown[: len(value)]
@@ -107,7 +107,7 @@ def _redact_value(key: str, value: Any) -> Any:
 
 
 def _hide(value: Any, *, numbers: bool) -> Any:
-    """Hide secrets. ``numbers``: a number is a secret too, and no count."""
+    """Return a value with its texts hidden. ``numbers``: hide numbers too, because they are no counts."""
     if isinstance(value, dict):
         return {key: _hide(child, numbers=numbers) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -125,12 +125,12 @@ def _hide_in_text(text: str) -> str:
 
 
 def is_secret_variable(name: str) -> bool:
-    """Tell by its name whether an environment variable holds a secret."""
+    """Return whether the name of an environment variable indicates a secret."""
     return _SECRET_VARIABLE.search(name) is not None
 
 
 def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Remove from a text the logins and queries inside URLs, and the values of environment variables that are named as secrets are."""
+    """Return a text without logins and queries in URLs, and without values of environment variables with a secret's name."""
     for name, value in environment.items():
         if len(value) >= _SHORTEST and is_secret_variable(name):
             text = text.replace(value, f"<redacted: {name}>")

@@ -60,7 +60,7 @@ def test_directories_of_ours_are_made_once_and_are_no_links(tmp_path: Path) -> N
     for name, message in (
         ("through", f"is a link to {tmp_path / 'mine'}"),
         ("dangling", "is a link"),
-        ("file", "is no directory"),
+        ("file", "is not a directory"),
     ):
         with pytest.raises(ConfigError, match=message):
             own_directory(tmp_path / name)
@@ -72,7 +72,7 @@ def test_files_of_ours_are_regular_and_no_links(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("theirs")
     (tmp_path / "link").symlink_to("target")
     os.mkfifo(tmp_path / "fifo")
-    for name, message in (("link", "is a link to target"), ("fifo", "is no regular file")):
+    for name, message in (("link", "is a link to target"), ("fifo", "is not a regular file")):
         with pytest.raises(ConfigError, match=message):
             open_own(tmp_path / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     os.close(open_own(tmp_path / "new", os.O_WRONLY | os.O_CREAT, 0o600))

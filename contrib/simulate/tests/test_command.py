@@ -128,7 +128,7 @@ def test_measured_times_of_a_run_are_used_with_its_lengths(
         ((*LENGTHS, "--run", "absent"), "--run absent: no such directory"),
         (("--run", "absent"), "--run absent: no such directory"),
         ((*LENGTHS, "--run", "absent", "--set", "mean_length=1"), "remove one of them"),
-        ((*LENGTHS, "--json", "absent/out.json"), "--json absent/out.json: absent is no directory that can be written"),
+        ((*LENGTHS, "--json", "absent/out.json"), "--json absent/out.json: absent is not a writable directory"),
         ((*LENGTHS, "--devices", "2", "actor.layout.pp=4"), "raise --devices"),
         ((*LENGTHS, "rollout.gpu_memory_utilization=0.01"), "leaves no cache for a sequence"),
         ((*LENGTHS, "algorithm=sft"), "algorithm.kind=sft generates nothing"),

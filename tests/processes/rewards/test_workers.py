@@ -187,7 +187,7 @@ def test_fault_31_a_flood_of_what_a_function_prints_is_cut(reward: Callable[...,
         1.0
     ] * 3
     shown = capfd.readouterr().err
-    assert "is left out)" in shown and 2**17 <= len(shown) < 2**19 and "last" in shown
+    assert "is omitted)" in shown and 2**17 <= len(shown) < 2**19 and "last" in shown
 
 
 def test_workers_see_no_credentials(reward: Callable[..., PooledReward], monkeypatch: Any) -> None:

@@ -129,8 +129,11 @@ def test_a_file_that_no_run_writes_is_named(run: Path, name: str, content: str, 
 def test_a_directory_above_is_told_which_one_was_meant(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run.parent), str(run)]) == 2
     assert f"did you mean {run}?" in capsys.readouterr().err
-    assert main([str(run), "--out", str(run)]) == 2 and "name a file" in capsys.readouterr().err
-    assert main([str(run), "--out", "nowhere/r.html"]) == 2 and "nowhere is no directory" in capsys.readouterr().err
+    assert main([str(run), "--out", str(run)]) == 2 and "is not a regular file" in capsys.readouterr().err
+    assert (
+        main([str(run), "--out", "nowhere/r.html"]) == 2
+        and "nowhere is not a writable directory" in capsys.readouterr().err
+    )
     assert main([str(run), "--rollouts", "-1"]) == 2 and "--rollouts -1 is out of range" in capsys.readouterr().err
 
 
