@@ -1,1 +1,1 @@
-"""Read what comes from outside: model directories, data files, the hub, the user's code. Nothing here imports torch or numpy."""
+"""Readers of foreign files: model directories, data files, Hub snapshots, user code. No module here imports torch or numpy."""

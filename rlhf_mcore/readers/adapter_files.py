@@ -1,6 +1,6 @@
-"""Read the small file of a PEFT directory and the names of its tensors, without torch or peft.
+"""Read ``adapter_config.json`` and the tensor headers of a PEFT directory, without torch or PEFT.
 
-Such a directory holds low-rank adapters of a model that is elsewhere: ``adapter_config.json`` and ``adapter_model.safetensors``.
+A PEFT directory contains low-rank adapters in ``adapter_config.json`` and ``adapter_model.safetensors``, but not their model.
 """
 
 from __future__ import annotations
@@ -38,17 +38,23 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _TASKS = {"lm": "CAUSAL_LM", "token": "TOKEN_CLS", "sequence": "SEQ_CLS"}  # by head
 _ALL = (ALL_LINEAR, EMBEDDING, OUTPUT)
 _MAX_RANK, _MAX_ALPHA = 65536, 1e9
-_REMEDY = "use a plain LoRA adapter that PEFT has saved"
-# Settings that change the meaning of the tensors, with the values that do not.
+_REMEDY = "use a plain LoRA adapter that PEFT saved"
+# Settings that may change the meaning of the tensors, with their supported values.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
     "lora_bias": (False,),
     "fan_in_fan_out": (False,),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the weights of the base
+    "init_lora_weights": (
+        True,
+        False,
+        "gaussian",
+        "eva",
+        "orthogonal",
+    ),  # other values change the weights of the base model
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
-    # PEFT's, with a head for scores
+    # values that PEFT writes for a scoring head
     "modules_to_save": ([], ["score"], ["classifier", "score"], ["score", "classifier"]),
     "target_parameters": ([],),
     "trainable_token_indices": ([], {}),
@@ -60,7 +66,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """Settings of adapter_config.json. ``modules``: the names in ``target_modules``, None if it is a pattern."""
+    """Settings of adapter_config.json. ``modules`` are the names in ``target_modules``, or None if it is a pattern."""
 
     rank: int
     alpha: float
@@ -72,7 +78,7 @@ class AdapterSettings:
 
 
 def holds_adapter(directory: str | Path) -> bool:
-    """Return whether a directory contains adapters of PEFT and no model."""
+    """Return whether a directory contains PEFT adapters and no model."""
     return isfile(Path(directory) / ADAPTER_CONFIG) and not isfile(Path(directory) / "config.json")
 
 
@@ -80,7 +86,7 @@ def read_settings(directory: str | Path) -> AdapterSettings:
     """Read adapter_config.json.
 
     Raises:
-        ConfigError: it is missing or damaged, or asks for more than plain low-rank adapters.
+        ConfigError: it is missing or damaged, or describes other adapters than plain LoRA or DoRA.
     """
     path = Path(directory) / ADAPTER_CONFIG
     fields = read_json(path, remedy=_REMEDY)
@@ -102,7 +108,7 @@ def read_settings(directory: str | Path) -> AdapterSettings:
 
 
 def _is_one_of(value: object, plain: Collection[object]) -> bool:
-    """Compare with the type: 0 and 1 are no flags."""
+    """Return whether a value is allowed. Types are compared too, because 0 == False in Python."""
     return any(type(value) is type(one) and value == one for one in plain)
 
 
@@ -119,15 +125,15 @@ def _modules(fields: Fields) -> tuple[str, ...] | None:
 
 
 def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
-    """Return the geometry of a directory's adapters of ``model``: which layers have one follows from its tensors' names.
+    """Return the geometry of ``model`` with a directory's adapters. Tensor names decide the adapted layers.
 
     Raises:
-        ConfigError: the directory is not PEFT's; or a tensor is missing, is none of an adapter of the model, or has another shape or
-            dtype than its layer asks for.
+        ConfigError: the directory is not a PEFT directory. Also if a tensor is missing, belongs to no layer of the model, or has
+            another shape or dtype than its layer needs.
     """
     settings, path = read_settings(directory), Path(directory) / ADAPTER_WEIGHTS
     if not isfile(path):
-        pickled = " (adapter_model.bin is pickle and is not read)" if isfile(path.with_suffix(".bin")) else ""
+        pickled = " (adapter_model.bin is a pickle file, which is not read)" if isfile(path.with_suffix(".bin")) else ""
         raise ConfigError(
             f"{directory} has no {ADAPTER_WEIGHTS}{pickled}; save the adapter with safe_serialization=True"
         )
@@ -143,7 +149,7 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
         )
     modules = {known[name] for name in names}
     if not modules:
-        raise ConfigError(f"{path} holds no tensor; {_REMEDY}")
+        raise ConfigError(f"{path} contains no tensors; {_REMEDY}")
     if settings.modules is not None:
         named = settings.modules
         ignored = [m for m in modules if not any(m == name or m.endswith(f".{name}") for name in named)]
@@ -155,7 +161,7 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
     if settings.use_dora and (module := without_dora(sorted(modules))):
         raise ConfigError(
             f"{Path(directory) / ADAPTER_CONFIG} has use_dora=true, which is not supported for {module}; train without it, or "
-            "with adapters of layers that are no experts and not at an end"
+            "without adapters of experts, embedding and output layer"
         )
     targets = short_names(modules, possible)
     sizes = AdapterSizes(settings.rank, settings.alpha, targets, settings.use_rslora, use_dora=settings.use_dora)
@@ -167,12 +173,16 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
 def _check_tensors(
     path: Path, stored: Mapping[str, StoredTensor], model: ModelGeometry, adapters: ModelGeometry
 ) -> None:
-    """Compare shapes and dtypes of a file with ``adapters``, and its copies of model weights with ``model``."""
+    """Compare the shapes and dtypes of a file with ``adapters``, and its copies of model weights with ``model``.
+
+    Raises:
+        ConfigError: a tensor is missing, or has another shape or dtype.
+    """
     weights = hf_shapes(model)
     for name, of_base in base_copies().items():
         if name in stored and stored[name].shape != weights.get(of_base):
             raise ConfigError(
-                f"{path}: tensor {name} is {list(stored[name].shape)}, and not as {of_base} of the model; train with the vocabulary "
+                f"{path}: tensor {name} is {list(stored[name].shape)}, unlike {of_base} of the model; train with the vocabulary "
                 "of the model"
             )
     for name, shape in hf_shapes(adapters).items():
@@ -180,7 +190,7 @@ def _check_tensors(
             raise ConfigError(f"{path}: tensor {name} is missing; save the adapter again")
         if stored[name].shape != shape:
             raise ConfigError(
-                f"{path}: tensor {name} is {list(stored[name].shape)}, but r in {ADAPTER_CONFIG} and the model ask for {list(shape)}; "
+                f"{path}: tensor {name} is {list(stored[name].shape)}, but r in {ADAPTER_CONFIG} and the model require {list(shape)}; "
                 "name the model that the adapter was trained for, or save the adapter again"
             )
         if (dtype := stored[name].dtype) not in WEIGHT_DTYPES:
@@ -206,14 +216,14 @@ def check_same(directory: str | Path, saved: ModelGeometry, wanted: ModelGeometr
 
 
 def start_problems(directory: str, wanted: ModelGeometry, field: str) -> Iterator[str]:
-    """List the reasons why training cannot start from a directory's adapters. ``field``: the group that names it, ``actor.lora``."""
+    """List reasons why training cannot start from a directory's adapters. ``field`` is its group, such as ``actor.lora``."""
     prefix = f"{field}.path={directory}"
     if not isdir(directory):
         where = "is not a directory" if exists(directory) else f"does not exist (looked from {Path.cwd()})"
-        yield f"{prefix} {where}; give the directory of an adapter that PEFT has saved{absent_hint(directory)}"
+        yield f"{prefix} {where}; give the directory of an adapter that PEFT saved{absent_hint(directory)}"
     elif not isfile(Path(directory) / ADAPTER_CONFIG):
-        whole = ": it is a whole model, which model.path may name" if isfile(Path(directory) / "config.json") else ""
-        yield f"{prefix} has no {ADAPTER_CONFIG}{whole}; give the directory of an adapter that PEFT has saved"
+        whole = " (it is a whole model, for model.path)" if isfile(Path(directory) / "config.json") else ""
+        yield f"{prefix} has no {ADAPTER_CONFIG}{whole}; give the directory of an adapter that PEFT saved"
     else:
         try:
             check_same(directory, read_adapters(directory, replace(wanted, adapter=None)), wanted, field)
@@ -222,21 +232,21 @@ def start_problems(directory: str, wanted: ModelGeometry, field: str) -> Iterato
 
 
 def adapted_model(directory: str | Path, base: str | Path) -> ModelGeometry:
-    """Return the geometry of the model in ``base`` with the head that a directory's adapters were trained with.
+    """Return the geometry of the model in ``base``, with the head with which a directory's adapters were trained.
 
     Raises:
-        ConfigError: one of both has no sizes, or is damaged.
+        ConfigError: a file is missing or damaged.
     """
     return read_geometry(base, read_settings(directory).head)
 
 
 def adapted_modules(adapters: ModelGeometry) -> list[str]:
-    """List the Hugging Face modules that have an adapter, in the order of the network."""
+    """Return the Hugging Face modules with an adapter, in network order."""
     return list(dict.fromkeys(hf_module(name) for name in hf_shapes(adapters) if name not in whole_tensors(adapters)))
 
 
 def short_names(modules: Iterable[str], possible: Iterable[str]) -> tuple[str, ...]:
-    """Return the last parts of the modules' names if they are unambiguous among the ``possible`` names, else whole names."""
+    """Return the last parts of the modules' names if they select the same modules among ``possible``, else whole names."""
     modules = set(modules)
     ends = {module.rpartition(".")[2] for module in modules}
     meant = {module for module in possible if module.rpartition(".")[2] in ends}
@@ -244,14 +254,14 @@ def short_names(modules: Iterable[str], possible: Iterable[str]) -> tuple[str, .
 
 
 def adapter_config(adapters: ModelGeometry, base: str, dropout: float = 0.0) -> dict[str, Any]:
-    """Return the content of adapter_config.json. ``base``: the directory of the model."""
+    """Return the content of adapter_config.json. ``base`` is the directory of the model."""
     sizes = adapters.adapter
     assert sizes is not None
     possible = adapted_modules(replace(adapters, adapter=replace(sizes, targets=_ALL)))
     modules = adapted_modules(adapters)
     if sizes.use_rslora and any(".experts." in module for module in modules):
-        # PEFT joins gate and up of transformers' stacked experts to one adapter of twice the rank and twice the alpha, which keeps
-        # alpha / rank, but not alpha / sqrt(rank).
+        # PEFT joins gate and up of transformers' stacked experts into one adapter with twice the rank and twice the alpha. This
+        # preserves alpha / rank, but not alpha / sqrt(rank).
         sizes = replace(sizes, alpha=sizes.scale * sizes.rank, use_rslora=False)
     return {
         "peft_type": "LORA",
@@ -274,10 +284,10 @@ def adapter_config(adapters: ModelGeometry, base: str, dropout: float = 0.0) -> 
 
 
 def base_model(directory: str | Path, otherwise: str | None = None) -> str:
-    """Return the directory of the model that a directory's adapters are of: the one that they name, ``otherwise`` if it is not here.
+    """Return the base model's directory of adapters: the directory in their settings, or ``otherwise`` if it does not exist here.
 
     Raises:
-        ConfigError: neither is here.
+        ConfigError: neither exists.
     """
     named = read_settings(directory).base
     here = local_model(named, "base_model_name_or_path", may_download=False) or named
@@ -285,6 +295,6 @@ def base_model(directory: str | Path, otherwise: str | None = None) -> str:
         if isdir(path) and isfile(Path(path) / "config.json"):
             return path
     raise ConfigError(
-        f"{Path(directory) / ADAPTER_CONFIG} has base_model_name_or_path={shorten(named, 500)!r}, which is not here; copy the "
+        f"{Path(directory) / ADAPTER_CONFIG} has base_model_name_or_path={shorten(named, 500)!r}, which does not exist here; copy the "
         "model there, or correct the path"
     )

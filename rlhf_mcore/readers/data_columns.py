@@ -11,12 +11,12 @@ from rlhf_mcore.readers.data_rows import RowLimits, checked_response, require_co
 
 
 def row_limits(data: DataConfig) -> RowLimits:
-    """Return the bounds of a row."""
+    """Return the limits for reading rows."""
     return RowLimits(data.max_row_bytes, data.max_rows, data.max_bytes)
 
 
 def file_keys(data: DataConfig, files: Sequence[str], field: str) -> list[tuple[str, str | None]]:
-    """List the columns of prompt and answer of each file of ``field``, data.train or data.eval."""
+    """Return (prompt column, answer column) for each file of ``field``, data.train or data.eval."""
     prompts, answers = (_spread(key, len(files)) for key in chosen_columns(data, field))
     return list(zip(prompts, answers, strict=True))
 
@@ -29,9 +29,7 @@ def chosen_columns(data: DataConfig, field: str) -> tuple[Any, Any]:
 
 
 def settings_of(field: str) -> tuple[str, str]:
-    """Return the keys that name the columns of ``field`` and of no other files, for messages: data.train has no eval_ before its
-    own.
-    """
+    """Return the keys that name the columns of ``field``, for messages. Keys of data.eval begin with eval_."""
     own = "eval_" if field == "data.eval" else ""
     return f"data.{own}prompt_key", f"data.{own}answer_key"
 
@@ -42,20 +40,20 @@ def _spread(value: Any, count: int) -> list[Any]:
     return value if len(value) == count else value[:1] * count
 
 
-MESSAGES = "messages"  # a conversation, instead of a prompt and its only response
+MESSAGES = "messages"  # column of conversations, which can replace prompt and response
 
 
 def wanted_columns(data: DataConfig, prompt_key: str, response_keys: Sequence[str]) -> dict[str, str]:
-    """Return the columns of an example, by the keys that name them: the prompt, then its responses."""
+    """Return the columns of an example by their keys: the prompt, then its responses."""
     responses = {key: getattr(data, key.removeprefix("data.")) for key in response_keys}
     return {"data.prompt_key": prompt_key, **responses}
 
 
 def example_contents(row: dict[str, Any], columns: Mapping[str, str], place: str) -> tuple[str, Any, list[str]]:
-    """(place, content of the prompt, responses) of a row; ``columns`` as of ``wanted_columns``.
+    """Return (place, content of the prompt, responses) of a row. ``columns`` is the result of ``wanted_columns``.
 
     Raises:
-        ConfigError: a column is missing, or a response is no text.
+        ConfigError: a column is missing, or a response is not a text.
     """
     (prompt_key, prompt_column), *responses = columns.items()
     if len(responses) == 1 and MESSAGES in row and responses[0][1] not in row:
@@ -68,7 +66,7 @@ def example_contents(row: dict[str, Any], columns: Mapping[str, str], place: str
 
 
 def _joined(response: Any) -> Any:
-    """Join the texts of a response that is written as parts of a message; anything else stays as it is."""
+    """Join the texts of a response that is a list of text parts. Return other values unchanged."""
     parts = response if isinstance(response, list) else []
     texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
     only_texts = len(texts) == len(parts) and all(part.get("type") == "text" for part in parts)
@@ -76,12 +74,12 @@ def _joined(response: Any) -> Any:
 
 
 def _split(messages: Any, place: str) -> tuple[list[Any], dict[str, Any]]:
-    """Split a conversation into its last message and all before."""
+    """Split a conversation into the messages before the last one, and the last message's content."""
     if not isinstance(messages, list) or len(messages) < 2 or not isinstance(messages[-1], dict):
         raise ConfigError(f"{place}: expected a list of two or more {{role, content}}, found {messages!r:.80}")
     last = messages[-1]
     if last.get("role") != "assistant":
         raise ConfigError(
-            f"{place}: the last message has to be the assistant's, which is learned; found role {last.get('role')!r}"
+            f"{place}: the last message is the training target and must be the assistant's, found role {last.get('role')!r}"
         )
     return messages[:-1], {MESSAGES: last.get("content")}

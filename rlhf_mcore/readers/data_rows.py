@@ -1,6 +1,6 @@
-"""Rows out of parquet and jsonl files, with bounds before memory is taken and errors that name the file and the line.
+"""Read rows of parquet and jsonl files. Limits are checked before memory is allocated, and errors name file and line.
 
-Rows are checked here too, as far as no tokenizer is needed: a mistake is reported before any process has started.
+Checks that need no tokenizer are here too, so that mistakes are reported before any process starts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _DEFAULTS = DataConfig()
 ROWS_PER_READ = 1024
 BYTES_PER_CONVERSION = 64 * 2**20
 _LONGEST_LINE = 2**26  # bytes per read when lines are counted
-# NUL ends a string in C code further down (tokenizers, graders); a lone surrogate cannot be encoded as UTF-8 at all.
+# NUL ends a string in C code of tokenizers and graders. A lone surrogate cannot be encoded as UTF-8.
 BAD_CHARACTERS = re.compile("[\x00\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """Bound how much is read, by the keys of ``data``. Every rank holds all rows in memory."""
+    """Limits for reading, from the keys of ``data``. Every rank keeps all rows in memory."""
 
     max_row_bytes: int = _DEFAULTS.max_row_bytes
     max_rows: int = _DEFAULTS.max_rows
@@ -37,12 +37,12 @@ class RowLimits:
 
 
 def read_rows(path: Path, limits: RowLimits | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) for every row of a file; ``place`` is for error messages ("train.jsonl, line 7").
+    """Yield (place, row) for every row of a file. ``place`` is for error messages ("train.jsonl, line 7").
 
-    Values are those of JSON. In parquet files, points in time and decimals become texts, durations numbers.
+    Rows contain JSON values. In parquet files, dates, times and decimals become texts, and durations numbers.
 
     Raises:
-        ConfigError: the file is missing, of an unknown kind, broken, beyond the limits, has two columns of one name, or has no rows.
+        ConfigError: the file is missing, of an unknown kind, malformed or beyond the limits, or has duplicate columns or no rows.
     """
     limits = limits or RowLimits()
     open_file(path, where=f"data file {path}", remedy="name a .parquet or .jsonl file").close()
@@ -63,13 +63,13 @@ def read_rows(path: Path, limits: RowLimits | None = None) -> Iterator[tuple[str
 
 
 def count_rows(files: Sequence[str]) -> int | None:
-    """Count the rows of all files together, without reading them as rows.
+    """Return the number of rows of all files, without parsing rows.
 
-    Returns None if a file is missing or broken; other checks report it.
+    Return None if a file is missing or malformed. Other checks report it.
     """
     try:
         return sum(map(_count, map(Path, files)))
-    except (OSError, ValueError):  # ValueError: no regular file, no parquet
+    except (OSError, ValueError):  # ValueError: not a regular file, or not parquet
         return None
 
 
@@ -83,12 +83,12 @@ def _count(path: Path) -> int:
 
 
 def require_column(row: dict[str, Any], key: str, place: str, *, setting: str, parents: str = "") -> Any:
-    """Return the value of a column, or of a field of one that holds objects (``reward_model.ground_truth``).
+    """Return the value of a column, or of a field in a column of objects (``reward_model.ground_truth``).
 
-    ``setting`` is the config key that names it. ``parents`` are the columns around ``row`` ("meta."), for the message.
+    ``setting`` is the config key of the column. ``parents`` are the columns around ``row`` ("meta."), for the message.
 
     Raises:
-        ConfigError: the column is absent. The message lists those that are there.
+        ConfigError: the column is missing. The message lists the existing columns.
     """
     if key in row:
         return row[key]
@@ -100,12 +100,12 @@ def require_column(row: dict[str, Any], key: str, place: str, *, setting: str, p
 
 
 def checked_prompt(content: Any, place: str, *, parts: bool = False) -> str | list[dict[str, Any]]:
-    """Check a prompt, and return a text, or messages without their null fields (parquet gives every message the fields of all).
+    """Check a prompt and return it: a text, or messages without null fields (parquet adds the fields of all messages to each).
 
-    ``parts``: the content of a message may also be a list of texts and images.
+    ``parts``: allow a list of texts and images as the content of a message.
 
     Raises:
-        ConfigError: it is neither, is empty, or has characters that break later stages.
+        ConfigError: it is neither a text nor messages, is empty, or contains characters that break later stages.
     """
     if isinstance(content, str):
         check_characters(content, place)
@@ -124,10 +124,10 @@ def checked_prompt(content: Any, place: str, *, parts: bool = False) -> str | li
 
 
 def checked_response(text: Any, place: str) -> str:
-    """Check a response to learn from, and return it.
+    """Check a training response and return it.
 
     Raises:
-        ConfigError: it is no text, is empty, or has characters that break later stages.
+        ConfigError: it is not a text, is empty, or contains characters that break later stages.
     """
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(
@@ -138,10 +138,10 @@ def checked_response(text: Any, place: str) -> str:
 
 
 def ground_truth(row: dict[str, Any], answer_key: str | None, place: str, setting: str = "data.answer_key") -> Any:
-    """Return the column ``answer_key`` if it is given, else reward_model.ground_truth, else a column "answer", else None.
+    """Return the column ``answer_key`` if it is given, else reward_model.ground_truth, else the column "answer", else None.
 
     Raises:
-        ConfigError: the column is absent, or reward_model is no object.
+        ConfigError: the column ``answer_key`` is missing, or reward_model is not an object.
     """
     if answer_key is not None:
         return require_column(row, answer_key, place, setting=setting)
@@ -150,10 +150,10 @@ def ground_truth(row: dict[str, Any], answer_key: str | None, place: str, settin
 
 
 def mapping(row: dict[str, Any], key: str, place: str) -> dict[str, Any]:
-    """Copy a column that holds an object; null and absent are empty.
+    """Return a copy of a column that contains an object, or {} if it is null or missing.
 
     Raises:
-        ConfigError: it holds something else, or what JSON does not have.
+        ConfigError: it contains another type, or values that JSON cannot represent.
     """
     value = row.get(key)
     if value is None:
@@ -165,10 +165,10 @@ def mapping(row: dict[str, Any], key: str, place: str) -> dict[str, Any]:
 
 
 def check_plain(value: Any, place: str) -> None:
-    """Reject values that JSON cannot represent: rows are written to rollout files and sent between ranks.
+    """Reject values that JSON cannot represent, because rows are written to rollout files and sent between ranks.
 
     Raises:
-        ConfigError: naming its type.
+        ConfigError: the value is not JSON; the message names its type.
     """
     try:
         json.dumps(value)
@@ -177,10 +177,10 @@ def check_plain(value: Any, place: str) -> None:
 
 
 def check_characters(value: Any, place: str) -> None:
-    """Refuse texts with characters that break later stages.
+    """Reject texts with characters that break later stages.
 
     Raises:
-        ConfigError: naming the character and its place.
+        ConfigError: the text contains one; the message names the character and its position.
     """
     bad = BAD_CHARACTERS.search(value) if isinstance(value, str) else None
     if bad is not None:
@@ -227,7 +227,7 @@ def _parse_line(line: bytes, place: str) -> dict[str, Any]:
         row = json.loads(line.decode("utf-8-sig").rstrip("\r\n"), object_pairs_hook=unique)
     except ConfigError:
         raise
-    except json.JSONDecodeError as error:  # its own text counts lines within the line
+    except json.JSONDecodeError as error:  # its own text would count lines within the line
         raise ConfigError(
             f"{place}: not valid JSON ({error.msg}, column {error.colno}); every line must be one JSON object"
         ) from error
@@ -247,7 +247,7 @@ def _refuse_twins(names: Sequence[str], place: str) -> None:
 
 def _too_many_rows(place: str, limits: RowLimits) -> ConfigError:
     return ConfigError(
-        f"{place}: more than {limits.max_rows} rows, a row for {BYTES_PER_ROW} bytes of data.max_bytes; raise data.max_bytes"
+        f"{place}: more than {limits.max_rows} rows, one per {BYTES_PER_ROW} bytes of data.max_bytes; raise data.max_bytes"
     )
 
 
@@ -266,7 +266,7 @@ def _read_parquet(path: Path, limits: RowLimits) -> Iterator[tuple[str, dict[str
             _refuse_twins(file.schema_arrow.names, where)
             texts = _check_footer(file.metadata, where, limits)
         number = num_bytes = 0
-        # Dictionary-encoded texts stay encoded: a thousand references to one long text stay small.
+        # Dictionary-encoded texts stay encoded, so that a thousand references to one long text need little memory.
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
             for batch in file.iter_batches(batch_size=ROWS_PER_READ):
                 size = _batch_bytes(batch, number, path, limits)
@@ -285,7 +285,7 @@ def _read_parquet(path: Path, limits: RowLimits) -> Iterator[tuple[str, dict[str
 
 
 def _check_footer(metadata: Any, where: str, limits: RowLimits) -> list[str]:
-    """Reject files whose footer exceeds the limits. Returns the paths of the text columns."""
+    """Reject files whose footer exceeds the limits. Return the paths of the text columns."""
     if metadata.num_rows > limits.max_rows:
         raise _too_many_rows(where, limits)
     texts = set()
@@ -303,7 +303,7 @@ def _check_footer(metadata: Any, where: str, limits: RowLimits) -> list[str]:
 
 
 def _batch_bytes(batch: Any, first_row: int, path: Path, limits: RowLimits) -> int:
-    """Compute the size of a batch with every text written out. No cell is beyond the limit."""
+    """Return the bytes of a decoded batch. Reject cells beyond the limit."""
     total = 0
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         size = _num_bytes(column)
@@ -317,7 +317,7 @@ def _batch_bytes(batch: Any, first_row: int, path: Path, limits: RowLimits) -> i
 
 
 def _num_bytes(array: Any) -> int:
-    """Count the bytes of an array's values, with references to a dictionary followed."""
+    """Return the bytes of an array's values, with dictionary references resolved."""
     import pyarrow
     from pyarrow import compute, types
 
@@ -351,7 +351,7 @@ def _plain_rows(batch: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _plain_type(kind: Any) -> Any:
-    """Return the type that values are read as: JSON has no points in time and no decimals."""
+    """Return the type to read values as, because JSON has no dates, times and decimals."""
     import pyarrow
     from pyarrow import types
 

@@ -1,7 +1,7 @@
 """Digest a function that was given from Python: its source, and the user's functions, classes and constants that it names.
 
-A change of any of them makes another reward. Installed packages count by their names only. Values that the code changes (a counter,
-a growing list) are left out: they differ from run to run.
+A change of any of them changes the reward. For installed packages only names are digested. Values that the code changes (a counter,
+a growing list) are excluded, because they differ between runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 _CONSTANTS = (str, bytes, int, float, complex, type(None), type(...), range)
-_CHANGE = re.compile(  # finds the names whose values are changed
+_CHANGE = re.compile(  # matches names whose values the code changes
     r"(\w+)(?:\[[^\]\n]*\]\s*(?:[-+*/|&]|//|\*\*)?=(?!=)|\s*(?:[-+*/|&]|//|\*\*)=(?!=)"
     r"|\.(?:add|append|clear|discard|extend|insert|pop|popitem|popleft|remove|setdefault|sort|update)\()"
     r"|\b(?:global|nonlocal)\s+(\w+(?:\s*,\s*\w+)*)"
@@ -31,12 +31,12 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 def function_digest(function: Callable[..., Any]) -> str:
-    """Compute a digest that is the same in every process for a function with the same definition. Warn of code without source."""
+    """Return a digest that is equal in every process for functions with the same definition. Warn about code without source."""
     return hashlib.sha256("\n".join(_texts(function, {})).encode(errors="surrogatepass")).hexdigest()
 
 
 def _texts(value: Any, seen: dict[int, Any]) -> Iterator[str]:
-    """Yield a text for a value and for all that it contains or names. ``seen`` keeps the values, so that each has its own id."""
+    """Yield texts for a value and for all values that it contains or names. ``seen`` keeps values alive, so that ids are unique."""
     if id(value) in seen and not isinstance(value, _CONSTANTS):
         yield "again"
         return
@@ -48,7 +48,7 @@ def _texts(value: Any, seen: dict[int, Any]) -> Iterator[str]:
 
 
 def _describe(value: Any) -> tuple[str, Sequence[Any]]:
-    """Return the text of a value itself, and the values that it contains or names."""
+    """Return a text for a value without its contents, and the values that it contains or names."""
     if isinstance(value, _CONSTANTS):
         return repr(value), ()
     if isinstance(value, re.Pattern):
@@ -93,12 +93,12 @@ def _source_of(code: CodeType | ModuleType) -> str:
         return textwrap.dedent(inspect.getsource(code))
     except (OSError, TypeError):
         name = code.co_name if isinstance(code, CodeType) else code.__name__
-        warnings.warn(f"{name}: no source is known, so a resumed run does not notice changes of it", stacklevel=2)
+        warnings.warn(f"{name}: no source is available, so a resumed run cannot detect its changes", stacklevel=2)
         return ""
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that code and the functions in it read."""
+    """Yield the names that code and its inner functions read."""
     yield from (*code.co_names, *code.co_freevars)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -111,7 +111,7 @@ def _changed_names(source: str) -> Iterator[str]:
 
 
 def _functions_of(kind: type) -> list[FunctionType]:
-    """List the functions of a class that have a source. Those that a dataclass generates have none."""
+    """Return the functions of a class that have a source, without the functions that a dataclass generates."""
     parts = [getattr(item, "fget", None) or getattr(item, "__func__", item) for item in vars(kind).values()]
     return [part for part in parts if isinstance(part, FunctionType) and part.__code__.co_filename != "<string>"]
 

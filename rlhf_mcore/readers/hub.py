@@ -1,8 +1,8 @@
-"""Ids of the Hugging Face hub (``Qwen/Qwen3-1.7B``) in the place of directories and data files.
+"""Hugging Face Hub ids (``Qwen/Qwen3-1.7B``) instead of model directories and data files.
 
-An id is taken from the local cache, and downloaded where that may be (``HF_HUB_OFFLINE`` is not 1). It becomes the path of one
-snapshot. Its name has the commit in it, so a saved configuration names its revision. ``ORG/NAME@REVISION`` chooses one.
-Only weights in safetensors, JSON, tokenizers and templates are downloaded: nothing that is executed.
+An id is looked up in the local cache, and downloaded if ``HF_HUB_OFFLINE`` is not 1. The path of a snapshot replaces it. The path
+contains the commit, so a saved configuration records the revision. ``ORG/NAME@REVISION`` selects a revision. Code is never
+downloaded, only safetensors, JSON, tokenizers, templates and data files.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ MODEL_KEYS = (
 DATA_KEYS = ("data.train", "data.eval")
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.")
 _SMALL = ("*.json", "*.jinja", "merges.txt", *TOKENIZER_FILES, *CHAT_TEMPLATE_FILES)
-_IGNORED = ("*/*", "consolidated*")  # copies in other formats, and files in folders
+_IGNORED = ("*/*", "consolidated*")  # files in folders, and copies in other formats
 _SPLITS = {"data.train": ("train",), "data.eval": ("test", "validation", "valid", "dev", "val")}
 
 
 def is_offline() -> bool:
-    """Return whether the hub must not be contacted (launch/env.sh sets this)."""
+    """Return whether the Hub must not be contacted (launch/env.sh sets this)."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def localize(cfg: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS), *, download: bool = True) -> dict[str, Any]:
-    """Replace ids in ``cfg`` by paths on this machine. Returns the new values by key.
+    """Replace Hub ids in ``cfg`` with local paths. Return the new values by key.
 
-    A resumed run keeps its revisions. An id that is not cached and must not be downloaded stays.
+    A resumed run keeps its revisions. An id that is neither cached nor may be downloaded is left unchanged.
 
     Raises:
-        ConfigError: it cannot be downloaded, is of a kind that is not used, or has no such files.
+        ConfigError: a download failed, a model is not supported, or a data set lacks the files.
     """
     models = {key: path for key in keys if key not in DATA_KEYS and (path := value_of(cfg, key)) and model_id(path)}
     files = {key: paths for key in keys if key in DATA_KEYS and any(map(data_id, paths := value_of(cfg, key)))}
@@ -72,7 +72,7 @@ def localize(cfg: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS), *, do
 
 
 def notes_of(made: Mapping[str, Any]) -> list[str]:
-    """Write a line for each id that ``localize`` has replaced."""
+    """Return a line for each id that ``localize`` replaced."""
     notes = []
     for key, value in made.items():
         ids = [id_of_snapshot(path) for path in (value if isinstance(value, list) else [value])]
@@ -83,13 +83,13 @@ def notes_of(made: Mapping[str, Any]) -> list[str]:
 
 
 def _begun_with(run: Path) -> dict[tuple[str, str], str]:
-    """Return the commits by kind and repository that the configuration in a run directory names."""
+    """Return the commits in a run directory's configuration, by kind and repository."""
     written = run / "config.yaml"
     if not written.is_file():
         return {}
     try:
         tree = load_yaml(read_yaml_text(written, "config file"), str(written))
-    except ConfigError:  # who resumes reports it
+    except ConfigError:  # the resume reports it
         return {}
     ids = (id_of_snapshot(text) for text in _texts(tree))
     return {(one.kind, one.repo): one.revision for one in ids if one is not None}
@@ -110,9 +110,9 @@ def _pin(wanted: HubId, begun: Mapping[tuple[str, str], str]) -> HubId:
 def local_model(
     path: str | None, key: str, begun: Mapping[tuple[str, str], str] = MappingProxyType({}), *, may_download: bool
 ) -> str | None:
-    """Return the snapshot of a model's id, or None where ``path`` is none, or the model is not here and may not be downloaded.
+    """Return the snapshot of a model id. Return None if ``path`` is not an id, or if it is neither cached nor may be downloaded.
 
-    ``key`` names it in messages, ``begun`` has commits of an earlier start.
+    ``key`` names the model in messages. ``begun`` contains the commits of an earlier start.
 
     Raises:
         ConfigError: as ``localize``.
@@ -140,7 +140,7 @@ def _has_weights(snapshot: Path) -> bool:
     try:
         shards = set(read_json(snapshot / INDEX_FILE, limits=INDEX).table("weight_map").values())
     except ConfigError:
-        return True  # which is reported with the model
+        return True  # reported with the model
     return all((snapshot / str(shard)).is_file() for shard in shards)
 
 
@@ -164,17 +164,17 @@ def _download_model(wanted: HubId, key: str, *, needs_weights: bool) -> Path:
 
 
 def _ask(call: Callable[[], Any], wanted: HubId, key: str) -> Any:
-    """Ask the hub, and return its answer.
+    """Return the result of a call to the Hub.
 
     Raises:
-        ConfigError: naming the key, the id and the reason.
+        ConfigError: the call failed; the message names key, id and reason.
     """
     try:
         return call()
-    except Exception as error:  # errors of the library, of its HTTP client and of the disk
+    except Exception as error:  # the library, its HTTP client and the disk raise different errors
         reason = shorten(" ".join((str(error) or type(error).__name__).split()), 300)
         raise ConfigError(
-            f"{key}={wanted.repo}: no such directory (looked from {Path.cwd()}), and the Hugging Face hub did not give it "
+            f"{key}={wanted.repo}: no such directory (looked from {Path.cwd()}), and the Hugging Face Hub did not return it "
             f"({type(error).__name__}: {reason}); correct the path or the id, or try `{wanted.command()}`"
         ) from error
 
@@ -203,8 +203,8 @@ def _download_files(wanted: HubId, path: str, key: str) -> list[str]:
     if not chosen:
         there = [name for name in names if name.endswith((".parquet", ".jsonl"))] or names
         raise ConfigError(
-            f"{key}={path}: no .parquet or .jsonl file of the split {wanted.split or ' or '.join(_SPLITS[key])} is in the data set; "
-            f"name a split as in {wanted.repo}:test, or make files with rlhf-mcore prepare-data. There are: "
+            f"{key}={path}: the data set has no .parquet or .jsonl file for the split {wanted.split or ' or '.join(_SPLITS[key])}; "
+            f"name a split, as in {wanted.repo}:test, or create files with rlhf-mcore prepare-data. There are: "
             f"{shorten(', '.join(there) or 'none', 300)}"
         )
     call = lambda: snapshot_download(wanted.repo, repo_type="dataset", revision=wanted.revision, allow_patterns=chosen)  # noqa: E731
@@ -216,7 +216,7 @@ def _of_split(names: Sequence[str], wanted: HubId, key: str) -> list[str]:
     """Select the files of the wanted split by their names (``main/train-00000-of-00002.parquet``, ``test.jsonl``).
 
     Raises:
-        ConfigError: several configurations of the data set have it.
+        ConfigError: several configurations of the data set contain the split.
     """
     files = sorted(name for name in names if name.endswith((".parquet", ".jsonl")))
     if wanted.config is not None:
@@ -236,5 +236,5 @@ def _of_split(names: Sequence[str], wanted: HubId, key: str) -> list[str]:
 
 
 def _are_all_shards(names: Sequence[str]) -> bool:
-    """Return whether all shards are there, by the count in their names."""
+    """Return whether all shards exist, by the count in their names."""
     return all(len(names) >= int(match[1]) for name in names if (match := _SHARD.search(name)))

@@ -18,7 +18,7 @@ _SNAPSHOT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """A repository on the hub, with revision, configuration and split. ``revision``: a commit, a branch or a tag."""
+    """A repository on the Hub, with revision (a commit, branch or tag), configuration and split."""
 
     kind: str  # model | dataset
     repo: str
@@ -28,13 +28,13 @@ class HubId:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the local cache."""
+        """The repository's folder in the local cache."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
         return Path(HF_HUB_CACHE, f"{self.kind}s--{self.repo.replace('/', '--')}")
 
     def cached(self) -> Path | None:
-        """Return the snapshot of the revision in the local cache, or None. Files may be missing in it."""
+        """Return the revision's snapshot in the local cache, or None. The snapshot may be incomplete."""
         commit = self.revision
         if not re.fullmatch(r"[0-9a-f]{40}", commit):
             try:
@@ -45,7 +45,7 @@ class HubId:
         return snapshot if re.fullmatch(r"[0-9a-f]{40}", commit) and snapshot.is_dir() else None
 
     def command(self) -> str:
-        """Return the command that downloads the repository, or makes the quickstart's model."""
+        """Return the command that downloads the repository, or creates the quickstart's model."""
         if self.repo == QUICKSTART_MODEL:
             return "python tools/make_quickstart.py"
         kind = " --repo-type dataset" if self.kind == "dataset" else ""
@@ -55,7 +55,7 @@ class HubId:
 
 
 def model_id(path: str) -> HubId | None:
-    """Parse a path as an id. Returns None if it has another form, or if it or its first folder exists on this machine."""
+    """Return the model id in a path, or None if it has another form, or if the path or its first folder exists locally."""
     match = _MODEL.fullmatch(path)
     if match is None or os.path.lexists(path) or os.path.lexists(path.partition("/")[0]):
         return None
@@ -63,7 +63,7 @@ def model_id(path: str) -> HubId | None:
 
 
 def data_id(path: str) -> HubId | None:
-    """Return the id of a data set, like ``model_id``: ``ORG/NAME``, ``ORG/NAME:test``, ``ORG/NAME/CONFIG:test``."""
+    """Return the data set id in a path, or None, as ``model_id``: ``ORG/NAME``, ``ORG/NAME:test``, ``ORG/NAME/CONFIG:test``."""
     match = _DATA.fullmatch(path)
     if match is None or path.endswith((".parquet", ".jsonl")) or os.path.lexists(path.partition("/")[0]):
         return None
@@ -71,7 +71,7 @@ def data_id(path: str) -> HubId | None:
 
 
 def id_of_snapshot(path: str) -> HubId | None:
-    """Return the id and the commit of a file or a directory in a cache of the hub."""
+    """Return the id with its commit for a path in a Hub cache, or None for other paths."""
     match = _SNAPSHOT.search(path)
     if match is None:
         return None
@@ -79,7 +79,7 @@ def id_of_snapshot(path: str) -> HubId | None:
 
 
 def absent_hint(path: str, *, is_data: bool = False) -> str:
-    """Return the end of a message about a missing path: how to download it if it may be an id, else ""."""
+    """Return a suffix for messages about a missing path: the download command if it may be a Hub id, else ""."""
     hub_id = (data_id if is_data else model_id)(path)
     if hub_id is None:
         return ""

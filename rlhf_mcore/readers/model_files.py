@@ -1,4 +1,4 @@
-"""Read the small files of a Hugging Face model directory, for training or for generation only."""
+"""Read the small files of a Hugging Face model directory, for training or generation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.readers.hub_ids import absent_hint
 
 SINGLE_FILE = "model.safetensors"
-WEIGHT_DTYPES = ("F32", "BF16", "F16")  # as safetensors spells them
+WEIGHT_DTYPES = ("F32", "BF16", "F16")  # names in safetensors
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-# Files that are copied with the weights: all that is needed to run the model.
+# Files that are copied with the weights, so that the copy can run the model.
 COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -40,16 +40,16 @@ COMPANIONS = (
 _MORE = ("model.language_model.", "language_model.", "model.visual.", "visual.", "model.vision_tower.", "vision_tower.")
 _REMEDY = "download or export the model again"
 _SAVE_ALONE = "save its language model alone (docs/models/supported.md, Models)"
-_SHOWN = 3  # tensors that a message names
+_SHOWN = 3  # maximum number of tensors in a message
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _PIECE_BYTES = 2**20
 
 
 def read_geometry(directory: str | Path, head: str | None = None) -> ModelGeometry:
-    """Read the geometry from ``config.json`` of a Hugging Face directory, under its own kind of head, or another one.
+    """Read the geometry from ``config.json`` of a Hugging Face directory. ``head`` replaces its own kind of head.
 
     Raises:
-        ConfigError: there is none, a size is absent or cannot be, or the architecture is not supported.
+        ConfigError: the file is missing, a size is missing or invalid, or the architecture is not supported.
     """
     hf_config = read_config(directory, str(directory))
     name = architecture(hf_config)
@@ -74,21 +74,21 @@ def sees_images(directory: str) -> bool:
 
 
 def with_head(geometry: ModelGeometry, head: str) -> ModelGeometry:
-    """Return the geometry of the same model with another head, which shares no weight with the embedding."""
+    """Return the geometry of the same model with another head. Only the head "lm" can be tied to the embedding."""
     return replace(geometry, head=head, tied_embeddings=geometry.tied_embeddings and head == "lm")
 
 
 def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tuple[ModelGeometry | None, list[str]]:
-    """Return the sizes of the model in directory ``path`` (None if they cannot be known), and the problems of the directory.
+    """Return the geometry of the model in directory ``path`` (None if it is unknown), and the problems of the directory.
 
-    ``field`` is the directory's config key. ``heads`` are the kinds of head that it may have.
+    ``field`` is the directory's config key. ``heads`` are the allowed kinds of head.
     """
     prefix = f"{field}={path}"
     if not isdir(path):
         where = "is not a directory" if exists(path) else f"does not exist (looked from {Path.cwd()})"
         return None, [f"{prefix} {where}; give the path of a Hugging Face model directory{absent_hint(path)}"]
     problems: list[str] = []
-    if model_in_run(path) is None:  # read_config names the model of a run: no more is to be said
+    if model_in_run(path) is None:  # for a run directory, read_config already names its model
         problems += map(FileProblem, weight_problems(Path(path), prefix))
     try:
         hf_config = read_config(path, prefix)
@@ -106,19 +106,21 @@ def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tu
 
 
 def _is_more(hf_config: Fields) -> bool:
-    """Return whether config.json describes more than a language model, with the sizes in ``text_config``."""
+    """Return whether config.json describes an unsupported multimodal model, with the language model in ``text_config``."""
     return "text_config" in hf_config and architecture(hf_config) not in ARCHITECTURES
 
 
 def sizes_of(hf_config: Fields) -> ModelGeometry:
-    """Read the sizes in a config.json, of an architecture that is not supported under the usual keys."""
+    """Read the geometry from a config.json. Unsupported architectures are read by the usual key names."""
     family, _ = ARCHITECTURES.get(architecture(hf_config), (UNSUPPORTED, ""))
-    size(family.text(hf_config), "max_position_embeddings")  # lengths are compared with it
+    size(
+        family.text(hf_config), "max_position_embeddings"
+    )  # raises if it is missing, because lengths are compared with it
     return family.geometry(hf_config)
 
 
 def is_dequantised(hf_config: Fields) -> bool:
-    """Return whether weights are stored quantised in a format that loading dequantises."""
+    """Return whether the stored weights have a quantised format that loading dequantises."""
     family, _ = ARCHITECTURES.get(architecture(hf_config), (UNSUPPORTED, ""))
     quantisation = hf_config.object("quantization_config", default=None)
     return quantisation is not None and quantisation.text("quant_method", default="") in family.dequantised
@@ -128,7 +130,7 @@ def read_config(directory: str | Path, prefix: str) -> Fields:
     """Read ``config.json`` of a model directory. ``prefix`` names that directory in messages.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: it is missing or unreadable.
     """
     return _read(Path(directory) / "config.json", prefix, SMALL)
 
@@ -139,20 +141,20 @@ def _read(file: Path, prefix: str, limits: ReadLimits) -> Fields:
     except MissingFile as error:
         cure = "it is not a Hugging Face model directory"
         if isfile(file.parent / "adapter_config.json"):
-            cure = "it holds adapters: write a whole model with rlhf-mcore convert --from hf --to hf --merge, and name that"
+            cure = "it contains adapters; use a whole model, written by rlhf-mcore convert --from hf --to hf --merge"
         elif model := model_in_run(file.parent):
-            cure = f"it holds checkpoints, use the model of one: {model}"
+            cure = f"it contains checkpoints; use the model of a checkpoint: {model}"
         raise ConfigError(f"{prefix} has no {file.name}; {cure}") from error
 
 
 def model_in_run(directory: str | Path) -> Path | None:
-    """Return the policy's directory in a run directory or a checkpoint, None for all other directories."""
+    """Return the policy's directory in a run directory or a checkpoint, or None for other directories."""
     models = (Path(directory, "latest", "actor"), Path(directory, "actor"))
     return next((model for model in models if isdir(model)), None)
 
 
 def tensor_names(folder: Path) -> set[str] | None:
-    """List the tensors of a model directory. Returns None if it has no weights.
+    """Return the tensor names of a model directory, or None if it has no weights.
 
     Raises:
         ConfigError: a file is damaged.
@@ -163,28 +165,28 @@ def tensor_names(folder: Path) -> set[str] | None:
 
 
 def weight_problems(folder: Path, prefix: str) -> Iterator[str]:
-    """List the problems of the files of weights in a directory, which ``prefix`` names."""
+    """List the problems of a directory's weight files. ``prefix`` names the directory in messages."""
     if isfile(folder / INDEX_FILE):
         yield from _index_problems(folder, prefix)
     elif not any(folder.glob("*.safetensors")):
         pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
-        pickles = f" (only {', '.join(pickled[:3])}, which is pickle and is not read)" if pickled else ""
+        pickles = f" (only {', '.join(pickled[:3])}; pickle files are not read)" if pickled else ""
         yield f"{prefix} has no *.safetensors{pickles}; save the model with safe_serialization=True"
 
 
 def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
-    """Check that the headers of the weights match config.json: the first and the last layer, embedding and head.
+    """Check that the headers of the weights match config.json, in the first and last layer, embedding and head.
 
     MTP layers after the last layer are not checked.
     """
     indexed = isfile(folder / INDEX_FILE)
     files = set(_read(folder / INDEX_FILE, prefix, INDEX).table("weight_map").values()) if indexed else {SINGLE_FILE}
     if not all(isfile(folder / file) and os.path.getsize(folder / file) for file in files):
-        return  # reported by others
+        return  # ``weight_problems`` reports it
     tensors = {name: tensor for file in sorted(files) for name, tensor in read_tensors(folder / file).items()}
     more = (name for name in tensors if name.startswith(_MORE))
     if geometry.vision is None and (other := next(more, None)) is not None:
-        yield f"{prefix}: the weights are those of more than a language model ({shorten(other)}): {_SAVE_ALONE}"
+        yield f"{prefix}: the weights contain more than a language model ({shorten(other)}); {_SAVE_ALONE}"
         return
     number = geometry.num_layers + num_mtp_layers(hf_config)
     embedding = embedding_name(geometry)
@@ -192,29 +194,31 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
         yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
     different = []
     for name, shape in _some_shapes(geometry).items():
-        if len(shape) == 3 and name not in tensors and is_dequantised(hf_config):  # experts in mxfp4: one of two parts
+        if (
+            len(shape) == 3 and name not in tensors and is_dequantised(hf_config)
+        ):  # experts in MXFP4 have blocks and scales instead
             name, shape = f"{name}_scales", (shape[0], shape[2], shape[1] // 32)
         if name not in tensors:
             different.append(f"{name} is missing")
         elif (stored := tensors[name].shape) != shape:
-            different.append(f"{name} is {list(stored[:8])}, config.json asks for {list(shape)}")
+            different.append(f"{name} is {list(stored[:8])}, but config.json requires {list(shape)}")
     if different:
-        yield f"{prefix}: the weights are not those that config.json describes: {shortened(different, _SHOWN)}; {_REMEDY}"
+        yield f"{prefix}: the weights do not match config.json: {shortened(different, _SHOWN)}; {_REMEDY}"
     elif geometry.tied_embeddings and _HEAD in tensors:
         contents = [_content(tensors[name].path, name) for name in (embedding, _HEAD)]
         if any(one != other for one, other in zip_longest(*contents)):
             yield (
-                f"{prefix}: config.json has tie_word_embeddings, and {_HEAD} of the weights is not {embedding}: "
+                f"{prefix}: config.json has tie_word_embeddings, but {_HEAD} differs from {embedding}. "
                 "transformers would use it, engines would not; set tie_word_embeddings to false, or export the model again"
             )
 
 
 def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
-    """List tensors that differ between models: the first layer (with its first expert), the last norms, the embedding."""
+    """Return the shapes of tensors that identify a model: first layer (with one expert), last norm, embedding, final norm."""
     family, last = FAMILIES[geometry.family], geometry.num_layers - 1
     rules = [
         rule for rule in family.rules if "{i}" not in rule.mcore
-    ]  # without the head, which may be another one here
+    ]  # rules outside layers include no head, because it may differ
     rules += family.layer_rules(geometry, 0)
     shapes = {name: shape for rule in rules for name, shape in rule.shapes(geometry).items()}
     decoder = embedding_name(geometry).removesuffix(_EMBEDDING)
@@ -223,7 +227,7 @@ def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a safetensors file. ``dtype`` as safetensors spells it (``BF16``)."""
+    """A tensor of a safetensors file. ``dtype`` is safetensors' name (``BF16``)."""
 
     path: Path
     dtype: str
@@ -234,7 +238,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
     """Read the header of a safetensors file.
 
     Raises:
-        ConfigError: it is not such a file, or it is cut.
+        ConfigError: it is not a safetensors file, or it is truncated.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -248,7 +252,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _content(path: Path, name: str) -> Iterator[bytes]:
-    """Read the bytes of a tensor of a safetensors file, piece by piece. ``read_tensors`` has checked the header."""
+    """Yield the bytes of a tensor of a safetensors file in pieces. ``read_tensors`` has checked the header."""
     with open_file(path, remedy=_REMEDY) as file:
         length = int.from_bytes(file.read(8), "little")
         start, end = json.loads(file.read(length))[name]["data_offsets"]
@@ -268,15 +272,15 @@ def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
         yield f"{prefix}: {INDEX_FILE} has no weight_map; download or export the model again"
     for shard in shards:
         if PurePosixPath(shard).name != shard:
-            yield f"{prefix}: {INDEX_FILE} names {shorten(shard)!r}, a path outside the directory; it must name files beside it"
+            yield f"{prefix}: {INDEX_FILE} names {shorten(shard)!r}, a path outside the directory; it must name files in it"
         elif not isfile(folder / shard):
-            yield f"{prefix}: {INDEX_FILE} names {shorten(shard)}, which is not there; download the model again"
+            yield f"{prefix}: {INDEX_FILE} names {shorten(shard)}, which is missing; download the model again"
 
 
 def _unusable(hf_config: Fields, prefix: str) -> Iterator[str]:
-    """Reject models with code, and quantised weights that loading does not dequantise."""
+    """Report models with code, and quantised weights that loading does not dequantise."""
     if "auto_map" in hf_config:
-        yield f"{prefix}: config.json has auto_map (code from the directory would be run): refused; remove the entry"
+        yield f"{prefix}: config.json has auto_map, which would run code from the directory; remove the entry"
     if hf_config.object("quantization_config", default=None) is not None and not is_dequantised(hf_config):
         yield f"{prefix}: quantised weights (quantization_config) are not supported; use the unquantised model"
 
@@ -287,14 +291,14 @@ def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> 
     family, head = ARCHITECTURES.get(name, (UNSUPPORTED, ""))
     if head not in heads:
         supported = (name for name, (_, kind) in ARCHITECTURES.items() if kind in heads)
-        whole = f"; it is more than a language model: {_SAVE_ALONE}" if _is_more(hf_config) else ""
+        whole = f" because it is more than a language model; {_SAVE_ALONE}" if _is_more(hf_config) else ""
         yield f"{prefix}: architecture {shorten(name)} is not supported{whole}; supported are: {', '.join(supported)}"
         return
     text = family.text(hf_config)
     labels = hf_config.object("id2label", default=(0, 1))  # transformers' default is two
     num_labels = hf_config.integer("num_labels", default=len(labels))
     if head != "lm" and num_labels != 1:
-        yield f"{prefix}: {name} with {num_labels} labels; a value or a score is one number: use a model with one label"
+        yield f"{prefix}: {name} with {num_labels} labels; a value or a score is one number, so use a model with one label"
     for key in ("hidden_act", "hidden_activation"):
         if (activation := text.text(key, default=family.activation)) != family.activation:
             yield f"{prefix}: {key} {shorten(activation)!r} is not supported, only {family.activation!r}; use another model"
@@ -303,13 +307,13 @@ def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> 
 
 
 def architecture(hf_config: Fields) -> str:
-    """Return the name of the architecture, "none" where config.json does not have it."""
+    """Return the name of the architecture, or "none" if config.json does not contain it."""
     names = hf_config.texts("architectures", default=None)
     return names[0] if names else "none"
 
 
 def end_tokens(config: Fields) -> list[int]:
-    """List the tokens that end a response, by a config: ``eos_token_id``, a number or a list.
+    """Return the tokens that end a response: ``eos_token_id`` of a config, which is a number or a list.
 
     Raises:
         ConfigError: it is neither.
@@ -321,7 +325,7 @@ def end_tokens(config: Fields) -> list[int]:
 
 
 def tokenizer_contents(directory: str) -> Mapping[str, Any]:
-    """Read tokenizer.json. Returns {} if there is no readable file."""
+    """Return the content of tokenizer.json, or {} if there is no readable file."""
     try:
         return read_json(Path(directory, "tokenizer.json"), limits=INDEX).content
     except ConfigError:
@@ -329,7 +333,7 @@ def tokenizer_contents(directory: str) -> Mapping[str, Any]:
 
 
 def tokenizer_problems(path: str, field: str) -> Iterator[str]:
-    """List the problems of a directory that should hold a tokenizer. Missing directories and runs are reported elsewhere."""
+    """List the problems of a tokenizer directory. Missing directories and run directories are reported elsewhere."""
     folder = Path(path)
     if field != "model.tokenizer_path" and model_in_run(folder) is not None:
         return
@@ -346,15 +350,13 @@ def tokenizer_problems(path: str, field: str) -> Iterator[str]:
 
 
 def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> tuple[ModelGeometry | None, list[str]]:
-    """Inspect a directory that only has to generate, like ``inspect_model``: any architecture will do that the engine knows.
+    """Inspect a directory for generation only, like ``inspect_model``. Any architecture of the engine is allowed.
 
-    ``needs_weights``: whether it holds the weights too.
-    The sizes are None also where config.json does not have them under the usual keys.
+    ``needs_weights``: whether the directory must contain weights. The geometry is None if config.json does not contain the sizes
+    under the usual keys.
     """
     prefix = f"{field}={path}"
-    is_delta = any(
-        Path(path).glob("*.safetensors.delta")
-    )  # our checkpoints store changes; they are made whole before reading
+    is_delta = any(Path(path).glob("*.safetensors.delta"))  # delta checkpoints are restored before they are read
     problems = [] if is_delta or not needs_weights else list(weight_problems(Path(path), prefix))
     try:
         hf_config = read_config(path, prefix)

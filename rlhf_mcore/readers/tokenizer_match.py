@@ -18,13 +18,13 @@ PLAIN_FILES = ("tokenizer.model", "vocab.json", "merges.txt")  # files of tokeni
 
 
 def tokenizer_size(directory: str) -> int | None:
-    """Return one more than the largest token id in tokenizer.json, or None if no such file lists them."""
+    """Return the largest token id in tokenizer.json plus one, or None if no file lists the ids."""
     texts = _texts_of_tokens(tokenizer_contents(directory))
     return max(texts) + 1 if texts else None
 
 
 def own_tokenizer_problems(model: ModelConfig) -> Iterator[str]:
-    """Check that the tokenizer of a run is there and belongs to ``model.path``."""
+    """Check that the tokenizer of a run exists and belongs to ``model.path``."""
     owner = model.path if model.tokenizer_path is None else model.tokenizer_path
     yield from token_problems(model.path, tokenizer_size(owner), "model.path", owner)
     if model.tokenizer_path is None:
@@ -37,15 +37,15 @@ def own_tokenizer_problems(model: ModelConfig) -> Iterator[str]:
         if not model.allow_other_tokenizer and (difference := tokenizer_difference(owner, model.path)):
             yield (
                 f"model.tokenizer_path={owner} is not the tokenizer of model.path={model.path}: {difference}. The model would "
-                "read noise: use its own (model.tokenizer_path=null), or set model.allow_other_tokenizer=true if it was trained with "
-                "this one"
+                "read wrong tokens; use its own (model.tokenizer_path=null), or set model.allow_other_tokenizer=true if it was "
+                "trained with this tokenizer"
             )
 
 
 def tokenizer_difference(directory: str, own: str) -> str | None:
-    """Describe the first difference between the tokenizers in two directories. Returns None if the files show no difference.
+    """Describe the first difference between the tokenizers in two directories, or return None if the files show none.
 
-    Additional tokens are no difference: their embedding rows come after the rows of ``own``.
+    Additional tokens in ``directory`` are allowed, because their embedding rows follow the rows of ``own``.
     """
     there, here = tokenizer_contents(directory), tokenizer_contents(own)
     if not there or not here:
@@ -67,10 +67,10 @@ def tokenizer_difference(directory: str, own: str) -> str | None:
 
 
 def token_problems(model_dir: str, num_tokens: int | None, field: str, tokenizer: str) -> Iterator[str]:
-    """List what does not fit between the model in ``model_dir`` and a tokenizer of ``num_tokens`` tokens (None: not known).
+    """List mismatches between the model in ``model_dir`` and a tokenizer with ``num_tokens`` tokens (None: not known).
 
-    Every token needs a row of the embedding (more rows are common: padding), and the tokens by which the model ends a response
-    must be among the tokenizer's.
+    Every token needs a row of the embedding; additional rows are common, as padding. The tokenizer must contain the model's end
+    tokens.
     """
     try:
         hf_config = _read(model_dir, "config.json")
@@ -87,23 +87,23 @@ def token_problems(model_dir: str, num_tokens: int | None, field: str, tokenizer
         return
     if num_tokens > vocab_size:
         yield (
-            f"{field}={model_dir}: the tokenizer in {tokenizer} has {num_tokens} tokens, the model vocab_size={vocab_size}; "
-            "they do not belong together: put the model's own tokenizer there"
+            f"{field}={model_dir}: the tokenizer in {tokenizer} has {num_tokens} tokens, but the model has vocab_size={vocab_size}; "
+            "use the model's own tokenizer"
         )
     if foreign := sorted(end for end in ends if end >= num_tokens):
         yield (
             f"{field}={model_dir}: the model ends a response with token {foreign[0]}, which the tokenizer in {tokenizer} with "
-            f"its {num_tokens} tokens does not have; they do not belong together: put the model's own tokenizer there"
+            f"its {num_tokens} tokens does not have; use the model's own tokenizer"
         )
 
 
 def special_problems(model_dir: str, hf_config: Fields) -> Iterator[str]:
-    """Check that the ids in config.json that begin and end a text are special tokens of the directory's tokenizer."""
+    """Check that the begin and end tokens in config.json are special tokens of the directory's tokenizer."""
     content = tokenizer_contents(model_dir)
     texts = _texts_of_tokens(content)
     special = {token.get("id") for token in content.get("added_tokens") or () if isinstance(token, dict)}
     if not special:
-        return  # nothing in the file distinguishes special tokens from others
+        return  # the file does not mark special tokens
     ids: dict[str, list[int | None]] = {
         "eos_token_id": [*end_tokens(hf_config)],
         "bos_token_id": [hf_config.integer("bos_token_id", default=None)],
@@ -113,12 +113,12 @@ def special_problems(model_dir: str, hf_config: Fields) -> Iterator[str]:
             if number in texts and number not in special:
                 yield (
                     f"{model_dir}: config.json has {key}={number}, which is {shorten(texts[number], 40)!r} in its tokenizer.json, "
-                    "not a special token; model and tokenizer do not belong together: put the model's own tokenizer there"
+                    "not a special token; use the model's own tokenizer"
                 )
 
 
 def _read(directory: str, name: str) -> Fields:
-    """Read a file of a model that may be absent."""
+    """Read a JSON file of a model directory. It is empty if the file is missing."""
     try:
         return read_json(Path(directory, name), where=name, remedy="download or export the model again")
     except MissingFile:
@@ -126,7 +126,7 @@ def _read(directory: str, name: str) -> Fields:
 
 
 def _texts_of_tokens(content: Mapping[str, Any]) -> dict[int, str]:
-    """Token ids -> texts; empty where tokenizer.json does not list them."""
+    """Return the text of each token id, or {} if tokenizer.json does not list them."""
     try:
         vocab = content["model"]["vocab"]
         pairs = (
@@ -139,7 +139,7 @@ def _texts_of_tokens(content: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _merges(content: Mapping[str, Any]) -> list[str]:
-    """List the merges of a BPE model, in either of the two ways to write them."""
+    """Return the merges of a BPE model, which are stored as texts or as pairs."""
     merges = content["model"].get("merges")
     if not isinstance(merges, list):
         return []

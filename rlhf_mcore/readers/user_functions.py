@@ -1,4 +1,4 @@
-"""Check and load the functions in a user's files, named ``path/to/file.py:name``. Checking does not run them."""
+"""Check and load functions in users' files (``path/to/file.py:name``). Checking does not execute the files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import MissingFile, read_bytes
 from rlhf_mcore.readers.function_digest import function_digest
 
-MAX_CODE_BYTES = 2**20  # a hundred times a long reward function; parsing takes a hundred times the memory
+MAX_CODE_BYTES = 2**20  # a hundred times a long reward function; parsing needs a hundred times this memory
 
 
 class OwnFunction(str):
-    """The value of a key that names a function, if the function itself was given from Python. It is called in this process."""
+    """The value of a function key if the function was given from Python. It is called in this process."""
 
     function: Callable[..., Any]
 
@@ -34,17 +34,17 @@ class OwnFunction(str):
         return self
 
     def fingerprint(self) -> str:
-        """Hash a function's name, its code, and the user's own values that the code reads."""
+        """Return a hash of the function's name, its code, and the user's values that the code reads."""
         return hashlib.sha256(f"{self} {function_digest(self.function)}".encode()).hexdigest()
 
 
 def is_file_spec(text: str) -> bool:
-    """Return whether a value names a function in a file, rather than one of ours."""
+    """Return whether a value names a function in a file, not a built-in function."""
     return ":" in text or text.endswith(".py")
 
 
 def function_problems(spec: str, key: str) -> Iterator[str]:
-    """Check ``key: path/to/file.py:name``. The file is parsed, never run."""
+    """List problems with ``key: path/to/file.py:name``. The file is parsed but not executed."""
     if isinstance(spec, OwnFunction):
         return
     prefix = f"{key}={spec}"
@@ -73,10 +73,10 @@ def function_problems(spec: str, key: str) -> Iterator[str]:
 
 
 def parse_file(path: str | Path) -> ast.Module:
-    """Parse a Python file without running it.
+    """Parse a Python file without executing it.
 
     Raises:
-        MissingFile: there is no such file.
+        MissingFile: the file does not exist.
         ConfigError: it is not a regular file, larger than ``MAX_CODE_BYTES``, or not valid Python.
     """
     data = read_bytes(path, limit=MAX_CODE_BYTES, remedy="correct the file")
@@ -84,7 +84,11 @@ def parse_file(path: str | Path) -> ast.Module:
         return ast.parse(data)
     except SyntaxError as error:
         raise ConfigError(f"{path}, line {error.lineno}: not valid Python ({error.msg}); correct the file") from error
-    except (ValueError, RecursionError, MemoryError) as error:  # a NUL; brackets beyond what the parser's stack holds
+    except (
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # a NUL character, or brackets nested too deeply for the parser
         raise ConfigError(f"{path}: not valid Python ({error or 'nested too deep'}); correct the file") from error
 
 
@@ -92,7 +96,7 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
     """Load the function that ``key: path/to/file.py:name`` names. Every call executes the file.
 
     Raises:
-        ConfigError: naming ``key``, if the file or the name is missing, or the file fails to import.
+        ConfigError: the file or the name is missing, or the file fails to import. The message names ``key``.
     """
     if isinstance(spec, OwnFunction):
         return spec.function
@@ -106,7 +110,9 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
     if function is None:
         raise ConfigError(f"{key} is {spec!r}, but {path} defines no {name!r}: correct the name")
     if not callable(function):
-        raise ConfigError(f"{key} is {spec!r}, but {name!r} is no function ({type(function).__name__}): name one")
+        raise ConfigError(
+            f"{key} is {spec!r}, but {name!r} is not a function ({type(function).__name__}): name a function"
+        )
     return function
 
 
@@ -115,9 +121,9 @@ def _load_module(path: Path, spec: str, key: str) -> ModuleType:
     module_name = f"rlhf_mcore_user_{hashlib.sha256(f'{key} {path}'.encode()).hexdigest()[:12]}"
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"{key} is {spec!r}, but {path.name} is no Python file: name one that ends in .py")
+        raise ConfigError(f"{key} is {spec!r}, but {path.name} is not a Python file: name a file that ends in .py")
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module  # dataclasses and annotations look their module up there
+    sys.modules[module_name] = module  # dataclasses and annotations look up their module there
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -130,10 +136,10 @@ def _load_module(path: Path, spec: str, key: str) -> ModuleType:
 
 
 def place_of(error: BaseException, spec: str) -> str:
-    """Return the line in ``path/to/file.py:name`` that raised an exception, as " (file.py, line 7)", or "" if none did."""
+    """Return the line of ``path/to/file.py:name`` that raised an exception, as " (file.py, line 7)", or "" for other code."""
     path = Path(spec.rpartition(":")[0]).expanduser().resolve()
     if isinstance(error, SyntaxError):
-        return ""  # its text names file and line
+        return ""  # its text contains file and line
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if Path(frame.f_code.co_filename) == path]
     return f" ({path.name}, line {lines[-1]})" if lines else ""

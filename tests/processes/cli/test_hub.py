@@ -138,7 +138,7 @@ def test_data_sets_by_split_and_configuration(hub: Hub, tmp_path: Path) -> None:
     ("data", "part"),
     [
         ("Org/math", "several configurations with a split train; name one, as in Org/math/main:train"),
-        ("Org/math/main:dev", "no .parquet or .jsonl file of the split dev is in the data set"),
+        ("Org/math/main:dev", "the data set has no .parquet or .jsonl file for the split dev"),
         ("Org/no", "`HF_HUB_OFFLINE=0 hf download Org/no --repo-type dataset`"),
     ],
 )

@@ -152,7 +152,7 @@ def test_a_huge_result_is_abridged(write):
     ("source", "complaint"),
     [
         ("def other(*a): return 1", r"defines no 'grade'"),
-        ("grade = 3", r"'grade' is no function \(int\): name one"),
+        ("grade = 3", r"'grade' is not a function \(int\): name a function"),
         ("def grade(:", r"fails to import \(SyntaxError"),
         ("import no_such_module_anywhere", r"fails to import \(ModuleNotFoundError"),
     ],
@@ -172,7 +172,7 @@ def test_a_missing_file_and_a_file_of_another_kind_are_config_errors(tmp_path: P
     with pytest.raises(ConfigError, match=r"reward\.function is .*there is no file .*absent\.py"):
         build_function_reward(f"{tmp_path}/absent.py:grade")
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(ConfigError, match=r"reward\.function is .*no Python file"):
+    with pytest.raises(ConfigError, match=r"reward\.function is .*not a Python file"):
         build_function_reward(f"{tmp_path}/notes.txt:grade")
 
 

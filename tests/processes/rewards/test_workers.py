@@ -400,7 +400,7 @@ def test_a_worker_that_ends_between_two_calls_is_replaced(reward: Callable[..., 
         ("import sys; sys.exit(0)", r"fails to import \(SystemExit: 0\)"),
         ("import os; os._exit(0)", r"ended its process with exit code 0 while it was loaded"),
         ("raise KeyboardInterrupt", r"raises KeyboardInterrupt"),
-        ("grade = 3", r"'grade' is no function \(int\)"),
+        ("grade = 3", r"'grade' is not a function \(int\)"),
     ],
 )
 def test_a_function_is_checked_in_a_process_of_its_own(tmp_path: Path, source: str, complaint: str) -> None:

@@ -106,6 +106,6 @@ def test_the_weights_of_config_json_are_looked_for_as_they_are_stored(packed: Pa
     save_file(stored, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((packed / "config.json").read_text())
     _, (problem,) = inspect_model(str(tmp_path), "model.path")
-    assert f"{first}_scales is [3, 256, 2], config.json asks for [4, 256, 2]" in problem
+    assert f"{first}_scales is [3, 256, 2], but config.json requires [4, 256, 2]" in problem
     with refused(ConfigError, field=first, value="(4, 256, 2, 16)"):
         HFReader(tmp_path).shape(first)

@@ -451,7 +451,7 @@ def test_a_directory_without_config_weights_and_tokenizer(workspace: Any) -> Non
     found = check("model.path=hollow")
     assert len(found) == 3
     assert "config.json" in found[0]
-    assert "pytorch_model.bin, which is pickle" in found[1]
+    assert "pytorch_model.bin; pickle files" in found[1]
     assert "tokenizer.json" in found[2]
 
 
@@ -467,7 +467,7 @@ def test_a_run_directory_is_one_problem_that_names_its_model(workspace: Any) -> 
 def test_the_index_of_shards(workspace: Any) -> None:
     for weight_map, word in [
         ({"a": "model.safetensors"}, None),
-        ({"a": "model-00002-of-00002.safetensors"}, "which is not there"),
+        ({"a": "model-00002-of-00002.safetensors"}, "which is missing"),
         ({"a": "../model/model.safetensors"}, "outside the directory"),
         ({"a": "/etc/passwd"}, "outside the directory"),
         ({}, "no weight_map"),
@@ -607,7 +607,7 @@ def test_a_transform_is_looked_up_and_not_run(workspace: Any) -> None:
 def test_bounds_of_rows_name_their_keys(workspace: Any) -> None:
     assert "line 1: more than data.max_row_bytes=10 bytes" in only(check("data.max_row_bytes=10"))
     workspace.write("train.jsonl", GOOD_ROW * 3)
-    assert "more than 2 rows, a row for 4096 bytes of data.max_bytes" in only(check("data.max_bytes=8192"))
+    assert "more than 2 rows, one per 4096 bytes of data.max_bytes" in only(check("data.max_bytes=8192"))
     assert "more than data.max_bytes=50 bytes" in only(check("data.max_bytes=50"))
 
 

@@ -284,7 +284,10 @@ def test_a_model_with_a_vision_tower_is_told_once(tmp_path: Path) -> None:
     """As Qwen3.5 with experts is published: sizes of its language model are in text_config."""
     config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": CONFIG, "vision_config": {}}
     (problem,) = problems(tmp_path, config)
-    assert "Qwen3_5MoeForConditionalGeneration is not supported; it is more than a language model: save its" in problem
+    assert (
+        "Qwen3_5MoeForConditionalGeneration is not supported because it is more than a language model; save its"
+        in problem
+    )
 
 
 @pytest.mark.parametrize("name", ["model.language_model.embed_tokens.weight", "model.visual.patch_embed.proj.weight"])
@@ -293,7 +296,7 @@ def test_weights_of_a_vision_tower_are_told_beside_the_config_of_a_language_mode
     header = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     (problem,) = inspect_model(str(tmp_path), "model.path")[1]
-    assert f"the weights are those of more than a language model ({name}): save its language model alone" in problem
+    assert f"the weights contain more than a language model ({name}); save its language model alone" in problem
 
 
 def problems(folder: Path, config: dict[str, Any]) -> list[str]:

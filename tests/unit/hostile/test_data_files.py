@@ -36,7 +36,7 @@ def test_jsonl(tmp_path: Path) -> None:
             (b'{"a": 1, "a": 2}\n', "line 1: a appears more than once"),
             (b'{"a": {"b": 1, "b": 2}}\n', "line 1: b appears more than once"),
             (b'{"a": ' + b"9" * 990 + b"9" * 20 + b"}\n", "line 1: more than data.max_row_bytes=1000 bytes"),
-            (ROW * 51, "more than 50 rows, a row for 4096 bytes of data.max_bytes"),
+            (ROW * 51, "more than 50 rows, one per 4096 bytes of data.max_bytes"),
             (b" " * 20_001, "more than data.max_bytes=20000 bytes"),
         ]
     ):
@@ -81,7 +81,7 @@ def test_parquet_beyond_the_bounds(tmp_path: Path) -> None:
             [
                 ("x" * 2000, 1, "more than data.max_row_bytes=1000 bytes"),
                 ("x" * 900, 40, "more than data.max_bytes=20000 bytes"),
-                ("x", 3_000_000, "more than 50 rows, a row for 4096 bytes of data.max_bytes"),
+                ("x", 3_000_000, "more than 50 rows, one per 4096 bytes of data.max_bytes"),
             ]
         ):
             here = tmp_path / f"{nested}-{number}"

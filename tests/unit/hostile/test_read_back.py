@@ -134,15 +134,15 @@ def test_weights_that_are_those_of_their_config(tmp_path: Path) -> None:
 def test_weights_of_another_model_are_refused_before_a_process_starts(tmp_path: Path) -> None:
     for number, (change, message) in enumerate(
         [
-            ({"vocab_size": 200}, "model.embed_tokens.weight is [100, 64], config.json asks for [200, 64]"),
+            ({"vocab_size": 200}, "model.embed_tokens.weight is [100, 64], but config.json requires [200, 64]"),
             (
                 {"intermediate_size": 64},
-                "model.layers.0.mlp.gate_proj.weight is [128, 64], config.json asks for [64, 64]",
+                "model.layers.0.mlp.gate_proj.weight is [128, 64], but config.json requires [64, 64]",
             ),
-            ({"num_key_value_heads": 4}, "k_proj.weight is [32, 64], config.json asks for [64, 64]"),
+            ({"num_key_value_heads": 4}, "k_proj.weight is [32, 64], but config.json requires [64, 64]"),
             ({"num_hidden_layers": 3}, "model.layers.2.post_attention_layernorm.weight is missing"),
             ({"num_hidden_layers": 1}, "more layers than config.json's num_hidden_layers=1"),
-            ({"hidden_size": 2**17}, "embed_tokens.weight is [100, 64], config.json asks for [100, 131072]"),
+            ({"hidden_size": 2**17}, "embed_tokens.weight is [100, 64], but config.json requires [100, 131072]"),
         ]
     ):
         here = tmp_path / str(number)

@@ -90,7 +90,7 @@ def test_the_same_cells_have_the_same_digest_whatever_was_called() -> None:
 def test_code_without_source_is_warned_of() -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec("def score(text):\n    return 1.0", names)
-    with pytest.warns(UserWarning, match="score: no source is known"):
+    with pytest.warns(UserWarning, match="score: no source is available"):
         function_digest(names["score"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
