@@ -93,9 +93,8 @@ def test_changes_of_8_bits_travel_alone(findings: Any) -> None:
         assert 0 < found["sent"] < 0.06 * found["whole"]
 
 
-def test_engines_get_different_numbers_of_a_counter_and_ranks_of_an_engine_the_same(findings: Any) -> None:
-    lead, follower, other_lead, other_follower = findings["claims"]
-    assert (follower, other_follower) == (lead, other_lead)
+def test_engines_get_different_numbers_of_a_counter(findings: Any) -> None:
+    lead, _, other_lead, _ = findings["claims"]
     for mine, theirs, count in zip(lead, other_lead, (3, 2, 1), strict=True):
         assert sorted(mine + theirs) == [count * number for number in range(len(mine + theirs))]
         assert mine == sorted(mine) and theirs == sorted(theirs)
