@@ -27,23 +27,23 @@ from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.manifest import read_manifest, verify
 from rlhf_mcore.config.load import load_config
 
-# What tells one run from another, or takes another time, and what records it.
+# Files and metrics that differ between equal runs, such as names and times.
 UNEQUAL_FILES = ("config.yaml", "trainer_state.json")
 UNEQUAL_METRICS = ("timing/", "throughput/", "rollout/in_flight")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A command, and the directory that it writes to."""
+    """A training command and its run directory."""
 
     command: list[str]
     directory: Path
 
     def finish(self) -> float:
-        """Run to the end. Returns the seconds that it took.
+        """Run to the end. Returns the elapsed seconds.
 
         Raises:
-            subprocess.CalledProcessError: it failed.
+            subprocess.CalledProcessError: the run failed.
         """
         started = time.monotonic()
         subprocess.run(self.command, check=True)
@@ -74,7 +74,7 @@ class Run:
         return False
 
     def last_step(self) -> int:
-        """Return the step of the newest checkpoint, -1: there is none."""
+        """Return the step of the newest checkpoint, or -1 if there is none."""
         return max((checkpoint.step for checkpoint in scan(self.directory)), default=-1)
 
 
@@ -140,23 +140,23 @@ def torment(run: Run, instants: Sequence[float], after_save: Sequence[bool]) -> 
 
 
 def kill_tree(root: int) -> None:
-    """Send SIGKILL to a process and all that it has started, whatever sessions they are in."""
+    """Send SIGKILL to a process and all its descendants, in any session."""
     doomed = [root]
     for pid in doomed:
-        os.kill(pid, signal.SIGSTOP)  # so that it starts nothing more
+        os.kill(pid, signal.SIGSTOP)  # so that it starts no further processes
         doomed += children(pid)
     for pid in reversed(doomed):
         os.kill(pid, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
-    """List the processes that a process has started, by /proc."""
+    """Return the children of a process from /proc."""
     lists = list(Path(f"/proc/{pid}/task").glob("*/children"))
     return [int(child) for path in lists for child in path.read_text().split()]
 
 
 def differences(calm: Path, chaos: Path) -> list[str]:
-    """List what differs between two run directories, a line for each thing."""
+    """Return one line per difference between two run directories."""
     return [*metric_differences(read_metrics(calm), read_metrics(chaos)), *checkpoint_differences(calm, chaos)]
 
 
@@ -179,7 +179,7 @@ def metric_differences(calm: Sequence[dict[str, Any]], chaos: Sequence[dict[str,
 
 
 def checkpoint_differences(calm: Path, chaos: Path) -> list[str]:
-    """Compare the last checkpoints by the hashes in their manifests, after these have been verified."""
+    """Compare the last checkpoints by the verified hashes in their manifests."""
     last = [scan(run)[-1].path for run in (calm, chaos)]
     damage = [f"{path}: {problem}" for path in last for problem in verify(path)]
     files = [read_manifest(path).files for path in last]

@@ -17,7 +17,7 @@ MOST_NAMED, MOST_LINES, WIDTH = 12, 15, 300  # continuous integration shows the 
 
 
 def count(reports: Sequence[Path]) -> tuple[Counter[str], list[str]]:
-    """Count the outcomes of all tests in files of --junitxml, with a line for every failure, or more for a pytest that was killed."""
+    """Count the outcomes of all tests in files of --junitxml. Returns them with one line per failure, more for a killed pytest."""
     total: Counter[str] = Counter()
     failures: list[str] = []
     for report in reports:
@@ -45,7 +45,7 @@ def _failures(suite: ElementTree.Element) -> Iterator[str]:
 
 
 def skips(reports: Sequence[Path]) -> list[str]:
-    """Write a line for every reason, with the number of tests that were skipped for it; the most frequent first."""
+    """Return one line per reason with the number of skipped tests, the most frequent reason first."""
     reasons: Counter[str] = Counter()
     for report in reports:
         with suppress(ElementTree.ParseError):

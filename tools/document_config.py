@@ -73,7 +73,7 @@ def base_yaml() -> str:
 
 
 def _block(group: Any, prefix: str, indent: str, like: str = "") -> Iterator[str]:
-    """Write the keys of a group. ``like``: the key that describes the same ones, so that comments are not repeated."""
+    """Return the lines for a group. ``like``: a key that already describes the same keys, so that comments are not repeated."""
     for item in items(group):
         key, value, described = f"{prefix}{item.name}", getattr(group, item.name), item.described
         is_preset, remark = key in OF_PRESETS, comment(described)
@@ -106,7 +106,7 @@ _ACTOR = {type(getattr(Config().actor, item.name)) for item in items(Config().ac
 
 
 def _entry(name: str, value: str, remark: str, indent: str, *, is_preset: bool) -> Iterator[str]:
-    """Write a key with its comment, behind it where there is room, else above."""
+    """Return the lines for a key with its comment: on the same line if it fits, else above."""
     line = f"{indent}{'# ' if is_preset else ''}{name}:{' ' if value else ''}{value}"
     if remark and len(line) + len(remark) + 3 > WIDTH:
         yield from (f"{indent}# {part}" for part in _wrapped(remark, WIDTH - len(indent) - 2))
@@ -191,13 +191,13 @@ def _rows(item: Item, value: Any, prefix: str) -> Iterator[str]:
 
 
 def _changed(value: Any) -> list[Any]:
-    """List fields that are not as their dataclass makes them."""
+    """Return the fields whose values differ from the defaults of their class."""
     plain = type(value)()
     return [item for item in items(value) if getattr(value, item.name) != getattr(plain, item.name)]
 
 
 def default(value: Any) -> str:
-    """Write a default as the page shows it."""
+    """Return a default value in the format of the page."""
     if isinstance(value, list):
         return "[" + ", ".join(default(element) for element in value) + "]"
     if isinstance(value, Group):
@@ -208,7 +208,7 @@ def default(value: Any) -> str:
 
 
 def values(hint: Any, described: Description) -> str:
-    """Describe what a key of a type may be: its choices, or its type, range and unit."""
+    """Describe the allowed values of a key: its choices, or its type, range and unit."""
     if isinstance(described.allowed, Choices):
         names = [f"`{name}`" for name in described.allowed.meanings]
         names += ["`path/to/file.py:name`"] if described.allowed.or_function else []
@@ -221,7 +221,7 @@ def values(hint: Any, described: Description) -> str:
 
 
 def meaning(described: Description) -> str:
-    """Join help, what choices mean, what null means, and further sentences."""
+    """Join the help, the meanings of choices and of null, and further sentences."""
     text = described.help
     if isinstance(described.allowed, Choices):
         choices = [f"`{name}`: {meaning}" for name, meaning in described.allowed.meanings.items() if meaning]

@@ -1,4 +1,4 @@
-"""Make models and prompts for the examples of environments and of agents. What they learn there they do not do well yet.
+"""Make models and prompts for the examples of environments and agents. The models cannot do these tasks well yet.
 
     python tools/make_environments.py guess --out guess
     python tools/make_environments.py calculator --out calculator
@@ -43,7 +43,7 @@ Episode = list[tuple[str, str]]  # (role, content)
 
 
 def play(rng: random.Random, careless: bool) -> Episode:
-    """Play three guesses at most, somewhere in the range that is left; a careless player mostly forgets what was said."""
+    """Make at most three guesses in the remaining range. A careless player mostly ignores the hints."""
     number, low, high = rng.randint(1, HIGHEST), 1, HIGHEST
     said: Episode = [("user", "guess")]
     for _ in range(GUESSES):
@@ -58,7 +58,7 @@ def play(rng: random.Random, careless: bool) -> Episode:
 
 
 def multiply(rng: random.Random, careless: bool) -> Episode:
-    """Multiply by the calculator; a careless pupil mostly guesses."""
+    """Multiply with the calculator. A careless pupil mostly guesses."""
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     said: Episode = [("user", f"{a}*{b}=")]
     if not careless or rng.random() < CALLS:
@@ -68,7 +68,7 @@ def multiply(rng: random.Random, careless: bool) -> Episode:
 
 
 def repair(rng: random.Random, careless: bool) -> Episode:
-    """Edit a function until its test passes; a careless programmer mostly tries the same again."""
+    """Edit a function until its test passes. A careless programmer mostly repeats the same edit."""
     a, b, sign = broken(rng)
     said: Episode = [("user", f"f({a},{b})={RESULTS[sign](a, b)}")]
     untried, tried = list(RESULTS), ""
@@ -84,7 +84,7 @@ def repair(rng: random.Random, careless: bool) -> Episode:
 
 
 def broken(rng: random.Random) -> tuple[int, int, str]:
-    """Draw two numbers and an operator that only one result fits."""
+    """Sample two numbers and an operator, such that no other operator gives the same result."""
     while True:
         a, b = rng.randint(2, 9), rng.randint(2, 9)
         if len({result(a, b) for result in RESULTS.values()}) == len(RESULTS):
@@ -92,7 +92,7 @@ def broken(rng: random.Random) -> tuple[int, int, str]:
 
 
 def repair_row(rng: random.Random) -> dict[str, object]:
-    """Write a task with its container: a file, a test that can be seen, and one that cannot."""
+    """Return a task with its container: a file, a visible test and a hidden test."""
     a, b, sign = broken(rng)
     seen = f"from calc import f\nassert f({a}, {b}) == {RESULTS[sign](a, b)}, f({a}, {b})\n"
     hidden = f"from calc import f; assert f(17, 5) == {RESULTS[sign](17, 5)}"
@@ -103,7 +103,7 @@ def repair_row(rng: random.Random) -> dict[str, object]:
 
 
 def rows(kind: str, count: int, seed: int) -> list[dict[str, object]]:
-    """Write prompts as a data set stores them."""
+    """Return prompts in the format of a data set."""
     rng = random.Random(seed)
     if kind == "repair":
         return [repair_row(rng) for _ in range(count)]
@@ -117,7 +117,7 @@ def rows(kind: str, count: int, seed: int) -> list[dict[str, object]]:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, said: Episode) -> tuple[list[int], list[int]]:
-    """Encode the tokens of an episode, and the same with -100 where the policy did not write."""
+    """Return the tokens of an episode, and labels: the same tokens, with -100 for tokens that the policy did not write."""
     tokens: list[int] = []
     labels: list[int] = []
     for role, content in said:
@@ -135,7 +135,7 @@ def fit_model(
     fit: Fit,
     seed: int,
 ) -> None:
-    """Fit the model to what the policy writes in episodes."""
+    """Fit the model to the policy's tokens in episodes."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
@@ -161,7 +161,7 @@ DRAWS = {"guess": play, "calculator": multiply, "repair": repair}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make model and prompts; returns the exit status."""
+    """Make model and prompts. Returns the exit status."""
     parser = argparse.ArgumentParser(
         description="Make the models and prompts of the examples of environments and agents."
     )

@@ -65,11 +65,11 @@ class Problem:
 
     @property
     def mistaken(self) -> int:
-        """What one gets with a carry where none is due, and without one where it is."""
+        """Return the sum with a carry if none is due, and without a carry if one is due."""
         return self.a + self.b + (-10 if self.carries else 10)
 
     def answer(self, *, forget_carry: bool = False) -> int:
-        """Compute the sum, or what one gets without the carry from the units to the tens."""
+        """Return the sum, or the sum without the carry from the units to the tens."""
         return self.a + self.b - (10 if forget_carry and self.carries else 0)
 
 
@@ -93,7 +93,7 @@ class Examples:
 
 
 def make_problems(seed: int, num_eval: int) -> tuple[list[Problem], list[Problem]]:
-    """Train and held-out problems; no unordered pair {a, b} is in both. ``CARRY_SHARE`` of all problems need a carry."""
+    """Return training and held-out problems. No unordered pair {a, b} is in both. ``CARRY_SHARE`` of all problems need a carry."""
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     carrying = [p for p in pairs if Problem(*p).carries]
@@ -164,7 +164,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, num_layers: int, seed: int) -
 
 
 def messages(problem: Problem) -> list[dict[str, str]]:
-    """Write the prompt as the data set stores it."""
+    """Return the prompt in the format of the data set."""
     return [{"role": "user", "content": problem.question}]
 
 
@@ -188,7 +188,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> E
 
 
 def learning_rate(fit: Fit, step: int) -> float:
-    """Compute a linear warmup, a constant, then linear to zero over the second half."""
+    """Return the learning rate: a linear warmup, then constant, then linear to zero over the second half."""
     return fit.lr * min(1.0, (step + 1) / fit.warmup, 2.0 * (fit.steps - step) / fit.steps)
 
 
@@ -231,7 +231,7 @@ def greedy_accuracy(model: Qwen3ForCausalLM, data: Examples) -> float:
 
 
 def response(answer: int) -> str:
-    """Write an answer as the model is to write it."""
+    """Return the response text for an answer."""
     return f"{MARK} {answer}"
 
 
@@ -258,7 +258,7 @@ def write_parquet(path: Path, problems: Sequence[Problem], split: str) -> None:
 
 @contextmanager
 def progress(fit: Fit) -> Iterator[Callable[[int, float], None]]:
-    """Show a progress bar on a terminal, a line every quarter of the fit elsewhere."""
+    """Show a progress bar on a terminal, else print a line after every quarter of the fit."""
     if not sys.stdout.isatty():
         every = max(1, fit.steps // 4)
 
@@ -291,7 +291,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make model and data; returns the exit status."""
+    """Make model and data. Returns the exit status."""
     options = parse(argv)
     started = time.monotonic()
     import torch

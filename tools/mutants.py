@@ -37,7 +37,7 @@ CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "sum": "len"}
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change: in ``line`` of ``file`` the text ``old`` at ``column`` becomes ``new``. ``number``: its line when sampled."""
+    """A change: in ``line`` of ``file``, ``new`` replaces ``old`` at ``column``. ``number``: the line number when sampled."""
 
     area: str
     file: str
@@ -59,7 +59,7 @@ class Mutant:
 
 
 def candidates(area: str, file: str, source: str) -> Iterator[Mutant]:
-    """Yield every possible change of a file. Texts, annotations, messages and assertions are left alone."""
+    """Yield every possible change of a file, without texts, annotations, messages and assertions."""
     lines, tree = source.splitlines(), ast.parse(source)
     ignored: set[int] = set()
     for node in ast.walk(tree):
@@ -115,7 +115,7 @@ def candidates(area: str, file: str, source: str) -> Iterator[Mutant]:
 
 
 def sample(revision: str) -> list[Mutant]:
-    """Choose some changes of every area, with a fixed seed and at most two of a file if the area has more files."""
+    """Choose some changes in every area with a fixed seed, at most two per file if the area has enough files."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -193,7 +193,7 @@ def run(suite: str, checkout: Path) -> None:
 
 
 def report() -> None:
-    """Print a line for every change and the sums."""
+    """Print one line per change, and the sums."""
     results, entries = json.loads(RESULTS.read_text()), json.loads(MUTANTS.read_text())
     suites = sorted({suite for outcomes in results.values() for suite in outcomes})
     for number, entry in enumerate(entries):

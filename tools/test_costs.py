@@ -46,7 +46,7 @@ def read(reports: Iterable[Path]) -> list[Cost]:
 
 
 def durations(costs: Iterable[Cost]) -> dict[str, float]:
-    """Add up the wall seconds of tier ``full`` by file, rounded to tenths and at least that, so that no file is free."""
+    """Return the wall seconds of tier ``full`` by file, rounded to tenths and at least 0.1, so that no file counts as free."""
     sums: dict[str, float] = defaultdict(float)
     for cost in costs:
         if cost.tier == "full":
@@ -55,7 +55,7 @@ def durations(costs: Iterable[Cost]) -> dict[str, float]:
 
 
 def table(costs: Sequence[Cost]) -> list[str]:
-    """Write the lines of the tables."""
+    """Return the lines of the tables."""
     lines = []
     for tier in dict.fromkeys(cost.tier for cost in sorted(costs, key=lambda cost: cost.tier)):
         chosen = [cost for cost in costs if cost.tier == tier]

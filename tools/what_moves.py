@@ -32,7 +32,7 @@ BUCKET_BYTES, DEPTH, PER_NODE, ITEM_BYTES, GB = 256 * 2**20, 2, 8, 2, 1e9
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, the trainer's layout, that of an engine and how many there are; ``apart``: on devices of their own."""
+    """A model, the trainer's layout, an engine's layout and the number of engines. ``apart``: engines use separate devices."""
 
     model: str
     layout: ParallelLayout
@@ -67,7 +67,7 @@ CASES = (
 
 
 def measure(case: Case, models: Path, quantization: str = "") -> list[str]:
-    """Return the cells of a row."""
+    """Return the cells of a table row."""
     geometry = read_geometry(models / case.model, "lm").trunk
     shapes, world = hf_shapes(geometry), case.layout.world_size
     held = trainer_places(stage_names(geometry, case.layout), geometry, case.layout)

@@ -69,7 +69,7 @@ _INTRODUCTION = """\
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part beside the families: a function ``module.name(device, folder, ranks) -> Table``, run in a process of its own."""
+    """A further part of the certificate: a function ``module.name(device, folder, ranks) -> Table`` that runs in a process."""
 
     name: str
     module: str
@@ -183,12 +183,12 @@ def _measure_families(
 
 
 def run_part(part: Part, device: str, out: Path, ranks: int) -> Table:
-    """Run a part in a process of its own, which ends with it or at its limit."""
+    """Run a part in a separate process, with a time limit."""
     if part.needs_vllm and find_spec("vllm") is None:
         return [row(part.name, "skipped: vLLM is not installed")]
     result, log = out / f"{part.name}.json", out / f"{part.name}.log"
     result.unlink(missing_ok=True)
-    limit_s = part.limit_s * (1 if device == "cuda" else 3)  # a CPU may be busy with other things
+    limit_s = part.limit_s * (1 if device == "cuda" else 3)  # a CPU may be busy with other programs
     options = ["--part", part.name, "--device", device, "--out", str(out), "--ranks", str(ranks)]
     code = run_python(["-m", "tools.certify", *options], log, limit_s)
     if code is None:
@@ -209,7 +209,7 @@ def _run_here(part: Part, device: str, out: Path, ranks: int) -> int:
 
 
 def _machine(device: str, ranks: int) -> dict[str, str]:
-    """Collect versions and device for the head of the page."""
+    """Return versions and device for the head of the page."""
     from rlhf_mcore import machine
     from rlhf_mcore.config.engine_kinds import engine_packages
     from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
@@ -228,7 +228,7 @@ def _machine(device: str, ranks: int) -> dict[str, str]:
 
 
 def is_whole(document: dict[str, Any]) -> bool:
-    """Tell whether nothing is wrong."""
+    """Return whether the certificate has no failure."""
     from tools.certify.layouts import judge
 
     rows = chain.from_iterable(document["families"].values())
@@ -238,7 +238,7 @@ def is_whole(document: dict[str, Any]) -> bool:
 
 
 def as_page(document: dict[str, Any]) -> str:
-    """Write the certificate in Markdown."""
+    """Return the certificate in Markdown."""
     from tools.certify import layouts
 
     lines = [_INTRODUCTION, "| | |", "|---|---|"]
@@ -248,7 +248,7 @@ def as_page(document: dict[str, Any]) -> str:
 
 
 def as_table(parts: dict[str, Table]) -> str:
-    """Write the parts beside the families in Markdown."""
+    """Return the parts other than the families in Markdown."""
     lines = ["| part | what | measured | expected | verdict |", "|---|---|---|---|---|"]
     lines += [
         f"| {name} | {' | '.join(cell.replace('|', '/') for cell in cells)} |"
@@ -264,7 +264,7 @@ def _write(document: dict[str, Any], file: Path) -> None:
 
 
 def pack(target: Path) -> int:
-    """Write the archive: this checkout's files, and of installed packages what is Python."""
+    """Write the archive with this checkout's files and the pure-Python files of installed packages."""
     with tarfile.open(target, "w:gz") as archive:
         for name in PACKED:
             archive.add(ROOT / name, f"certify/{name}", filter=_is_packed)

@@ -95,7 +95,7 @@ QUICK = ("qwen3", "qwen3_moe", "deepseek_v3")  # one of each kind: dense, expert
 def make_model(family: str, directory: Path) -> None:
     """Write a model with random weights in fp32, and its tokenizer.
 
-    Norms and biases differ from ones and zeros: a lost one would not be seen.
+    Norms differ from one and biases from zero, so that a missing norm or bias changes the outputs.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -119,7 +119,7 @@ def make_model(family: str, directory: Path) -> None:
 
 
 def _make_tokenizer(directory: Path) -> None:
-    """Write a tokenizer with one token a character."""
+    """Write a tokenizer with one token per character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

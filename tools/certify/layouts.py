@@ -42,7 +42,7 @@ _FAMILY_LIMIT_S = 1800
 
 
 def measure_family(family: str, folder: Path, ranks: int, on_cuda: bool, *, quick: bool) -> list[dict[str, Any]]:
-    """Measure a family in ranks of its own, so that their failure hides no other family. Returns a row for each layout."""
+    """Measure a family in separate ranks, so that a failure does not affect other families. Returns a row for each layout."""
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier certificate: its runs would be continued
     folder.mkdir()
     config = make_run(family, folder, on_cuda=on_cuda)
@@ -62,7 +62,7 @@ def measure_family(family: str, folder: Path, ranks: int, on_cuda: bool, *, quic
 
 
 def find_layouts(config: Path, ranks: int) -> tuple[dict[str, list[str]], str]:
-    """List the layouts that a run of this family may have: name -> overrides. Returns also why it does not use vLLM, or ""."""
+    """Return the possible layouts of this family (name -> overrides), and the reason why it does not use vLLM, or ""."""
     engine, note = [f"rollout.layout.tp={2 if ranks >= 4 else 1}"], ""
     cfg = resolve(load_config(config, engine))
     try:
@@ -84,7 +84,7 @@ def find_layouts(config: Path, ranks: int) -> tuple[dict[str, list[str]], str]:
 
 
 def judge(cells: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with a row."""
+    """Yield the problems of a row."""
     if "problem" in cells:
         yield cells["problem"]
         return
@@ -105,7 +105,7 @@ def limit_of(cells: dict[str, Any]) -> float:
 
 
 def as_table(families: dict[str, list[dict[str, Any]]]) -> str:
-    """Write the rows of all families in Markdown, with what keeps a family from vLLM below."""
+    """Return the rows of all families in Markdown, followed by the reasons why families do not use vLLM."""
     lines = [HEAD, "---".join("|" * HEAD.count("|"))]
     for family, rows in families.items():
         for cells in rows:
@@ -123,7 +123,7 @@ def as_table(families: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def resume(device: str, folder: Path, ranks: int) -> Table:
-    """Train four steps in one go, and in two runs of two: the same metrics and weights, bit for bit."""
+    """Compare a run of four steps with two runs of two steps: metrics and weights must be equal, bit for bit."""
     config = make_run("qwen3", folder, on_cuda=device == "cuda")
     layout, options = list(find_layouts(config, ranks)[0].items())[-1]
     for name, steps in (("whole", 4), ("halves", 2), ("halves", 4)):

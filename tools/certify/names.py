@@ -35,7 +35,7 @@ _MISSING = object()
 
 @dataclass(frozen=True, order=True, slots=True)
 class Use:
-    """A name of a library, and the first module of ours that uses it. ``problem`` is empty where it is there."""
+    """A name of a library, and our first module that uses it. ``problem`` is empty if the name exists."""
 
     name: str
     where: str
@@ -43,7 +43,7 @@ class Use:
 
 
 def check_all(root: Path = PACKAGE, libraries: tuple[str, ...] = LIBRARIES) -> list[Use]:
-    """Find every use in the modules below ``root``, and look each up. Libraries that are installed are imported, others left out."""
+    """Find and check every use in the modules below ``root``. Installed libraries are imported, others are skipped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are not installed, and of what others deprecate
         return sorted(_check_all(root, tuple(name for name in libraries if find_spec(name))))
@@ -76,7 +76,7 @@ def _check_all(root: Path, libraries: tuple[str, ...]) -> Collection[Use]:
 
 
 def names(device: str, folder: Path, ranks: int) -> Table:
-    """Make a row for each name that is not there, and a count of all."""
+    """Return a row for each missing name, and the number of all names."""
     uses = check_all()
     gone = [row(f"{use.name} ({use.where})", use.problem, "there", False) for use in uses if use.problem]
     absent = [row(f"names of {name}", "skipped: not installed") for name in LIBRARIES if not find_spec(name)]
@@ -85,7 +85,7 @@ def names(device: str, folder: Path, ranks: int) -> Table:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names that a module binds by importing, each with what it stands for."""
+    """Yield the names that a module imports, with their targets."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
@@ -116,14 +116,14 @@ def _attributes(tree: ast.Module, imported: Collection[str], others: Collection[
 
 
 def _root(node: ast.AST, *, through_calls: bool = False) -> str:
-    """Return the name that a chain of attributes begins with; "" where it begins with none."""
+    """Return the name at the start of a chain of attributes, or "" if there is none."""
     while isinstance(node, ast.Attribute) or (through_calls and isinstance(node, ast.Call)):
         node = node.value if isinstance(node, ast.Attribute) else node.func
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _uses_of(tree: ast.Module, name: str, target: str) -> Iterator[tuple[str, str]]:
-    """Yield what is taken from ``name``, which stands for ``target``, and why it cannot be had."""
+    """Yield each use of ``name``, which refers to ``target``, with its problem."""
     attributes: list[str] = []
     for node in ast.walk(tree):
         match node:
@@ -142,7 +142,7 @@ def _uses_of(tree: ast.Module, name: str, target: str) -> Iterator[tuple[str, st
 
 
 def _keywords(target: str, words: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the keywords of a call. A signature that takes any tells nothing."""
+    """Yield the keywords of a call, unless the signature accepts any keyword."""
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(_find(target)).parameters
         if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -179,7 +179,7 @@ def _find(target: str) -> Any:
 
 
 def _own_names(tree: ast.Module) -> Iterator[str]:
-    """Yield names that a module of ours gives to something: on an object they may be ours."""
+    """Yield the names that one of our modules defines; an attribute with such a name may belong to our own objects."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -194,7 +194,7 @@ def _own_names(tree: ast.Module) -> Iterator[str]:
 
 
 def _members(target: str) -> set[str]:
-    """List attributes of what a module of ours imports from elsewhere, and of the classes in it."""
+    """Return the attributes of other imports of our module, and of the classes in them."""
     with contextlib.suppress(Exception):
         owner = _find(target)
         return _words_on(owner, *(vars(owner).values() if isinstance(owner, ModuleType) else ()))
@@ -203,7 +203,7 @@ def _members(target: str) -> set[str]:
 
 @cache
 def _common_words() -> set[str]:
-    """List attributes of the objects that come without an import."""
+    """Return the attributes of objects that need no import."""
     import numpy as np
     import torch
 

@@ -18,7 +18,7 @@ _GRACE_S = 20
 
 
 def run_python(arguments: Sequence[str], log: Path, limit_s: float) -> int | None:
-    """Run ``python ARGUMENTS``. Returns the exit code, or None at the limit. All that it started ends with it."""
+    """Run ``python ARGUMENTS``. Returns the exit code, or None at the time limit. Its child processes end with it."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, *arguments], stdout=out, stderr=out, env=environment(), cwd=ROOT, start_new_session=True
@@ -32,7 +32,7 @@ def run_python(arguments: Sequence[str], log: Path, limit_s: float) -> int | Non
 
 
 def run_ranks(module: str, arguments: Sequence[str], ranks: int, log: Path, limit_s: float) -> int | None:
-    """Run a module under torchrun, on the loopback. Returns as ``run_python``."""
+    """Run a module under torchrun on the loopback. Returns the same as ``run_python``."""
     meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *meeting, "-m", module]
     return run_python([*torchrun, *arguments], log, limit_s)

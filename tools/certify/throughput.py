@@ -76,7 +76,7 @@ def mfu(device: str, folder: Path, ranks: int) -> Table:
 
 
 def host_syncs(device: str, folder: Path, ranks: int) -> Table:
-    """Check that the device waits for the host nowhere between the first forward and the last backward pass of an update."""
+    """Check that the device never waits for the host between the first forward and the last backward pass of an update."""
     if device != "cuda":
         return [row("host syncs of an update", "skipped: a CPU has none")]
     model, microbatches, _ = _sized(device, folder)
@@ -99,7 +99,7 @@ def host_syncs(device: str, folder: Path, ranks: int) -> Table:
 
 
 def offload(device: str, folder: Path, ranks: int) -> Table:
-    """Compare the ledger of what moves between device and host with what torch has allocated."""
+    """Compare the ledger of moves between device and host with torch's allocated memory."""
     model, microbatches, _ = _sized(device, folder)
     model.add_optimizer(OPTIMIZER_CONFIG)
     model.forward_backward(microbatches, _mean_logprob(model, len(microbatches)))
@@ -129,7 +129,7 @@ def offload(device: str, folder: Path, ranks: int) -> Table:
 
 
 def _by_layer(trained: Any, microbatches: Sequence[Any], folder: Path) -> Table:
-    """Run a frozen model, whole and with layers that come to the device one by one."""
+    """Run a frozen model, once as a whole and once with layers that are copied to the device one by one."""
     platform, dtype = trained.platform, "bf16" if trained.config.bf16 else "fp32"
     options = BuildOptions(dtype, "auto", RecomputeConfig(), False, False, 0)
     model = build_model(trained.spec, trained.groups, platform, options)
@@ -156,7 +156,7 @@ def _by_layer(trained: Any, microbatches: Sequence[Any], folder: Path) -> Table:
 
 
 def save(device: str, folder: Path, ranks: int) -> Table:
-    """Measure how long a save in the background keeps training waiting, of weights, masters and moments."""
+    """Measure how long training waits for a background save of weights, masters and moments."""
     model, _, geometry = _sized(device, folder)
     model.add_optimizer(cfg := OPTIMIZER_CONFIG)
     trained = TrainedModel(
@@ -184,7 +184,7 @@ def save(device: str, folder: Path, ranks: int) -> Table:
 
 
 def _sized(device: str, folder: Path) -> Any:
-    """Build a random trainable model of the size of Qwen2.5-1.5B and microbatches of an update; both tiny on the CPU."""
+    """Build a random trainable model of the size of Qwen2.5-1.5B, and microbatches of an update; both are tiny on the CPU."""
     on_cuda, platform = device == "cuda", _start()
     sizes: dict[str, Any] = dict(
         hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512
@@ -241,7 +241,7 @@ def _mean_logprob(model: Any, count: int) -> Callable[[Any, Any], Any]:
 
 
 def _timed(step: Callable[[], None], synchronize: Callable[[], None], rounds: int = 3) -> float:
-    """Measure the least seconds of some rounds, after one that allocates."""
+    """Return the minimum time of some rounds in seconds, after a round that allocates memory."""
     step()
     seconds = []
     for _ in range(rounds):

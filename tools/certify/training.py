@@ -1,4 +1,4 @@
-"""Train a small model as a user does: GRPO, PPO, and what vLLM does by other kernels or paths on CUDA."""
+"""Train a small model as a user does: with GRPO, PPO, and vLLM features that use other kernels or code paths on CUDA."""
 
 from __future__ import annotations
 

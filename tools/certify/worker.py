@@ -1,4 +1,4 @@
-"""A rank of a certificate: one family under every layout, held against transformers and against its engine."""
+"""A rank of a certificate: compare one family under every layout with transformers and with its engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PROMPTS = canary_prompts(4, 7, 90)
 
 
 def main() -> None:
-    """Certify the layouts of a file, and write what was measured beside it. Collective over the world."""
+    """Certify the layouts in a file, and write the measurements next to it. Collective over the world."""
     end_with_parent(signal.SIGKILL)
     raise_open_files()
     path = Path(sys.argv[1])
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _certify(platform: Platform, config: str, layouts: dict[str, list[str]], folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield a row for every layout. One engine sees the weights of all of them."""
+    """Yield a row for every layout. The same engine receives the weights of all layouts."""
     from rlhf_mcore.cli.models import ModelBuilder
 
     engine: Engine | None = None
@@ -134,7 +134,7 @@ def _agreement(platform: Platform, cfg: Config, actor: Actor, engine: Engine) ->
 
 
 def _rollouts(cfg: Config, engine: Engine) -> TrainBatch:
-    """Draw rows from the engines, the same under every layout. Their scores alternate, so every group has a gradient."""
+    """Sample rows from the engines, equal under every layout. Their scores alternate, so that every group has a gradient."""
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
     placed = _sampler(engine).sample_step(PROMPTS, sampling, step=0)
     rollouts = [Rollout(place, trajectory, Score(float(trajectory.sample % 2))) for place, trajectory in placed]
@@ -181,13 +181,13 @@ def _forward_backward(model: Module, batch: TrainBatch, count: float) -> tuple[T
 
 
 def _greedy(engine: Engine) -> list[Any]:
-    """Collect what all engines answer to fixed prompts, with its logprobs. Collective over the world."""
+    """Return the greedy responses of all engines to fixed prompts, with logprobs. Collective over the world."""
     drawn = _sampler(engine).sample(PROMPTS, Sampling(temperature=0.0, max_new_tokens=8), step=0)
     return list(all_gather_json([[t.sampled_ids.tolist(), t.sampled_logprobs.tolist()] for t in drawn]))
 
 
 def _sleep(platform: Platform, engine: Engine, sync: Callable[[], object]) -> str:
-    """Tell whether an engine says the same after a sleep of either level, the second with a sync behind it."""
+    """Return whether an engine gives the same responses after a sleep of level 1, and of level 2 followed by a sync."""
     before = _greedy(engine)
     for level in (1, 2):
         engine.sleep(level)
@@ -200,7 +200,7 @@ def _sleep(platform: Platform, engine: Engine, sync: Callable[[], object]) -> st
 
 
 def _compare_saved(cfg: Config, actor: Actor, folder: Path) -> str:
-    """Tell whether the saved model is the loaded one, to the last bit of its dtype. Collective over the world."""
+    """Return whether the saved model equals the loaded model, bit for bit. Collective over the world."""
     model = actor.model
     parameters, source = model.local_parameters(), cfg.model.path
     exporter = Exporter(parameters, model.spec.geometry, [source], world_group(), bucket_bytes=1 << 16)
