@@ -34,7 +34,7 @@ class _Server(EngineKind):
 
 KIND = _Server(
     "server",
-    "vLLM's own servers, which somebody else runs",
+    "external vLLM servers",
     runs_apart=False,
     weights="full",
     temperatures=(0.01, 2.0),
