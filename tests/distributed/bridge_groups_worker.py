@@ -1,4 +1,4 @@
-"""Syncs and saves over the world of four ranks, and over two groups of two ranks at once with other weights each."""
+"""Sync and save over the world of four ranks, and concurrently over two groups of two ranks with different weights."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def parameters_of(group: dist.ProcessGroup, held: Mapping[str, Tensor]) -> list[
 
 
 def wrong(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors that differ."""
+    """Return the names of the tensors that differ."""
     return sorted(
         name for name in expected | found if name not in found or not torch.equal(found[name], expected[name])
     )
 
 
 def sync(group: dist.ProcessGroup, scale: float) -> dict[str, Any]:
-    """What each rank's engine lacks after a whole sync, one of some tensors and one of averages, and the bytes of each."""
+    """Return the wrong tensors of each rank's engine after syncs of all tensors, of some and of averages, and the bytes of syncs."""
     hf = {name: tensor * scale for name, tensor in hf_tensors(GEOMETRY).items()}
     held, engine = held_of(group, hf), Engine({name: tensor.shape for name, tensor in hf.items()})
     parameters = parameters_of(group, held)
@@ -76,7 +76,7 @@ def sync(group: dist.ProcessGroup, scale: float) -> dict[str, Any]:
 
 
 def sync_apart(group: dist.ProcessGroup) -> dict[str, Any]:
-    """The first two ranks hold the model and no engine, the others an engine and no part of the model."""
+    """Sync from the first two ranks, which hold only the model, to the others, which hold only an engine."""
     hf, is_trainer = hf_tensors(GEOMETRY), group.rank() < TP
     engine = Engine({name: tensor.shape for name, tensor in hf.items()})
     parameters = parameters_of(group, held_of(group, hf)) if is_trainer else []
@@ -101,8 +101,7 @@ def sync_apart(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def compare_digests(group: dist.ProcessGroup) -> list[str]:
-    """Whether syncs that are verified pass, from tensors and from averages; and what is said when a bit of the last engine
-    differs."""
+    """Return whether verified syncs of tensors and of averages pass, and the message after a bit of the last engine changes."""
     hf, is_trainer = hf_tensors(GEOMETRY), group.rank() < TP
     held = held_of(group, hf)
     parameters = parameters_of(group, held) if is_trainer else []
@@ -129,7 +128,7 @@ def compare_digests(group: dist.ProcessGroup) -> list[str]:
 
 
 def save(group: dist.ProcessGroup, scale: float, directory: Path) -> list[str]:
-    """Weights and state of an optimizer as files of a group: what differs when they are read again."""
+    """Save weights and optimizer state as files of a group. Returns the differences after reading them."""
     hf = {name: tensor.float() * scale for name, tensor in hf_tensors(GEOMETRY).items()}
     held = held_of(group, hf)
     if group.rank() == 0:
@@ -147,7 +146,7 @@ def save(group: dist.ProcessGroup, scale: float, directory: Path) -> list[str]:
         kinds = {name: t.view(-1) if fill else torch.full_like(t.view(-1), torch.nan) for name, t in held.items()}
         return [StateShard(p.name, p.shard, 0, p.tensor.numel(), {"exp_avg": kinds[p.name]}) for p in parameters]
 
-    writers = shards(fill=True) if group.rank() < TP else []  # of data-parallel replicas the first
+    writers = shards(fill=True) if group.rank() < TP else []  # only the first data-parallel replica writes
     state = RankState(writers, GEOMETRY)
     if state.described:
         state.write(directory / state_file(group.rank()))
@@ -162,8 +161,10 @@ def save(group: dist.ProcessGroup, scale: float, directory: Path) -> list[str]:
 
 
 def quantised(group: dist.ProcessGroup, tp: int) -> dict[str, Any]:
-    """What engines lack of the values of 8 bits of a model in bf16 that is cut over ``tp`` ranks, before an update and after it, and
-    the bytes that a rank receives, without 8 bits first."""
+    """Sync a bf16 model with ``tp`` ranks to 8-bit engines, before and after an update.
+
+    Returns the wrong values of engines, and the bytes that a rank receives, first without quantisation.
+    """
     found: dict[str, Any] = {"wrong": [], "bytes": []}
     hf = random_tensors(0)
     held = mcore_tensors(BLOCKS, hf, group.rank() % tp, tp)
@@ -190,7 +191,7 @@ def quantised(group: dist.ProcessGroup, tp: int) -> dict[str, Any]:
 
 
 def changes_of_8_bits(group: dist.ProcessGroup) -> dict[str, Any]:
-    """What engines lack of the values of 8 bits when only changes were sent of a few elements, and the bytes sent and of all."""
+    """Send only changes of a few elements to 8-bit engines. Returns the wrong values, the sent bytes and the bytes of all."""
     hf = {name: tensor.float() for name, tensor in random_tensors(0).items()}
     held = mcore_tensors(BLOCKS, hf, group.rank() % TP, TP)
     parameters = parameters_of(group, held)
@@ -201,7 +202,7 @@ def changes_of_8_bits(group: dist.ProcessGroup) -> dict[str, Any]:
     bridge.sync(0)
     kept.take()
     for tensor in hf.values():
-        tensor.view(-1)[::100] *= -1  # no block gets another scale
+        tensor.view(-1)[::100] *= -1  # the scales of all blocks stay unchanged
     for parameter in parameters:
         parameter.tensor.copy_(mcore_tensors(BLOCKS, hf, group.rank() % TP, TP)[parameter.name])
     stats = bridge.sync(1)
@@ -237,10 +238,10 @@ def main(directory: Path) -> None:
     groups = [dist.new_group(list(pair)) for pair in PAIRS]
     mine = next(number for number, pair in enumerate(PAIRS) if rank in pair)
     findings = {"world": all_gather_json([sync(world, 1.0), save(world, 1.0, directory / "world")])}
-    # Both groups at once: a message, a description or a file of one would show in the other.
+    # Both groups run concurrently, so that a message, description or file of one group would be visible in the other.
     found = [sync(groups[mine], 3.0 + mine), save(groups[mine], 3.0 + mine, directory / f"pair{mine}")]
     findings["pairs"] = all_gather_json(found)
-    with mock.patch.object(GroupLinks, "share", lambda *_: None):  # as if every rank were on a machine of its own
+    with mock.patch.object(GroupLinks, "share", lambda *_: None):  # as if every rank were on a separate machine
         found = [sync(groups[mine], 5.0 + mine), save(groups[mine], 5.0 + mine, directory / f"messages{mine}")]
     findings["pairs, by messages"] = all_gather_json(found)
     findings["apart"] = all_gather_json(sync_apart(world))

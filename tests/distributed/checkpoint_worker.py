@@ -1,4 +1,4 @@
-"""Two ranks save together: well, and with something wrong on one of them. Leaves what each rank saw in findings.json."""
+"""Two ranks save together, successfully and with faults on one rank. The observations of each rank go to findings.json."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.unit.checkpoint.saving import FailingDisk, complete
 
 
 class Ranks:
-    """The checks; each returns what this rank saw, and runs in a run directory of its own."""
+    """The checks. Each returns the observations of this rank and uses a separate run directory."""
 
     def __init__(self, directory: Path, small: Path) -> None:
         self.directory, self.small = directory, small
         self.rank = dist.get_rank()
 
     def write(self, partial: Path, size: int = 100) -> list[Path]:
-        """One file of this rank, and one of the first rank's."""
+        """Write a file of this rank, and a further file on the first rank."""
         mine = partial / "actor" / f"part-{self.rank}"
         mine.parent.mkdir(exist_ok=True)
         mine.write_bytes(bytes([self.rank]) * size)
@@ -57,7 +57,7 @@ class Ranks:
         writer.save(CheckpointInfo(10), self.write)
 
         def write(partial: Path) -> list[Path]:
-            """The first rank before the other one has filled the disk."""
+            """Write on the first rank before the other rank has filled the disk."""
             if self.rank == 0:
                 paths = self.write(partial, 1)
                 dist.barrier()
@@ -76,7 +76,7 @@ class Ranks:
         return [message(lambda: CheckpointWriter(run, disk).save(CheckpointInfo(20), self.write)), state(run)]
 
     def moment(self) -> Any:
-        """Storage fails once, for one rank, at a point where only a whole new attempt is safe."""
+        """Storage fails once for one rank, at a point at which only a complete new attempt is safe."""
         run = self.run("moment")
         failed: list[Path] = []
 
@@ -105,7 +105,7 @@ class Ranks:
         return [seen, state(run)]
 
     def begun_and_never_finished(self) -> Any:
-        """A step that raised between the start of a save and its end, and is tried again in the same process."""
+        """A step raises between the start and the end of a save, and is repeated in the same process."""
         run = self.run("stale")
         writer = CheckpointWriter(run)
         left = writer.begin(10)
@@ -115,7 +115,7 @@ class Ranks:
         return [sorted(read_manifest(path).files), verify(path), len(list((run / "quarantine").iterdir()))]
 
     def in_the_background(self) -> Any:
-        """The local part runs without the other rank; only the ends are collective."""
+        """The local part runs without the other rank. Only start and end are collective."""
         run = self.run("background")
         writer = CheckpointWriter(run)
         partial = writer.begin(10)
@@ -185,7 +185,7 @@ class Ranks:
 
 
 class _file_size_limited:
-    """Where no small disk can be mounted, the limit on the size of a file makes writes fail instead."""
+    """If no small disk can be mounted, a limit on the file size makes writes fail instead."""
 
     def __init__(self, limited: bool) -> None:
         self.limited = limited
@@ -201,7 +201,7 @@ class _file_size_limited:
 
 
 def message(action: Callable[[], object]) -> str:
-    """Class and text of the error that an action raises."""
+    """Return class and text of the error that an action raises."""
     try:
         return f"no error, but {action()}"
     except Exception as error:
@@ -209,7 +209,7 @@ def message(action: Callable[[], object]) -> str:
 
 
 def state(run: Path) -> Any:
-    """Intact checkpoints, ``latest``, and what is left half way."""
+    """Return the intact checkpoints, ``latest``, and incomplete files."""
     intact = [item.step for item in scan(run) if verify(item.path) == []]
     return [intact, linked_step(run, "latest"), [item.path.name for item in scan_transitional(run)]]
 

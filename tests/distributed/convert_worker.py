@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-core itself writes and reads at TP2·PP2, in the middle of training, against what convert makes of them."""
+"""Compare converted checkpoints with checkpoints that Megatron-core writes and reads at TP2·PP2, during training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES = {
     "qwen2_moe": "tp2_sp_ep2_etp1_dp2",
     "mixtral": "tp2_sp_pp2_ep2_etp1",
 }
-# The layer spec that runs without Transformer Engine has the norms as modules of their own; files have them in linear layers.
+# In the layer spec without Transformer Engine, norms are separate modules. In the files, they belong to linear layers.
 FUSED_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -72,7 +72,7 @@ def main(directory: Path) -> None:
 
 
 def sharded(model: MegatronModel) -> dict[str, Any]:
-    """Megatron's own description of this rank's parts."""
+    """Return Megatron's description of this rank's shards."""
     metadata = {"dp_cp_group": model.groups.collection.dp_cp}
     with use_groups(model.groups, model.platform):
         chunks = [unwrap(chunk).sharded_state_dict(metadata=metadata) for chunk in model.chunks]
@@ -80,7 +80,7 @@ def sharded(model: MegatronModel) -> dict[str, Any]:
 
 
 def save(model: MegatronModel, optimizer: Any, directory: Path) -> None:
-    """As Megatron-LM saves while training: weights, optimizer state and arguments."""
+    """Save weights, optimizer state and arguments, like Megatron-LM during training."""
     directory.mkdir(exist_ok=True)
     dist.barrier()
     state = sharded(model)
@@ -91,18 +91,18 @@ def save(model: MegatronModel, optimizer: Any, directory: Path) -> None:
         here = {"synchronize": mock.Mock(), "current_device": lambda: torch.device("cpu")}
         with mock.patch.multiple(
             "torch.cuda", **here
-        ):  # its writer asks for the device without asking whether there is one
+        ):  # Megatron's writer uses the device without checking that there is one
             dist_checkpointing.save({**state, "args": Namespace(num_layers=4), "iteration": 1}, str(directory))
 
 
 def load(model: MegatronModel, directory: Path, source: Path) -> str:
-    """Let Megatron-core load a converted checkpoint into the model. Returns the first weight that is not the source's, or ""."""
+    """Let Megatron-core load a converted checkpoint into the model. Returns the first weight that differs from the source, or ""."""
     for parameter in model.local_parameters():
         parameter.tensor.fill_(float("nan"))
     config = unwrap(model.chunks[0]).config
     frequency, fused = config.moe_layer_freq, dict(FUSED_NORMS)
     if isinstance(frequency, list) and all(frequency):
-        config.moe_layer_freq = 1  # as Megatron-LM has it when every layer is a mixture of experts: layers are stacked
+        config.moe_layer_freq = 1  # Megatron-LM's value if every layer is an MoE layer, so that layers are stacked
     state = sharded(model)
     config.moe_layer_freq = frequency
     for layer in ["", *(f"{k}." for k in range(config.num_layers))]:
@@ -118,7 +118,7 @@ def load(model: MegatronModel, directory: Path, source: Path) -> str:
 
 
 def write_gathered(model: MegatronModel, path: Path, source: Path) -> list[str]:
-    """Write what the model holds now. Returns the names of what training has not moved."""
+    """Write the current weights. Returns the names of the tensors that training has not changed."""
     tensors = {name: tensor.clone() for name, tensor in gatherer(model)}
     if dist.get_rank() == 0:
         save_file(tensors, path)

@@ -1,4 +1,4 @@
-"""Data that ranks tokenise together, and what one of them cannot read."""
+"""Ranks tokenise data together, and one rank fails to read it."""
 
 from __future__ import annotations
 

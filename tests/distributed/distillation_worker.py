@@ -1,4 +1,4 @@
-"""A student learns from a teacher's distributions, both under layouts of their own, against transformers and dense divergences."""
+"""Distil a teacher to a student under separate layouts, and compare with transformers and dense divergences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.rows import rows_of_padded
 
 MODEL = "qwen3_tied"
 COEF = 0.3
-# name -> kind, beta, tokens of a distribution
+# name -> (kind, beta, tokens per distribution)
 DIVERGENCES = {
     "forward": ("forward_kl", 0.5, VOCAB),
     "reverse": ("reverse_kl", 0.5, VOCAB),
@@ -47,7 +47,7 @@ DIVERGENCES = {
     "forward_top": ("forward_kl", 0.5, 6),
     "reverse_top": ("reverse_kl", 0.5, 6),
 }
-# layout of the student, of the teacher; tokens of a microbatch, packing, tokens of a chunk
+# (layout of the student, layout of the teacher, tokens per microbatch, packing, tokens per chunk)
 LAYOUTS = {
     "dp4": ("dp4", "tp4", 24, True, 5),
     "tp2": ("tp2_dp2", "pp2_dp2", 64, True, None),
@@ -59,7 +59,7 @@ LAYOUTS = {
 
 
 def ways() -> list[tuple[str, str]]:
-    """Every divergence on one layout, and every layout with one of all tokens and one of few."""
+    """Return every divergence on one layout, and every layout with a divergence of all tokens and one of few tokens."""
     return [("tp2", name) for name in DIVERGENCES] + [
         (layout, name) for layout in LAYOUTS if layout != "tp2" for name in ("jsd", "forward_top")
     ]
@@ -100,7 +100,7 @@ def main(directory: Path) -> None:
 
 
 def dense_divergence(teacher: torch.nn.Module, how: tuple[str, float, int], hf: torch.nn.Module) -> Tensor:
-    """The loss term, from all probabilities of every token in double precision."""
+    """Return the loss term from the full distribution at every token, in double precision."""
     (kind, beta, count), total, num_tokens = how, torch.zeros((), dtype=torch.float64), 0
     for row in rows():
         at = slice(len(row.prompt_ids) - 1, -1)
@@ -122,9 +122,9 @@ def dense_divergence(teacher: torch.nn.Module, how: tuple[str, float, int], hf: 
 
 
 def other_prompts(teachers: tuple[Any, Any], oracles: tuple[Any, Any]) -> float:
-    """How far logprobs are from transformers', where each second row has another teacher and both read longer prompts."""
+    """Return the errors of logprobs if every second row has another teacher and both teachers read longer prompts."""
     batch, made = batch_for(rows()), rows()
-    batch.group_ids = torch.arange(len(made))  # rows of a group have prompts of their own here
+    batch.group_ids = torch.arange(len(made))  # every row has its own prompt here
     batch.prompts = [
         Prompt(str(number), number, row.prompt_ids, "", ("text", "math")[number % 2]) for number, row in enumerate(made)
     ]
@@ -144,7 +144,7 @@ def other_prompts(teachers: tuple[Any, Any], oracles: tuple[Any, Any]) -> float:
 
 
 def average(actor: Any, fresh: Any) -> str:
-    """A copy of the model before an update follows the actor twice: 1/4 of it is left."""
+    """Average a copy of the old model with the actor twice, so that 1/4 of the old model remains."""
     model, copied = fresh
     before = {name: tensor.clone() for name, tensor in gatherer(model)}
     now = dict(gatherer(actor.model.model))

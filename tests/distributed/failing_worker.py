@@ -1,4 +1,4 @@
-"""A world of which one rank raises while the others wait for it."""
+"""A world in which one rank raises while the others wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Further families on a few layouts: logprobs, weights there and back, and one update, against transformers."""
+"""Compare further families on a few layouts with transformers: logprobs, loaded and saved weights, and one update."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from tests.distributed.setting import (
 from tests.distributed.update_worker import oracle, update
 
 BIAS_RATE = 0.01
-WITH_MTP = ("deepseek_v3", "glm4_moe")  # MTP layers in their files, beside which they are trained
-# The first layout of a model is the one that its update is tried on, too.
+WITH_MTP = ("deepseek_v3", "glm4_moe")  # their files contain MTP layers, which are not trained here
+# The update of a model is tested on its first layout.
 FEW = {
     "deepseek_v3": ("tp2_sp_cp2_ep2_etp1", "tp2_sp_pp2_ep2_etp1"),
     "deepseek_v3_direct": ("pp2_ep2_dp2_uneven", "cp4_ep2"),
@@ -52,12 +52,12 @@ FEW = {
     "gemma3_text": ("tp2_pp2_vpp2_sp", "tp2_cp2"),
 }
 
-# Updated on each of their layouts, so that all metrics are compared. Under these two, sequences are padded.
+# These are updated on each of their layouts, so that all metrics are compared. Under these two, sequences are padded.
 SHARED, PADDED = ("qwen3_5_text",), ("pp2_ep2_dp2_uneven", "cp4")
 
 
 def layouts_of(model: str) -> tuple[str, ...]:
-    """All layouts of a model; experts with biases are whole on a rank, and so is a head of keys, of which Qwen3.5 has two here."""
+    """Return all layouts of a model. Experts with biases are whole on a rank, and so is a key head (Qwen3.5 has two here)."""
     if not set(FEW.get(model, ())) <= set(MOE_LAYOUTS):
         return tuple({**LAYOUTS, **CONTEXT_LAYOUTS})
     return tuple(
@@ -100,7 +100,7 @@ def main(directory: Path) -> None:
                     geometry,
                     [str(source)],
                     world_group(),
-                    bucket_bytes=80_000 if name == "gpt_oss" else 10_000,  # one of four experts of 65,536 bytes
+                    bucket_bytes=80_000 if name == "gpt_oss" else 10_000,  # fits one of four experts of 65,536 bytes
                     shard_bytes=100_000,
                     carried=CarriedTensors(source),
                 )
@@ -115,7 +115,7 @@ def main(directory: Path) -> None:
 
 
 def moved_biases(hf: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The biases of experts after an update: moved towards the mean by the tokens that transformers gave to each, of all rows."""
+    """Return the expert biases after an update. Each moves towards the mean, by the tokens of all rows that transformers routed."""
     counts, moved = {}, {}
     routers = {name: module for name, module in hf.named_modules() if hasattr(module, "e_score_correction_bias")}
     for name, router in routers.items():
@@ -136,7 +136,7 @@ def moved_biases(hf: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def difference(saved: Path, path: Path) -> str:
-    """The first tensor of a saved directory that is not that of another, as files and as transformers reads them."""
+    """Return the first tensor that differs between two directories, as files and as transformers loads them."""
     files = {key: tensor for file in saved.glob("*.safetensors") for key, tensor in load_file(file).items()}
     return first_difference(files, load_file(path / "model.safetensors")) or first_difference(
         load_hf(saved).state_dict(), load_hf(path).state_dict()

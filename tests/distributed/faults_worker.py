@@ -1,4 +1,4 @@
-"""Silent faults of parallelism in Megatron-core (its issue 7452), reproduced on a CPU, and numbers computed without it."""
+"""Reproduce silent parallelism faults of Megatron-core (its issue 7452) on a CPU, and compute the right numbers without it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def main(directory: Path) -> None:
         findings["sharded"] = vocab_parallel_cross_entropy(shard.clone(), LABELS).tolist()
         findings["smoothed"] = all_gather_json(vocab_parallel_cross_entropy(shard.clone(), LABELS, 0.1).tolist())
         findings["gathered"] = vocab_parallel_cross_entropy(LOGITS.clone(), LABELS).tolist()
-    # One of two ranks has three valid tokens, the other one; each chooses one of two experts.
+    # One rank has three valid tokens and the other rank has one. Each token chooses one of two experts.
     chosen = torch.tensor([[1, 0], [1, 0], [0, 1]] if tp.rank() == 0 else [[0, 1], [0, 0], [0, 0]])
     _, local, total = get_tokens_per_expert_and_token_count(chosen, tp, topk=1, with_padding_mask=True)
     findings["counts"] = all_gather_json([float(local), float(total)])
@@ -81,13 +81,13 @@ def main(directory: Path) -> None:
 
 
 def predicted_weights(is_first: int) -> list[float] | None:
-    """The gradient of the loss of each token that an MTP layer predicts, with two tokens less on a rank that is not the first.
+    """Return the loss gradient of each token that an MTP layer predicts. Ranks after the first have two tokens less.
 
-    The loss of a token is its logit. None where Megatron has no such function: before 0.17.
+    The loss of a token is its logit. Returns None if Megatron has no such function (before 0.17).
     """
     if not hasattr(multi_token_prediction, "process_mtp_loss"):
         return None
-    hidden = torch.zeros(8, 1, 1, requires_grad=True)  # four tokens, and four of the MTP layer
+    hidden = torch.zeros(8, 1, 1, requires_grad=True)  # four tokens of the model and four of the MTP layer
     scale = multi_token_prediction.MTPLossAutoScaler
     scale.set_loss_scale(torch.ones(1))
     out = multi_token_prediction.process_mtp_loss(
@@ -109,7 +109,7 @@ def predicted_weights(is_first: int) -> list[float] | None:
 
 
 def counts_sinks(groups: ModelGroups) -> bool:
-    """Whether the sinks that Megatron's own attention makes on this rank are in the norm of the gradient."""
+    """Return whether the gradient norm includes the sinks of Megatron's attention on this rank."""
     config = _config(2, softmax_type="learnable")
     layer = DotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups.collection)
     return bool(param_is_not_tensor_parallel_duplicate(layer.softmax_offset))
@@ -128,9 +128,9 @@ def _config(tp: int, **fields: Any) -> TransformerConfig:
 
 
 def ranks_without_a_group(model: ModelGroups, globally: ModelGroups, platform: Platform) -> list[int]:
-    """Tensor-parallel ranks among which three parts of Megatron share, given the groups of ``model``: they do not name them.
+    """Return the tensor-parallel size that three parts of Megatron use with the groups of ``model``, which they ignore.
 
-    Cross attention its heads, the vision model of LLaVA its tokens, and a GPT model the padding of its tokens.
+    The parts are the heads of cross attention, the tokens of LLaVA's vision model, and the padding of tokens in a GPT model.
     """
     column: Any = partial(_without_name, ColumnParallelLinear)
     with use_groups(globally, platform):
@@ -141,7 +141,7 @@ def ranks_without_a_group(model: ModelGroups, globally: ModelGroups, platform: P
             pg_collection=model.collection,
         )
         tokens = scatter_to_sequence_parallel_region(torch.zeros(8, 1))
-        # What stands in front of its decoder, of a model without rotation
+        # The part before the decoder, for a model without rotary embeddings
         gpt: Any = mock.Mock(
             pre_process=True, training=True, position_embedding_type="none", pg_collection=model.collection
         )
@@ -157,7 +157,7 @@ def _without_name(kind: Any, *args: Any, name: str | None = None, **kwargs: Any)
 
 
 def losses_of_schedule(is_first: int) -> dict[str, float]:
-    """What the schedule makes of a loss of 6 over three tokens, or of 4 over one, with Megatron dividing and with it not."""
+    """Return the schedule's result for a loss of 6 over three tokens or 4 over one, with and without division by Megatron."""
     sums, count = (6.0, 3) if is_first else (4.0, 1)
     found = {}
     for ours in (False, True):
@@ -175,7 +175,7 @@ def _outputs(value: Tensor, count: Tensor, _: Any) -> tuple[Tensor, Tensor, dict
 
 
 def gradient_of_norm(tp: dist.ProcessGroup) -> list[float]:
-    """A gradient that is one on every rank, of a norm within a layer of heads, when Megatron has reduced gradients."""
+    """Return the gradient of a norm within a head-parallel layer after Megatron's reduction, if it is 1 on every rank before."""
     chunk = torch.nn.Module()
     chunk.out_norm = torch.nn.RMSNorm(1)
     chunk.ddp_config = SimpleNamespace(use_megatron_fsdp=False)  # type: ignore[assignment]
@@ -186,7 +186,7 @@ def gradient_of_norm(tp: dist.ProcessGroup) -> list[float]:
 
 
 def gradients_of_delta_net(path: Path, groups: ModelGroups, platform: Platform) -> list[float]:
-    """The gradient of the norm in the first gated delta net, of a loss that weights what the layer returns unevenly."""
+    """Return the norm's gradient in the first gated delta net, for a loss that weights the layer's outputs unevenly."""
     model, _ = build(path, groups, platform, Settings())
     layer = next(module for chunk in model.chunks for module in chunk.modules() if isinstance(module, GatedDeltaNet))
     size = model.spec.geometry.hidden_size

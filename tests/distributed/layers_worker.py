@@ -1,4 +1,4 @@
-"""What the default tier computes on four ranks: one model per kind of layer, on few layouts that contain every way to split."""
+"""The checks of the default tier on four ranks: one model per kind of layer, on few layouts that contain every kind of split."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.distributed.state_worker import World, circle
 from tests.distributed.update_worker import old_of_update, oracle, update_of
 
 KINDS = {"dense": "qwen2", "experts": "qwen2_moe", "latent attention": "deepseek_v3", "delta net": "qwen3_5_text"}
-# Layout, tokens of a microbatch, packing, and who owns the rows.
+# Layout, tokens per microbatch, packing, and ownership of rows.
 CELLS = {
     "dense": (
         ("dp4", 24, True, "one after the other"),
@@ -79,7 +79,7 @@ def main(directory: Path) -> None:
 
 
 def of_broken_trees(path: Path, groups: dict[str, ModelGroups], platform: Any) -> dict[str, float]:
-    """Compute logprobs over prefix trees that are wrong in one way each. Returns how far they are from transformers'."""
+    """Compute logprobs over prefix trees with one fault each. Returns their differences from transformers."""
 
     def change(tree: PrefixTree, how: str) -> None:
         if how == "positions from 0":
@@ -109,7 +109,7 @@ def of_broken_trees(path: Path, groups: dict[str, ModelGroups], platform: Any) -
 
 
 def check_cells(kind: str, directory: Path, groups: dict[str, ModelGroups], platform: Any, found: Any) -> None:
-    """Of a model: logprobs, weights there and back, names of parameters, and an update."""
+    """Check a model: logprobs, loaded and saved weights, names of parameters, and an update."""
     path = directory / KINDS[kind]
     hf, reference = load_hf(path), load_hf(directory / f"{KINDS[kind]}_reference")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Two engines, of which the second samples for longer than the deadline of a collective. Leaves what each rank saw."""
+"""Two engines. The second samples longer than the deadline of a collective. Each rank writes its observations."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rlhf_mcore.rollout.engine import Engine, VersionedWeights
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling
 
-LIMIT_S = 2  # of a collective, and without progress
+LIMIT_S = 2  # deadline of a collective, and of sampling without progress
 STEP_S = 0.25
 
 
 class SlowEngine(Engine):
-    """Samples a token per step, of as many as the request has. A ``stuck`` one samples none until the other rank has given up."""
+    """An engine that samples one token per step. A ``stuck`` engine samples none until the other rank has given up."""
 
     def __init__(self, rank: int, stuck: bool) -> None:
         VersionedWeights.__init__(self)
@@ -61,7 +61,7 @@ class SlowEngine(Engine):
 
 
 def sample(rank: int, stuck: bool) -> tuple[str, int]:
-    """The second of two prompts takes 4 s or more. Returns what was wrong, and how often the watchdog was told."""
+    """Sample two prompts; the second takes at least 4 s. Returns the error, and the number of watchdog notifications."""
     beats: list[Any] = []
     progress = SharedProgress(LIMIT_S, lambda: beats.append(1))
     engine = SlowEngine(rank, stuck and rank == 1)

@@ -1,4 +1,4 @@
-"""Updates of a reward model and of a critic with adapters, whose heads are trained whole, against PEFT and torch's AdamW."""
+"""Compare updates of a reward model and a critic with adapters and full heads with PEFT and torch's AdamW."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def main(directory: Path) -> None:
 
 
 def oracle(head: str, path: Path) -> dict[str, float]:
-    """Update a model of PEFT's, whose adapters and head are left beside it as PEFT saves them, before and after."""
+    """Update a PEFT model. Saves its adapters and head before and after, in PEFT's format, next to the model."""
     peft = beside.peft()
     hf: Any = KINDS[head].from_pretrained(path, dtype=torch.float32).eval()
     hf.config.pad_token_id = hf.model.embed_tokens.padding_idx = None  # every token counts
     torch.manual_seed(3)
-    targets = list(SIZES.targets)  # PEFT's all-linear would adapt a value head, too
+    targets = list(SIZES.targets)  # PEFT's all-linear would also adapt a value head
     cfg = peft.LoraConfig(task_type=TASKS[head], r=SIZES.rank, lora_alpha=int(SIZES.alpha), target_modules=targets)
     model = peft.get_peft_model(hf, cfg)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def oracle(head: str, path: Path) -> dict[str, float]:
 
 
 def value_oracle(model: Callable[..., Any]) -> Tensor:
-    """Half the mean squared error of values; the return of a state is a tenth of the number of the token that follows it."""
+    """Return half the mean squared error of values. The return of a state is a tenth of the following token id."""
     errors = []
     for row in rows():
         ids = torch.tensor([row.prompt_ids + row.response_ids])
@@ -101,7 +101,7 @@ def value_oracle(model: Callable[..., Any]) -> Tensor:
 
 
 def update(head: str, path: Path, groups: ModelGroups, platform: Any) -> dict[str, Any]:
-    """Metrics of an update, and the first tensor that is not PEFT's, of those that learn and of those that do not."""
+    """Return the metrics of an update, and the first tensor that differs from PEFT, among trained and among frozen tensors."""
     spec = load_spec(path, head)
     adapters = replace(spec.geometry, adapter=SIZES)
     add = partial(add_adapters, geometry=adapters, layout=groups.layout, dropout=0.0)
@@ -147,7 +147,7 @@ def update(head: str, path: Path, groups: ModelGroups, platform: Any) -> dict[st
 
 
 def bytes_of(model: MegatronModel, role: PlannedRole) -> list[Any]:
-    """Return by rank the bytes of live tensors, and those of the plan: of weights, gradients and moments."""
+    """Return for each rank the bytes of live tensors and of the plan, for weights, gradients and moments."""
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     frozen = [one for chunk in model.chunks for one in chunk.parameters() if not one.requires_grad]
     assert model.optimizer is not None

@@ -1,4 +1,4 @@
-"""Adapters of Transformer Engine's layers, whose products torch computes, against PEFT or the formula: see lora_worker.py."""
+"""Compare adapters of Transformer Engine's layers, computed by torch, with PEFT or the formula, as in lora_worker.py."""
 
 from __future__ import annotations
 

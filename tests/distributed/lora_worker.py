@@ -1,6 +1,6 @@
-"""One update of adapters under several layouts, against PEFT and torch's AdamW.
+"""Compare one update of adapters under several layouts with PEFT and torch's AdamW.
 
-Against the formula, written out, for experts, which transformers has in one tensor, and where PEFT is not installed.
+The explicit formula replaces PEFT for experts, which transformers stores in one tensor, and if PEFT is not installed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from tests.distributed.setting import (
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
 ATTENTION = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")  # neither keys nor gates
-LAYOUTS = {  # that a model may have
+LAYOUTS = {  # allowed layouts of each model
     "qwen3": ("dp4", "tp2_dp2", "tp2_dp2_sp", "tp4", "pp2_dp2", "tp2_pp2", "cp2_dp2", "tp2_sp_cp2"),
     "qwen2": ("tp2_dp2", "tp2_dp2_sp", "tp4_sp", "pp2_dp2", "tp2_pp2_vpp2_sp"),
     "qwen3_moe": ("ep2_dp4", "tp2_sp_dp2", "tp2_sp_ep2_etp1_dp2", "tp2_sp_ep2_dp2", "ep2_etp2_dp4", "pp2_ep2_dp2"),
@@ -79,13 +79,18 @@ RECOMPUTE = {
     "full": RecomputeConfig(granularity="full"),
     "selective": RecomputeConfig(granularity="selective", modules=["mlp", "core_attn"]),
 }
-# Others have experts, or MLPs that PEFT's all-linear leaves out because they are named as experts are.
+# Other models have experts, or MLPs that PEFT's all-linear skips because their names look like experts.
 OF_PEFT = ("qwen3", "qwen2", "qwen3_ends", "qwen3_pissa", "qwen3_dora", "qwen2_dora")
-WITH_ZERO = ("qwen3", "qwen3_moe", "qwen3_ends", "qwen2_dora")  # updated with a B of zero too; else B has grown
+WITH_ZERO = (
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_ends",
+    "qwen2_dora",
+)  # updated with B = 0 too; the others only with a trained B
 
 
 def cases_of(layouts: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return for each model few of the layouts it may have: all of them occur, and each model meets each way to split."""
+    """Return a few allowed layouts for each model. All layouts occur, and each model occurs with each kind of split."""
     rows = covering_rows(
         {"model": tuple(layouts), "layout": tuple(dict.fromkeys(name for names in layouts.values() for name in names))},
         lambda row: row["layout"] in layouts[row["model"]],
@@ -104,7 +109,7 @@ def main(directory: Path) -> None:
             models.make(name.removesuffix("_ends").removesuffix("_pissa").removesuffix("_dora"), path)
             found["oracle"] = {beginning: oracle(name, path, beginning) for beginning in beginnings}
         dist.barrier()
-        # Zero in one layout: where B is zero A learns nothing.
+        # Only one layout starts with B = 0, because A then gets no gradient.
         for layout, beginning in [(layout, "grown") for layout in layouts] + [(layouts[0], "zero")]:
             if beginning in beginnings:
                 made = (moe_groups_of if layout in MOE_LAYOUTS else groups_of)(layout, groups)
@@ -123,7 +128,7 @@ def main(directory: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ oracles
 def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
-    """Update adapters with torch's AdamW; files of both sides of the update, and of logprobs, are left beside the model."""
+    """Update adapters with torch's AdamW. Writes the tensors before and after, and logprobs, to files next to the model."""
     hf, geometry = load_hf(path), load_spec(path).geometry
     hf.requires_grad_(False)
     torch.manual_seed(3)
@@ -133,7 +138,7 @@ def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
     if SIZES[name].fixed:
         values = halves(hf, values)
     for key in values:
-        if "magnitude" in key:  # they have learned something already, which the reference is without
+        if "magnitude" in key:  # the magnitudes are already trained, but not part of the reference
             weight = hf.get_parameter(f"{key.removeprefix('base_model.model.').partition('.lora_')[0]}.weight")
             values[key] = weight.detach().norm(dim=1) * (1 + scale * values[key])
     save_file(values, path / f"{beginning}.safetensors")
@@ -148,7 +153,7 @@ def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(list(learns.values()), OPTIMIZER.clip_grad)
     cfg = optimizer_of(name)
-    vectors = [value for value in learns.values() if value.dim() == 1]  # are not decayed
+    vectors = [value for value in learns.values() if value.dim() == 1]  # vectors are not decayed
     groups = [
         {"params": [value for value in learns.values() if value.dim() > 1]},
         {"params": vectors, "weight_decay": 0.0},
@@ -168,7 +173,7 @@ def optimizer_of(name: str) -> OptimizerConfig:
 
 
 def halves(hf: Any, noise: dict[str, Tensor]) -> dict[str, Tensor]:
-    """PiSSA's factors of every weight, with noise in what learns; below or beside them what they began with, subtracted."""
+    """Return PiSSA's factors of every weight: trained halves with noise, and the negated initial values as fixed halves."""
     values = {}
     for key in (key for key in noise if "lora_A" in key):
         weight = hf.get_parameter(key.removeprefix("base_model.model.").replace("lora_A.", ""))
@@ -181,7 +186,7 @@ def halves(hf: Any, noise: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_fixed(learned: Tensor, before: Tensor) -> Tensor:
-    """Put behind what has learned what has not, where there is such."""
+    """Append the fixed half to the trained half, if there is one."""
     if learned.shape == before.shape:
         return learned
     rows, columns = learned.shape
@@ -190,7 +195,7 @@ def with_fixed(learned: Tensor, before: Tensor) -> Tensor:
 
 
 def row_logprobs(run: Any, row: Any) -> Tensor:
-    """Logprobs of the response tokens of one row, alone."""
+    """Return the logprobs of the response tokens of one row."""
     ids = torch.tensor([row.prompt_ids + row.response_ids])
     log_p = torch.log_softmax(run(ids)[0].float(), dim=-1)
     first = len(row.prompt_ids)
@@ -198,7 +203,7 @@ def row_logprobs(run: Any, row: Any) -> Tensor:
 
 
 def merged_by_hand(hf: Any, name: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights with rows of the length m in the direction of W + scale B A; tests/unit/bridge/test_peft.py compares with PEFT's own."""
+    """Return weights whose rows have length m and the direction of W + scale B A (tests/unit/bridge/test_peft.py checks with PEFT)."""
     weights = load_file(Path(hf.config._name_or_path) / "model.safetensors")
     for key in (key for key in values if "magnitude" in key):
         module, head = (
@@ -219,7 +224,7 @@ def with_peft(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str, 
         r=sizes.rank, lora_alpha=int(sizes.alpha), target_modules=targets, use_rslora=sizes.use_rslora
     )
     cfg.use_dora = sizes.use_dora
-    if sizes.fixed:  # PEFT has the residual in the place of the weight
+    if sizes.fixed:  # PEFT stores the residual instead of the weight
         cfg.r, cfg.lora_alpha, cfg.init_lora_weights = 3, 12, "pissa"
     model = peft.get_peft_model(hf, cfg)
     learns = {
@@ -235,7 +240,7 @@ def with_peft(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str, 
 
 
 def written_out(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
-    """W + scale B A in the place of each W; transformers has the experts of a layer in one tensor."""
+    """Replace each W by W + scale B A. transformers stores the experts of a layer in one tensor."""
     fixed = SIZES[name].fixed
     learns = {
         key: (value[:fixed] if "lora_A" in key else value[:, :fixed]) if fixed else value
@@ -309,7 +314,7 @@ def build(
 
 
 def fill(actor: SupervisedActor, adapters: ModelGeometry, file: Path) -> None:
-    """Give the adapters the values of a file, and make the optimizer."""
+    """Fill the adapters from a file and build the optimizer."""
     fill_again(actor, adapters, file)
     assert actor.model.model is not None
     actor.model.model.add_optimizer(actor.model.optimizer)
@@ -365,7 +370,7 @@ def update(
 
 
 def sent(actor: SupervisedActor) -> dict[str, Tensor]:
-    """Return the whole weights that engines get."""
+    """Return the whole weights that engines receive."""
     cfg, model = Config(), actor.model.model
     assert model is not None
     cfg.actor.lora.rank, cfg.actor.lora.sync = 3, "merge"
@@ -378,7 +383,7 @@ def sent(actor: SupervisedActor) -> dict[str, Tensor]:
 
 
 def distance(batch: Any, values: Tensor, file: Path) -> float:
-    """How far logprobs are at most from those of a file."""
+    """Return the largest difference between logprobs and those of a file."""
     expected = load_file(file)
     worst = 0.0
     for row, found in response_values(batch, values).items():
@@ -387,7 +392,7 @@ def distance(batch: Any, values: Tensor, file: Path) -> float:
 
 
 def dropped(path: Path, groups: ModelGroups, platform: Platform) -> dict[str, Any]:
-    """The norm of an update with dropout: twice from the same state of the generators, with layers computed again, and without any."""
+    """Return gradient norms with dropout: twice from the same generator state, with recomputed layers, and without dropout."""
     norms = []
     for dropout, recompute in ((0.3, None), (0.3, None), (0.3, RecomputeConfig(granularity="full")), (0.0, None)):
         actor, adapters = build("qwen3", path, groups, platform, dropout, recompute)
@@ -395,14 +400,14 @@ def dropped(path: Path, groups: ModelGroups, platform: Platform) -> dict[str, An
         torch.manual_seed(11)
         states = {name: torch.Generator().manual_seed(dist.get_rank()).get_state() for name in rng_tracker_states()}
         set_rng_tracker_states(states)
-        actor.compute_logprobs(batch_for(rows()))  # drops nothing
+        actor.compute_logprobs(batch_for(rows()))  # without dropout
         norms.append(actor.deliver_update(batch_for(rows()))().grad_norm)
         copies = gathered(actor, adapters)
     return {"norms": norms, "finite": all(bool(value.isfinite().all()) for value in copies.values())}
 
 
 def initial(path: Path, groups: ModelGroups, platform: Platform) -> dict[str, Any]:
-    """Sums of new adapters, and the largest element of A beside its bound."""
+    """Return sums of new adapters, and the largest element of A with its bound."""
     actor, adapters = build("qwen3", path, groups, platform, 0.0, None)
     initialize(actor.model.adapter_parameters(), adapters, seed=5)
     values = gathered(actor, adapters)

@@ -1,4 +1,4 @@
-"""Models with experts on every layout of experts, against transformers: logprobs, weights there and back, updates, balance."""
+"""Compare MoE models on every layout of experts with transformers: logprobs, loaded and saved weights, updates, balance."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from tests.distributed.setting import (
 )
 from tests.distributed.update_worker import old_of_update, oracle, small_steps, update, update_of
 
-# Microbatches of one and of few rows; ranks have different numbers of them unless something is done about it.
+# Microbatches of one and of few rows. Without equalisation, ranks would have different numbers of microbatches.
 CUTS = {"one/packed": (10_000, True), "many/packed": (24, True), "many/padded": (24, False)}
 OLD_LAYOUTS = ("ep2_etp2_dp4", "tp2_sp_ep2_etp1_dp2", "pp2_vpp2_ep2_dp2", "cp4_ep2")
-AUX_LOSS_COEF = 1.0  # far more than anybody would take, to be seen in the gradient
+AUX_LOSS_COEF = 1.0  # much larger than in practice, to be visible in the gradient
 BALANCED = (
     "dp4",
     "ep2_dp4",
@@ -60,7 +60,7 @@ BALANCE_KINDS = {
 
 
 def cells() -> list[dict[str, str]]:
-    """Return model, layout and cut of the updates: every layout, and each way to split with each model and each cut."""
+    """Return model, layout and cut of the updates. Every layout occurs, and each kind of split with each model and cut."""
     factors = {"model": tuple(models.MOE_MODELS), "layout": tuple(MOE_LAYOUTS), "cut": tuple(CUTS)}
     return covering_rows(factors, features=lambda row: {**row, **splits_of(row["layout"]), "layout": None})
 
@@ -95,7 +95,7 @@ def main(directory: Path) -> None:
 
 
 def check_cells(name: str, directory: Path, groups: dict[str, ModelGroups], platform: Any, found: Any) -> None:
-    """Of a model: logprobs, the weights there and back, the names of parameters, a saved directory, and an update."""
+    """Check a model: logprobs, loaded and saved weights, names of parameters, a saved directory, and an update."""
     path, reference = directory / name, load_hf(directory / f"{name}_reference")
     after = load_file(directory / f"{name}_after" / "model.safetensors")
     with torch.no_grad():
@@ -128,11 +128,11 @@ def check_cells(name: str, directory: Path, groups: dict[str, ModelGroups], plat
 def balanced_updates(
     name: str, directory: Path, groups: dict[str, ModelGroups], platform: Any, findings: dict[str, Any]
 ) -> None:
-    """With the load-balancing loss: every data-parallel rank has one microbatch, whose loss the oracle writes down."""
+    """Update with the load-balancing loss. Every data-parallel rank has one microbatch, whose loss the oracle computes explicitly."""
     path, reference = directory / name, load_hf(directory / f"{name}_reference")
     spec = load_spec(path)
     for dp, packing in product((1, 2, 4), (True, False)):
-        if dist.get_rank() == 0:  # packed rows of one prompt go together
+        if dist.get_rank() == 0:  # packed rows of a prompt are in one microbatch
             role = RoleModel(ParallelLayout(dp), None, spec, TrainerConfig(packing=packing))
             shares, after = role._deal(batch_for(rows()), range(len(rows())), 1), directory / f"{name}_{dp}_{packing}"
             findings["oracle"][f"balanced/{dp}/{packing}"] = oracle(
@@ -149,7 +149,7 @@ def balanced_updates(
 
 
 def balance_loss(shares: list[list[int]], hf: torch.nn.Module) -> torch.Tensor:
-    """E * sum_e f_e P_e of each rank's rows and layer, weighted by tokens, from the router logits that transformers gives."""
+    """Return E * sum_e f_e P_e for each rank's rows and layer, weighted by tokens, from the router logits of transformers."""
     all_rows, top_k, num_experts = rows(), hf.config.num_experts_per_tok, hf.config.num_local_experts
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in all_rows]
     total = torch.zeros(())

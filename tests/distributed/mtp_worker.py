@@ -1,4 +1,4 @@
-"""MTP layers that are trained, on four ranks: against transformers' layers, row by row, and through checkpoints."""
+"""Train MTP layers on four ranks. Compare them with transformers' layers, row by row, and through checkpoints."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ from tests.unit.bridge.engine import Engine
 
 LAYERS = {"deepseek_v3": 1, "glm4_moe": 2}  # MTP layers of each model
 COEF, CLIP = 0.3, 0.5
-# The norm by which gradients are clipped is a sum over other shards, so it may be off by 1e-5 of itself. AdamW's first update, of
-# 1e-2 g / (|g| + eps), moves by a quarter of that at most: 2.5e-8. A weight of up to 2 in magnitude then is rounded to a neighbour,
-# 2**-23 away, or to that one's.
+# The clipping norm is summed over other shards, so its relative error can be 1e-5. AdamW's first update, 1e-2 g / (|g| + eps), then
+# changes by at most a quarter of that, 2.5e-8. A weight of up to 2 in magnitude is rounded to the next value, 2**-23 away, or to the
+# value after it.
 ROUNDED = 2 * 2**-23 + 2.5e-8
 CASES = {
     "deepseek_v3": {"tp2_sp_pp2_ep2_etp1": True, "pp2_ep2_dp2_uneven": False},
@@ -104,7 +104,7 @@ def alone(
     reference: torch.nn.Module,
     expected: dict[str, Tensor],
 ) -> dict[str, Any]:
-    """An update with MTP layers and one without."""
+    """Compare an update with MTP layers and an update without."""
     settings = {"max_tokens": 24, "packing": packing, "expert_bias_rate": 0.01}
     model, actor = build(path, groups, platform, Settings(**settings, mtp=MTPLearning(temperature=TEMPERATURE)))
     metrics, found = learn(actor, reference), dict(gatherer(model))
@@ -125,7 +125,7 @@ def alone(
 
 
 def copies_differ(model: MegatronModel) -> str:
-    """Whether the embedding on the last pipeline stage is not that of the first one. Collective over the model's ranks."""
+    """Return whether the embedding on the last pipeline stage differs from the first stage. Collective over the model's ranks."""
     held = {p.name: p.tensor for p in model.local_parameters() if "embedding" in p.name}
     group = model.groups.collection.embd
     for tensor in held.values():
@@ -137,7 +137,7 @@ def copies_differ(model: MegatronModel) -> str:
 
 
 def joint(path: Path, groups: ModelGroups, platform: Platform, expected: dict[str, Tensor]) -> dict[str, Any]:
-    """One update on given responses, from which all learns."""
+    """Update all weights once on given responses."""
     recompute = RecomputeConfig(granularity="full", num_layers=2)
     settings = Settings(max_tokens=48, recompute=recompute, mtp=MTPLearning(alone=False, coef=COEF))
     model, actor = build(path, groups, platform, settings)
@@ -153,7 +153,7 @@ def joint(path: Path, groups: ModelGroups, platform: Platform, expected: dict[st
 
 # ------------------------------------------------------------------------------------------ written down naively
 class Plain(torch.nn.Module):
-    """A model of transformers with MTP layers behind it: further decoder layers, and what is beside them."""
+    """A transformers model followed by MTP layers: further decoder layers and their extra tensors."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -177,7 +177,7 @@ class Plain(torch.nn.Module):
             self.extra[str(number)] = torch.nn.ModuleDict(parts)
 
     def nll(self, tokens: list[int], prompt: int, temperature: float, *, alone: bool) -> tuple[Tensor, Tensor, int]:
-        """Of the responses: summed by the model, summed over MTP layers, and how many these predict."""
+        """Return the nll of the responses, their nll summed over MTP layers, and the number of tokens that these predict."""
         ids, hf = torch.tensor([tokens]), self.hf
         states = hf.model(ids).last_hidden_state
         positions = torch.arange(len(tokens))[None]
@@ -205,7 +205,7 @@ class Plain(torch.nn.Module):
         return [*self.layers.parameters(), *self.extra.parameters()]
 
     def tensors(self, directory: Path, *, whole: bool) -> dict[str, Tensor]:
-        """As files have them: those of MTP layers, or of all."""
+        """Return the tensors of MTP layers, or of the whole model, under their names in files."""
         self.hf.model.layers.extend(self.layers)
         self.hf.save_pretrained(directory)
         found = load_file(directory / "model.safetensors")
@@ -219,7 +219,7 @@ class Plain(torch.nn.Module):
 
 
 def step(parameters: list[torch.nn.Parameter]) -> float:
-    """As the trainer's tests: clipped, AdamW."""
+    """Step with clipping and AdamW, as in the trainer's tests."""
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, CLIP))
     decayed, plain = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
     kinds = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
@@ -259,7 +259,7 @@ def write(tensors: dict[str, Tensor], target: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------- checkpoints
 def circle(directory: Path, name: str, groups: dict[str, ModelGroups], platform: Platform) -> dict[str, Any]:
-    """Train, save, and go round the layouts, as ``state_worker.circle``."""
+    """Train, save, and reload at each layout, as in ``state_worker.circle``."""
     source, reference = directory / name, load_hf(directory / f"{name}_reference")
     settings = Settings(max_tokens=48, mtp=MTPLearning(temperature=TEMPERATURE))
 

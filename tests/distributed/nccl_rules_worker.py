@@ -1,4 +1,4 @@
-"""Breaks each of NCCL's rules on purpose. Everything happens on four ranks over gloo, on groups of its own."""
+"""Break each rule of NCCL on purpose, on four ranks over gloo and with a separate group per rule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.bridge.geometry import GEOMETRY, hf_tensors
 
 
 def refusal(action: Callable[[], Any]) -> str:
-    """What the rules say without the name of the group, or "" where they say nothing."""
+    """Return the message of a broken rule without the name of the group, or "" if no rule is broken."""
     try:
         action()
     except BrokenRule as error:
@@ -39,7 +39,7 @@ def message(group: Any, peer: int, tensor: torch.Tensor, *, sends: bool) -> list
 
 
 class Coordinator:
-    """The groups of vLLM's GroupCoordinator, and what its arguments are called."""
+    """A stand-in for vLLM's GroupCoordinator, with its groups and names of arguments."""
 
     def __init__(self, group_ranks: list[list[int]], local_rank: int, torch_distributed_backend: str) -> None:
         for ranks in group_ranks:
@@ -48,7 +48,7 @@ class Coordinator:
 
 
 class Broken:
-    """Every method breaks a rule on a group of its own, and returns what this rank is told."""
+    """Every method breaks a rule on a separate group and returns the message on this rank."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.rank = directory, dist.get_rank()
@@ -60,7 +60,7 @@ class Broken:
         return group
 
     def in_turn(self, first: Callable[[], Any], second: Callable[[], Any]) -> str:
-        """Rank 0 does the first, and then rank 1 the second."""
+        """Rank 0 runs the first action, and then rank 1 the second."""
         told = refusal(first) if self.rank == 0 else ""
         all_gather_json(None)
         return refusal(second) if self.rank == 1 else told
@@ -94,7 +94,7 @@ class Broken:
         )
 
     def tags_tell_messages_apart(self) -> str:
-        """gloo brings each where its tag says. NCCL would bring two numbers where one has room."""
+        """gloo delivers messages by tag. NCCL would write two numbers to the memory of one."""
         group = self.group()
 
         def two(operation: Any, peer: int, numbers: tuple[int, int]) -> None:
@@ -118,7 +118,7 @@ class Broken:
         return self.in_turn(first, second)
 
     def unbatched_messages_cross(self) -> str:
-        """The two share a communicator: both send first, and wait for each other."""
+        """Both ranks share a communicator, send first, and wait for each other."""
         group = self.group()
         return self.in_turn(
             lambda: dist.isend(torch.ones(1), group=group, group_dst=1),
@@ -191,7 +191,7 @@ class Broken:
         return refusal(works[0].wait)
 
     def what_is_received_is_read_before_it_is_waited_for(self) -> list[Any]:
-        """Bytes are garbage until then: of a message, and of a sum."""
+        """Until the wait, the bytes of a message and of a sum are garbage."""
         group, tensor, total = self.group(), torch.ones(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
         works = message(group, self.rank ^ 1, tensor + 1 if self.rank % 2 == 0 else tensor, sends=self.rank % 2 == 0)
         all_gather_json(None)
@@ -209,7 +209,7 @@ class Broken:
         return self.save(connects=True)
 
     def save(self, connects: bool) -> str:
-        """The model is held twice and goes into one file, so that some ranks have no message."""
+        """Two replicas of the model are saved to one file, so that some ranks send no message."""
         group = self.group(is_connected=False)
         hf = {name: tensor.float() for name, tensor in hf_tensors(GEOMETRY).items()}
         model = self.directory / f"model{self.rank}{connects}"

@@ -1,4 +1,4 @@
-"""Every family against transformers on every kind of layout: logprobs and entropy, padded and packed, and saved directories."""
+"""Compare every family on every kind of layout with transformers: logprobs and entropy, padded and packed, and saved directories."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.distributed.setting import (
 
 
 def cells() -> list[dict[str, str]]:
-    """Return models and layouts: every layout, and each way to split with each model."""
+    """Return models and layouts. Every layout occurs, and each kind of split with each model."""
     factors = {"model": tuple(models.MODELS), "layout": [*LAYOUTS, *CONTEXT_LAYOUTS, *UNEVEN_LAYOUTS]}
     return covering_rows(
         factors,
@@ -85,13 +85,13 @@ def main(directory: Path) -> None:
                 bucket_bytes=10_000,
                 shard_bytes=60_000,
             )
-            for kind in ("first", "saved"):  # an exporter writes again and again
+            for kind in ("first", "saved"):  # an exporter can write repeatedly
                 write_together(exporter, directory / f"{name}_{layout}_{kind}")
     finish(findings, directory)
 
 
 def distances(actor: Actor, packing: bool, expected: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """How far the actor's logprobs and entropies are at most, over all ranks, from those expected of each row."""
+    """Return the largest errors of the actor's logprobs and entropies over all ranks and rows."""
     placed = actor.model
     assert placed.model is not None
     placed.trainer.packing = packing
@@ -106,19 +106,19 @@ def distances(actor: Actor, packing: bool, expected: list[tuple[torch.Tensor, to
 
 
 def difference_from_file(model: MegatronModel, path: Path) -> str:
-    """The first gathered tensor that is not the file's, bit for bit, or is missing; "" on all ranks if there is none."""
+    """Return the first gathered tensor that is missing or differs from the file in a bit; "" on all ranks if there is none."""
     return any_rank(all_gather_json(first_difference(gatherer(model), load_file(path / "model.safetensors"))))
 
 
 def held_and_predicted(model: MegatronModel) -> list[list[list[str]]]:
-    """Of each rank the names of its parameters, and those that the layout gives it: what plans without a model assume."""
+    """Return for each rank the names of its parameters, and the names that plans without a model derive from the layout."""
     groups = model.groups
     predicted = stage_names(model.spec.geometry, groups.layout)[groups.pp_rank]
     return all_gather_json([sorted(p.name for p in model.local_parameters()), sorted(predicted)])
 
 
 def collectives() -> dict[str, Any]:
-    """Small ones, with a different amount on every rank."""
+    """Run small collectives with different amounts on every rank."""
     rank = dist.get_rank()
     return {
         "gather_rows": all_gather_rows(torch.full((rank, 2), rank)).tolist(),
@@ -131,7 +131,7 @@ def collectives() -> dict[str, Any]:
 
 
 def shared_memory(rank: int) -> list[Any]:
-    """What ranks read in the memory of the next one, after it has changed, and who can read theirs."""
+    """Return the values that ranks read from the changed memory of the next rank, and the ranks that can read theirs."""
     mapped = share_memory(3 * rank, [(rank + 1) % 4], world_group())
     mapped.own.fill_(rank + 10)
     dist.barrier()

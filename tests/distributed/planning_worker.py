@@ -1,4 +1,4 @@
-"""What Megatron allocates and what a checkpoint holds on four ranks, and what the planner says of it."""
+"""Compare Megatron's allocations and the sizes of checkpoints on four ranks with the planner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf_mcore.roles.role_files import RoleFiles
 from tests.distributed import models
 from tests.distributed.setting import MOE_LAYOUTS, Settings, build, finish, groups_of, moe_groups_of, start
 
-# Model, layout and dtype: biases and an embedding that two stages share, interleaving, experts cut both ways.
+# Model, layout and dtype: biases and an embedding shared by two stages, interleaving, experts with both kinds of split.
 CASES = [
     ("qwen2", "tp2_cp2", "bf16"),
     ("qwen3_tied", "pp2_vpp2_dp2", "bf16"),
@@ -32,7 +32,7 @@ CASES = [
     ("deepseek_v3", "tp2_sp_pp2_ep2_etp1", "bf16"),
     ("gpt_oss", "tp2_sp_pp2_ep2_etp1", "bf16"),
 ]
-# Fields of Megatron by model and layout.
+# Megatron fields for each model and layout.
 FIELDS: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen2", "tp2_cp2"): {"grad_reduce_in_fp32": False},
 }
@@ -61,7 +61,7 @@ def main(directory: Path) -> None:
 
 
 def compare_state(model: MegatronModel, actor: Actor, role: PlannedRole) -> dict[str, Any]:
-    """By rank, what is held by live tensors and what was predicted; and for the model as a frozen one."""
+    """Return for each rank the bytes of live tensors and the prediction, and the same for the frozen model."""
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     shards = model.optimizer.shards()
     held = {

@@ -1,4 +1,4 @@
-"""Updates on pairs by every loss under several layouts, against plain transformers and the losses written out."""
+"""Compare updates on pairs by every loss under several layouts with plain transformers and explicit losses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OPTIMIZER = OptimizerConfig(lr=2e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.0)
 
 
 def ways() -> list[tuple[str, str, str]]:
-    """Return loss, layout and cut of the batch: each loss meets tensor, pipeline and context parallelism; the cuts take turns."""
+    """Return loss, layout and cut of the batch. Each loss occurs with tensor, pipeline and context parallelism; cuts alternate."""
 
     def features(row: dict[str, str]) -> dict[str, Any]:
         splits = splits_of(row["layout"])
@@ -57,7 +57,7 @@ def ways() -> list[tuple[str, str, str]]:
 
 
 def examples() -> list[TokenizedExample]:
-    """Ten pairs, so that their number is no multiple of the ranks'; the third one's responses are equal."""
+    """Return ten pairs, a number that the ranks do not divide. The responses of the third pair are equal."""
     others = [row.response_ids for row in rows(seed=6, count=10)]
     pairs = [tokenized(r.prompt_ids, r.response_ids, other) for r, other in zip(rows(count=10), others, strict=True)]
     pairs[2].response_ids[1] = pairs[2].response_ids[0]
@@ -87,7 +87,7 @@ def main(directory: Path) -> None:
 
 
 class Quiet:
-    """Writes nothing down."""
+    """A record that stores nothing."""
 
     def phase(self, name: str) -> Any:
         return nullcontext()
@@ -96,7 +96,7 @@ class Quiet:
 def update(
     loss: str, path: Path, frozen: Path, groups: ModelGroups, platform: Any, cut: str, after: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Held-out figures before, metrics of each update, and the first weight that is not the oracle's."""
+    """Return the held-out metrics before, the metrics of each update, and the first weight that differs from the oracle."""
     spec, cfg = load_spec(path), LOSSES[loss]
     max_tokens, packing = CUTS[cut]
     trainer = TrainerConfig(max_tokens_per_microbatch=max_tokens, packing=packing)
@@ -120,14 +120,14 @@ def update(
     for step in range(NUM_UPDATES):
         (result,), _ = learner.learn(step, batches(examples()))
         history.append(dict(result.metrics))
-    # Weights below 2 in magnitude, 2**-23 apart, are rounded in each update; kernels of three kinds differ by one place, too.
+    # Each update rounds weights below 2 in magnitude to steps of 2**-23. Three kinds of kernels also differ by one step.
     difference = first_difference(gatherer(model), after, tolerance=2e-6)
     assert len({str(h) for h in all_gather_json(history)}) == 1, "all ranks know the same metrics"
     return {"before": measured, "history": history, "weights": any_rank(all_gather_json(difference))}
 
 
 def oracle(loss: str, path: Path, frozen: Path, target: Path) -> list[dict[str, float]]:
-    """The same updates written down naively, row by row. The new weights go to ``target``."""
+    """Compute the same updates naively, row by row, and write the new weights to ``target``."""
     hf, reference = load_hf(path), load_hf(frozen)
     optimizer = torch.optim.AdamW(hf.parameters(), lr=OPTIMIZER.lr, eps=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
     history = []
@@ -143,14 +143,14 @@ def oracle(loss: str, path: Path, frozen: Path, target: Path) -> list[dict[str, 
 
 
 def response_logprob(hf: Any, prompt: Any, response: Any) -> Tensor:
-    """Sum of the logprobs of a response's tokens."""
+    """Return the sum of the logprobs of a response's tokens."""
     tokens = torch.tensor([[*prompt, *response]])
     logprobs = hf(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     return logprobs.gather(1, torch.tensor([*response])[:, None]).sum()
 
 
 def written_out(loss: str, hf: Any, reference: Any) -> dict[str, Tensor]:
-    """-log sigmoid(x) = softplus(-x)."""
+    """Return the explicit loss, with -log sigmoid(x) = softplus(-x)."""
     cfg, pairs = LOSSES[loss], examples()
     beta = cfg.beta
     ours = [[response_logprob(hf, one.prompt_ids, ids) for ids in one.response_ids] for one in pairs]

@@ -1,4 +1,4 @@
-"""The trainer's ranks of a bridge to engines in processes of their own: layouts, faults, and engines that come and go."""
+"""The trainer ranks of a bridge to engines in separate processes: layouts, faults, and engines that join and leave."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from tests.distributed.setting import (
 )
 
 BUCKET_BYTES = 40_000
-TIMEOUT_S = 8.0  # on a machine with three times as many busy processes as cores 4 s were not always enough to join
+TIMEOUT_S = 8.0  # with three times as many busy processes as cores, 4 s were not always enough to join
 CHANGES = 8
 MODELS = {"uneven": "qwen3_seven", "layouts": "qwen3", "experts": "qwen3_moe"}
 
 
 def layouts_of(part: str) -> list[tuple[str, bool]]:
-    """Return layouts, and whether their weights travel in messages or in shared memory: each way to split travels both ways."""
+    """Return layouts, and whether they use messages or shared memory. Each kind of split uses both transports."""
     names = {"uneven": [*UNEVEN_LAYOUTS], "layouts": [*LAYOUTS, "tp2_cp2"], "experts": [*MOE_LAYOUTS][:-1]}
     rows = covering_rows(
         {"layout": names[part], "by messages": (False, True)},
@@ -56,7 +56,7 @@ def layouts_of(part: str) -> list[tuple[str, bool]]:
 
 
 class Trainer:
-    """The ranks of the world with a model, and on the first of them the engines."""
+    """The ranks of the world with a model, and on the first rank the control of the engines."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.platform, self.path = start(), directory / name
@@ -95,7 +95,7 @@ class Trainer:
         )
 
     def first(self, action: Callable[[EngineProcesses], Any]) -> Any:
-        """What the first rank does with the engines, known to all."""
+        """Run an action of the first rank with the engines. Returns its result on all ranks."""
         return broadcast_json(None if self.engines is None else action(self.engines), 0)
 
     def start(self, *names: str, node: str = "") -> None:
@@ -105,7 +105,7 @@ class Trainer:
         self.first(lambda engines: [engines.end(name) for name in names])
 
     def weights(self, *names: str, newer: Path | None = None) -> Any:
-        """What engines hold that they should not, their versions and numbers of tensors."""
+        """Return the wrong tensors of engines, their versions and their numbers of tensors."""
         given = {"path": self.file, "newer": None if newer is None else str(newer)}
         return self.first(lambda engines: [engines.ask(name, "weights", **given) for name in names])
 
@@ -131,7 +131,7 @@ def shown(stats: SyncStats) -> list[int]:
 
 
 def layouts(run: Trainer, part: str) -> dict[str, Any]:
-    """Layouts to two engines: first through shared memory, then in messages."""
+    """Sync all layouts to two engines, first through shared memory, then by messages."""
     found: dict[str, Any] = {}
     run.start("a", "b")
     for by_messages in (False, True):
@@ -154,7 +154,7 @@ def layouts(run: Trainer, part: str) -> dict[str, Any]:
 
 
 def some_tensors(run: Trainer) -> dict[str, Any]:
-    """Two engines; some tensors change; an engine comes late; some change again."""
+    """Sync to two engines. Some tensors change, another engine joins, and some tensors change again."""
     newer, found = run.path / "newer.safetensors", {}
     model = run.model("tp2_pp2")
     bridge = run.bridge(model)
@@ -177,7 +177,7 @@ def some_tensors(run: Trainer) -> dict[str, Any]:
 
 
 def only_changes(run: Trainer) -> list[dict[str, Any]]:
-    """Two engines; of five syncs the first sends everything, and the fourth, before which an engine has lost an element."""
+    """Sync five times to two engines. The first sync sends everything, and so does the fourth, because an engine lost an element."""
     newer, found = run.path / "changes.safetensors", []
     model = run.model("tp2_pp2")
     kept = HostCopies({p.name: p.tensor.view(-1) for p in model.local_parameters()})
@@ -202,7 +202,7 @@ def only_changes(run: Trainer) -> list[dict[str, Any]]:
 
 
 def by_nixl(run: Trainer) -> dict[str, Any] | None:
-    """Two engines that read messages, on a machine each with a third; then one of them is killed. None: NIXL is not installed."""
+    """Sync to engines on different machines that read messages, and then kill one of them. None: NIXL is not installed."""
     if find_spec("nixl") is None:
         return None
     model, found = run.model("tp2_pp2"), {}
@@ -221,9 +221,9 @@ def by_nixl(run: Trainer) -> dict[str, Any] | None:
 
 
 def sent_again(run: Trainer) -> dict[str, Any]:
-    """An engine is lost after the model was updated: its successor gets what was sent before, and the next sync the update."""
+    """Lose an engine after an update of the model. Its successor receives the previous weights, and the next sync sends the update."""
     newer, found = run.path / "updated.safetensors", {}
-    for is_static in (True, False):  # as on a CPU, and as on a device
+    for is_static in (True, False):  # True as on a CPU, False as on a device
         model = run.model("tp2_pp2")
         parameters = model.local_parameters()
         kept = HostCopies({p.name: p.tensor.view(-1) for p in parameters})
@@ -248,7 +248,7 @@ def sent_again(run: Trainer) -> dict[str, Any]:
 
 
 def changed(model: MegatronModel, newer: Path, name: str) -> None:
-    """Make a norm twice what it is, in the model and in a file of what is expected."""
+    """Double a norm in the model and in the file with the expected weights."""
     parameters = {p.name: p.tensor for p in model.local_parameters()}
     if (held := parameters.get("decoder.final_layernorm.weight")) is not None:
         held *= 2
@@ -258,7 +258,7 @@ def changed(model: MegatronModel, newer: Path, name: str) -> None:
 
 
 def faults(run: Trainer) -> list[dict[str, Any]]:
-    """Of three engines one fails while it joins, or in the third bucket: it ends, stops or raises."""
+    """Let one of three engines fail while it joins or in the third bucket: it ends, stops or raises."""
     found = []
     model = run.model("tp2_pp2")
     run.start("a", "b")
@@ -290,7 +290,7 @@ def faults(run: Trainer) -> list[dict[str, Any]]:
 
 
 def own_fault(run: Trainer) -> dict[str, Any]:
-    """A rank of the trainer cannot send: all ranks raise, and engines are left without weights. No engine: nothing is done."""
+    """Let a trainer rank fail to send. All ranks raise, and engines have no weights. Without engines, a sync does nothing."""
     model = run.model("tp2_pp2")
     bridge = run.bridge(model)
     found: dict[str, Any] = {"alone": shown(bridge.sync(0))}
@@ -314,7 +314,7 @@ def own_fault(run: Trainer) -> dict[str, Any]:
 
 
 def nodes(run: Trainer) -> dict[str, Any]:
-    """Trainer ranks on two machines; an engine beside the first two, two on a machine of their own, one on another."""
+    """Sync from trainer ranks on two machines to an engine on the first machine, two on a third machine, and one on a fourth."""
     model = run.model("tp2_pp2")
     bridge = run.bridge(model, node="t0" if dist.get_rank() < 2 else "t1", bucket_bytes=120_000)
     for name, node in (("a", "t0"), ("b", "e"), ("c", "e"), ("d", "f")):
@@ -329,7 +329,7 @@ def nodes(run: Trainer) -> dict[str, Any]:
 
 
 def changes(run: Trainer) -> dict[str, Any]:
-    """An engine stays, another comes and goes again and again."""
+    """Keep one engine, and let another engine join and leave repeatedly."""
     model = run.model("tp2_pp2")
     bridge = run.bridge(model)
     run.start("a")

@@ -1,4 +1,4 @@
-"""Routes that are given, on every layout of experts, against transformers whose routers are made to take them."""
+"""Replay given routes on every layout of experts, and compare with transformers whose routers are forced to use them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.distributed.setting import (
 )
 from tests.distributed.update_worker import update
 
-# The first model in every way to split. The others have other routers: sigmoid with biases and groups, groups by their best expert.
+# The first model uses every kind of split. The others have other routers: sigmoid with biases and groups, groups by best expert.
 LAYOUTS = {
     "qwen3_moe_mixed": (
         "dp4",
@@ -57,7 +57,7 @@ RECOMPUTE = {
     "selective": RecomputeConfig(granularity="selective", modules=["moe", "core_attn"]),
 }
 RECOMPUTED = {"pp2_vpp2_ep2_dp2": "uniform", "tp2_sp_cp2_ep2_etp1": "block", "tp2_sp_pp2_ep2_etp1": "selective"}
-UNKNOWN = 5  # every so many inputs there is none recorded
+UNKNOWN = 5  # every fifth input has no recorded route
 
 
 def main(directory: Path) -> None:
@@ -94,7 +94,7 @@ def main(directory: Path) -> None:
             recording = Actor(actor.model, TEMPERATURE, actor.algorithm, router_replay="old_logprobs")
             findings["recorded"][key] = recorded(recording, hf)
     path = directory / "qwen3_moe_mixed"
-    # Every rank has the whole gradient of the router. All routes are given: a choice of its own would change within a step.
+    # Every rank holds the whole gradient of the router. All routes are given, because a free choice would change within a step.
     mine = moe_groups_of("tp4_sp_ep2_etp1", groups)
     model, actor = build(path, mine, platform, Settings(router_replay="rollout"))
     findings["differences"] = finite_differences(model, actor, routes_of_rows(load_hf(path), unknown=False))
@@ -108,7 +108,7 @@ def gates(hf: torch.nn.Module) -> list[torch.nn.Module]:
 
 @torch.no_grad()
 def own_routes(hf: torch.nn.Module, ids: list[int]) -> Tensor:
-    """The experts of each input [n, layers, k], sorted, as transformers chooses them."""
+    """Return the experts of each input [n, layers, k], sorted, chosen by transformers."""
     taken: list[Tensor] = []
     hooks = [gate.register_forward_hook(lambda _m, _a, out: taken.append(out[2])) for gate in gates(hf)]
     hf(torch.tensor([ids]))
@@ -118,7 +118,7 @@ def own_routes(hf: torch.nn.Module, ids: list[int]) -> Tensor:
 
 
 def routes_of_rows(hf: torch.nn.Module, *, unknown: bool = True) -> list[Tensor]:
-    """For every row experts of its inputs [n, layers, k] that nobody would choose; -1 where none are known."""
+    """Return for every row experts of its inputs [n, layers, k] that no router would choose; -1 if the route is unknown."""
     generator = torch.Generator().manual_seed(5)
     count, chosen = hf.config.num_experts if hasattr(hf.config, "num_experts") else hf.config.n_routed_experts, []
     for row in rows():
@@ -132,7 +132,7 @@ def routes_of_rows(hf: torch.nn.Module, *, unknown: bool = True) -> list[Tensor]
 
 
 def field_of(given: Tensor) -> Tensor:
-    """Those of an input are of the token after it."""
+    """Shift the routes of an input to the token after it."""
     return torch.cat([torch.zeros_like(given[:1]), given[:-1] + 1]).to(torch.int16)
 
 
@@ -142,7 +142,7 @@ def give(batch: TrainBatch, given: list[Tensor]) -> None:
 
 @contextmanager
 def forced(hf: torch.nn.Module, given: list[Tensor]) -> Iterator[list[int]]:
-    """Make transformers take given routes, with weights as papers define them. Yields the number of choices that it changed."""
+    """Force transformers to use given routes, with weights as in the papers. Yields the number of changed choices."""
     by_ids = {tuple(row.prompt_ids + row.response_ids): routes for row, routes in zip(rows(), given, strict=True)}
     current: list[Tensor] = []
     changed = [0, 0]
@@ -175,7 +175,7 @@ def forced(hf: torch.nn.Module, given: list[Tensor]) -> Iterator[list[int]]:
 
 
 def forced_oracle(path: Path, reference: torch.nn.Module, after: Path, given: list[Tensor]) -> dict[str, float]:
-    """The update of a policy whose routes are given; the reference has its own."""
+    """Update a policy with given routes. The reference chooses its own routes."""
     with ExitStack() as around:
         counts: list[list[int]] = []
 
@@ -191,7 +191,7 @@ def forced_oracle(path: Path, reference: torch.nn.Module, after: Path, given: li
 
 # ---------------------------------------------------------------------------------------------------------------- checks
 def passes(actor: Actor, given: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
-    """A pass that replays: its logprobs, the routes that it took, and another pass without routes behind it."""
+    """Check a pass with replayed routes: its logprobs, its routes, and a following pass without given routes."""
     batch = batch_for(rows())
     before = actor.compute_logprobs(batch)
     give(batch, given)
@@ -215,7 +215,7 @@ def actor_logprobs(actor: Actor, batch: TrainBatch) -> Tensor:
 
 
 def recorded(actor: Actor, hf: torch.nn.Module) -> dict[str, int]:
-    """Routes of the pass for old logprobs, against the router logits of transformers: [tokens that differ, tokens]."""
+    """Compare the routes of the old-logprob pass with the router logits of transformers. Returns [differing tokens, tokens]."""
     batch = batch_for(rows())
     actor.compute_logprobs(batch)
     lengths, own = batch.lengths[batch.rows].tolist(), [0, 0]
@@ -230,7 +230,7 @@ def recorded(actor: Actor, hf: torch.nn.Module) -> dict[str, int]:
 
 
 def finite_differences(model: MegatronModel, actor: Actor, given: list[Tensor]) -> list[list[float]]:
-    """Of some router weights the gradient of the sum of all logprobs, and the difference of that sum divided by twice a step."""
+    """Return the gradient of the sum of all logprobs for some router weights, and the central difference quotient of that sum."""
     placed = actor.model
 
     def microbatches() -> list[Microbatch]:

@@ -22,7 +22,7 @@ _hash = xxhash.xxh3_128
 
 
 class SlowHash:
-    """Takes ``READ_S`` for all bytes of the checkpoint, and counts those of this rank."""
+    """A hash that takes ``READ_S`` for all bytes of the checkpoint, and counts the bytes of this rank."""
 
     total = num_bytes = 0
 

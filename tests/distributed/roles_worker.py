@@ -1,4 +1,4 @@
-"""Actor, critic, reference and reward model under layouts of their own, against one process and against plain transformers."""
+"""Compare actor, critic, reference and reward model under separate layouts with one process and with plain transformers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def make_classifier(kind: Any, path: Path, target: Path) -> None:
 
 
 def built(path: Path, head: str, cut: tuple[Any, ...], platform: Any, trainable: bool) -> tuple[Any, Any, Any]:
-    """Layout, model (None outside of it) and spec."""
+    """Return layout, model (None outside the layout) and spec."""
     size, tp, pp, vpp, sp, first, *cp = cut
     spec = load_spec(path, head)
     layout = ParallelLayout(size, tp, pp, vpp, *cp, sequence_parallel=sp, first_rank=first)
@@ -119,7 +119,7 @@ def team(path: Path, actor: tuple[Any, ...], critic: tuple[Any, ...], platform: 
         layout, model, spec = built(path, head, cut, platform, trainable=True)
         if model is not None:
             model.add_optimizer(optimizer)
-            if actor[0] > 1:  # all but the models of one process leave the device between their uses
+            if actor[0] > 1:  # with several processes, models are offloaded between their uses
                 model.share(sharing, name, KINDS)
         return TrainedModel(layout, model, spec, trainer, optimizer=optimizer, plan=plan, name=name)
 
@@ -140,7 +140,7 @@ def scored_batch() -> TrainBatch:
 
 
 def run(which: Team) -> list[dict[str, float]]:
-    """PPO steps on the same rows. The first rank's view of the metrics, which are the same everywhere."""
+    """Run PPO steps on the same rows. Returns the metrics of the first rank, which equal those of all ranks."""
     history, estimation = [], AdvantageComputer(algorithm())
     for _ in range(NUM_STEPS):
         batch = scored_batch()
@@ -157,7 +157,7 @@ def run(which: Team) -> list[dict[str, float]]:
 
 
 def values(path: Path, cut: tuple[Any, ...], platform: Any, target: Path) -> dict[str, Any]:
-    """Of a critic that is loaded with its head, and again of what it saved."""
+    """Return the values of a critic that is loaded with its head, and of the critic reloaded from its saved files."""
     layout, model, spec = built(path, "token", cut, platform, trainable=False)
     trainer, batch = TrainerConfig(max_tokens_per_microbatch=64), scored_batch()
     plan = MinibatchPlan(1)
@@ -188,7 +188,7 @@ def scores(path: Path, cut: tuple[Any, ...], platform: Any) -> list[float]:
 
 
 def refresh(which: Team) -> dict[str, float]:
-    """The reference, which waits in host memory, before and after it takes over the weights of a trained actor."""
+    """Return the logprobs of an offloaded reference before and after it copies the weights of a trained actor."""
     batch = scored_batch()
 
     def distance() -> float:
@@ -204,7 +204,7 @@ def refresh(which: Team) -> dict[str, float]:
 
 
 def by_layer(path: Path, cut: tuple[Any, ...], platform: Any) -> dict[str, Any]:
-    """A reference that is on the device, and again one whose layers come to it one by one."""
+    """Compare a reference on the device with a reference whose layers are loaded one by one."""
     layout, model, spec = built(path, "lm", cut, platform, trainable=False)
     batch, sharing = scored_batch(), DeviceSharing(platform)
     reference = Reference(RoleModel(layout, model, spec, TrainerConfig(max_tokens_per_microbatch=64)), TEMPERATURE)
@@ -227,12 +227,12 @@ def by_layer(path: Path, cut: tuple[Any, ...], platform: Any) -> dict[str, Any]:
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a saved model."""
+    """Return all tensors of a saved model."""
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def hf_values(path: Path) -> dict[str, Any]:
-    """Row by row: values before each response token, and after the last."""
+    """Return, row by row, the values before each response token and after the last token."""
     hf = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32).eval()
     before, last = [], []
     for row in rows():
@@ -248,7 +248,7 @@ def hf_scores(path: Path) -> list[float]:
 
     def score(row: Row) -> float:
         ids = row.prompt_ids + row.response_ids
-        with torch.no_grad():  # a last token that is the pad token would be taken for padding
+        with torch.no_grad():  # transformers would take a pad token at the end for padding
             return float(hf(torch.tensor([[*ids[:-1], ids[-1] or VOCAB - 1]])).logits[0, 0])
 
     return [score(row) for row in rows()]

@@ -1,4 +1,4 @@
-"""Run by torchrun for ``World``: runs the workers that are asked for, one after the other, until the tests have ended."""
+"""Run the requested workers for ``World`` one after the other, under torchrun, until the tests have ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhf_mcore.platform import eager_imports
 
-with eager_imports():  # before the ranks are forked, also what only workers need
+with eager_imports():  # import the modules of workers before the ranks are forked
     from tests.distributed import models, mtp_worker, state_worker  # noqa: F401
     from tests.distributed.setting import start
 

@@ -1,4 +1,4 @@
-"""A rank that takes steps, answers signals between them, and ends as the trainer does. Imports no torch."""
+"""A rank that runs steps, handles signals between them, and ends like the trainer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class SlowDisk(Disk):
-    """Gives a second signal time to come in the middle of a save."""
+    """A slow disk, so that a second signal can arrive during a save."""
 
     def perform(self, name: str, action: Callable[[], T], path: Path) -> T:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Weights and optimizer state through checkpoints, from layout to layout, on four ranks."""
+"""Save and load weights and optimizer state between layouts on four ranks."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ from tests.planned_bridge import planned_bridge
 from tests.rows import rows_of_padded
 from tests.unit.bridge.engine import Engine
 
-# The default tier has two more, of which one is trained by Muon: layers_worker.py.
+# The default tier has two more models, of which Muon trains one (layers_worker.py).
 CIRCLES = {
     "qwen3_tied": ("pp2_cp2", "dp4", "tp2_pp2", "pp2_cp2"),
     "qwen2": ("tp2_pp2_vpp2_sp", "tp4", "tp2_pp2_vpp2_sp"),
     "qwen2_moe": ("tp2_sp_pp2_ep2_etp1", "tp4_sp_ep2_etp1", "cp2_ep4_dp2", "tp2_sp_pp2_ep2_etp1"),
-    # Latent attention, and biases of experts, which no optimizer has.
+    # Latent attention, and expert biases, which no optimizer holds.
     "deepseek_v3": ("tp2_sp_cp2_ep2_etp1", "pp2_ep2_dp2_uneven", "cp4_ep2", "tp2_sp_cp2_ep2_etp1"),
-    # Experts that are stacked and held transposed; they come in mxfp4.
+    # Stacked and transposed experts, published in mxfp4.
     "gpt_oss": ("tp2_sp_pp2_ep2_etp1", "cp4_ep2", "tp2_sp_pp2_ep2_etp1"),
 }
 STEPS_BEFORE, BIAS_RATE = 2, 0.01
-MUON = ("qwen3_moe",)  # what Muon trains; AdamW the others
+MUON = ("qwen3_moe",)  # trained by Muon; AdamW trains the others
 LR, DECAY, MOMENTUM = 1e-2, 0.1, 0.9
 
 
@@ -77,7 +77,7 @@ def main(directory: Path) -> None:
 
 
 class World:
-    """What the checks share."""
+    """Objects that the checks share."""
 
     def __init__(self, directory: Path, names: Iterable[str]):
         self.directory = directory
@@ -115,7 +115,7 @@ def train(actor: Actor, reference: torch.nn.Module) -> dict[str, float]:
 
 
 def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
-    """Train, save, and go round: load, save again, and see what the next step gives there. All files stay for comparison."""
+    """Train and save. At each layout, load, save again and run the next step. All files stay for comparison."""
     reference = load_hf(world.directory / f"{name}_reference")
     model, actor = world.build(name, world.directory / name, layouts[0])
     for _ in range(STEPS_BEFORE):
@@ -135,7 +135,7 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
         files = world.files(model, actor, world.directory / name)
         files.load_state(saved[number])
         found["steps"].append(model.optimizer.scalars()["step"])
-        # A snapshot that is written after the next update is still what it was.
+        # A snapshot that is written after the next update must be unchanged.
         write = files.snapshot()
         found["resumed"][f"{number} {layout}"] = train(actor, reference)
         save(lambda path, write=write: write(path), saved[number + 1])
@@ -151,7 +151,7 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
 
 
 def sync(model: MegatronModel) -> dict[str, torch.Tensor]:
-    """What an engine has after a sync that every element of it is proven to come from."""
+    """Return the tensors of an engine after a sync. The engine is filled with NaN before, so every element comes from the sync."""
     geometry = model.spec.geometry
     engine = Engine(hf_shapes(geometry), torch.float32)
     options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": True, "poison": True}
@@ -160,7 +160,7 @@ def sync(model: MegatronModel) -> dict[str, torch.Tensor]:
 
 
 def of_slow_muon(before: Path, after: Path) -> dict[str, float]:
-    """By matrix, the largest relative difference between its update and one of the whole matrix, by the formulas of the papers."""
+    """Return for each matrix the largest relative difference between its update and the papers' update of the whole matrix."""
     old, new = weights_of(before), weights_of(after)
     first, second = (assemble(path / "training") for path in (before, after))
     found = {}
@@ -177,14 +177,14 @@ def of_slow_muon(before: Path, after: Path) -> dict[str, float]:
 
 
 def moved_biases(before: Path, after: Path) -> list[float]:
-    """How far the bias of any expert has moved, by layer."""
+    """Return for each layer the largest change of an expert bias."""
     old, new = HFReader(before), weights_of(after)
     names = [name for name in sorted(new) if name.endswith("e_score_correction_bias")]
     return [float((new[name] - old.read(name, (slice(None),))).abs().max()) for name in names]
 
 
 def logprob_difference(actor: Actor, hf: torch.nn.Module) -> float:
-    """Between the trainer's logprobs and those of what transformers made of the checkpoint."""
+    """Return the difference between the trainer's logprobs and those of transformers with the checkpoint."""
     batch = batch_for(rows())
     found, worst = rows_of_padded(batch, actor.compute_logprobs(batch)), 0.0
     for row, source in enumerate(rows()):
@@ -195,9 +195,9 @@ def logprob_difference(actor: Actor, hf: torch.nn.Module) -> float:
 
 
 def not_finite(world: World, poison: Callable[[MegatronModel, list[Any]], None]) -> dict[str, Any]:
-    """Something is NaN on one rank: no rank makes the update, all make the next one.
+    """If one rank has a NaN, no rank makes the update, and all ranks make the next one.
 
-    ``poison(model, sums)`` is called on each rank when gradients and losses are there.
+    ``poison(model, sums)`` runs on each rank after gradients and losses are computed.
     """
     reference = load_hf(world.directory / "qwen2_reference")
     model, actor = world.build("qwen2", world.directory / "qwen2", "tp2_pp2")
@@ -228,14 +228,14 @@ def poison_gradient(model: MegatronModel, sums: list[Any]) -> None:
 
 
 def poison_loss(model: MegatronModel, sums: list[Any]) -> None:
-    """Of one of the two tensor-parallel ranks of the last stage."""
+    """Set the loss to NaN on one of the two tensor-parallel ranks of the last stage."""
     assert model.groups.layout.tp == 2 and dist.get_world_size() == 4
     if dist.get_rank() == 3:
         sums[0].loss.fill_(torch.nan)
 
 
 def spoiled(world: World, kind: str) -> dict[str, Any]:
-    """A NaN in the state of one rank's optimizer, which the gradient does not show."""
+    """Put a NaN into one rank's optimizer state, which the gradient does not show."""
     reference = load_hf(world.directory / "qwen2_reference")
     model, actor = world.build("qwen2", world.directory / "qwen2", "tp2_pp2", "bf16")
     sound = train(actor, reference)
@@ -252,7 +252,7 @@ def spoiled(world: World, kind: str) -> dict[str, Any]:
 
 
 def save(files: RoleFiles | Callable[[Path], Any], path: Path) -> None:
-    """Straight from the live tensors, or what a snapshot gave."""
+    """Save live tensors, or the result of a snapshot."""
     write = files.write if isinstance(files, RoleFiles) else files
     write(path)
     dist.barrier()
@@ -268,7 +268,7 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assemble(directory: Path) -> dict[str, torch.Tensor]:
-    """Whole tensors of a state by kind and name, put together from the index without the reader."""
+    """Assemble the whole tensors of a state from the index, without the reader. Returns them by kind and name."""
     index = json.loads((directory / "index.json").read_text())
     held = [load_file(directory / name) for name in index["files"]]
     whole = {}
@@ -284,7 +284,7 @@ def assemble(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def there_and_back(world: World, dtype: str) -> dict[str, Any]:
-    """16-bit weights: the masters are saved too, and a resumed run goes on with the same bits."""
+    """With 16-bit weights, the masters are saved too, and a resumed run continues with the same bits."""
     name, reference = "qwen3_tied", load_hf(world.directory / "qwen3_tied_reference")
     model, actor = world.build(name, world.directory / name, "tp2_dp2", dtype)
     for _ in range(STEPS_BEFORE):
@@ -311,7 +311,7 @@ def there_and_back(world: World, dtype: str) -> dict[str, Any]:
 
 
 def untrained(world: World) -> dict[str, Any]:
-    """Before the first update there are no moments; they are saved as zeros, and change nothing."""
+    """Before the first update there are no moments. They are saved as zeros, which change nothing."""
     reference = load_hf(world.directory / "qwen2_reference")
     results = []
     for saves in (True, False):
@@ -324,7 +324,7 @@ def untrained(world: World) -> dict[str, Any]:
 
 
 def mixed_up(world: World) -> list[str]:
-    """Weights of one step with the state of another: every rank that holds some of it says so."""
+    """Combine the weights of one step with the state of another. Every rank that holds a part must report it."""
     model, actor = world.build("qwen3_tied", world.directory / "bf16_after" / "actor", "tp2_dp2", "bf16")
     files = world.files(model, actor, world.directory / "qwen3_tied")
     message = ""
@@ -332,7 +332,7 @@ def mixed_up(world: World) -> list[str]:
         files.load_state(world.directory / "bf16")
     except ConfigError as error:
         message = str(error)
-    # A state of another precision has no masters.
+    # A state with another precision contains no masters.
     other = ""
     load(model.local_parameters(), model.spec.geometry, HFReader(world.directory / "qwen3_tied_0" / "actor"))
     try:

@@ -1,4 +1,4 @@
-"""Updates on given responses and on pairs of them under several layouts, against plain transformers and torch's AdamW."""
+"""Compare updates on given responses and on pairs under several layouts with plain transformers and torch's AdamW."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ OPTIMIZER = OptimizerConfig(lr=2e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
 
 
 def cells() -> list[dict[str, str]]:
-    """Return kind of model, layout and cut: every layout, and each way to split with each kind and each cut."""
+    """Return kind of model, layout and cut. Every layout occurs, and each kind of split with each kind of model and cut."""
     factors = {"kind": ("sft", "reward_model"), "layout": LAYOUTS, "cut": tuple(CUTS)}
     return covering_rows(factors, features=lambda row: {**row, **splits_of(row["layout"]), "layout": None})
 
 
 def examples(kind: str) -> list[TokenizedExample]:
-    """Ten examples, so that their number is no multiple of the ranks'."""
+    """Return ten examples, a number that the ranks do not divide."""
     single = [tokenized(row.prompt_ids, row.response_ids) for row in rows(count=10)]
     if kind == "sft":
         return single
@@ -97,19 +97,19 @@ def role(kind: str, path: Path, groups: ModelGroups, platform: Any, cut: str) ->
 def update(
     kind: str, path: Path, groups: ModelGroups, platform: Any, cut: str, after: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Held-out figures before and metrics of each update, and the first weight that is not the oracle's."""
+    """Return the held-out metrics before, the metrics of each update, and the first weight that differs from the oracle."""
     which = role(kind, path, groups, platform, cut)
     measured = held_out(kind, which).run(0)
     history = [which.deliver_update(example_batch(examples(kind)))().metrics for _ in range(NUM_UPDATES)]
     assert which.model.model is not None
-    # Weights below 2 in magnitude, 2**-23 apart, are rounded in each update; kernels of three kinds differ by one place, too.
+    # Each update rounds weights below 2 in magnitude to steps of 2**-23. Three kinds of kernels also differ by one step.
     difference = first_difference(gatherer(which.model.model), after, tolerance=2e-6)
     assert len({str(h) for h in all_gather_json(history)}) == 1, "all ranks know the same metrics"
     return {"before": measured, "history": history, "weights": any_rank(all_gather_json(difference))}
 
 
 def held_out(kind: str, which: Any) -> ExampleEvaluator:
-    """Three examples at a time: the last batch is short, and some data-parallel ranks have nothing."""
+    """Evaluate three examples per batch. The last batch is short, and some data-parallel ranks have no example."""
     build = partial(ExampleEvaluator, examples(kind), 0, 3)
     if kind == "sft":
         return build(partial(likelihood, which), likelihood_metrics)
@@ -117,13 +117,13 @@ def held_out(kind: str, which: Any) -> ExampleEvaluator:
 
 
 def oracle(kind: str, path: Path, target: Path) -> dict[str, Any]:
-    """The same updates written down naively, row by row. The new weights go to ``target``."""
+    """Compute the same updates naively, row by row, and write the new weights to ``target``."""
     hf: Any
     if kind == "sft":
         hf, loss = load_hf(path), sft_oracle
     else:
         hf = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
-        # Every token counts, the pad token too: it may be the last one, and its embedding learns.
+        # Every token counts, including the pad token. It may be the last token, and its embedding is trained.
         hf.config.pad_token_id = hf.model.embed_tokens.padding_idx = None
         loss = pair_oracle
     parameters = list(hf.parameters())
@@ -155,7 +155,7 @@ def sft_oracle(hf: Callable[..., Any]) -> dict[str, torch.Tensor]:
 
 
 def pair_oracle(hf: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    """-log sigmoid(d) = softplus(-d)."""
+    """Return the loss of pairs, with -log sigmoid(d) = softplus(-d)."""
     scores = [
         [hf(torch.tensor([[*example.prompt_ids, *response]])).logits[0, 0] for response in example.response_ids]
         for example in examples("reward_model")

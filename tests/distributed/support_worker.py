@@ -1,4 +1,4 @@
-"""Logprobs within the tokens that were drawn from, and an update of them, on every kind of layout, against transformers."""
+"""Compare logprobs within sampled supports, and their update, with transformers, on every kind of layout."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ CUTS = {
     "many/padded": (24, False, 5),
     "one/padded": (64, False, None),
 }
-WHOLE = 5  # a row that was drawn from the whole vocabulary
+WHOLE = 5  # a row that was sampled from the whole vocabulary
 WARPERS = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(30), TopPLogitsWarper(0.8)])
 
 
 def cells() -> list[dict[str, Any]]:
-    """Return layout, cut and way to own rows: every layout, and each way to split with each cut and each way to own rows."""
+    """Return layout, cut and ownership of rows. Every layout occurs, and each kind of split with each cut and each ownership."""
     factors = {"layout": LAYOUTS, "cut": tuple(CUTS), "owner": OWNERS}
     return covering_rows(factors, features=lambda row: {**row, **splits_of(row["layout"]), "layout": None})
 
 
-Supports = list[list[list[int]]]  # of each response token of each row
+Supports = list[list[list[int]]]  # [row][response token] -> token ids
 
 
 def main(directory: Path) -> None:
@@ -79,9 +79,9 @@ def main(directory: Path) -> None:
 
 @torch.no_grad()
 def of_transformers(path: Path) -> tuple[Supports, list[torch.Tensor]]:
-    """Supports, and in double precision the logprobs of each row and the log masses of its supports, [2, tokens].
+    """Return supports and, in double precision, the logprobs of each row and the log masses of its supports, [2, tokens].
 
-    Responses are random: a token that the warpers would have cut off is in its support too.
+    Responses are random, so each sampled token is added to its support, even if the warpers would remove it.
     """
     hf, supports, expected = load_hf(path, torch.float64), Supports(), []
     for number, row in enumerate(rows()):
@@ -104,7 +104,7 @@ def of_transformers(path: Path) -> tuple[Supports, list[torch.Tensor]]:
 
 
 def drawn_logprobs(supports: Supports, hf: torch.nn.Module, number: int) -> torch.Tensor:
-    """Of a row, through plain transformers."""
+    """Return the logprobs of a row within its supports, from plain transformers."""
     row = rows()[number]
     logits = hf(torch.tensor([row.prompt_ids + row.response_ids])).logits[0, len(row.prompt_ids) - 1 : -1]
     found = []
@@ -115,7 +115,7 @@ def drawn_logprobs(supports: Supports, hf: torch.nn.Module, number: int) -> torc
 
 
 def add_support(supports: Supports, batch: TrainBatch) -> None:
-    """Of the rows that this rank owns."""
+    """Add the supports of the rows that this rank owns."""
     held = [(len(rows()[k].prompt_ids), supports[k]) for k in batch.rows.tolist()]
     counts = [count for prompt, row in held for count in ([0] * prompt + [len(ids) for ids in row])]
     values = [token for _, row in held for ids in row for token in ids]
@@ -125,7 +125,7 @@ def add_support(supports: Supports, batch: TrainBatch) -> None:
 def distances(
     actor: Actor, supports: Supports, expected: list[torch.Tensor], reference: torch.nn.Module
 ) -> dict[str, float]:
-    """How far logprobs and log masses are at most from those expected: of a pass of their own, and of the update itself."""
+    """Return the largest errors of logprobs and log masses, in a separate pass and in the update itself."""
     batch = batch_for(rows())
     add_support(supports, batch)
     found = {"own": worst(batch, actor.compute_logprobs(batch), expected)}

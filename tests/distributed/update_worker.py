@@ -1,4 +1,4 @@
-"""One update under every layout, cut and packing: loss, gradient norm and the weights after it, against plain transformers."""
+"""Compare one update under every layout, cut and packing with plain transformers: loss, gradient norm and new weights."""
 
 from __future__ import annotations
 
@@ -54,16 +54,14 @@ RECOMPUTE = {
     "full_block": RecomputeConfig(granularity="block", num_layers=1),
     "mlp_and_attention": RecomputeConfig(granularity="selective", modules=["mlp", "core_attn"]),
 }
-# Small buckets, so that there are several to reduce and gather behind each other.
+# Small buckets, so that several buckets are reduced and gathered one after the other.
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}
 AGGREGATIONS = ("token", "sequence", "constant")
 LOSSES = {f"{loss}/{by}": (loss, by, "off") for loss in POLICY_LOSSES for by in AGGREGATIONS} | {
     f"corrected by {mode}": ("ppo_clip", "sequence", mode) for mode in ("token", "sequence")
 }
-BOUNDS = {"dppo_tv": 0.5}  # by which other tokens are left out than by the divergence of dppo_kl
-COVARIANCE = CovarianceConfig(share=0.3, high=9).model_copy(
-    update={"low": -9}
-)  # which chooses tokens of the few that there are
+BOUNDS = {"dppo_tv": 0.5}  # masks other tokens than the divergence of dppo_kl
+COVARIANCE = CovarianceConfig(share=0.3, high=9).model_copy(update={"low": -9})  # selects some of the few tokens
 UNSHARED, SHARED = "dp4/packed", ("cp2_dp2/packed", "cp2_dp2/padded", "cp4/packed", "cp4/padded")
 # Padded, packed, padded, ...
 OLD_LAYOUTS = ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2", "tp2_pp2", "cp2_dp2", "cp4", "pp2_cp2")
@@ -71,7 +69,7 @@ OVERLAPPED_LAYOUTS = ("tp2_dp2_sp", "pp2_vpp2_dp2", "cp2_dp2")
 
 
 def cells() -> list[dict[str, Any]]:
-    """Return the updates: every model and layout, and each size of a layout with each model, cut, packing and way to own rows."""
+    """Return the updates. Every model and layout occurs, and each size of a layout with each model, cut, packing and ownership."""
     factors = {
         "model": MODELS,
         "layout": [*LAYOUTS, *CONTEXT_LAYOUTS, *UNEVEN_LAYOUTS],
@@ -87,7 +85,7 @@ def cells() -> list[dict[str, Any]]:
 
 
 def shared_losses() -> dict[str, list[str]]:
-    """Return the losses to compare for each way to share a sequence: each policy loss with each layout, packing and aggregation."""
+    """Return the losses for each kind of sequence split. Each policy loss occurs with each layout, packing and aggregation."""
 
     def features(row: dict[str, str]) -> dict[str, str]:
         names = ("layout", "packing", "policy", "by", "mode")
@@ -149,7 +147,7 @@ def main(directory: Path) -> None:
 def every_loss(
     path: Path, groups: ModelGroups, platform: Any, packing: bool, reference: torch.nn.Module, losses: list[str]
 ) -> dict[str, dict[str, float]]:
-    """Metrics of an update by each of these losses; weights stay."""
+    """Return the metrics of an update by each of these losses. Weights stay unchanged."""
     _, actor = build(path, groups, platform, Settings(max_tokens=48, packing=packing))
     placed, found = actor.model, {}
     placed.optimizer = OptimizerConfig(lr=0.0)
@@ -171,7 +169,7 @@ def every_loss(
 
 
 def fill(batch: TrainBatch, reference: torch.nn.Module) -> None:
-    """The inputs of an update that other parts make: old logprobs off the policy, so that clipping happens, and a reference."""
+    """Fill the inputs of an update from other parts: reference logprobs, and old logprobs far enough away that clipping occurs."""
     all_rows = rows()
     for which, model in (("ref_logprobs", reference), ("old_logprobs", None)):
         values = torch.zeros(batch.token_ids.shape)
@@ -181,7 +179,7 @@ def fill(batch: TrainBatch, reference: torch.nn.Module) -> None:
             found = reference_logprobs(model, row) if model else torch.tensor(source.rollout_logprobs)
             part[len(source.prompt_ids) :] = found
         setattr(batch, which, values)
-    # Far from the mask anything may stand: it must not matter.
+    # Values outside the mask must not matter.
     assert batch.old_logprobs is not None
     batch.old_logprobs = batch.old_logprobs.masked_fill(~batch.loss_mask, float("nan"))
     AdvantageComputer(algorithm())(batch)
@@ -190,7 +188,7 @@ def fill(batch: TrainBatch, reference: torch.nn.Module) -> None:
 @lru_cache(maxsize=32)
 @torch.no_grad()
 def reference_logprobs(model: torch.nn.Module, row: int) -> torch.Tensor:
-    """Of a model that never changes, so once for all updates."""
+    """Return the reference logprobs. The model never changes, so they are cached for all updates."""
     return hf_logprobs(model, rows()[row])[0]
 
 
@@ -204,7 +202,7 @@ def update(
     owner: str = "dealt",
     complete: Callable[[TrainBatch], None] = lambda batch: None,
 ) -> dict[str, Any]:
-    """One update; returns its metrics and the first weight that is not the oracle's. ``owner``: one of OWNERS."""
+    """Run one update. Returns its metrics and the first weight that differs from the oracle. ``owner``: an entry of OWNERS."""
     built = build(path, groups, platform, settings)
     return update_of(*built, reference, after, owner, complete)
 
@@ -217,7 +215,7 @@ def update_of(
     owner: str = "dealt",
     complete: Callable[[TrainBatch], None] = lambda batch: None,
 ) -> dict[str, Any]:
-    """``update`` of a model that is already built."""
+    """Run ``update`` with an existing model."""
     all_rows, last = rows(), dist.get_world_size() - 1
     owners = {
         "last rank": [last] * len(all_rows),
@@ -239,7 +237,7 @@ def twice(
     reference: torch.nn.Module,
     expected: dict[str, torch.Tensor] | None,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], str]:
-    """Two steps of some updates each: their metrics, the weights, and the first one that is not the expected one."""
+    """Run two steps of some updates each. Returns their metrics, the weights, and the first weight that is wrong."""
     model, actor = build(path, groups, platform, settings)
     metrics = []
     for _ in range(2):
@@ -253,7 +251,7 @@ def twice(
 
 
 def old_of_update(actor: Actor, reference: torch.nn.Module) -> dict[str, Any]:
-    """The same update twice, with old logprobs of a pass of their own and with those of its own forward pass; weights stay."""
+    """Run the same update with old logprobs from a separate pass and from its own forward pass. Weights stay unchanged."""
     cfg = algorithm().model_copy(update={"rollout_correction": RolloutCorrectionConfig(mode="token", cap=0.1)})
     actor.model.optimizer = OptimizerConfig(lr=0.0)
     which, estimation, filled = Actor(actor.model, TEMPERATURE, cfg), AdvantageComputer(cfg), batch_for(rows())
@@ -278,7 +276,7 @@ def old_of_update(actor: Actor, reference: torch.nn.Module) -> dict[str, Any]:
 def small_steps(
     path: Path, groups: ModelGroups, platform: Any, dtype: str, reference: torch.nn.Module
 ) -> dict[str, Any]:
-    """Steps far below the resolution of the 16-bit weights: they must add up in the fp32 masters."""
+    """Make steps far below the resolution of 16-bit weights. They must accumulate in the fp32 masters."""
     settings = Settings(dtype=dtype, max_tokens=64, optimizer=OptimizerConfig(lr=SMALL_LR, eps=1e-8, clip_grad=1.0))
     model, actor = build(path, groups, platform, settings)
     masters = {shard.name: shard.tensors["master"] for shard in model.optimizer.shards()}
@@ -304,10 +302,10 @@ def oracle(
     extra: Callable[[torch.nn.Module], torch.Tensor] | None = None,
     drawn_logprobs: Callable[[torch.nn.Module, int], torch.Tensor] | None = None,
 ) -> dict[str, float]:
-    """The same update written down naively: autograd through transformers, row by row, and torch's AdamW.
+    """Compute the same update naively: autograd through transformers, row by row, and torch's AdamW.
 
-    ``extra`` is a loss of the model alone that is added. ``drawn_logprobs``: of a row, where the ratio has others than KL and entropy.
-    The new weights go to the directory ``after``.
+    ``extra``: a loss of the model to add. ``drawn_logprobs``: logprobs of a row for the ratio, if they differ from those of KL and
+    entropy. The new weights go to the directory ``after``.
     """
     hf, all_rows, cfg = load_hf(path), rows(), algorithm()
     scores = torch.tensor([row.score for row in all_rows])
@@ -329,7 +327,7 @@ def oracle(
     norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), 0.5))
     named = [
         (p.dim() == 1 or name.endswith("_bias"), p) for name, p in hf.named_parameters()
-    ]  # biases of stacked experts too
+    ]  # includes biases of stacked experts
     decayed = [p for is_plain, p in named if not is_plain]
     plain = [p for is_plain, p in named if is_plain]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]

@@ -1,4 +1,4 @@
-"""An update on given responses to prompts with images, of every kind of run on such, against transformers."""
+"""Compare an update on given responses to prompts with images with transformers, for every kind of run that supports them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BETA, LR = 0.3, 0.1
 
 
 def examples(kind: str) -> list[TokenizedExample]:
-    """The prompts of vision_worker.py with its responses, and for pairs the next one's as the worse."""
+    """Return the prompts and responses of vision_worker.py. In a pair, the rejected response belongs to the next prompt."""
     rows = [(ids[:prompt], ids[prompt:]) for ids, prompt in tokens()]
     made = []
     for number, (prompt, response) in enumerate(rows):
@@ -55,7 +55,7 @@ def examples(kind: str) -> list[TokenizedExample]:
 
 
 def make_scorer(policy: Path, scorer: Path) -> Tensor:
-    """A reward model with the policy's weights, in its directory. Returns its head."""
+    """Write a reward model with the policy's weights. Returns its head."""
     copytree(policy, scorer)
     config = json.loads((scorer / "config.json").read_text())
     (architecture,) = config["architectures"]
@@ -72,7 +72,7 @@ def make_scorer(policy: Path, scorer: Path) -> Tensor:
 
 
 def update(kind: str, path: Path, reference: Path, groups: ModelGroups, platform: Platform) -> dict[str, Any]:
-    """Loss and gradient norm of an update, and the weights after it."""
+    """Return loss and gradient norm of an update, and the weights after it."""
     spec = load_spec(path, "sequence" if kind == "reward_model" else "lm")
     trainer = TrainerConfig(max_tokens_per_microbatch=96)
 
@@ -102,7 +102,7 @@ def update(kind: str, path: Path, reference: Path, groups: ModelGroups, platform
 
 
 def oracle(kind: str, path: Path, reference: Path, head: Tensor, target: Path) -> dict[str, Any]:
-    """The same update of transformers, row by row."""
+    """Compute the same update with transformers, row by row."""
     hf = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     score = torch.nn.Parameter(head.clone())
     if kind == "dpo":
@@ -140,14 +140,14 @@ def oracle(kind: str, path: Path, reference: Path, head: Tensor, target: Path) -
 
 
 def response_logprob(hf: Any, ids: list[int], count: int, images: tuple[str, ...]) -> Tensor:
-    """Sum of the logprobs of the last ``count`` tokens."""
+    """Return the sum of the logprobs of the last ``count`` tokens."""
     given = hf_inputs(ids, images)
     logprobs = hf(**given).logits[0, :-1].log_softmax(-1)
     return logprobs.gather(1, given["input_ids"][0, 1:, None])[-count:].sum()
 
 
 def patches_read(path: Path, groups: ModelGroups, platform: Platform) -> dict[str, list[int]]:
-    """Patches that the tower of each rank reads in a step of DPO whose policy and reference have equal towers that are frozen."""
+    """Return the patches that each rank's tower reads in a DPO step, if policy and reference have equal frozen towers."""
     spec, kept, counts = load_spec(path), StepFeatures(), dict.fromkeys(("policy", "reference"), 0)
     vision = FAMILIES[spec.geometry.family].vision
     assert vision is not None

@@ -1,4 +1,4 @@
-"""Models that read images, on four ranks: logprobs, weights there and back, and gradients of the tower, against transformers."""
+"""Compare models that read images on four ranks with transformers: logprobs, loaded and saved weights, and tower gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.distributed import models
 from tests.distributed.parity_worker import difference_from_file, held_and_predicted
 from tests.distributed.setting import MOE_LAYOUTS, finish, gatherer, groups_of, moe_groups_of, start, write_together
 
-# The update of a model is tried on its layouts in turn: one trains all, the next the merger, with recomputation or without.
+# The layouts of a model test its update in turn: all weights or only the merger, with and without recomputation.
 FEW = {
     "qwen2_5_vl": ("dp4", "tp2_pp2_vpp2_sp", "tp2_sp_cp2", "cp4"),
     "qwen3_vl": ("tp2_pp2", "pp2_cp2", "tp4_sp"),
@@ -51,8 +51,8 @@ RECOMPUTED = (
     RecomputeConfig(),
 )
 GRIDS = {"wide": (1, 4, 6), "small": (1, 2, 2), "tall": (1, 10, 4)}
-SQUARES = dict.fromkeys(GRIDS, (1, 6, 6))  # of a model that scales all images to one size
-# Images of each row, and whether it begins with one. Rows share images, one has two, two have none.
+SQUARES = dict.fromkeys(GRIDS, (1, 6, 6))  # for models that scale all images to one size
+# Images of each row, and whether the row starts with an image. Rows share images, one row has two, and two rows have none.
 ROWS: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("wide",), False),
     (("wide",), False),
@@ -73,7 +73,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Noise, by name."""
+    """Noise images by name."""
 
     squares: bool = False
 
@@ -92,7 +92,7 @@ class Pictures:
 
 
 def tokens(pictures: Pictures = Pictures()) -> list[tuple[list[int], int]]:
-    """Token ids of each row, and how many of them are of the prompt."""
+    """Return the token ids of each row and the number of its prompt tokens."""
     generator = torch.Generator().manual_seed(3)
 
     def text(count: int) -> list[int]:
@@ -111,7 +111,7 @@ def tokens(pictures: Pictures = Pictures()) -> list[tuple[list[int], int]]:
 
 
 def hf_row(hf: torch.nn.Module, number: int) -> Tensor:
-    """Logprobs of a row's response by transformers."""
+    """Return the logprobs of a row's response from transformers."""
     pictures = Pictures.of(hf.config.model_type)  # type: ignore[union-attr]
     (ids, prompt), (names, _) = tokens(pictures)[number], ROWS[number]
     given = hf_inputs(ids, names, pictures)
@@ -120,7 +120,7 @@ def hf_row(hf: torch.nn.Module, number: int) -> Tensor:
 
 
 def hf_inputs(ids: Sequence[int], names: Sequence[str], pictures: Pictures = Pictures()) -> dict[str, Tensor]:
-    """What transformers is given of a row with these images."""
+    """Return the inputs of transformers for a row with these images."""
     whole, images = torch.tensor([list(ids)]), [pictures.features(name) for name in names]
     return {"input_ids": whole, **models.image_arguments(whole, images, squares=pictures.squares)}
 
@@ -151,7 +151,7 @@ def make_model(
 
 
 def microbatches(model: MegatronModel, packing: bool) -> tuple[list[int], list[Microbatch]]:
-    """The rows of this rank, and its microbatches."""
+    """Return the rows and the microbatches of this rank."""
     layout = model.groups.layout
     replica = layout.coordinates(dist.get_rank())["dp"]
     rows = list(range(replica, len(ROWS), layout.dp))
@@ -171,7 +171,7 @@ def microbatches(model: MegatronModel, packing: bool) -> tuple[list[int], list[M
 
 
 def logprobs(model: MegatronModel, packing: bool) -> dict[int, list[float]]:
-    """Logprobs of the responses of this rank's rows; on the last stage."""
+    """Return the logprobs of this rank's responses, on the last stage."""
     rows, parts = microbatches(model, packing)
     outputs = model.forward(parts, lambda out, part: model.logprobs_and_entropy(out, part, 1.0)[0])
     if not outputs:
@@ -191,7 +191,7 @@ def distance(model: MegatronModel, packing: bool, expected: list[Tensor]) -> flo
 
 
 def learn(model: MegatronModel) -> dict[str, Any]:
-    """An update by plain gradient descent: the gradient's norm, and the loss."""
+    """Update by plain gradient descent. Returns the gradient norm and the loss."""
     model.add_optimizer(OptimizerConfig(name="sgd", lr=0.1, clip_grad=0.0, weight_decay=0.0))
     _, parts = microbatches(model, True)
 
@@ -204,7 +204,7 @@ def learn(model: MegatronModel) -> dict[str, Any]:
 
 
 def memory(model: MegatronModel, learned: str) -> list[int]:
-    """Bytes of weights and gradients on this rank, and those planned."""
+    """Return the actual and the planned bytes of weights and gradients on this rank."""
     geometry, vision = model.spec.geometry, FAMILIES[model.spec.geometry.family].vision
     assert vision is not None
     still = set(vision.frozen(geometry, learned))
@@ -219,7 +219,7 @@ def memory(model: MegatronModel, learned: str) -> list[int]:
 
 
 def hf_after(path: Path, learned: str) -> tuple[float, dict[str, Tensor]]:
-    """The gradient's norm, and the weights after the same update in transformers, by their names in files."""
+    """Return the gradient norm and the weights after the same update in transformers, by their names in files."""
     hf = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     for name, parameter in hf.named_parameters():
         if any(part in name for part in (".visual.", "vision_tower", "multi_modal")):
@@ -238,7 +238,7 @@ def hf_after(path: Path, learned: str) -> tuple[float, dict[str, Tensor]]:
 
 
 def main(directory: Path, wanted: str = "") -> None:
-    """``wanted`` names the only model that is tried."""
+    """Run the checks. ``wanted``: the only model to check; "": all models."""
     platform = start()
     groups: dict[str, ModelGroups] = {}
     findings: dict[str, Any] = {}

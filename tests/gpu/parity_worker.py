@@ -1,4 +1,4 @@
-"""One rank on one GPU: logprobs of small models against transformers on the host."""
+"""Compare logprobs of small models on one GPU with transformers on the host."""
 
 from __future__ import annotations
 
