@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Kill a run at random instants, start the same command again until it ends, and compare it with a run that was left alone.
+"""Kill a run at random times, start the same command again until it ends, and compare it with an undisturbed run.
 
     python tools/chaos.py CONFIG.yaml [a.b=c ...] --kills 20
 
-Both runs go to the configuration's output directory, as the experiments ``<experiment>-calm`` and ``<experiment>-chaos``. Compared bit
-for bit are the metrics of every step, without times, and every file of a model in the last checkpoint. Prints what differs, and
-exits with 1 if anything does.
+Both runs write to the configuration's output directory, as the experiments ``<experiment>-calm`` and ``<experiment>-chaos``. The
+script compares the metrics of every step (without times) and all model files in the last checkpoint, bit for bit. It prints the
+differences, and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Run:
         return time.monotonic() - started
 
     def is_killed_after(self, seconds: float, after_save: bool = False) -> bool:
-        """Start, and kill every process of it after a time. Returns False if it came to its end before.
+        """Start the run, and kill all its processes after a time. Returns False if the run finished before.
 
         Args:
-            seconds: the time.
-            after_save: it is counted from the first checkpoint that this start saves, instead of from the start.
+            seconds: time until the kill.
+            after_save: count the time from the first checkpoint of this start, instead of from the start.
 
         Raises:
-            subprocess.CalledProcessError: it failed before it was killed.
+            subprocess.CalledProcessError: the run failed before it was killed.
         """
         before = self.last_step()
         process = subprocess.Popen(self.command, start_new_session=True)
@@ -84,20 +84,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", metavar="a.b=c", nargs="*")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the instants")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the times of kills")
+    parser.add_argument("--earliest", type=float, default=0.0, help="earliest kill, in seconds after a start")
     parser.add_argument(
-        "--earliest", type=float, default=0.0, help="seconds after a start before which nothing is killed"
-    )
-    parser.add_argument(
-        "--latest", type=float, help="seconds after a start until which it is killed; as long as the calm run took"
+        "--latest", type=float, help="latest kill, in seconds after a start (default: duration of the calm run)"
     )
     parser.add_argument(
         "--after-save",
         nargs="?",
         const="all",
         choices=("all", "half"),
-        help="count these seconds from the first checkpoint that a start saves; half: of every second start, so that kills "
-        "come in all phases whatever a start takes on this machine",
+        help="count these seconds from the first checkpoint of a start; half: only for every second start, so that kills happen "
+        "in all phases, even if starts are slow on this machine",
     )
     args = parser.parse_intermixed_args(argv)
     calm, chaos = (make_run(args.config, args.overrides, kind) for kind in ("calm", "chaos"))
@@ -116,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_run(config: str, overrides: Sequence[str], kind: str) -> Run:
-    """Configure the run of one kind, which must not exist yet."""
+    """Return the run of a kind (calm or chaos), whose directory must not exist yet."""
     cfg = load_config(config, overrides)
     experiment = f"{cfg.experiment}-{kind}"
     command = [sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, *overrides, f"experiment={experiment}"]
@@ -127,9 +125,9 @@ def make_run(config: str, overrides: Sequence[str], kind: str) -> Run:
 
 
 def torment(run: Run, instants: Sequence[float], after_save: Sequence[bool]) -> int:
-    """Kill a run once per instant, in seconds after a start, or after its first save where ``after_save`` holds, then let it end.
+    """Kill a run once per instant, then let it finish. Returns the number of kills.
 
-    Returns how often it was killed.
+    An instant is in seconds after a start, or after the first save of the start if ``after_save`` is True.
     """
     for number, (after, is_after_save) in enumerate(zip(instants, after_save, strict=True)):
         if not run.is_killed_after(after, is_after_save):

@@ -1,7 +1,7 @@
-"""Adds up pytest's reports: count_tests.py [--failed N] REPORT.xml... prints a line for every test that failed, one for every reason
-for which tests were skipped, and last "N passed, N failed, N skipped".
+"""Add up pytest's reports: ``count_tests.py [--failed N] REPORT.xml...``.
 
-A report that is not whole is of a pytest that was killed: one failure. Its log (REPORT.log) tells what was running.
+It prints one line per failed test, one line per reason for skipped tests, and last "N passed, N failed, N skipped". An incomplete
+report means that pytest was killed, and counts as one failure. The log (REPORT.log) shows the running test.
 """
 
 from __future__ import annotations

@@ -4,18 +4,19 @@
     python tools/make_environments.py calculator --out calculator
     python tools/make_environments.py repair --out repair
 
-writes ``OUT/model``, ``OUT/train.jsonl`` and ``OUT/eval.jsonl``: a tiny Qwen3 and the tokenizer of the quickstart, which has a token
-for the role ``tool`` too.
+writes ``OUT/model``, ``OUT/train.jsonl`` and ``OUT/eval.jsonl``: a tiny Qwen3 and the quickstart's tokenizer with an additional token
+for the role ``tool``.
 
-- ``guess``: the model guesses a number from 1 to 7 and is told "higher" or "lower". It was fitted to a player who heeds that, and
-  then does so in a share of ``HEEDS`` of its guesses only. Three guesses are enough to find the number always.
-- ``calculator``: products of two-digit numbers. The model was fitted to a pupil who asks the calculator, by
-  ``<tool>calculator 47*86</tool>``, and then does so in ``CALLS`` of the cases only and writes down something else in the others.
-- ``repair``: a file has a wrong operator, and a test tells what it should give. The model was fitted to a programmer who edits until
-  the test passes, and then tries something else after a failure in ``HEEDS`` of the cases only, and the same again in the others.
+- ``guess``: the model guesses a number from 1 to 7, and the environment answers "higher" or "lower". The model is fitted to a player
+  who first follows these hints, and later only with probability ``HEEDS``. Three guesses are always enough.
+- ``calculator``: products of two-digit numbers. The model is fitted to a pupil who first uses the calculator, by
+  ``<tool>calculator 47*86</tool>``, and later only with probability ``CALLS``, and otherwise writes a wrong number.
+- ``repair``: a file contains a wrong operator, and a test shows the expected result. The model is fitted to a programmer who first
+  edits until the test passes. Later, after a failure, the programmer tries another edit only with probability ``HEEDS``, and
+  otherwise repeats the same edit.
 
-As in the quickstart, player and pupil turn careless in the last part of the fit (``CARELESS_FROM``): the model is able to do what
-it does not prefer.
+As in the quickstart, player and pupil become careless in the last part of the fit (``CARELESS_FROM``). The model therefore can do the
+task, but prefers not to.
 """
 
 from __future__ import annotations

@@ -3,16 +3,16 @@
     python tools/make_images.py --out images [--family qwen2_5_vl | qwen3_vl] [--seed 0]
 
 writes ``OUT/model`` (a Hugging Face directory: a vision tower and a language model, fp32, with the quickstart's tokenizer, an image
-processor and a chat template), ``OUT/train.parquet`` and ``OUT/eval.parquet``, whose column ``images`` has the pictures.
+processor and a chat template), ``OUT/train.parquet`` and ``OUT/eval.parquet``. Their column ``images`` contains the pictures.
 
-A picture is one or two rows of three cells of 28 by 28 pixels, some of which hold a shape: a circle, a square or a
-triangle, red, green, blue or yellow. A prompt is one picture and a question: how many shapes of a kind there are, what colour one
-has, or in which column it is. A response is ``#### 2``, ``#### red`` or ``#### left`` and the end token.
+A picture has one or two rows of three cells of 28 by 28 pixels. Some cells contain a shape: a red, green, blue or yellow circle,
+square or triangle. A prompt is a picture and a question about it: the number of shapes of a kind, the colour of a shape, or its
+column. A response is ``#### 2``, ``#### red`` or ``#### left`` and the end token.
 
-The fit begins with descriptions, two letters for each cell (``rc`` is a red circle, ``--`` nothing): of a picture they teach
-several times what an answer to a question does. Then it is the quickstart's: of a pupil who first answers right, and in the last
-quarter mostly says something else, in a share of ``MISTAKES``: one more, the next colour, the mirrored column. So the model sees
-what is in a picture and does not prefer to say it, which is for the reward to teach.
+The fit begins with descriptions, two letters for each cell (``rc`` is a red circle, ``--`` is empty), because a description teaches
+several times as much about a picture as an answer. Then it continues as in the quickstart: a pupil first gives right answers, and in
+the last quarter gives wrong answers with probability ``MISTAKES`` (one more, the next colour, the mirrored column). The model can
+therefore recognise the picture, but prefers wrong answers. The reward teaches it to prefer right answers.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ class Problem:
         return image
 
     def description(self) -> str:
-        """Write what is in each cell: the first letters of colour and kind."""
+        """Return the content of each cell: the first letters of colour and kind, or "--"."""
         held = {(shape.row, shape.column): shape.colour[0] + shape.kind[0] for shape in self.shapes}
         return "".join(held.get((row, column), "--") for row in range(self.rows) for column in range(len(COLUMNS)))
 
 
 def make_problem(rng: random.Random) -> Problem:
-    """Draw a picture and a question at random."""
+    """Return a random picture with a question."""
     rows = rng.choice((1, 2))
     cells = [(row, column) for row in range(rows) for column in range(len(COLUMNS))]
     places = rng.sample(cells, rng.randint(1, len(cells)))
@@ -373,7 +373,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("images"), help="directory to write to")
     parser.add_argument("--family", choices=("qwen2_5_vl", "qwen3_vl"), default="qwen2_5_vl")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="compute threads; part of what makes a run repeatable")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="number of compute threads, which affects the last bits of results"
+    )
     parser.add_argument("--fit-steps", type=int, default=800, help="updates of the supervised fit")
     parser.add_argument("--batch-size", type=int, default=32, help="problems per update")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of the fit")

@@ -65,7 +65,7 @@ class Problem:
 
     @property
     def mistaken(self) -> int:
-        """Return the sum with a carry if none is due, and without a carry if one is due."""
+        """Return the wrong sum: without the carry if a carry is due, else with a carry."""
         return self.a + self.b + (-10 if self.carries else 10)
 
     def answer(self, *, forget_carry: bool = False) -> int:
@@ -107,9 +107,9 @@ def make_problems(seed: int, num_eval: int) -> tuple[list[Problem], list[Problem
 
 
 def make_tokenizer(roles: Sequence[str] = ROLES) -> PreTrainedTokenizerFast:
-    """Make one token per printable ASCII character and newline, one for ``####``, and the special ones: 103, an odd number.
+    """Return a tokenizer with 103 tokens, an odd number: printable ASCII characters, newline, ``####`` and special tokens.
 
-    ``roles``: of messages that the chat template knows; each has a token.
+    ``roles``: roles of messages in the chat template; each has a token.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -118,7 +118,7 @@ def make_tokenizer(roles: Sequence[str] = ROLES) -> PreTrainedTokenizerFast:
     words = [*special, MARK, "\n", *map(chr, range(32, 127))]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{MARK}|[\s\S]"), behavior="isolated")
-    core.decoder = decoders.Fuse()  # without it decoding puts spaces between the characters
+    core.decoder = decoders.Fuse()  # otherwise decoding adds spaces between the characters
     core.add_special_tokens(special)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -236,7 +236,7 @@ def response(answer: int) -> str:
 
 
 def write_parquet(path: Path, problems: Sequence[Problem], split: str) -> None:
-    """Write problems with the field names of rule-graded data sets, and those of supervised training (response, chosen, rejected)."""
+    """Write problems with the columns of rule-graded data sets and of supervised training (response, chosen, rejected)."""
     import pyarrow
     import pyarrow.parquet
 
@@ -281,7 +281,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make the quickstart's model and data.")
     parser.add_argument("--out", type=Path, default=Path("quickstart"), help="directory to write to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="compute threads; part of what makes a run repeatable")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="number of compute threads, which affects the last bits of results"
+    )
     parser.add_argument("--fit-steps", type=int, default=400, help="updates of the supervised fit")
     parser.add_argument("--batch-size", type=int, default=64, help="problems per update")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of the fit")

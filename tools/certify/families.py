@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = dict(
     rms_norm_eps=1e-6,
     bos_token_id=None,
     eos_token_id=1,
-    pad_token_id=None,  # transformers gives the embedding of a padding token no gradient
+    pad_token_id=None,  # in transformers the embedding of a padding token gets no gradient
 )
 _ROPE = dict(rope_type="default", rope_theta=10000.0)
 _YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
@@ -28,11 +28,11 @@ _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 64}
 _DELTA = dict(
     linear_num_key_heads=4,
     linear_num_value_heads=8,
-    linear_key_head_dim=64,  # this or 128, and as much for values: vLLM's kernels on a CPU have no other
+    linear_key_head_dim=64,  # 64 or 128, also for values: vLLM's CPU kernels support no other sizes
     linear_value_head_dim=64,
     full_attention_interval=2,
 )
-# As the published models: vLLM has kernels of latent attention for their head sizes alone.
+# The head sizes of the published models, because vLLM's kernels of latent attention support no others.
 _LATENT = dict(
     rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
     q_lora_rank=24,
@@ -50,7 +50,7 @@ _LATENT = dict(
     first_k_dense_replace=1,
     moe_intermediate_size=64,
 )
-# Keys of config.json beside SIZES; None takes one of these away. A parameter of every kind that a family may have is there.
+# Keys of config.json in addition to SIZES; None removes a key of SIZES. Each model contains every kind of parameter of its family.
 TINY: dict[str, dict[str, Any]] = {
     "llama": dict(tie_word_embeddings=False),
     "mistral": dict(sliding_window=None),
@@ -81,15 +81,15 @@ TINY: dict[str, dict[str, Any]] = {
         "scoring_func": "softmax",
         "norm_topk_prob": False,
     },
-    # A rotation that is not stretched, as Moonlight's.
+    # A rotation without scaling, as in Moonlight.
     "deepseek_v3": {**_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": _ROPE},
     "qwen3_next": {**_SHARED, **_DELTA},
     "qwen3_5_text": {**_DELTA, "linear_num_value_heads": 4},
     "qwen3_5_moe_text": {**_SHARED, **_DELTA},
 }
-# vLLM's kernels of these have no other dtype on a CPU.
+# vLLM's CPU kernels for these families support only this dtype.
 IN_BF16 = ("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-QUICK = ("qwen3", "qwen3_moe", "deepseek_v3")  # one of each kind: dense, experts, latent attention
+QUICK = ("qwen3", "qwen3_moe", "deepseek_v3")  # one family of each kind: dense, experts, latent attention
 
 
 def make_model(family: str, directory: Path) -> None:
@@ -142,7 +142,7 @@ def make_run(family: str, folder: Path, *, on_cuda: bool) -> Path:
     return path
 
 
-# Scores differ between the responses to a prompt, or there would be no gradient.
+# The scores of a prompt's responses must differ. Otherwise there is no gradient.
 _REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
     return (sum(map(ord, solution_str)) % 17) / 16

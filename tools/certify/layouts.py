@@ -17,7 +17,7 @@ from tools.certify import Table, row
 from tools.certify.families import make_run
 from tools.certify.processes import last_line, run_python, run_ranks
 
-# Of the actor; those that a family or the number of ranks does not allow are left out, by the checks of every run.
+# Layouts of the actor. Layouts that a family or the number of ranks does not allow fail the checks of a run, and are skipped.
 LAYOUTS = (
     "tp=1",
     "tp=2",
@@ -34,7 +34,7 @@ LAYOUTS = (
     "tp=2 sequence_parallel=true pp=2 cp=2",
     "tp=2 sequence_parallel=true pp=2 cp=2 ep=2 etp=1",
 )
-# Mean errors of a logprob: of sums in another order in fp32; else so many times the error of transformers in the same dtype.
+# Limits of the mean error of a logprob: absolute in fp32 (other order of sums), else a multiple of transformers' error in the dtype.
 FP32_LIMIT, NOISE_LIMIT = 1e-5, 2.0
 GRADIENT_LIMIT = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 HEAD = "| family | layout | dtype | engine | trainer | rollout | both | limit | gradient | sync | sleep | saved | verdict |"
@@ -43,7 +43,7 @@ _FAMILY_LIMIT_S = 1800
 
 def measure_family(family: str, folder: Path, ranks: int, on_cuda: bool, *, quick: bool) -> list[dict[str, Any]]:
     """Measure a family in separate ranks, so that a failure does not affect other families. Returns a row for each layout."""
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier certificate: its runs would be continued
+    shutil.rmtree(folder, ignore_errors=True)  # remove an earlier certificate, whose runs would be continued
     folder.mkdir()
     config = make_run(family, folder, on_cuda=on_cuda)
     try:
@@ -76,7 +76,7 @@ def find_layouts(config: Path, ranks: int) -> tuple[dict[str, list[str]], str]:
         try:
             validate(load_config(config, overrides), ranks)
         except ConfigError:
-            if not allowed:  # that of no cut at all: it is the run that is wrong
+            if not allowed:  # the first layout has no parallelism, so the run itself is invalid
                 raise
             continue
         allowed[layout.replace("sequence_parallel=true", "sp").replace("=", "").replace(" ", "_")] = overrides

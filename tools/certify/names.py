@@ -1,10 +1,9 @@
-"""List what our own sources use of Megatron-core, vLLM and transformers, and whether the installed versions still have it.
+"""List the names of Megatron-core, vLLM and transformers that our sources use, and check that the installed versions define them.
 
-The libraries promise few of these names. So the list is made from the syntax trees of our modules: their imports, the
-attributes and keywords that they use of an import, and the attributes that they read from objects of a library.
-Syntax does not tell whose object it is. So an attribute counts as a library's where neither our own sources nor the
-other imports of the module have its name, and is looked for among all words of the sources of the libraries that the
-module imports.
+Few of these names are public API. The list is therefore built from the syntax trees of our modules: their imports, the attributes
+and keywords of imports that they use, and the attributes that they read from objects of a library. The syntax does not show the type
+of an object. An attribute counts as a library's if neither our sources nor other imports of the module define its name. It is then
+searched among all words in the sources of the libraries that the module imports.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Use:
 def check_all(root: Path = PACKAGE, libraries: tuple[str, ...] = LIBRARIES) -> list[Use]:
     """Find and check every use in the modules below ``root``. Installed libraries are imported, others are skipped."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kernels that are not installed, and of what others deprecate
+        warnings.simplefilter("ignore")  # warnings about missing kernels and deprecations
         return sorted(_check_all(root, tuple(name for name in libraries if find_spec(name))))
 
 
@@ -94,9 +93,9 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _attributes(tree: ast.Module, imported: Collection[str], others: Collection[str]) -> set[str]:
-    """List attributes that a module reads from objects, except from its imports and parts of them.
+    """List attributes that a module reads from objects, except from its imports and their attributes.
 
-    What a call of ``others``, the imports from elsewhere, returns is no library's either.
+    Results of calls of ``others`` (imports from other packages) are also excluded.
     """
     roots = {*imported}
     for node in ast.walk(tree):
@@ -151,16 +150,16 @@ def _keywords(target: str, words: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _problem(target: str) -> str:
-    """Explain why a dotted name cannot be had.
+    """Return the reason why a dotted name does not exist, or "".
 
-    "" where it can, or where its module defines it under a condition that is not met here.
+    The result is also "" if the module defines the name under a condition that is false here.
     """
     try:
         if _find(target) is not _MISSING:
             return ""
         module, _, word = target.rpartition(".")
         return "" if re.search(rf"\b{word}\b", inspect.getsource(_find(module))) else "not there"
-    except Exception as error:  # a module of a library that does not load here, whatever it raises
+    except Exception as error:  # a library module that fails to import may raise any error
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 

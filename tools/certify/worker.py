@@ -76,7 +76,7 @@ def _certify(platform: Platform, config: str, layouts: dict[str, list[str]], fol
         dtype = platform.dtype(cfg.model.dtype)
         engine = engine or build_engine(cfg.rollout, EngineModel.of(cfg, dtype, hf_shapes(spec.geometry.trunk)))
         assert isinstance(engine, LiveEngine), "each of ours is one"
-        # Buckets of a quarter of the largest tensor: pieces of it travel apart. Poison shows what no message has written.
+        # Buckets of a quarter of the largest tensor, so that its pieces are sent separately. Poison shows unwritten elements.
         bucket = max(all_gather_json(max(parameter.tensor.nbytes for parameter in parameters))) // 4
         trunk, kind = spec.geometry.trunk, engine_kind(cfg.rollout.engine)
         assert kind.weights != "full", "each of ours is one"
