@@ -1,4 +1,4 @@
-# Sourced by the other scripts: where the repository is, how to stop with a message, how to reach the package index.
+# Sourced by the other scripts: paths of the repository, messages and errors, settings of the package index.
 # shellcheck shell=bash
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -14,10 +14,10 @@ fail() {
 # heading TEXT: a section heading on a line of its own.
 heading() { printf '\n== %s ==\n' "$*"; }
 
-# has_gpu: NVIDIA's driver answers.
+# has_gpu: succeeds if NVIDIA's driver answers.
 has_gpu() { nvidia-smi -L >/dev/null 2>&1; }
 
-# cuda_devices PYTHON: how many GPUs its torch sees; 0 where it has no torch for CUDA, Megatron-core or vLLM.
+# cuda_devices PYTHON: prints the number of GPUs that its torch sees; 0 if it lacks torch for CUDA, Megatron-core or vLLM.
 cuda_devices() {
     "$1" -c 'import importlib.util, torch
 print(torch.cuda.device_count() if all(map(importlib.util.find_spec, ("megatron.core", "vllm"))) else 0)' 2>/dev/null || say 0

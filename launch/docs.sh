@@ -2,8 +2,8 @@
 # Builds the documentation as a site, with mkdocs-material in a folder of its own. A link that leads nowhere is an error.
 #
 #   ./launch/docs.sh            builds outputs/site/index.html
-#   ./launch/docs.sh serve      shows it on http://127.0.0.1:8000 and follows changes
-#   ./launch/docs.sh install    installs what that needs, and stops
+#   ./launch/docs.sh serve      serves the site on http://127.0.0.1:8000 and follows changes
+#   ./launch/docs.sh install    installs only the tools for the site
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -27,10 +27,10 @@ from_npm() { # PACKAGE VERSION FILE SHA256 NAME WITHOUT: fetch a file of a packa
     folder="$(mktemp -d)"
     if command -v npm >/dev/null && npm pack --silent --pack-destination "$folder" "$1@$2" >/dev/null 2>&1; then
         tar -xzf "$folder/$1-$2.tgz" -C "$folder" "package/$3"
-        is_known "$4" "$folder/package/$3" || fail "$1@$2 is not the file that launch/docs.sh knows"
+        is_known "$4" "$folder/package/$3" || fail "$1@$2: the downloaded file has another digest than in launch/docs.sh"
         mv "$folder/package/$3" "$script"
     else
-        say "npm cannot get $1@$2 here: $6"
+        say "npm cannot download $1@$2: $6"
     fi
     rm -rf "$folder"
 }

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains on this machine: launch/local.sh CONFIG [a.b=c ...]. It needs what launch/setup.sh has installed.
+# Trains on this machine: launch/local.sh CONFIG [a.b=c ...]. Run launch/setup.sh first.
 #
-# The world size is trainer.world_size or the fewest that the layouts need. A failed run is started again as often as
-# trainer.max_restarts says. Exit code 75: saved before it was done; the same command goes on.
+# The world size is trainer.world_size, else the smallest world size that the layouts allow. A failed run is restarted at most
+# trainer.max_restarts times. Exit code 75: the run was saved before its end; the same command continues it.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 source "$root/launch/env.sh"

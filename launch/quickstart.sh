@@ -25,8 +25,8 @@ if ((devices)); then
     if ((devices == 1)); then fits=(actor.layout.tp=1 trainer.world_size=1); fi
 else
     if has_gpu; then
-        say "this machine has a GPU, and no Python here has torch for it with Megatron-core and vLLM: the quickstart runs on the CPU. To use the" \
-            "GPU run this script in the image of Dockerfile (docs/get-started/install.md#images), or with RLHF_MCORE_PYTHON=/path/to/such/a/python"
+        say "this machine has a GPU, but no Python with torch for CUDA, Megatron-core and vLLM, so the quickstart runs on the CPU. To use the" \
+            "GPU, run this script in the image of Dockerfile (docs/get-started/install.md#images), or set RLHF_MCORE_PYTHON to such a Python"
     fi
     python="$venv/bin/python"
     RLHF_MCORE_STACK="${RLHF_MCORE_STACK:-cpu}" "$root/launch/setup.sh"
@@ -44,7 +44,7 @@ fi
 
 heading "quickstart: model and data"
 if [[ -d quickstart ]]; then
-    say "reusing quickstart/ (delete it to make it again)"
+    say "reusing quickstart/ (delete the folder to build it again)"
 else
     # Made under another name and renamed, so that an interrupted run leaves nothing that looks finished.
     partial=outputs/quickstart.partial

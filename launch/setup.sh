@@ -85,7 +85,7 @@ install_torch() {
         return
     fi
     if pip install --quiet --no-deps "$requirement+cpu" >"$log" 2>&1; then return; fi
-    say "not in the indexes that pip knows here; taking the CPU build from torch's own index"
+    say "the package indexes of this machine's pip do not contain torch's CPU build; using torch's index"
     if uv_install --torch-backend cpu "$requirement"; then return; fi
     cat "$log" >&2
     fail "the CPU build of $requirement could not be installed (pip's attempt and uv's are above)." \
@@ -119,7 +119,7 @@ for library in sorted(root.rglob("*.so")):
 
 explain_failure() {
     local status=$?
-    if ((status)); then say "setup: failed, for the reason above; run it again once that is put right" >&2; fi
+    if ((status)); then say "setup: failed for the reason above; correct it and run setup.sh again" >&2; fi
 }
 
 install() {
@@ -127,8 +127,8 @@ install() {
     trap explain_failure EXIT
     [[ "$(uname -s)" == Linux ]] || fail "the dependencies are locked for Linux; this is $(uname -s)"
     if [[ -z "${RLHF_MCORE_STACK:-}" ]] && has_gpu; then
-        say "setup: this machine has a GPU, and the CPU stack, which does not use it, is installed. On GPUs use the image of Dockerfile" \
-            "(docs/get-started/install.md#images), or RLHF_MCORE_STACK=gpu in NVIDIA's PyTorch container. RLHF_MCORE_STACK=cpu: this is what is wanted"
+        say "setup: this machine has a GPU, but this script installs the CPU stack, which does not use it. For GPUs, use the image of Dockerfile" \
+            "(docs/get-started/install.md#images), or RLHF_MCORE_STACK=gpu in NVIDIA's PyTorch container. RLHF_MCORE_STACK=cpu hides this note"
     fi
     unset PIP_CONSTRAINT # the container's would refuse what is locked here
     python="$(find_python)"

@@ -23,7 +23,7 @@ from_apt() {
     shift 2
     if [[ -n "$(PATH="$PATH:/usr/sbin" command -v "$program")" ]]; then return; fi
     if ! command -v apt-get >/dev/null || [[ "$(id -u)" != 0 ]]; then
-        say "--with $name: only root can install it, and only with apt; its tests will be skipped"
+        say "--with $name: installing it needs root and apt; its tests will be skipped"
         return
     fi
     heading "$name"
@@ -34,7 +34,7 @@ from_apt() {
         || status=$?
     if ((status)); then
         tail -n 5 "$log"
-        say "--with $name: apt could not install it (above); its tests will be skipped"
+        say "--with $name: apt could not install it (see above); its tests will be skipped"
     fi
     rm -f "$log"
 }
@@ -68,11 +68,11 @@ source "$root/launch/env.sh"
 cd "$root"
 export PATH="$venv/bin:$PATH"
 if ((${#extras[@]})) && ! python -m pip install --quiet --disable-pip-version-check "${extras[@]}"; then
-    say "${extras[*]} could not be installed (above); what needs it will be skipped"
+    say "${extras[*]} could not be installed (see above); tests that need it will be skipped"
 fi
 
 if [[ -n "$builds_docs" ]] && ! "$root/launch/docs.sh" install; then
-    say "--with docs: mkdocs-material could not be installed (above); the site will not be built"
+    say "--with docs: mkdocs-material could not be installed (see above); the site will not be built"
     builds_docs=""
 fi
 
@@ -128,7 +128,7 @@ run_tests() {
 
 choice=(--tier "$tiers")
 if [[ -n "$shard" ]]; then choice+=(--shard "$shard"); fi
-say "tiers $tiers${shard:+, shard $shard of tier full}; this machine is $RLHF_MCORE_TEST_SLOWNESS times as slow as the one that the time limits were made on"
+say "tiers $tiers${shard:+, shard $shard of tier full}; time limits are scaled by $RLHF_MCORE_TEST_SLOWNESS, the slowness of this machine"
 if [[ ",$tiers," == *,default,* ]]; then
     section "ruff" ruff check .
     section "mypy" mypy

@@ -4,23 +4,23 @@
 #   ./launch/slurm/submit.sh CONFIG [a.b=c ...] --nodes N --gpus-per-node M --time T [option ...]
 #
 #   --nodes N               nodes of the job (default: 1)
-#   --gpus-per-node M       GPUs, and ranks, of a node; --ranks-per-node M instead where there are none
-#   --engine-nodes E        nodes beside the N, for rollout.placement=disaggregated: engines run there under Ray, ranks do not
-#   --time T                limit of one start, as SLURM writes it (1-00:00:00); the job goes on in the next
-#   --signal-before S       seconds before the limit at which the run is told to save (default: 300)
-#   --max-requeues K        how often the job may go back into the queue (default: 20)
+#   --gpus-per-node M       GPUs per node, with one rank each; use --ranks-per-node M for nodes without GPUs
+#   --engine-nodes E        additional nodes for rollout.placement=disaggregated; they run only engines, under Ray
+#   --time T                time limit of one start in SLURM's format (1-00:00:00); the job continues in the next start
+#   --signal-before S       request a save S seconds before the limit (default: 300)
+#   --max-requeues K        maximum number of requeues (default: 20)
 #   --container IMAGE       a .sif file (apptainer) or an image (pyxis); without it, .venv of this repository
-#   --mounts LIST           what the container sees beside this repository and the working directory: SRC:DST,SRC:DST
+#   --mounts LIST           mounts of the container in addition to this repository and the working directory: SRC:DST,SRC:DST
 #   --array LIST            one job per number; %a in an override is the number: seed=%a experiment=seed-%a
-#   --sweep FILE            one job per line of FILE, which holds further overrides, separated by blanks
-#   --dependency LIST       as sbatch has it, afterok:123
-#   --gpu KIND              what `rlhf-mcore plan` should reckon with (default: H100)
-#   --no-plan               do not refuse what `rlhf-mcore plan` thinks cannot fit
+#   --sweep FILE            one job per line of FILE, which contains further overrides, separated by blanks
+#   --dependency LIST       dependency in sbatch's format, such as afterok:123
+#   --gpu KIND              GPU model for `rlhf-mcore plan` (default: H100)
+#   --no-plan               submit even if `rlhf-mcore plan` estimates that the run does not fit
 #   --dry-run               print the sbatch command and submit nothing
-#   --NAME=VALUE            anything else goes to sbatch: --partition=gpu --account=me --exclude=bad1
+#   --NAME=VALUE            other options are passed to sbatch: --partition=gpu --account=me --exclude=bad1
 #
-# A job gets the cores and the memory of a node that go with its GPUs: half of them for 4 of 8. --cpus-per-task=C (all ranks of a
-# node are one task), --mem=SIZE or --exclusive ask for something else.
+# A job gets the share of a node's cores and memory that matches its GPUs: half of them for 4 of 8. To change this, use
+# --cpus-per-task=C (all ranks of a node are one task), --mem=SIZE or --exclusive.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 

@@ -70,7 +70,7 @@ def test_where_there_is_a_stack_for_cuda_it_trains_with_that(
 def test_a_gpu_without_such_a_stack_is_told_with_what_to_do(checkout: Path, tmp_path: Path) -> None:
     done = run(checkout, tmp_path, gpu=True)
     assert done.returncode == 0, done.stderr
-    assert "this machine has a GPU, and no Python here has torch for it" in done.stdout
+    assert "this machine has a GPU, but no Python with torch for CUDA" in done.stdout
     assert "docs/get-started/install.md#images" in done.stdout and "RLHF_MCORE_PYTHON=" in done.stdout
     assert "setup of cpu" in done.stdout and "\nrlhf-mcore train configs/quickstart/grpo.yaml\n" in done.stdout
 
