@@ -26,7 +26,7 @@ if ((devices)); then
 else
     if has_gpu; then
         say "this machine has a GPU, but no Python with torch for CUDA, Megatron-core and vLLM, so the quickstart runs on the CPU. To use the" \
-            "GPU, run this script in the image of Dockerfile (docs/get-started/install.md#images), or set RLHF_MCORE_PYTHON to such a Python"
+            "GPU, run this script in the image of Dockerfile (docs/get-started/install.md#images), or set RLHF_MCORE_PYTHON=/path/to/such/a/python"
     fi
     python="$venv/bin/python"
     RLHF_MCORE_STACK="${RLHF_MCORE_STACK:-cpu}" "$root/launch/setup.sh"
