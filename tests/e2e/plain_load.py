@@ -1,4 +1,4 @@
-"""Whether a sync has left an engine of vLLM as loading all weights the plain way leaves it."""
+"""Check that a sync leaves a vLLM engine in the same state as a plain load of all weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Written = Callable[[EngineParameter, Tensor], None]
 
 
 def sync_and_compare(bridge: PlannedBridge, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-    """Sync, then load the engine again as vLLM does: every parameter must come out as the sync has left it.
+    """Sync, and then reload the engine like vLLM. Every parameter must equal its value after the sync.
 
     ``bridge`` verifies its syncs. ``weights`` are full tensors. Collective over the world.
     """
@@ -50,9 +50,9 @@ def sync_and_compare(bridge: PlannedBridge, weights: Iterable[tuple[str, Tensor]
 
 @contextmanager
 def watching(model: nn.Module, engine: EngineMap, written: Written) -> Iterator[None]:
-    """Watch what a reload by vLLM itself writes into repacked parameters.
+    """Observe the values that vLLM's own reload writes to repacked parameters.
 
-    ``written`` is called with each and its flat tensor in the loading layout, just before its layer processes it.
+    ``written`` receives each parameter and its flat tensor in the loading layout, just before its layer processes it.
     """
     with ExitStack() as stack:
         for group in engine.repacked:
@@ -66,6 +66,6 @@ def watching(model: nn.Module, engine: EngineMap, written: Written) -> Iterator[
 def _process_watched(original: Any, group: Sequence[EngineParameter], written: Written, layer: Any) -> None:
     for parameter in group:
         tensor = getattr(layer, parameter.name.rpartition(".")[2])
-        if tensor.numel() == torch.Size(parameter.shape).numel():  # not the empty rest of one that is packed already
+        if tensor.numel() == torch.Size(parameter.shape).numel():  # skip the empty rest of an already packed parameter
             written(parameter, tensor.data.view(-1))
     original(layer)

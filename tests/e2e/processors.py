@@ -12,20 +12,20 @@ import pytest
 
 from rlhf_mcore.machine import processor
 
-OLDER = Path(__file__).with_name("older_processor")  # of PYTHONPATH
+OLDER = Path(__file__).with_name("older_processor")  # folder for PYTHONPATH
 
 
-# vLLM's layers of 8 bits as on a processor with AMX: its build for others does not have what packs their weights.
-INSTRUCTIONS = {"fp8": ("amx_tile", "avx512_bf16"), "int8": ("avx512_bf16",)}  # as /proc/cpuinfo names them
+# vLLM's 8-bit layers as on a processor with AMX. Its build for other processors cannot pack their weights.
+INSTRUCTIONS = {"fp8": ("amx_tile", "avx512_bf16"), "int8": ("avx512_bf16",)}  # names in /proc/cpuinfo
 
 
 def missing_instructions(kind: str) -> str:
-    """Name the instructions of vLLM's kernels of 8 bits that this processor lacks."""
+    """Return the instructions of vLLM's 8-bit kernels that this processor lacks."""
     return " and ".join(flag for flag in INSTRUCTIONS[kind] if flag not in processor().split())
 
 
 def needs_kernel(kind: str) -> pytest.MarkDecorator:
-    """Skip a test whose kernels of 8 bits this processor does not have."""
+    """Skip a test if this processor cannot run its 8-bit kernels."""
     missing = missing_instructions(kind)
     return pytest.mark.skipif(bool(missing), reason=f"vLLM's {kind} kernels need {missing}, which this processor lacks")
 
@@ -35,14 +35,14 @@ has_delta_kernels = "avx512f" not in processor().split() or "avx512_bf16" in pro
 
 
 def older_processor(environment: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a process that sees no AMX and no avx512_bf16."""
+    """Return the environment of a process without AMX and avx512_bf16."""
     paths = [str(OLDER), *filter(None, [environment.get("PYTHONPATH", "")])]
     return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @contextmanager
 def layers_of_8_bits() -> Iterator[None]:
-    """Let vLLM build its layers of 8 bits as with AMX, on any processor. Only their kernels need the instructions."""
+    """Let vLLM build its 8-bit layers as with AMX, on any processor. Only their kernels need the instructions."""
     import torch
     from vllm import _custom_ops
 

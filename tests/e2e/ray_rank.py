@@ -1,4 +1,4 @@
-"""A rank that scores with workers under the Ray of its machine: run by test_ray_rewards.py, as torchrun would."""
+"""A rank that scores with workers under the Ray of its machine. test_ray_rewards.py starts it like torchrun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main(function: str) -> None:
     dist.init_process_group("gloo")
     cfg = RewardConfig(function=function, pool="ray", workers=1)
     reward = build_reward(cfg, reward_pools(cfg))
-    import ray  # which reads its settings when it is imported: not before it is joined
+    import ray  # Ray reads its settings at import, so import it only after joining
 
     rows = [make_text_trajectory(Prompt(str(n), n, [1], ""), "x" * n) for n in range(3)]
     print(

@@ -1,4 +1,4 @@
-"""Engines that record routes: against transformers' routers, and what the trainer's passes make of them."""
+"""Compare recorded routes of engines with transformers' routers, and replay them in the trainer's passes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.e2e.rollout.drawing import sampler_of
 from tests.e2e.rollout.tiny import save_tokenizer
 
 TEMPERATURE, NEW_TOKENS = 0.8, 60
-SCALE = 6  # of what experts write: it weighs as much as all else, as in trained models
+SCALE = 6  # factor of the experts' outputs, so that they weigh as much as all other parts, as in trained models
 LAYOUTS = {
     "dp2": ParallelLayout(2),
     "tp2_sp_ep2": ParallelLayout(2, 2, 1, None, 1, True, 2, 1),
@@ -43,11 +43,11 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """An engine: its dtype and width, and what makes it compute tokens in parts, again, or not at all."""
+    """An engine: its dtype and layout, and settings that make it split, recompute or skip tokens."""
 
     dtype: str = "fp32"
     tp: int = 1
-    max_tokens: int | None = None  # of a pass
+    max_tokens: int | None = None  # per pass
     gib: float = 0.05
     prefix_caching: bool = True
     drafts: bool = False
@@ -77,7 +77,7 @@ def main(directory: Path) -> None:
     dist.barrier()
     weights = load_file(path / "model.safetensors")
     hf, shapes = load_hf(path), hf_shapes(load_spec(path).geometry)
-    # Two blocks of the cache, and a part of one; the first two prompts begin alike.
+    # Prompts of two cache blocks and a part of a block. The first two prompts share a prefix.
     prompts = [Prompt(f"p{i}", i, [(7 * (i // 2) + 5 * k) % 90 + 3 for k in range(70)] + [i + 3], "") for i in range(4)]
     for name, case in CASES.items():
         drawn = SamplingConfig(n=4, temperature=TEMPERATURE, max_new_tokens=NEW_TOKENS)
@@ -118,7 +118,7 @@ def main(directory: Path) -> None:
 
 
 def count_calls(owner: Any, name: str) -> list[None]:
-    """Returns a list that grows by one with each call of a method."""
+    """Return a list that grows by one element with each call of a method."""
     method, calls = getattr(owner, name), list[None]()
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ def count_calls(owner: Any, name: str) -> list[None]:
 
 
 def against_routers(trajectories: list[Trajectory], hf: torch.nn.Module) -> dict[str, float]:
-    """Choices of all tokens and layers that are not those of transformers in fp32, and all of them."""
+    """Return the number of choices that differ from transformers in fp32, and of all choices, over tokens and layers."""
     sums = {"different": 0.0, "unknown": 0.0, "all": 0.0}
     for each in trajectories:
         routes = torch.from_numpy(each.fields[ROUTES]).long()
@@ -143,7 +143,7 @@ def against_routers(trajectories: list[Trajectory], hf: torch.nn.Module) -> dict
 
 
 def turns(engine: Any, hf: torch.nn.Module, weights: dict[str, torch.Tensor], sampling: Sampling) -> dict[str, Any]:
-    """An episode of three turns, with the same weights published again in the middle of each: its routes against transformers."""
+    """Run an episode of three turns, republishing the same weights during each turn. Compare its routes with transformers."""
     prompt = Prompt("turns", 9, list(range(3, 80)), "")
     tokens, written, cached = list(prompt.prompt_ids), [], 0
     for turn in range(3):
@@ -165,7 +165,7 @@ def turns(engine: Any, hf: torch.nn.Module, weights: dict[str, torch.Tensor], sa
 
 
 def replayed(batch: TrainBatch, model: Any) -> dict[str, Any]:
-    """With the trainer's own routes and with the engine's: mean difference of logprobs, KL (k3), largest difference, other routes."""
+    """Return mean and largest logprob difference, KL (k3) and changed routes, with the trainer's routes and with the engine's."""
     found: dict[str, Any] = {}
     own, wanted = dict(batch.fields), batch.fields[ROUTES]
     for kind, routes in (("own", {}), ("replayed", routes_of(batch, "rollout"))):

@@ -6,17 +6,17 @@ from importlib.util import find_spec
 
 from rlhf_mcore.config.schema import RolloutLayoutConfig
 
-# Widths of engines that are more than a tensor-parallel size.
+# Engine layouts with more than a tensor-parallel size.
 GRIDS = {
     "ep2": RolloutLayoutConfig(tp=2, ep=2),
     "pp2": RolloutLayoutConfig(pp=2),
     "dp2": RolloutLayoutConfig(dp=2, ep=2),
-    "pp2_dp2_cut": RolloutLayoutConfig(pp=2, dp=2),  # experts are cut by both groups
+    "pp2_dp2_cut": RolloutLayoutConfig(pp=2, dp=2),  # both groups split the experts
 }
 Width = int | str
-# vLLM's module of Qwen3.5 imports its vision tower, which the CPU stack has no torchvision for.
+# vLLM's module of Qwen3.5 imports its vision tower, which needs torchvision. The CPU stack does not contain it.
 DELTA_NETS = ("qwen3_next", *(["qwen3_5_text"] if find_spec("torchvision") else []))
-# Model and width of its engines, every family once. An engine is started once and sees every layout's weights.
+# Model and layout of its engines, every family once. An engine starts once and receives the weights of every layout.
 ENGINES: tuple[tuple[str, Width], ...] = (
     ("llama_rope3", "pp2"),
     ("mistral", 2),
@@ -33,18 +33,18 @@ ENGINES: tuple[tuple[str, Width], ...] = (
     ("deepseek_v3_heads", 2),
     *((model, 2) for model in DELTA_NETS),
 )
-# Layers that are packed otherwise than in other models.
+# Layers with a different packing than in other models.
 FURTHER = ("olmo2", "gemma3_text", "glm4_moe", "gpt_oss", "deepseek_v3_heads", *DELTA_NETS)
 EXPERTS = ("qwen3_moe_mixed", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3_heads", "qwen3_next")
-# vLLM's kernels of latent attention and of gated delta nets have no other dtype on a CPU.
+# On a CPU, vLLM's kernels for latent attention and gated delta nets support no other dtype.
 IN_BF16 = ("deepseek_v3_heads", *DELTA_NETS)
-# Layouts of the trainer (tests/distributed/setting.py) whose weights engines see.
+# Layouts of the trainer (tests/distributed/setting.py) whose weights engines receive.
 UNEVEN_LAYOUTS = ("pp2_dp2_uneven", "pp2_vpp2_dp2_uneven", "tp2_pp2_vpp2_sp_uneven", "pp4_uneven")
 DENSE_LAYOUTS = ("tp2_dp2_sp", "pp2_vpp2_dp2", "tp2_pp2", "tp4", "pp4")
 OTHER_DENSE_LAYOUTS = ("dp4", "pp2_dp2", "tp2_pp2_vpp2_sp", "tp4_sp")
 EXPERT_LAYOUTS = ("ep4_dp4", "tp2_sp_ep2_etp1_dp2", "tp2_sp_pp2_ep2_etp1", "pp2_ep2_dp2_uneven")
 FEW_LAYOUTS_OF_DENSE, FEW_LAYOUTS_OF_EXPERTS = DENSE_LAYOUTS[:2], ("tp2_sp_ep2_etp1_dp2", "pp2_ep2_dp2_uneven")
-# Ranks of one engine wait for each other by spinning, which is slow where ranks share cores: they generate for these layouts only.
+# The ranks of an engine spin while they wait, which is slow on shared cores. They generate only for these layouts.
 FEW_LAYOUTS = (
     "dp4",
     "pp2_vpp2_dp2",
@@ -56,7 +56,7 @@ FEW_LAYOUTS = (
 
 
 def layouts(model: str) -> tuple[str, ...]:
-    """Layouts whose weights the engine of a model sees."""
+    """Return the layouts whose weights the engine of a model receives."""
     if model in EXPERTS:
         return FEW_LAYOUTS_OF_EXPERTS if model in ("glm4_moe", "deepseek_v3_heads") else EXPERT_LAYOUTS
     if model == "qwen3_seven":
@@ -67,5 +67,5 @@ def layouts(model: str) -> tuple[str, ...]:
 
 
 def generates(layout: str, tp: Width) -> bool:
-    """Whether an engine generates with the weights of a layout."""
+    """Return whether an engine generates with the weights of a layout."""
     return tp == 1 or layout in FEW_LAYOUTS

@@ -1,4 +1,4 @@
-"""transformers, Megatron and vLLM on the same tokens: rollouts of a live engine, scored by the trainer under many layouts."""
+"""Compare transformers, Megatron and vLLM on the same tokens: rollouts of a live engine, scored by the trainer under many layouts."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ from tests.planned_bridge import planned_bridge
 from tests.rows import Row
 from tests.unit.bridge.eight_bits import slow_values
 
-# Planned as if every two ranks were a machine of their own.
+# Planned as if every two ranks were on a separate machine.
 TWO_NODES = ("tp2_dp2", "pp4", "tp2_pp2_vpp2_sp_uneven", "tp2_sp_pp2_ep2_etp1")
-# Engines that multiply with live weights, the others keep vLLM's packed ones. Experts are packed in all.
+# Engines that multiply with live weights. The others keep vLLM's packed weights. All engines pack experts.
 LIVE = ("llama_rope3", "mistral", "qwen2_yarn", "qwen3_tied", "mixtral")
 
 
 @dataclass(slots=True)
 class World:
-    """What all engines of a run share."""
+    """Objects that all engines of a run share."""
 
     directory: Path
     platform: Any
@@ -144,7 +144,7 @@ def measure(world: World, name: str, tp: Width) -> dict[str, Any]:
 
 
 def difference_from_plan(engine: Any, path: Path, shapes: dict[str, tuple[int, ...]], grid: EngineGrid) -> str:
-    """The first tensor that the planner describes otherwise, without an engine, than the tracer finds it."""
+    """Return the first tensor whose planned description differs from the traced engine."""
 
     def held(tensors: Any) -> set[str]:
         return {f"{prod(t.shape)} {sorted((p.hf_name, p.start, p.shape) for p in t.pieces)}" for t in tensors}
@@ -155,10 +155,10 @@ def difference_from_plan(engine: Any, path: Path, shapes: dict[str, tuple[int, .
 
 
 def planned(model: Any, engine: Any, version: int, **options: Any) -> dict[str, Any]:
-    """Sync through the plan into a poisoned engine.
+    """Sync through the plan to a poisoned engine.
 
-    Once in a single bucket, in which repacked layers take turns, compared in full; then with buckets smaller than the largest tensor,
-    hashed.
+    The first sync uses a single bucket, in which repacked layers take turns, and is compared in full. The second sync uses buckets
+    smaller than the largest tensor, and is checked by hashes.
     """
     largest = max(tensor.numel() * tensor.element_size() for _, tensor in gatherer(model))
     bucket = largest // 3
@@ -189,12 +189,12 @@ def planned(model: Any, engine: Any, version: int, **options: Any) -> dict[str, 
 
 
 def live_tensors(engine: Any) -> dict[str, torch.Tensor]:
-    """Copies of the engine's parameters that hold something; packed ones are empty and are left out."""
+    """Return copies of the engine's non-empty parameters. Packed parameters are empty and are skipped."""
     return {name: p.detach().clone() for name, p in engine.model.named_parameters() if p.numel() and not p.is_meta}
 
 
 def faults(world: World, engine: Any) -> dict[str, Any]:
-    """Syncs that die, that are tampered with, that bring a part or nothing; and weights that come back."""
+    """Check syncs that fail, that are tampered with, or that send a part or nothing, and weights that are restored."""
     found: dict[str, Any] = {}
     groups = groups_of("tp2_pp2_vpp2_sp_uneven", world.groups)
     name, other = "qwen3_seven", "qwen3_seven_other"
@@ -220,7 +220,7 @@ def faults(world: World, engine: Any) -> dict[str, Any]:
 
 
 def eight_bits(world: World, path: Path, model: Any, engine: Any) -> list[Any]:
-    """What engines say whose weights have come in 8 bits, and when they have loaded the values of these: slow versions' of files."""
+    """Compare engines with synced 8-bit weights and engines that load the same values, computed from files by slow versions."""
     said = []
     options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": True, "poison": True}
     for number, kind in enumerate(QUANTISATIONS.values()):
@@ -237,16 +237,16 @@ def eight_bits(world: World, path: Path, model: Any, engine: Any) -> list[Any]:
 
 
 def greedy(engine: Any, prompts: list[Prompt]) -> list[Any]:
-    """What all engines say, and how likely they think it is."""
+    """Return the greedy responses of all engines and their logprobs."""
     placed = sampler_of(engine).sample_step(prompts, Sampling(n=1, temperature=0.0, max_new_tokens=8), step=0)
     drawn = [trajectory for _, trajectory in placed]
     return all_gather_json([[t.sampled_ids.tolist(), t.sampled_logprobs.tolist()] for t in drawn])
 
 
 def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, Any]:
-    """Two tensors of another model are brought: the engine is the one that was loaded with a mixture of both files.
+    """Sync two tensors of another model. The engine must equal an engine that was loaded with a mixture of both files.
 
-    Its matrices are packed, so with the queries come keys and values. Then a sync that brings nothing, seen by the canary.
+    Its matrices are packed, so keys and values are sent with the queries. Then the canary detects a sync that sends nothing.
     """
     path, other = world.directory / "qwen3_seven", world.directory / "qwen3_seven_other"
     model, actor = build(other, groups, world.platform, Settings())
@@ -267,7 +267,7 @@ def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, An
         "some_bytes": max(all_gather_json(stats.received_bytes + stats.local_bytes)),
         "all_bytes": min(all_gather_json(bridge.rank_plan.received_bytes + bridge.rank_plan.local_bytes)),
     }
-    with engine.begin(12):  # weights that nobody has brought
+    with engine.begin(12):  # weights that no sync has sent
         pass
     try:
         canary.check(12)
@@ -282,7 +282,7 @@ def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, An
 
 
 def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
-    """Every rank fails at the third bucket: nothing may be generated afterwards."""
+    """Let every rank fail at the third bucket. The engine must not generate afterwards."""
     open_bucket = EngineDestinations.open
 
     def failing(landing: EngineDestinations, bucket: Bucket) -> Any:
@@ -304,7 +304,7 @@ def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
 
 
 def tampered(bridge: PlannedBridge) -> str:
-    """One element of one rank's copy changes on its way: the digests must tell."""
+    """Change one element of one rank's copy in transit. The digests must detect it."""
     post = SharedMemory.post
     changed: list[int] = []
 
@@ -325,9 +325,9 @@ def tampered(bridge: PlannedBridge) -> str:
 
 
 def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: int) -> dict[str, float]:
-    """Largest differences of logprobs over all ranks: engine against trainer, engine against transformers.
+    """Return the largest logprob differences over all ranks: engine against trainer, and engine against transformers.
 
-    Of gated delta nets also the mean error of engine, trainer and transformers in bf16, which is that against transformers in fp32.
+    For gated delta nets, also return the mean errors of engine, trainer and transformers in bf16 against transformers in fp32.
     """
     by_noise = path.name in DELTA_NETS
     sampling = Sampling(n=2, temperature=TEMPERATURE, max_new_tokens=48 if by_noise else 8, seed=3)
@@ -351,7 +351,7 @@ def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: in
 
 
 def by_transformers(batch: TrainBatch, path: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Logprobs of the sampled tokens of this rank's rows, one row at a time."""
+    """Return transformers' logprobs of the sampled tokens of this rank's rows, one row at a time."""
     hf, sizes = load_hf(path, dtype), batch.lengths[batch.rows].tolist()
     found = [torch.zeros(0)]
     for ids, mask in zip(batch.token_ids.split(sizes), batch.loss_mask.split(sizes), strict=True):

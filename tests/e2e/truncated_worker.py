@@ -1,4 +1,4 @@
-"""Engines that draw by top_p and top_k: what they record, against transformers' warpers, and what the trainer makes of it."""
+"""Compare the recorded supports of engines with top_p and top_k with transformers' warpers, and train on them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.e2e.rollout.drawing import sampler_of
 from tests.e2e.rollout.tiny import save_model
 
 TEMPERATURE, NEW_TOKENS = 0.7, 300
-# Engine, its width, top_p, top_k, whether it drafts, and the layout of the trainer.
+# Engine, its layout, top_p, top_k, whether it drafts, and the layout of the trainer.
 CASES: dict[str, tuple[str, int, float, int, bool, str]] = {
     "hf": ("hf", 1, 0.9, 512, False, "tp2_dp2"),
     "vllm": ("vllm", 1, 0.9, 512, False, "cp2_dp2"),
@@ -56,7 +56,7 @@ def main(directory: Path) -> None:
         if drafts:
             cfg.speculative = SpeculativeConfig(method="ngram", num_tokens=2, ngram_tokens=1)
         engine = build_engine(cfg, EngineModel(str(path), str(path), "fp32", 400, seed=0, shapes=shapes))
-        engine._stops = []  # vLLM has one of its own; some responses get to their whole length
+        engine._stops = []  # vLLM's own stop token remains, but some responses reach their whole length
         engine.load_weights(iter(list(hf.named_parameters())), version=0)
         _, actor = build(path, groups_of(layout, {}), platform, Settings(max_tokens=2048))
         sampling = Sampling(**vars(drawn), seed=3, records_support=truncates(drawn))
@@ -72,7 +72,7 @@ def main(directory: Path) -> None:
 
 
 def compared(batch: TrainBatch, actor: Actor) -> dict[str, Any]:
-    """The engine against the trainer's policy, which is the same: with the support, and without as before there was one."""
+    """Compare the engine with the trainer's equal policy, with the recorded support and without it."""
     rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
     batch.old_logprobs = actor.compute_logprobs(batch)
     found: dict[str, Any] = dict(agreement_metrics(batch))
@@ -87,7 +87,7 @@ def compared(batch: TrainBatch, actor: Actor) -> dict[str, Any]:
 
 @torch.no_grad()
 def against_warpers(batch: TrainBatch, hf: torch.nn.Module, top_p: float, top_k: int) -> dict[str, Any]:
-    """Tokens whose support is not what the warpers leave, but where rounding decides because the mass is at the limit."""
+    """Return the tokens whose support differs from the warpers, unless the mass is so close to the limit that rounding decides."""
     assert batch.support is not None
     warpers = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(top_k)])
     nucleus, lengths = TopPLogitsWarper(top_p), batch.lengths[batch.rows].tolist()

@@ -1,6 +1,6 @@
-"""Run by torchrun: engines that add adapters, and engines with merged weights; writes what was seen as JSON. test_adapters.py judges.
+"""Run engines with adapters and engines with merged weights under torchrun. test_adapters.py asserts on the results.
 
-DIRECTORY has a model, and gets rank<r>.json. Names of linear layers may follow, which are adapted then.
+DIRECTORY contains a model and receives rank<r>.json. Further arguments are names of linear layers to adapt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlhf_mcore.types import Request, Sampling
 from tests.planned_bridge import planned_bridge
 
 RANK, SCALE = 8, 2.0
-TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # keys have none
+TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # keys have no adapters
 PROMPTS = [[5, 9, 33, 8], [7, 70, 12, 3, 18, 2]]
 Whole = dict[str, Tensor]
 
@@ -54,7 +54,7 @@ def fill(parameter: LocalParameter, geometry: ModelGeometry, full: Whole) -> Non
 
 
 def reference(directory: Path, full: Whole, adapters: Whole) -> Any:
-    """A model of transformers whose linear layers add B A of their inputs, as PEFT's do."""
+    """Return a transformers model whose linear layers add B A of their inputs, as in PEFT."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
@@ -68,7 +68,7 @@ def reference(directory: Path, full: Whole, adapters: Whole) -> Any:
 
 @torch.no_grad()
 def seen(engine: Any, model: Any) -> dict[str, Any]:
-    """What an engine draws, and how far its logprobs are from the model's."""
+    """Return the samples of an engine, and the difference between its logprobs and the model's."""
     sampling = Sampling(temperature=1.0, max_new_tokens=12)
     drawn = engine.generate([Request(n, f"p{n}", prompt, sampling, n) for n, prompt in enumerate(PROMPTS)])
     gap, tokens = 0.0, []

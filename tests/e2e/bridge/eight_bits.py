@@ -1,4 +1,4 @@
-"""vLLM's own layers of 8 bits, on a CPU: what a bridge writes into them against vLLM's loaders, quantisers and kernels."""
+"""Compare the values that a bridge writes to vLLM's 8-bit layers on a CPU with vLLM's loaders, quantisers and kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.e2e.processors import layers_of_8_bits, missing_instructions
 KINDS = tuple(QUANTISATIONS.values())
 HEADS, KV_HEADS, WIDTH, SIZE, EXPERTS = 8, 4, 64, 256, 4
 CASE = Case("qwen3_moe", False, KV_HEADS, "bfloat16")
-# Layouts of engines: experts are whole with ep, cut without, by both groups of dp2.
+# Layouts of engines. Experts are whole with ep. Without it, they are split, with dp2 by both groups.
 GRIDS: dict[str, dict[str, int]] = {
     "tp1": {"tp": 1},
     "tp2": {"tp": 2},
@@ -37,7 +37,7 @@ GRIDS: dict[str, dict[str, int]] = {
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """The tensors of a Qwen3-MoE whose matrices have whole blocks on each of two ranks."""
+    """Return the tensors of a Qwen3-MoE whose matrices have whole blocks on each of two ranks."""
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (97, SIZE)}
     for layer in range(2):
         prefix = f"model.layers.{layer}."
@@ -80,7 +80,7 @@ def hf_config(kind: Quantisation | None) -> Any:
 
 
 def quantised(weights: Mapping[str, Tensor], kind: Quantisation) -> dict[str, Tensor]:
-    """What a bridge sends."""
+    """Return the values that a bridge sends."""
     sent: dict[str, Tensor] = {}
     for name, weight in weights.items():
         sent[name] = weight
@@ -101,7 +101,7 @@ def fill(parameter: EngineParameter, flat: Tensor, sent: Mapping[str, Tensor]) -
 
 @torch.no_grad()
 def check_8_bits(kind: Quantisation, directory: Path, grid: Mapping[str, int]) -> dict[str, Any]:
-    """Names of what differs; how far kernels are from products with the values of 8 bits, where the processor has them."""
+    """Return the names of differing tensors, and the errors of kernels against products with the 8-bit values, if supported."""
     generator = torch.Generator().manual_seed(5)
     weights = {name: (torch.randn(shape, generator=generator) / 8).bfloat16() for name, shape in shapes().items()}
     sent, seen = quantised(weights, kind), dict[str, Any]()
@@ -140,7 +140,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 
 def fused_by_vllm(plain: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What vLLM's online quantiser makes of the weights that a rank holds: fused, cut, and of all experts."""
+    """Return the results of vLLM's online quantiser for the weights of a rank: fused, split, and for all experts."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     made: dict[str, Tensor] = {}
@@ -171,7 +171,7 @@ def whole_by_compressed_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tens
 def kernel_gaps(
     model: Any, kind: Quantisation, sent: Mapping[str, Tensor], written: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Write a processed model through vLLM's reload, and compare its kernels with products with the values of the 8 bits."""
+    """Write to a processed model through vLLM's reload, and compare its kernels with products with the 8-bit values."""
     synchronise(model, map_engine(model, shapes(), "loaders", quantisation=kind.name), sent)
     gaps = {}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Ranks of vLLM engines in processes that know nothing of the trainer's world; tests/distributed/engine_processes.py controls them.
+"""Ranks of vLLM engines in processes outside the trainer's world. tests/distributed/engine_processes.py controls them.
 
     engine_rank.py SOCKET ORDER...
 
@@ -40,7 +40,7 @@ PROMPTS = [[5, 9, 33], [7, 70, 12, 3, 18, 2]]
 
 class VLLM(Served):
     def answer(self, do: str, given: dict[str, Any]) -> Any:
-        if do == "load":  # as vLLM does, from full tensors
+        if do == "load":  # like vLLM, from full tensors
             known = self._engine._expected.shapes  # files repeat the embedding and the output layer in an MTP layer
             held = {name: tensor for name, tensor in load_file(given["path"]).items() if name in known}
             self._engine.load_weights(iter(held.items()), version=99)
@@ -50,7 +50,7 @@ class VLLM(Served):
         return super().answer(do, given)
 
     def _seen(self) -> dict[str, Any]:
-        """Hashes of the parameters that hold something, what the engine says, and how likely it thinks that is."""
+        """Return hashes of the non-empty parameters, the engine's responses, and their logprobs."""
         sampling = Sampling(temperature=0.0, max_new_tokens=6)
         requests = [Request(number, f"p{number}", prompt, sampling, 0) for number, prompt in enumerate(PROMPTS)]
         drawn = {found.request_id: found for found in self._engine.generate(requests)}

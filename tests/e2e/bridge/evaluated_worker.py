@@ -1,7 +1,8 @@
-"""Run by torchrun: a mixture of experts with adapters, then models of an evaluation in the engine that it keeps for them.
+"""Run an MoE model with adapters, and then models of an evaluation in the engine that it keeps for them, under torchrun.
 
-DIRECTORY has the models ``mixture`` and ``evaluation/model``. These folders get rank0.json, and two directories of adapters and
-findings.json. test_adapters.py judges. Names of the linear layers of the mixture that are adapted may follow.
+DIRECTORY contains the models ``mixture`` and ``evaluation/model``. ``mixture`` receives rank0.json; ``evaluation`` receives two
+directories of adapters and findings.json. test_adapters.py asserts on the results. Further arguments are names of linear layers of the
+MoE model to adapt.
 """
 
 from __future__ import annotations

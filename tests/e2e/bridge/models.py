@@ -1,4 +1,4 @@
-"""Tiny architectures, their tensors in the checkpoint format, and bare vLLM modules of them (no engine)."""
+"""Tiny architectures, their tensors in the checkpoint format, and their vLLM modules without an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HIDDEN, VOCABULARY, EXPERTS = 64, 97, 4
 
 @dataclass(frozen=True)
 class Case:
-    """An architecture; ``key`` names it in results."""
+    """An architecture. ``key`` is its name in results."""
 
     family: str
     is_tied: bool
@@ -31,7 +31,7 @@ class Case:
 
 MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral")
 CASES = (
-    Case("qwen3_moe", False, 2),  # first: vLLM makes its expert-parallel group for a mixture only
+    Case("qwen3_moe", False, 2),  # must be first, because vLLM builds its expert-parallel group only for MoE models
     Case("mixtral", False, 1),
     Case("qwen2_moe", False, 2),
     Case("qwen2", False, 1),
@@ -43,7 +43,7 @@ CASES = (
     Case("qwen2", True, 2, "bfloat16"),
     Case("qwen3_moe", True, 1, "bfloat16"),
 )
-# Tensor-parallel sizes of each case. All pairs of size, number of heads, tying and kind of family occur.
+# Tensor-parallel sizes of each case. All pairs of size, number of heads, tied embeddings and kind of family occur.
 SIZES = {
     1: tuple(CASES[number] for number in (0, 2, 3, 5, 6, 7, 10)),
     2: tuple(CASES[number] for number in (0, 1, 2, 4, 7, 8, 9)),
@@ -68,7 +68,7 @@ def hf_config(case: Case) -> Any:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    if not case.family.startswith("qwen2"):  # which has no such key: 64 / 2 heads = 32
+    if not case.family.startswith("qwen2"):  # qwen2 has no such key, and 64 / 2 heads = 32
         sizes["head_dim"] = 32
     if case.family in ("qwen3_moe", "qwen2_moe"):
         sizes |= {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
@@ -80,7 +80,7 @@ def hf_config(case: Case) -> Any:
 
 
 def checkpoint_shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    """Written out by hand from the published checkpoints of each family."""
+    """Return the shapes of a checkpoint, written by hand from the published checkpoints of each family."""
     heads, width = (2, 64) if case.family.startswith("qwen2") else (4, 128)
     key_width = width // heads * case.num_kv_heads
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
@@ -121,7 +121,7 @@ def _gated(prefix: str, names: tuple[str, str, str]) -> dict[str, tuple[int, ...
 
 
 def random_weights(case: Case, seed: int) -> dict[str, torch.Tensor]:
-    """Full tensors of a checkpoint, equal on all ranks."""
+    """Return random full tensors of a checkpoint, equal on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, case.dtype)
     return {
@@ -131,7 +131,7 @@ def random_weights(case: Case, seed: int) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def vllm_config(case: Case, directory: Path, tp: int, pp: int = 1, dp: int = 1, ep: int = 1) -> Iterator[Any]:
-    """vLLM's configuration of a case, as the current one, with its process groups."""
+    """Set vLLM's configuration of a case as the current one, with its process groups. Yields the configuration."""
     import torch.distributed as dist
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
@@ -155,22 +155,22 @@ def vllm_config(case: Case, directory: Path, tp: int, pp: int = 1, dp: int = 1, 
     ).create_engine_config()
     with set_current_vllm_config(config):
         init_distributed_environment(dist.get_world_size(), dist.get_rank(), "env://", 0, "gloo")
-        with private_shared_memory():  # that of a killed run may still be there under vLLM's own name
+        with private_shared_memory():  # a killed run may have left memory under vLLM's own name
             ensure_model_parallel_initialized(tp, pp)
         yield config
 
 
 def build(config: Any, *, is_processed: bool) -> Any:
-    """The module that a worker would hold: dummy weights, packed for the CPU's kernels if ``is_processed``.
+    """Build the module of a worker with dummy weights, packed for CPU kernels if ``is_processed``.
 
-    Some milliseconds, where an engine takes seconds.
+    This takes milliseconds; an engine takes seconds.
     """
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     loader = get_model_loader(config.load_config)
-    config.compilation_config.static_forward_context.clear()  # or the names of attention layers would be taken
+    config.compilation_config.static_forward_context.clear()  # otherwise the names of attention layers would already exist
     with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
         model = loader.create_model(config, config.model_config)
         loader.load_weights(model, config.model_config)

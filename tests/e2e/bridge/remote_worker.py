@@ -1,4 +1,4 @@
-"""Two trainer ranks that bring weights to vLLM engines in processes of their own; run by torchrun, judged by test_remote.py."""
+"""Two trainer ranks under torchrun that send weights to vLLM engines in separate processes. test_remote.py asserts on the results."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ENGINES = {
     "qwen3_moe": {"c": {"dp": 2, "ep": 2}},
     "glm4_moe": {"d": {"tp": 2}},
 }
-NUM_RANKS = 2  # of each engine
-WITH_MTP = ("glm4_moe",)  # whose engines draft with an MTP layer that learns
+NUM_RANKS = 2  # per engine
+WITH_MTP = ("glm4_moe",)  # engines draft with a trained MTP layer
 
 
 def engines_of(name: str, path: Path) -> EngineProcesses:
-    """Each engine of a model, with its layout in processes."""
+    """Return each engine of a model with its layout of processes."""
     engines = EngineProcesses(path)
     orders = [
         {"engine": engine, "rank": rank, "layout": layout, "model": str(path), "store": str(path)}
@@ -52,7 +52,7 @@ def engines_of(name: str, path: Path) -> EngineProcesses:
 
 
 def file_of(path: Path, kind: str) -> Path:
-    """The weights of a model, or a file of the values of their 8 bits, by slow versions."""
+    """Return the file with a model's weights, or with their 8-bit values, computed by slow versions."""
     if kind:
         weights, quantisation = load_file(path / "model.safetensors"), QUANTISATIONS[kind]
         values = {n: slow_values(w, quantisation) if quantisation.applies(n) else w for n, w in weights.items()}
@@ -87,7 +87,7 @@ def measure(directory: Path, name: str) -> dict[str, Any]:
         dist.barrier()
         if (
             is_live and name == "qwen3_tied"
-        ):  # one of the two ranks of an engine is killed: the whole engine is left out
+        ):  # one of the two ranks of an engine is killed, so the whole engine is dropped
             if engines is not None:
                 engines.ask("b.1", "trouble", during="sync", kind="kill", at=2)
             bridge.sync(50)

@@ -1,6 +1,6 @@
-"""Run by torchrun on two ranks: traces vLLM modules of all cases and one engine, and writes what it saw as JSON.
+"""Trace vLLM modules of all cases and one engine on two ranks under torchrun, and write the results as JSON.
 
-DIRECTORY has the models a and b, and gets rank<r>.json. Nothing is judged here; test_trace.py does that.
+DIRECTORY contains the models a and b, and receives rank<r>.json. test_trace.py asserts on the results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAN = float("nan")
 
 
 def fill(flat: torch.Tensor, parameter: EngineParameter, weights: Weights) -> None:
-    """What an executor does, with full tensors at hand: every rectangle to its place, zeros into the padding."""
+    """Fill a parameter from full tensors like an executor: copy every rectangle to its place, and zeros to the padding."""
     flat.fill_(NAN)
     for piece in parameter.pieces:
         view(flat, piece).copy_(weights[piece.hf_name][piece.slices])
@@ -40,7 +40,7 @@ def fill(flat: torch.Tensor, parameter: EngineParameter, weights: Weights) -> No
 
 
 def synchronise(model: Any, engine_map: EngineMap, weights: Weights) -> None:
-    """All parameters, direct ones in place and repacked ones through the reload."""
+    """Write all parameters: direct parameters in place, and repacked parameters through the reload."""
     views = engine_map.views(model)
     for parameter in engine_map.direct:
         fill(views[parameter.name], parameter, weights)
@@ -51,7 +51,7 @@ def synchronise(model: Any, engine_map: EngineMap, weights: Weights) -> None:
 
 
 def check_replay(model: Any, engine_map: EngineMap, weights: Weights) -> dict[str, Any]:
-    """Replayed rectangles against vLLM's own load_weights, on tensors full of NaN before either."""
+    """Compare replayed rectangles with vLLM's own load_weights. Tensors contain NaN before both."""
     live = dict(model.named_parameters())
     synchronise(model, engine_map, weights)
     replayed = {name: tensor.detach().clone() for name, tensor in live.items()}
@@ -66,7 +66,7 @@ def check_replay(model: Any, engine_map: EngineMap, weights: Weights) -> dict[st
 
 
 def kernel_gaps(model: Any, plain: Any) -> dict[str, float]:
-    """Layer by layer, the relative difference of what the kernels compute to plain algebra on the loading layout."""
+    """Return for each layer the relative difference between its kernel and plain algebra on the loading layout."""
     found = {}
     for name, module in model.named_modules():
         expected = plain.get_submodule(name)
@@ -123,7 +123,7 @@ def snapshot(model: Any) -> dict[str, tuple[int, torch.Tensor]]:
 
 
 def change(before: dict[str, tuple[int, torch.Tensor]], after: dict[str, tuple[int, torch.Tensor]]) -> str:
-    """The first tensor that has moved or has other values, or ""."""
+    """Return the first tensor whose memory or values have changed, or ""."""
     moved = [name for name in before if name in after and before[name][0] != after[name][0]]
     tensors = ({name: tensor for name, (_, tensor) in state.items()} for state in (after, before))
     return f"{moved[0]} has moved" if moved else first_difference(*tensors)
@@ -137,7 +137,7 @@ def check_case(case: Case, directory: Path, tp: int) -> dict[str, Any]:
         plain = build(config, is_processed=False)
         plain_map = trace(plain, shapes, probe=False)
         seen["map"] = described(plain_map)
-        seen["replay"] = check_replay(plain, plain_map, weights)  # leaves ``plain`` as load_weights makes it
+        seen["replay"] = check_replay(plain, plain_map, weights)  # leaves ``plain`` in the state after load_weights
 
         packed = build(config, is_processed=True)
         before = snapshot(packed)
@@ -155,7 +155,7 @@ def check_case(case: Case, directory: Path, tp: int) -> dict[str, Any]:
 
 
 def check_live(model: Any, plain: Any, shapes: dict[str, tuple[int, ...]], case: Case) -> dict[str, Any]:
-    """Plain kernels on live parameters, with other weights; then vLLM's reload must leave them live."""
+    """Check plain kernels on live parameters with other weights. vLLM's reload must leave them live."""
     from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
     changed = keep_loading_layout(model)
@@ -178,7 +178,7 @@ def check_live(model: Any, plain: Any, shapes: dict[str, tuple[int, ...]], case:
 
 
 def check_both_names(plain: Any, shapes: dict[str, tuple[int, ...]]) -> Any:
-    """A tied checkpoint that names the output layer as well."""
+    """Check a tied checkpoint that also contains the output layer."""
     both = {**shapes, "lm_head.weight": shapes["model.embed_tokens.weight"]}
     return described(trace(plain, both, probe=False))
 
@@ -193,7 +193,7 @@ def error_of_incomplete(plain: Any, shapes: dict[str, tuple[int, ...]]) -> str:
 
 
 def check_engine(directory: Path) -> dict[str, Any]:
-    """Weights b in a whole engine: by its own load, through the traced map, and in place."""
+    """Load the weights b into a whole engine: by its own load, through the traced map, and in place."""
     from transformers import AutoModelForCausalLM
 
     model_dir = str(directory / "a")
@@ -238,7 +238,7 @@ def check_engine(directory: Path) -> dict[str, Any]:
 
 
 def check_without_packing(case: Case, directory: Path) -> dict[str, Any]:
-    """As on a CPU for which vLLM has no packed kernel: layers hand their weight to torch."""
+    """Check layers without packed kernels, which pass their weight to torch, as on CPUs that vLLM has no packed kernel for."""
     import vllm.model_executor.layers.utils as kernels
 
     with (

@@ -25,7 +25,7 @@ CHANGES = {"torch.cpu": change_torch, "rlhf_mcore.machine": change_machine}
 
 
 class Finder:
-    """Change a module after it has been imported."""
+    """Patch a module after its import."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

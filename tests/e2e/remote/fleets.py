@@ -1,4 +1,4 @@
-"""Fleets of real engines under a real Ray, whose weights come from files: the bridge has tests of its own."""
+"""Fleets of real engines under a real Ray. Weights come from files, because the bridge has separate tests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MAX_MODEL_LEN = 160
 
 
 class FileReceiver:
-    """The other end of no bridge: version v is the model of the directory that the trainer names, the even one or the odd one.
+    """A receiver without a bridge. Version v is the model in the directory that the trainer names, for even or for odd versions.
 
-    A file ``silent.<process id>`` in the parent directory makes the engine of that process step without drawing, one ``slow`` makes
-    all of them wait before a step.
+    If the parent directory contains ``silent.<process id>``, the engine of that process steps without sampling. If it contains
+    ``slow``, all engines wait before a step.
     """
 
     def __init__(self, target: Any) -> None:
@@ -62,7 +62,7 @@ class FileReceiver:
 
 
 def plan(directory: Path, engine: str = "hf", num_engines: int = 1, tp: int = 1, **settings: Any) -> FleetPlan:
-    """Engines of the tiny model in ``directory``. ``episodes`` makes what plays episodes in each."""
+    """Return the plan of a fleet with the tiny model in ``directory``."""
     episodes = settings.pop("episodes", None)
     limits = {"timeout_s": 20.0, "restarts": 3} | {
         k: settings.pop(k) for k in ("timeout_s", "restarts") if k in settings
@@ -75,7 +75,7 @@ def plan(directory: Path, engine: str = "hf", num_engines: int = 1, tp: int = 1,
 
 @contextmanager
 def running(fleet_plan: FleetPlan, cluster: Cluster | None = None) -> Iterator[tuple[Fleet, list[str]]]:
-    """A fleet, and what it has told."""
+    """Start a fleet. Yields the fleet and its messages."""
     notes: list[str] = []
     fleet = Fleet(cluster or Cluster(None, 1), fleet_plan, notes.append)
     fleet.start()
@@ -86,7 +86,7 @@ def running(fleet_plan: FleetPlan, cluster: Cluster | None = None) -> Iterator[t
 
 
 def publish(fleet: Fleet, version: int, *directories: Path, name: str = "group") -> list[str]:
-    """Weights for all engines that are well; the names of their processes."""
+    """Publish weights to all working engines. Returns the names of their processes."""
     members = fleet.pause()
     specs = [GroupSpec(name, "", 0, rank + 1, len(members) + 1, 60.0) for rank in range(len(members))]
     fleet.join(specs, ":".join(map(str, directories)))
@@ -98,7 +98,7 @@ def publish(fleet: Fleet, version: int, *directories: Path, name: str = "group")
 
 
 def requests(prompts: int, samples: int, max_new_tokens: int = 24, first_id: int = 0) -> list[Request]:
-    """Requests of ``prompts`` prompts with ``samples`` samples each."""
+    """Return requests for ``prompts`` prompts with ``samples`` samples each."""
     return [
         Request(
             first_id + row * samples + sample,
@@ -113,7 +113,7 @@ def requests(prompts: int, samples: int, max_new_tokens: int = 24, first_id: int
 
 
 def collected(fleet: Fleet, number: int, *directories: Path, version: int = 0) -> dict[int, Any]:
-    """At least so many completions; where all engines were lost, their successors get the weights of ``version``."""
+    """Collect at least ``number`` completions. If all engines are lost, their successors receive the weights of ``version``."""
     completions: list[Any] = []
     while len(completions) < number:
         if fleet.needs_weights():

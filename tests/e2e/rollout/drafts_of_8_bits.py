@@ -1,4 +1,4 @@
-"""vLLM's own MTP layer of 8 bits, as an engine on CUDA has it: what a bridge writes into it against vLLM's loaders."""
+"""Compare the values that a bridge writes to vLLM's 8-bit MTP layer, as in an engine on CUDA, with vLLM's loaders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlhf_mcore.rollout.vllm.environment import private_shared_memory
 from tests.e2e.bridge.eight_bits import equal, fill, quantised
 from tests.e2e.processors import layers_of_8_bits
 
-# Each of two ranks has whole blocks of 128x128.
+# Each of two ranks holds whole blocks of 128x128.
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -36,9 +36,9 @@ SIZES = {
 
 
 def check(model: Path, directory: Path) -> dict[str, Any]:
-    """Names of what differs on this rank of two, and of the draft's tensors of 8 bits.
+    """Return the names of tensors that differ on this rank of two, and of the draft's 8-bit tensors.
 
-    They are fp8: vLLM 0.32 has no experts of int8 on a CPU that are routed to as those of GLM-4.5.
+    They are fp8, because on a CPU vLLM 0.32 has no int8 experts with the routing of GLM-4.5.
     """
     if dist.get_rank() == 0:
         directory.mkdir()
@@ -72,7 +72,7 @@ def _checked(directory: Path, shapes: Shapes, kind: Quantisation) -> dict[str, A
 
 
 def _drafted(directory: Path, shapes: Shapes, kind: Quantisation, stack: ExitStack) -> DraftedModel:
-    """The modules that an engine's worker would hold, before vLLM packs them for kernels."""
+    """Build the modules of an engine's worker, before vLLM packs them for kernels."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs

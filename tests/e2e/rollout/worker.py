@@ -1,7 +1,6 @@
-"""Run by torchrun: starts vLLM engines, one layout after the other, tries everything and writes what it saw as JSON.
+"""Start vLLM engines under torchrun, one layout after the other, run all checks and write the results as JSON.
 
-Layouts are TP:DIRECTORY. DIRECTORY has the models a and b, and gets rank<r>.json. Nothing is judged here: test_vllm_engine.py
-does that.
+Layouts are TP:DIRECTORY. DIRECTORY contains the models a and b, and receives rank<r>.json. test_vllm_engine.py asserts on the results.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ NEW_TOKENS = 24
 MAX_MODEL_LEN = 160
 LONG_PROMPT = 95
 _HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>'
-CALLS = {  # what models of a family write: several calls, none, one that is broken
+CALLS = {  # texts of models of a family: several calls, none, a broken call
     "hermes": [f"Well.\n{_HERMES}\n{_HERMES}", "none", '<tool_call>{"name": "add", "arg</tool_call>'],
     "llama3_json": [
         '{"name": "add", "parameters": {"a": 1}}; {"name": "sub", "parameters": {}}',
@@ -56,7 +55,7 @@ CALLS = {  # what models of a family write: several calls, none, one that is bro
 
 
 def prompts(count: int) -> list[Prompt]:
-    """Prompts of different lengths; the data's row numbers are not the positions in the list."""
+    """Return prompts of different lengths. Their row numbers differ from their positions in the list."""
     rows = [[3 + (7 * row + 5 * i) % 90 for i in range(4 + 3 * row)] for row in range(count)]
     return [Prompt(f"p{row}", 100 + row, ids, "") for row, ids in enumerate(rows)]
 
@@ -85,7 +84,7 @@ def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
 
 
 class Models:
-    """Two sets of weights of one architecture, and what transformers makes of them."""
+    """Two sets of weights of an architecture, and transformers models with them."""
 
     def __init__(self, directory_a: str, directory_b: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -97,11 +96,11 @@ class Models:
 
     @staticmethod
     def weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(list(model.named_parameters()))  # names a shared tensor once
+        return iter(list(model.named_parameters()))  # contains a shared tensor once
 
     @torch.no_grad()
     def logprob_gap(self, trajectories: list[Trajectory], temperature: float, top_k: int | None = None) -> float:
-        """Largest difference between the engine's logprobs and those of a whole forward pass of transformers."""
+        """Return the largest difference between the engine's logprobs and a whole forward pass of transformers."""
         gap = 0.0
         for trajectory in trajectories:
             prompt = trajectory.prompt.prompt_ids
@@ -143,7 +142,7 @@ def check_parity(engine: Any, models: Models, directory: str) -> dict[str, Any]:
 
 
 def check_norms(model: torch.nn.Module) -> list[float]:
-    """Differences between the kernels that norms run on a CPU and vLLM's operations one by one; rows are not back to back."""
+    """Return the differences between CPU kernels of norms and vLLM's single operations. Rows are not contiguous."""
     seen = []
     for norm in model.modules():
         if getattr(getattr(norm, "_forward_method", None), "func", None) is cpu._norm:
@@ -156,7 +155,7 @@ def check_norms(model: torch.nn.Module) -> list[float]:
 
 
 def check_greedy_hf(models: Models, directory: str) -> list[dict[str, Any]]:
-    """What our own loop over transformers decodes from the same weights."""
+    """Return the responses of our own loop over transformers with the same weights."""
     cfg = RolloutConfig(engine="hf")
     engine = build_engine(cfg, EngineModel(directory, directory, "fp32", MAX_MODEL_LEN, seed=0))
     engine.load_weights(models.weights(models.a), version=0)
@@ -212,7 +211,7 @@ def check_broken_loads(engine: Any, models: Models) -> dict[str, Any]:
 
 
 def check_long_prompts(engine: Any, models: Models) -> dict[str, Any]:
-    """64 responses to prompts of 95 tokens, and how often the scheduler took a running response's cache away."""
+    """Return 64 responses to prompts of 95 tokens, and the number of preemptions of running responses."""
     engine.load_weights(models.weights(models.a), version=20)
     engine.pop_preemptions()
     scheduler, preempted = engine._llm.llm_engine.engine_core.engine_core.scheduler, 0
@@ -232,7 +231,7 @@ def check_long_prompts(engine: Any, models: Models) -> dict[str, Any]:
 
 
 def check_small_budgets(tp: int, directory: str, models: Models) -> dict[str, Any]:
-    """The same with a token budget that cuts every prompt, then also with a cache for a few responses, and one for none."""
+    """Repeat with a token budget that splits every prompt, and then with a cache for a few responses, and for none."""
     seen = {}
     for name, kv_cache_gib in (("budget", 0.125), ("budget and cache", 0.0004), ("no cache", 0.00005)):
         cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=kv_cache_gib, max_num_batched_tokens=64)
@@ -247,12 +246,12 @@ def check_small_budgets(tp: int, directory: str, models: Models) -> dict[str, An
 
 
 def check_drafts(directory: str, models: Models) -> dict[str, Any]:
-    """An engine that drafts what has followed the last token before: logprobs, seeds, passes, and how often it draws what."""
+    """Check an engine with n-gram drafts: logprobs, seeds, passes, and the distribution of samples."""
     drafts = SpeculativeConfig(method="ngram", num_tokens=3, ngram_tokens=1)
     cfg = RolloutConfig(kv_cache_gib=0.125, max_num_seqs=128, speculative=drafts)
     engine: Any = build_engine(cfg, EngineModel(directory, directory, "fp32", MAX_MODEL_LEN, seed=0))
     with torch.no_grad():
-        models.a.model.norm.weight *= 4  # more certain of its tokens, so that drafts are taken
+        models.a.model.norm.weight *= 4  # more certain of its tokens, so that drafts are accepted
     engine.load_weights(models.weights(models.a), version=50)
     greedy = Sampling(n=1, temperature=0.0, max_new_tokens=NEW_TOKENS)
     sampling = Sampling(n=4, temperature=0.7, max_new_tokens=NEW_TOKENS, seed=5)
@@ -281,7 +280,7 @@ def check_drafts(directory: str, models: Models) -> dict[str, Any]:
 
 @torch.no_grad()
 def deviations(engine: Any, models: Models, count: int = 1500, temperature: float = 0.7) -> list[float]:
-    """How far the numbers of the likeliest pairs of first tokens are from those expected, in standard deviations."""
+    """Return how many standard deviations the counts of the likeliest first-token pairs are from their expected values."""
     prompt, sampling = (
         Prompt("repeats", 0, [10, 11, 12, 13] * 3, ""),
         Sampling(temperature=temperature, max_new_tokens=2),
@@ -300,7 +299,7 @@ def deviations(engine: Any, models: Models, count: int = 1500, temperature: floa
 
 
 def check_narrow_experts(tp: int, directory: Path) -> str:
-    """What is told of a gpt-oss whose experts are narrower on a rank than vLLM's kernel wants."""
+    """Return the error for a gpt-oss whose experts are narrower on a rank than vLLM's kernel supports."""
     path = directory.with_name(f"{directory.name}_narrow_{dist.get_rank()}")
     sizes = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     GptOssConfig(
@@ -311,7 +310,7 @@ def check_narrow_experts(tp: int, directory: Path) -> str:
 
 
 def long_prompts(count: int) -> list[Prompt]:
-    """Each fills several blocks of the cache."""
+    """Return prompts that each fill several blocks of the cache."""
     return [Prompt(f"s{row}", row, [3 + (11 * row + 5 * i) % 90 for i in range(70)], "") for row in range(count)]
 
 
@@ -323,7 +322,7 @@ def shown(completions: dict[int, Completion]) -> dict[str, Any]:
 
 
 def check_streaming(engine: Any, models: Models) -> dict[str, Any]:
-    """Requests that come, go and finish at any time, on unchanged weights."""
+    """Check requests that start, end and are cancelled at any time, with unchanged weights."""
     engine.load_weights(models.weights(models.a), version=30)
     requests = requests_to(long_prompts(4), Sampling(max_new_tokens=NEW_TOKENS))
     seen: dict[str, Any] = {"alone": shown({c.request_id: c for r in requests for c in engine.generate([r])})}
@@ -346,7 +345,7 @@ def check_streaming(engine: Any, models: Models) -> dict[str, Any]:
 
 
 def check_other_rank(engine: Any, models: Models) -> dict[str, Any]:
-    """Responses of a token each, of which the second rank samples others for once."""
+    """Check responses of one token, of which the second rank once samples different tokens."""
     engine.load_weights(models.weights(models.a), version=35)
     model, seen = engine._worker().model_runner.model, {}
     requests = requests_to(long_prompts(2), Sampling(temperature=0.0, max_new_tokens=1))
@@ -362,7 +361,7 @@ def check_other_rank(engine: Any, models: Models) -> dict[str, Any]:
 
 
 def check_publish(engine: Any, models: Models, mode: str) -> dict[str, Any]:
-    """New weights while three responses are drawn, and a request with a prompt of theirs right after it."""
+    """Publish new weights while three responses are sampled, and then submit a request with one of their prompts."""
     engine.load_weights(models.weights(models.a), version=40)
     requests = requests_to(long_prompts(3), Sampling(max_new_tokens=NEW_TOKENS))
     undisturbed = {c.request_id: c.token_ids.tolist() for c in engine.generate(requests)}
@@ -395,7 +394,7 @@ def check_publish(engine: Any, models: Models, mode: str) -> dict[str, Any]:
 
 
 def parse_tool_calls(directory: str) -> dict[str, Any]:
-    """What vLLM's parsers find in texts, by their names; and what is told of names that cannot be used."""
+    """Return the results of vLLM's parsers for texts, by parser name, and the errors for unusable names."""
     from vllm.tool_parsers import ToolParserManager
 
     tokenizer = load_tokenizer(directory)
@@ -442,7 +441,7 @@ def try_engine(tp: int, directory: Path) -> None:
     engine.wake()
     seen["after sleep"] = engine.policy_version
     seen["too long"] = error_of(generate, engine, [Prompt("long", 0, [5] * MAX_MODEL_LEN, "")], Sampling(), step=0)
-    if tp > 1:  # once: the ranks of one engine share this work
+    if tp > 1:  # only once, because the ranks of an engine share this work
         seen["long"] = {"whole": check_long_prompts(engine, models)}
     seen["streaming"] = check_streaming(engine, models)
     seen["other rank"] = check_other_rank(engine, models)
@@ -450,7 +449,7 @@ def try_engine(tp: int, directory: Path) -> None:
     engine.close()
     seen["closed"] = error_of(generate, engine, prompts(1), Sampling(), step=0)
     ranks = torch.ones(1)
-    dist.all_reduce(ranks)  # the trainer's group outlives the engine
+    dist.all_reduce(ranks)  # the trainer's group still works after the engine
     seen["ranks after close"] = ranks.item()
     if tp > 1:
         seen["long"] |= check_small_budgets(tp, directory_a, models)

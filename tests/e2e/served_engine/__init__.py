@@ -1,4 +1,4 @@
-"""An engine of another package: a server of its own that answers tokens and takes weights by its own call. This declares it."""
+"""Declare an engine of another package: a separate server that generates tokens and receives weights through its own call."""
 
 from __future__ import annotations
 

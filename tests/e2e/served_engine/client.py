@@ -1,4 +1,4 @@
-"""The ranks' side: one server for all of them, which the first rank alone talks to."""
+"""The client side. All ranks share one server, and only the first rank communicates with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf_mcore.types import Completion, Request
 
 
 class ServedEngine(Engine):
-    """Orders and answers are lines of JSON; weights travel in a file."""
+    """Requests and answers are lines of JSON. Weights are passed in a file."""
 
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
         super().__init__(model, EngineRank(0, 1, is_lead=dist.get_rank() == 0))

@@ -1,6 +1,6 @@
-"""The server: transformers' model in a process that knows nothing of the trainer's ranks.
+"""The server: a transformers model in a process without connection to the trainer's ranks.
 
-It leaves a line for every version of weights that it was given in ``served.txt``, and their number of responses.
+It writes a line to ``served.txt`` for every received version of weights, with the number of responses.
 """
 
 from __future__ import annotations
