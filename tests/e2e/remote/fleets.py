@@ -62,7 +62,7 @@ class FileReceiver:
 
 
 def plan(directory: Path, engine: str = "hf", num_engines: int = 1, tp: int = 1, **settings: Any) -> FleetPlan:
-    """Return the plan of a fleet with the tiny model in ``directory``."""
+    """Return the plan of a fleet with the tiny model in ``directory``. ``episodes`` in ``settings``: the spec of its episodes."""
     episodes = settings.pop("episodes", None)
     limits = {"timeout_s": 20.0, "restarts": 3} | {
         k: settings.pop(k) for k in ("timeout_s", "restarts") if k in settings
