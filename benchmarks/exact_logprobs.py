@@ -39,7 +39,7 @@ from rlhf_mcore.platform.base import ModuleView
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout.vllm.engine import VLLMEngine
 from rlhf_mcore.trainer.loop import TrainingLoop
-from rlhf_mcore.trainer.reinforcement import PolicyLearner, SampledBatches
+from rlhf_mcore.trainer.reinforcement import ColocatedBatches, PolicyLearner
 from rlhf_mcore.types import Completion, Request, Sampling, TrainBatch
 
 GOAL = 1.0
@@ -249,7 +249,7 @@ def main() -> None:
 def _steps(loop: TrainingLoop, shares: bool, first: int) -> dict[str, Any]:
     """Return the shares of equal logprobs in steps of the run, and the CPU seconds of all steps but the first."""
     source, learner = loop.source, loop.learner
-    assert isinstance(source, SampledBatches)
+    assert isinstance(source, ColocatedBatches)
     equal, seconds = [], []
 
     def learn(step: int, batch: TrainBatch) -> Any:
@@ -278,7 +278,7 @@ def _sharpen(loop: TrainingLoop) -> None:
 
 def _measured(loop: TrainingLoop, row: Row, names: Sequence[str]) -> Found:
     source, learner = loop.source, loop.learner
-    assert isinstance(source, SampledBatches) and isinstance(learner, PolicyLearner)
+    assert isinstance(source, ColocatedBatches) and isinstance(learner, PolicyLearner)
     engine, actor = source.sampler.engine, learner.roles.actor
     assert isinstance(engine, VLLMEngine) and isinstance(actor, Actor)
     loop.publisher.withdraw()

@@ -17,7 +17,7 @@ from benchmarks.common import report, timed
 from benchmarks.one_process import loop_of
 from benchmarks.vs_trl import ROWS
 from rlhf_mcore.trainer.loop import TrainingLoop
-from rlhf_mcore.trainer.reinforcement import PolicyLearner, SampledBatches
+from rlhf_mcore.trainer.reinforcement import ColocatedBatches, PolicyLearner
 from rlhf_mcore.types import Request, TrainBatch, UpdateResult
 
 GOAL, WARM_UP = 1.05, 2
@@ -61,7 +61,7 @@ def main() -> None:
     rounds: list[dict[str, Any]] = []
     with loop_of(ROWS[name], steps, ["actor.optimizer.lr=1e-12"]) as loop:
         source, learner = loop.source, loop.learner
-        assert isinstance(source, SampledBatches) and isinstance(learner, PolicyLearner)
+        assert isinstance(source, ColocatedBatches) and isinstance(learner, PolicyLearner)
         engine, kept = KeptRequests(source.sampler.engine), KeptBatch(learner)
         loop.source = replace(source, sampler=replace(source.sampler, engine=engine))
         loop.learner = kept

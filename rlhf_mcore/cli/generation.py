@@ -46,7 +46,7 @@ from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, OF_8_BITS, TOL
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.reinforcement import AddScores, EnginePublisher, SampledBatches
+from rlhf_mcore.trainer.reinforcement import AddScores, ColocatedBatches, EnginePublisher
 from rlhf_mcore.trainer.sampled import FillStep, take_next_batch
 from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
@@ -114,7 +114,7 @@ def build_colocated(
     batch_sampler = replace(batch_sampler, wait=progress.wait, dealer=dealer)
     sampling = training_sampling(cfg)
     on_error = OnError.of(cfg.reward)
-    source = SampledBatches(
+    source = ColocatedBatches(
         PromptBatches(data.train, sampler),
         batch_sampler,
         sampling,

@@ -153,7 +153,12 @@ def build_episode_sampler(
     ``ranks`` is the process group of the engine's ranks; None if the engine has one rank.
     """
     episodes = on_every_rank(lambda: spec.build() if engine.is_lead else None)
-    return BatchSampler(EpisodeGenerator(generator, episodes, ranks), engine, decode, sample_episode, ranks)
+
+    def play(around: Generator) -> Generator:
+        assert episodes is not None, "called on the lead"
+        return EpisodeGenerator(around, episodes)
+
+    return BatchSampler(generator, engine, decode, sample_episode, ranks, play)
 
 
 def warm_containers(cfg: EnvironmentConfig, data: DataConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,11 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlhf_mcore.config.errors import shortened
 from rlhf_mcore.coroutines import cancel_all
 from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory, check_completion
-from rlhf_mcore.sampling.followers import EnginePass, send_pass
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from rlhf_mcore.protocols import Generator
     from rlhf_mcore.types import Completion, Request
 
@@ -41,12 +39,12 @@ class EngineLoop:
     that, because kernels round differently for other batches.
 
     Args:
-        engine: of this rank. Nothing else uses it meanwhile.
-        ranks: of the engine, if there are several. The others are in :func:`rlhf_mcore.sampling.followers.follow`.
+        engine: of this rank. Nothing else uses it meanwhile. If it has several ranks:
+            :class:`rlhf_mcore.sampling.followers.LedEngine`.
     """
 
-    def __init__(self, engine: Generator, ranks: dist.ProcessGroup | None = None) -> None:
-        self._engine, self._ranks = engine, ranks
+    def __init__(self, engine: Generator) -> None:
+        self._engine = engine
         self._open: dict[int, tuple[Request, asyncio.Future[Completion], _Worker]] = {}
         self._due: list[tuple[int, Request]] = []  # to be submitted in the next pass, with the numbers of their workers
         self._cancelled: list[int] = []  # to be cancelled in the next pass
@@ -54,7 +52,6 @@ class EngineLoop:
         self._pass_waits: list[tuple[asyncio.Future[None], _Worker]] = []
         self._num_begun = self._num_busy = 0
         self._changed = asyncio.Event()
-        self._is_followed = ranks is not None  # the other ranks wait for a message
 
     @property
     def num_in_flight(self) -> int:
@@ -62,7 +59,7 @@ class EngineLoop:
         return len(self._open)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end, and the passes that it and its ``begin`` wait for. The other ranks stop to follow then.
+        """Run a coroutine to its end, and the passes that it waits for.
 
         Raises:
             LostTrajectory: the engine answers a request twice, or never, or answers what was not asked for.
@@ -79,10 +76,8 @@ class EngineLoop:
             return task.result()
         finally:
             await cancel_all([task])
-            if self._cancelled and (self._is_followed or self._ranks is None):
-                self._run_engine(EnginePass(self._cancelled))
-            if self._is_followed:
-                send_pass(None, self._ranks)
+            if self._cancelled:
+                self._engine.cancel(self._cancelled)
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Begin a coroutine that may ``sample``. ``join`` waits for it."""
@@ -94,13 +89,13 @@ class EngineLoop:
             _CURRENT.set(worker)
             return await coroutine
 
-        def ended(_: asyncio.Task[T]) -> None:
+        def end_worker(_: asyncio.Task[T]) -> None:
             coroutine.close()  # if it was cancelled before it began
             self._num_busy -= 1
             self._changed.set()
 
         task = asyncio.ensure_future(work())
-        task.add_done_callback(ended)
+        task.add_done_callback(end_worker)
         return task
 
     async def join(self, tasks: Sequence[asyncio.Task[T]]) -> list[T]:
@@ -110,14 +105,14 @@ class EngineLoop:
                 joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 worker, left = _CURRENT.get(), len(waiting)
 
-                def ended(task: asyncio.Task[T]) -> None:
+                def count_down(task: asyncio.Task[T]) -> None:
                     nonlocal left
                     left -= 1
                     if (not left or task.cancelled() or task.exception() is not None) and not joined.done():
                         self._resolve(joined, None, worker)
 
                 for task in waiting:
-                    task.add_done_callback(ended)
+                    task.add_done_callback(count_down)
                 await self._wait(joined, worker)
             failed = [task for task in tasks if task.done() and (task.cancelled() or task.exception() is not None)]
             return [task.result() for task in failed or tasks]
@@ -151,7 +146,11 @@ class EngineLoop:
         assert self._open, "coroutines wait for what no pass will bring"
         due, self._due = sorted(self._due, key=lambda due: due[0]), []
         cancelled, self._cancelled = self._cancelled, []
-        for completion in self._run_engine(EnginePass(cancelled, [request for _, request in due])):
+        if cancelled:
+            self._engine.cancel(cancelled)
+        if due:
+            self._engine.submit([request for _, request in due])
+        for completion in self._engine.collect(math.inf) if self._engine.num_in_flight else ():
             self._take(completion)
         if self._open and not self._engine.num_in_flight:
             missing = [f"none for {request.name}" for request, *_ in self._open.values()]
@@ -163,14 +162,6 @@ class EngineLoop:
         for future, worker in waits:
             if not future.done():
                 self._resolve(future, None, worker)
-
-    def _run_engine(self, made: EnginePass) -> Sequence[Completion]:
-        """Run a pass on all ranks of the engine. If it fails, the other ranks do not wait for a message any more."""
-        self._is_followed = False
-        send_pass(made, self._ranks)
-        completions = made.run(self._engine)
-        self._is_followed = self._ranks is not None
-        return completions
 
     def _take(self, completion: Completion) -> None:
         number = completion.request_id

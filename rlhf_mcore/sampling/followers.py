@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,10 +70,57 @@ class EnginePass:
         return cls(cancelled, requests)
 
 
-def send_pass(made: EnginePass | None, ranks: dist.ProcessGroup | None) -> None:
-    """Send a pass to the other ranks of an engine; None: there are no more. Called on the lead, their first rank."""
-    if ranks is not None:
-        broadcast_bytes(None if made is None else made.encode(), 0, ranks)
+class LedEngine:
+    """An engine of several ranks, on the rank that leads it. The other ranks are in ``follow`` until ``release``."""
+
+    def __init__(self, engine: Generator, ranks: dist.ProcessGroup) -> None:
+        self._engine, self._ranks = engine, ranks
+        self._next = EnginePass()
+        self._has_failed = False
+
+    @property
+    def num_in_flight(self) -> int:
+        """See :class:`rlhf_mcore.protocols.Generator`."""
+        return self._engine.num_in_flight + len(self._next.requests)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Begin requests in the next pass."""
+        self._next = replace(self._next, requests=[*self._next.requests, *requests])
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        """Cancel requests in the next pass."""
+        kept = [request for request in self._next.requests if request.request_id not in request_ids]
+        self._next = EnginePass([*self._next.cancelled, *request_ids], kept)
+
+    def collect(self, timeout_s: float) -> Sequence[Completion]:
+        """Make a pass on all ranks. ``timeout_s`` is not used: ranks must step alike."""
+        made, self._next = self._next, EnginePass()
+        self._has_failed = True  # until it has ended well; the other ranks fail too, and follow no more
+        broadcast_bytes(made.encode(), 0, self._ranks)
+        completions = made.run(self._engine)
+        self._has_failed = False
+        return completions
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """See :class:`rlhf_mcore.protocols.Generator`."""
+        self.submit(requests)
+        completions: list[Completion] = []
+        while self.num_in_flight:
+            completions += self.collect(math.inf)
+        return completions
+
+    def drawn(self, request_ids: Collection[int]) -> Mapping[int, Sequence[int]]:
+        """Return the tokens so far of requests in flight; {} if the engine does not report them."""
+        drawn = getattr(self._engine, "drawn", None)
+        return {} if drawn is None else drawn(request_ids)
+
+    def release(self) -> None:
+        """Cancel what is to be cancelled, and end ``follow`` on the other ranks."""
+        if self._has_failed:
+            return
+        if self._next.cancelled:
+            self.collect(math.inf)
+        broadcast_bytes(None, 0, self._ranks)
 
 
 def follow(engine: Generator, ranks: dist.ProcessGroup) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.protocols import EngineRank, Generator
 from rlhf_mcore.sampling.engine_loop import EngineLoop
-from rlhf_mcore.sampling.followers import follow
+from rlhf_mcore.sampling.followers import LedEngine, follow
 from rlhf_mcore.sampling.policy import Job
 from rlhf_mcore.sampling.rollouts import Decode, MakeRollout, sample_single_turn
 from rlhf_mcore.sampling.seeds import number_occurrences
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
-# Gets the place of a prompt and its trajectories when the last one is there.
-Finished = Callable[[int, "list[Trajectory]"], None]
+# Gets the place of a prompt, its trajectories when the last one is there, and the number of others that are sampled still.
+Finished = Callable[[int, "list[Trajectory]", int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSampler:
     """Samples trajectories with this rank's engine.
 
-    ``ranks``: of the engine, if there are several. ``wait``: for all ranks, however long others sample. Collective over the world.
+    ``ranks``: of the engine, if there are several. ``play``: what plays episodes around the engine, on its lead. ``wait``: for all
+    ranks, however long others sample. Collective over the world.
     """
 
     engine: Generator
@@ -36,6 +37,7 @@ class BatchSampler:
     decode: Decode
     make_rollout: MakeRollout = sample_single_turn
     ranks: dist.ProcessGroup | None = None
+    play: Callable[[Generator], Generator] = lambda engine: engine
     wait: Callable[[], object] = lambda: None
     dealer: Dealer = field(default_factory=Dealer)
 
@@ -45,7 +47,7 @@ class BatchSampler:
         sampling: Sampling,
         *,
         step: int,
-        finished: Finished = lambda place, trajectories: None,
+        finished: Finished = lambda *_: None,
     ) -> list[tuple[int, Trajectory]]:
         """Sample this engine's share of the responses to the prompts of a whole step. Collective over the world.
 
@@ -65,7 +67,7 @@ class BatchSampler:
         async def sample_group(engine: EngineLoop, place: int) -> tuple[int, list[Trajectory]]:
             jobs = _jobs_of(place, numbered[place], sampling, step)
             trajectories = await self._make_rollouts(engine, jobs)
-            finished(place, trajectories)
+            finished(place, trajectories, engine.num_in_flight)
             return place, trajectories
 
         async def sample_share(engine: EngineLoop) -> list[tuple[int, list[Trajectory]]]:
@@ -95,12 +97,17 @@ class BatchSampler:
 
     def _run(self, sample: Callable[[EngineLoop], Coroutine[Any, Any, list[T]]]) -> list[T]:
         """Run ``sample`` on the rank that leads the engine, while the other ranks follow. Returns [] on these."""
-        if self.rank.is_lead:
-            engine = EngineLoop(self.engine, self.ranks)
+        if not self.rank.is_lead:
+            if self.ranks is not None:
+                follow(self.engine, self.ranks)
+            return []
+        led = None if self.ranks is None else LedEngine(self.engine, self.ranks)
+        engine = EngineLoop(self.play(led or self.engine))
+        try:
             return run(engine.run(sample(engine)))
-        if self.ranks is not None:
-            follow(self.engine, self.ranks)
-        return []
+        finally:
+            if led is not None:
+                led.release()
 
 
 def _jobs_of(place: int, prompt: Prompt, sampling: Sampling, step: int) -> list[Job]:

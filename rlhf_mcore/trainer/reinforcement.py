@@ -66,7 +66,7 @@ class Roles:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledBatches:
+class ColocatedBatches:
     """Synchronous: a step's responses are drawn when the step asks for them, and scored while others are drawn.
 
     ``add_model`` adds to the scores of graders those of a reward model, which needs the device. Collective. ``pop_preemptions``:
@@ -97,12 +97,11 @@ class SampledBatches:
         begun: dict[int, Future[list[Score]]] = {}  # the scores of a prompt's trajectories, by its place
         longest = count = 0
 
-        def finished(place: int, trajectories: Sequence[Trajectory]) -> None:
+        def finished(place: int, trajectories: Sequence[Trajectory], waiting: int) -> None:
             nonlocal longest, count
             begun[place] = self.begin_scores(trajectories)
             count += len(trajectories)
             longest = max(longest, *(trajectory.num_sampled for trajectory in trajectories))
-            waiting = self.sampler.engine.num_in_flight
             self.recorder.progress(f"{count} finished · {waiting} waiting · longest {longest:,} tokens")
 
         with self.recorder.phase("generate"):

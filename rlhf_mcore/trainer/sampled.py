@@ -42,8 +42,8 @@ class SampledBatch:
         return replace(
             self,
             prompts=[self.prompts[place] for place in places],
-            rollouts=_moved(self.rollouts, new_place),
-            greedy=_moved(self.greedy, new_place),
+            rollouts=_renumber(self.rollouts, new_place),
+            greedy=_renumber(self.greedy, new_place),
         )
 
     def separate_greedy(self, num_samples: int) -> SampledBatch:
@@ -64,7 +64,7 @@ class SampledBatch:
         }
 
 
-def _moved(rollouts: Sequence[Rollout], new_place: dict[int, int]) -> list[Rollout]:
+def _renumber(rollouts: Sequence[Rollout], new_place: dict[int, int]) -> list[Rollout]:
     return [replace(rollout, place=new_place[rollout.place]) for rollout in rollouts if rollout.place in new_place]
 
 

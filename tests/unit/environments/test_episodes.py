@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,13 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
-from rlhf_mcore.environments import generator
 from rlhf_mcore.environments.control_tokens import UnreadableText
 from rlhf_mcore.environments.episodes import EnvironmentReward, EpisodeLimits, Episodes
 from rlhf_mcore.environments.generator import EpisodeGenerator
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.environments.turn_text import TurnText
-from rlhf_mcore.protocols import EngineRank
+from rlhf_mcore.protocols import EngineRank, Generator
 from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.sampling import followers
 from rlhf_mcore.sampling.rollouts import sample_episode
@@ -196,20 +194,13 @@ class Following(Scripted):
 def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
     sessions: Sessions, turn_text: TurnText, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    told: Queue[str] = Queue()
     passes: Queue[bytes | None] = Queue()
-
-    def broadcast_json(value: Any, source: int, group: str) -> Any:
-        if group == "lead":
-            told.put(json.dumps(value))
-        return json.loads(told.get(timeout=60)) if group == "follower" else value
 
     def broadcast_bytes(value: bytes | None, source: int, group: str) -> bytes | None:
         if group == "lead":
             passes.put(value)
         return passes.get(timeout=60) if group == "follower" else value
 
-    monkeypatch.setattr(generator, "broadcast_json", broadcast_json)
     monkeypatch.setattr(followers, "broadcast_bytes", broadcast_bytes)
 
     def says(text: str, seed: int) -> str:
@@ -218,11 +209,13 @@ def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
     episodes = Episodes(sessions, turn_text, EpisodeLimits(5, 100))
     lead, follower = Scripted(tokenizer, says), Following(tokenizer, says)
     prompts, sampling = [prompt(tokenizer, index=index) for index in range(2)], Sampling(n=2, max_new_tokens=20)
-    plays = EpisodeGenerator(lead, episodes, "lead")  # type: ignore[arg-type]
-    leading = BatchSampler(plays, EngineRank(), lambda rows: [], sample_episode, "lead")  # type: ignore[arg-type]
-    plays = EpisodeGenerator(follower, None, "follower")  # type: ignore[arg-type]
-    rank = EngineRank(is_lead=False)
-    following = BatchSampler(plays, rank, lambda rows: [], sample_episode, "follower")  # type: ignore[arg-type]
+    ranks: Any = "lead", "follower"
+
+    def play(around: Generator) -> Generator:
+        return EpisodeGenerator(around, episodes)
+
+    leading = BatchSampler(lead, EngineRank(), lambda rows: [], sample_episode, ranks[0], play)
+    following = BatchSampler(follower, EngineRank(is_lead=False), lambda rows: [], sample_episode, ranks[1], play)
     with ThreadPoolExecutor() as threads:
         heard = threads.submit(following.sample, prompts, sampling, step=1)
         found = leading.sample(prompts, sampling, step=1)

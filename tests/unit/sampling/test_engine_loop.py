@@ -14,7 +14,7 @@ import pytest
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.sampling.checks import LostTrajectory
 from rlhf_mcore.sampling.engine_loop import EngineLoop
-from rlhf_mcore.sampling.followers import EnginePass, follow
+from rlhf_mcore.sampling.followers import EnginePass, LedEngine, follow
 from rlhf_mcore.sampling.policy import Job, Policy
 from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling
@@ -84,8 +84,13 @@ def all_of(rollout: Callable[[EngineLoop, Job], Coroutine[Any, Any, Any]], engin
     async def together() -> list[Any]:
         return await loop.join([loop.begin(rollout(loop, job)) for job in jobs()])
 
-    loop = EngineLoop(engine, ranks)
-    return run(loop.run(together()))
+    led = None if ranks is None else LedEngine(engine, ranks)
+    loop = EngineLoop(led or engine)
+    try:
+        return run(loop.run(together()))
+    finally:
+        if led is not None:
+            led.release()
 
 
 def test_tokens_do_not_depend_on_the_time_that_rollouts_take() -> None:

@@ -26,7 +26,7 @@ from rlhf_mcore.trainer.divergence import DivergedError
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.loop import TrainingLoop
-from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, Roles, SampledBatches
+from rlhf_mcore.trainer.reinforcement import ColocatedBatches, EnginePublisher, PolicyLearner, Roles
 from rlhf_mcore.trainer.sampled import Rollout, take_next_batch
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory, UpdateResult
 from tests.messages import refused
@@ -205,7 +205,7 @@ class Run:
     watch: Watch
     models: dict[str, Model]
     reward: Reward
-    source: SampledBatches
+    source: ColocatedBatches
 
 
 def make(
@@ -222,7 +222,7 @@ def make(
     prompts = PromptBatches([prompt(i) for i in range(4)], sampler or Sampler())
     by = batch_sampler(Generating(log, lose))
     roles = Roles(models["actor"], models.get("critic"), models.get("reference"), **settings)
-    source = SampledBatches(prompts, by, Sampling(n=2), reward.begin, take_next_batch, RowExchange(2), watch)
+    source = ColocatedBatches(prompts, by, Sampling(n=2), reward.begin, take_next_batch, RowExchange(2), watch)
     made = TrainingLoop(
         source=source,
         learner=PolicyLearner(roles, AdvantageComputer(algorithm), watch),

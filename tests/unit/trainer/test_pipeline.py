@@ -19,7 +19,7 @@ from rlhf_mcore.trainer.ahead import PromptGroup, SamplingSchedule
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
-from rlhf_mcore.trainer.reinforcement import SampledBatches
+from rlhf_mcore.trainer.reinforcement import ColocatedBatches
 from rlhf_mcore.trainer.sampled import FillStep, Rollout, take_next_batch
 from rlhf_mcore.types import Completion, EngineWork, Request, Sampling, Score, Trajectory
 from tests.unit.trainer.records import Streaming, batch_sampler, done
@@ -214,7 +214,7 @@ def test_without_staleness_prompts_and_seeds_are_those_of_colocated_engines() ->
             RowExchange(SAMPLES),
             source.recorder,
         )
-        other = SampledBatches(prompts, *together)
+        other = ColocatedBatches(prompts, *together)
         publisher.publish(0)
         for step in range(1, 6):
             batches = [each.next_batch(step)[0] for each in (source, other)]
