@@ -23,22 +23,28 @@ _SIZE_BYTES = 8  # of the size that a message begins with
 
 @dataclass(frozen=True, slots=True)
 class EnginePass:
-    """One pass of an engine: it drops requests, begins others, and samples until a response has finished."""
+    """What all ranks of an engine do before they step: drop requests and begin others.
+
+    A disaggregated engine may also forget cached prefixes, pause after this, or wait for environments instead of a step.
+    """
 
     cancelled: Sequence[int] = ()
     requests: Sequence[Request] = ()
+    forgets: bool = False
+    pauses: bool = False
+    waits: bool = False
 
-    def run(self, engine: Generator) -> Sequence[Completion]:
-        """Make the pass. All ranks of an engine call it together. Returns [] on ranks that do not lead."""
+    def apply(self, engine: Generator) -> None:
+        """Change what is in flight. All ranks of an engine call it together, and then step alike."""
         if self.cancelled:
             engine.cancel(self.cancelled)
         if self.requests:
             engine.submit(self.requests)
-        return engine.collect(math.inf) if engine.num_in_flight else []
 
     def encode(self) -> bytes:
         """Encode for the other ranks. The tokens of a prompt are sent once for all its samples; no bytes: there is nothing new."""
-        if not self.cancelled and not self.requests:
+        flags = [self.forgets, self.pauses, self.waits]
+        if not self.cancelled and not self.requests and not any(flags):
             return b""
         samplings, prompts, tokens = dict[tuple[Any, ...], int](), dict[int, int](), [np.zeros(0, np.int32)]
         listed = []
@@ -50,7 +56,7 @@ class EnginePass:
             sampling = samplings.setdefault(astuple(request.sampling), len(samplings))
             listed.append((request.request_id, request.name, prompt, sampling, request.seed, request.images))
         lengths = [len(ids) for ids in tokens[1:]]
-        head = json.dumps([list(self.cancelled), listed, list(samplings), lengths]).encode()
+        head = json.dumps([flags, list(self.cancelled), listed, list(samplings), lengths]).encode()
         return len(head).to_bytes(_SIZE_BYTES, "little") + head + np.concatenate(tokens).tobytes()
 
     @classmethod
@@ -59,7 +65,7 @@ class EnginePass:
         if not message:
             return cls()
         size = int.from_bytes(message[:_SIZE_BYTES], "little")
-        cancelled, listed, samplings, lengths = json.loads(message[_SIZE_BYTES : _SIZE_BYTES + size])
+        flags, cancelled, listed, samplings, lengths = json.loads(message[_SIZE_BYTES : _SIZE_BYTES + size])
         tokens = np.frombuffer(message[_SIZE_BYTES + size :], np.int32)
         prompts = [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])] if lengths else []
         known = [Sampling(*fields) for fields in samplings]
@@ -67,7 +73,7 @@ class EnginePass:
             Request(number, name, prompts[prompt], known[sampling], seed, images=tuple(images))
             for number, name, prompt, sampling, seed, images in listed
         ]
-        return cls(cancelled, requests)
+        return cls(cancelled, requests, *flags)
 
 
 class LedEngine:
@@ -97,7 +103,7 @@ class LedEngine:
         made, self._next = self._next, EnginePass()
         self._has_failed = True  # until it has ended well; the other ranks fail too, and follow no more
         broadcast_bytes(made.encode(), 0, self._ranks)
-        completions = made.run(self._engine)
+        completions = _sample(self._engine, made)
         self._has_failed = False
         return completions
 
@@ -126,4 +132,10 @@ class LedEngine:
 def follow(engine: Generator, ranks: dist.ProcessGroup) -> None:
     """Make the passes that the lead of this rank's engine sends, until there are no more."""
     while (message := broadcast_bytes(None, 0, ranks)) is not None:
-        EnginePass.decode(message).run(engine)
+        _sample(engine, EnginePass.decode(message))
+
+
+def _sample(engine: Generator, made: EnginePass) -> Sequence[Completion]:
+    """Make a pass, and sample until a response has finished. Returns [] on ranks that do not lead."""
+    made.apply(engine)
+    return engine.collect(math.inf) if engine.num_in_flight else []

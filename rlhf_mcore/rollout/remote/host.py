@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from rlhf_mcore.episode_driver import EpisodeDriver
     from rlhf_mcore.protocols import GroupSpec, LiveWeights, WeightReceiver
     from rlhf_mcore.rollout.engine import EngineModel, LiveEngine
+    from rlhf_mcore.sampling.followers import EnginePass
     from rlhf_mcore.types import Completion, Request
 
-# "submit" and requests, "cancel" and request ids, "forget" cached prefixes, "pause", "wait" for environments. Of a lead with episodes:
-# "lend" and a number of turns, "take_back" and the completion of one.
+# "submit" and requests, "cancel" and request ids, "forget" cached prefixes, "pause". Of a lead with episodes: "lend" and a number of
+# turns, "take_back" and the completion of one.
 Order = tuple[str, Any]
 
 _WAIT_S = 0.05  # for environments, between two looks at what the trainer wants
@@ -316,8 +317,9 @@ class EngineHost:
             raise PeersLost(f"one of its ranks is lost to the others ({cause})") from error
 
     def _serve_once(self) -> None:
-        """Make one step. A lead first tells the others the orders since the last one."""
-        from rlhf_mcore.parallel.collectives import broadcast_json
+        """Make one step. A lead first sends the other ranks what to do before it."""
+        from rlhf_mcore.parallel.collectives import broadcast_bytes
+        from rlhf_mcore.sampling.followers import EnginePass
 
         engine, episodes = self._engine, self._episodes
         is_idle = not engine.num_in_flight and (episodes is None or not episodes.num_open)
@@ -326,29 +328,19 @@ class EngineHost:
         ended: list[Completion] = []
         if episodes is not None:
             ended = episodes.take([what for kind, what in orders if kind == "take_back"])
-            orders = self._of_turns([order for order in orders if order[0] != "take_back"], episodes)
+        made = self._next_pass(orders) if self._is_lead else None
         if engine.num_ranks > 1:
-            plain = [
-                (kind, [asdict(request) for request in payload] if kind == "submit" else payload)
-                for kind, payload in orders
-            ]
-            received = broadcast_json(plain, 0)
-            orders = [
-                (kind, [_request(fields) for fields in payload] if kind == "submit" else payload)
-                for kind, payload in received
-            ]
-        for kind, payload in orders:
-            if kind == "submit":
-                engine.submit(payload)
-            elif kind == "cancel":
-                engine.cancel(payload)
-            elif kind == "forget":
-                engine.forget_prefixes()
-            elif kind == "pause":
-                engine.compare_ranks()
-                self._paused.set()
-        stands = self._paused.is_set() or any(kind == "wait" for kind, _ in orders) or not engine.num_in_flight
-        before = engine.tokens_drawn if any(kind == "cancel" for kind, _ in orders) else self._progress[0]
+            message = broadcast_bytes(None if made is None else made.encode(), 0)
+            made = made or EnginePass.decode(message or b"")
+        assert made is not None, "an engine of one rank is its lead"
+        if made.forgets:
+            engine.forget_prefixes()
+        made.apply(engine)
+        if made.pauses:
+            engine.compare_ranks()
+            self._paused.set()
+        stands = made.pauses or made.waits or not engine.num_in_flight
+        before = engine.tokens_drawn if made.cancelled else self._progress[0]
         finished = [] if stands else engine.step()
         work = EngineWork()
         if not stands:
@@ -358,25 +350,33 @@ class EngineHost:
             finished = ended + episodes.take(finished)
         self._tell(finished if self._is_lead else [], work)
 
-    def _of_turns(self, orders: list[Order], episodes: EpisodeDriver) -> list[Order]:
-        """Carry out orders of episodes. The ranks of the engine are told which turns to draw, and when to wait."""
-        result: list[Order] = []
+    def _next_pass(self, orders: Sequence[Order]) -> EnginePass:
+        """Decide on the lead what all ranks do before the next step. Requests for episodes become turns that are due."""
+        from rlhf_mcore.sampling.followers import EnginePass
+
+        episodes, cancelled, requests = self._episodes, list[int](), list["Request"]()
+        kinds = {kind for kind, _ in orders}
         for kind, what in orders:
-            if kind == "lend":
+            if kind == "submit":
+                requests += what if episodes is None else episodes.begin(what)
+            elif kind == "cancel":
+                cancelled += what
+                requests = [request for request in requests if request.request_id not in what]
+                if episodes is not None:
+                    episodes.cancel(what)
+            elif kind == "lend" and episodes is not None:
                 with self._news:
                     self._lent += episodes.lend(what)
                     self._news.notify_all()
-                continue
-            result.append((kind, episodes.begin(what) if kind == "submit" else what))
-            if kind == "cancel":
-                episodes.cancel(what)
-        if unheard := episodes.abandoned_turns():
-            result.append(("cancel", unheard))
-        if not any(kind == "pause" for kind, _ in result):
-            turns = episodes.due(self._engine.num_in_flight > 0, _WAIT_S)
-            self._num_waits += turns is None
-            result.append(("wait", []) if turns is None else ("submit", turns))
-        return result
+        pauses, waits = "pause" in kinds, False
+        if episodes is not None:
+            cancelled += episodes.abandoned_turns()
+            if not pauses:
+                turns = episodes.due(self._engine.num_in_flight > 0, _WAIT_S)
+                waits = turns is None
+                self._num_waits += waits
+                requests += turns or []
+        return EnginePass(cancelled, requests, "forget" in kinds, pauses, waits)
 
     def _waiting_orders(self, *, block: bool) -> list[Order]:
         orders = [self._orders.get()] if block else []
@@ -428,9 +428,3 @@ def _finish(call: _Call) -> None:
     call.done.wait()
     if call.error is not None:
         raise call.error
-
-
-def _request(found: dict[str, Any]) -> Request:
-    from rlhf_mcore.types import Request, Sampling
-
-    return Request(**{**found, "sampling": Sampling(**found["sampling"])})

@@ -178,8 +178,9 @@ def test_a_pass_arrives_as_it_was_sent() -> None:
         Request(1, "b", first, replace(SAMPLING, temperature=0.0), 0),
         Request(2, "c", second, SAMPLING, 5),
     ]
-    made = EnginePass([4, 5], requests)
+    made = EnginePass([4, 5], requests, forgets=True, waits=True)
     assert EnginePass.decode(made.encode()) == made
+    assert EnginePass.decode(EnginePass(pauses=True).encode()) == EnginePass([], [], pauses=True)
     assert EnginePass.decode(EnginePass().encode()) == EnginePass() and not EnginePass().encode()
 
 
