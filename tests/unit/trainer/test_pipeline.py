@@ -22,7 +22,7 @@ from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePubli
 from rlhf_mcore.trainer.reinforcement import ColocatedBatches
 from rlhf_mcore.trainer.sampled import FillStep, Rollout, take_next_batch
 from rlhf_mcore.types import Completion, EngineWork, Request, Sampling, Score, Trajectory
-from tests.unit.trainer.records import Streaming, batch_sampler, done
+from tests.unit.trainer.records import Streaming, batch_sampler, resolved_future
 from tests.unit.trainer.test_ahead import PROMPTS, SAMPLES, Engines, ahead_of, completion
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -157,7 +157,7 @@ def test_tokens_of_engines_are_progress_of_every_rank() -> None:
 
 def half_teach(trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
     """Prompts of odd numbers have equal scores."""
-    return done([Score(0.5 if t.prompt.index % 2 else float(t.sample)) for t in trajectories])
+    return resolved_future([Score(0.5 if t.prompt.index % 2 else float(t.sample)) for t in trajectories])
 
 
 @pytest.mark.parametrize(
