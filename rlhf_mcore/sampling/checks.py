@@ -1,4 +1,4 @@
-"""What training must not see."""
+"""Reject completions that training must not see."""
 
 from __future__ import annotations
 

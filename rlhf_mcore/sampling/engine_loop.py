@@ -39,7 +39,7 @@ class EngineLoop:
     that, because kernels round differently for other batches.
 
     Args:
-        engine: of this rank. Nothing else uses it meanwhile. If it has several ranks:
+        engine: the engine of this rank, with no other user meanwhile. An engine of several ranks is a
             :class:`rlhf_mcore.sampling.followers.LedEngine`.
     """
 

@@ -23,9 +23,10 @@ _SIZE_BYTES = 8  # of the size that a message begins with
 
 @dataclass(frozen=True, slots=True)
 class EnginePass:
-    """What all ranks of an engine do before they step: drop requests and begin others.
+    """The work of all ranks of an engine before they step: they cancel requests and begin others.
 
-    A disaggregated engine may also forget cached prefixes, pause after this, or wait for environments instead of a step.
+    A disaggregated engine can also forget cached prefixes (``forgets``), pause after this work (``pauses``), or wait for environments
+    instead of a step (``waits``).
     """
 
     cancelled: Sequence[int] = ()

@@ -18,7 +18,7 @@ _TURNS = 2**40  # the id of a turn's request is the rollout's number plus this t
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One rollout to make: response ``sample`` to ``prompt`` at ``step``. ``number`` is unique among the jobs of an engine."""
+    """Describes a rollout: response ``sample`` to ``prompt`` at ``step``. ``number`` is unique among the jobs of an engine."""
 
     number: int
     prompt: Prompt

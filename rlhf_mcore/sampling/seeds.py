@@ -29,7 +29,7 @@ def request_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Derive the seed of a later turn of an episode from the first turn's ``seed``: unrelated to those of all others."""
+    """Derive the seed of a later turn of an episode from the first turn's ``seed``. Seeds of different turns are unrelated."""
     digest = hashlib.blake2b(struct.pack("<2q", seed, turn), digest_size=8, person=b"turn").digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -28,8 +28,11 @@ Finished = Callable[[int, "list[Trajectory]", int], None]
 class BatchSampler:
     """Samples trajectories with this rank's engine.
 
-    ``ranks``: of the engine, if there are several. ``play``: what plays episodes around the engine, on its lead. ``wait``: for all
-    ranks, however long others sample. Collective over the world.
+    Args:
+        engine, rank: the engine of this rank, and the place of the rank in it.
+        ranks: group of the engine's ranks; None if it has one.
+        play: wraps the engine on its lead, to play episodes.
+        wait: waits for all ranks, however long they sample. Collective over the world.
     """
 
     engine: Generator
