@@ -28,8 +28,8 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore migrate",
         "Convert a configuration of verl (YAML, or a launch script with key=value overrides), OpenRLHF (a launch script) or TRL (a "
         "Python script with a GRPOConfig, or a launch script with `trl grpo`). Keys without a counterpart are listed in the file and "
-        "in the output. Then the result is validated and planned. Bash runs a launch script in a sandbox without variables, programs "
-        "or files of yours; a Python script is only parsed.",
+        "in the output. Then the result is validated and planned. Bash runs a launch script in a sandbox without your variables, "
+        "programs and files; a Python script is only parsed.",
         examples=[
             "rlhf-mcore migrate run_qwen2-7b_math_megatron.sh -o my_run.yaml",
             "rlhf-mcore migrate train_grpo.py -o my_run.yaml",
