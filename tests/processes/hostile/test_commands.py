@@ -95,7 +95,7 @@ def test_a_rank_says_what_is_wrong_with_its_number() -> None:
 
 
 def test_an_output_that_is_full_or_closed_ends_without_a_traceback() -> None:
-    command = [sys.executable, "-m", "rlhf_mcore.cli.main", "train", "run.yaml", "--print-config"]
+    command = [sys.executable, "-m", "rlhf_mcore.cli.main", "config", "explain", "seed"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=SAMPLE, timeout=120, check=False
