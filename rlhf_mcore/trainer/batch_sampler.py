@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
-# Gets the place of a prompt, its trajectories when the last one is there, and the number of others that are sampled still.
+# Receives a prompt's index and trajectories when its last response is complete, and the number of responses in flight.
 Finished = Callable[[int, "list[Trajectory]", int], None]
 
 
@@ -29,10 +29,10 @@ class BatchSampler:
     """Samples trajectories with this rank's engine.
 
     Args:
-        engine, rank: the engine of this rank, and the place of the rank in it.
-        ranks: group of the engine's ranks; None if it has one.
-        play: wraps the engine on its lead, to play episodes.
-        wait: waits for all ranks, however long they sample. Collective over the world.
+        engine, rank: the engine of this rank, and this rank's position in the engine.
+        ranks: process group of the engine's ranks; None if the engine runs on one rank.
+        play: wraps the engine on its lead rank to play episodes.
+        wait: waits until all ranks finish sampling, without a timeout. Collective over the world.
     """
 
     engine: Generator
@@ -54,16 +54,17 @@ class BatchSampler:
     ) -> list[tuple[int, Trajectory]]:
         """Sample this engine's share of the responses to the prompts of a whole step. Collective over the world.
 
-        One engine, which ``dealer`` picks, samples all responses to a prompt, so that they share the prompt's cache. A prompt that
-        comes again is numbered and gets other responses. ``finished`` is called while responses to other prompts are sampled.
+        ``dealer`` assigns each prompt to one engine. This engine samples all responses to the prompt, so they share the prompt's
+        KV cache. Repeated prompts are numbered, so they get different responses. ``finished`` is called while the engine still
+        samples responses to other prompts.
 
         Returns:
-            Each trajectory after the place of its prompt in ``prompts``, in the order of places and samples. Ranks that do not lead
-            an engine get none.
+            Pairs of the prompt's index in ``prompts`` and a trajectory, sorted by prompt index and sample number. Ranks that do
+            not lead an engine get an empty list.
 
         Raises:
-            LostTrajectory: a response is missing, doubled, or was not asked for.
-            RuntimeError: a response that must not be trained on.
+            LostTrajectory: a response is missing, duplicated, or was not requested.
+            RuntimeError: a response is not valid for training.
         """
         numbered = number_occurrences(prompts)
 
@@ -87,10 +88,10 @@ class BatchSampler:
         return [(place, trajectory) for place, trajectories in sorted(groups) for trajectory in trajectories]
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
-        """Sample all responses to each prompt, in this order. Returns [] on ranks that do not lead their engine.
+        """Return all responses to each prompt, in prompt order. Returns [] on ranks that do not lead their engine.
 
         Raises:
-            LostTrajectory, RuntimeError: as ``sample_step``.
+            LostTrajectory, RuntimeError: same conditions as in ``sample_step``.
         """
         jobs = [job for place, prompt in enumerate(prompts) for job in _jobs_of(place, prompt, sampling, step)]
         return self._run(lambda engine: self._make_rollouts(engine, jobs))
@@ -99,7 +100,7 @@ class BatchSampler:
         return await engine.join([engine.begin(self.make_rollout(engine, job, self.decode)) for job in jobs])
 
     def _run(self, sample: Callable[[EngineLoop], Coroutine[Any, Any, list[T]]]) -> list[T]:
-        """Run ``sample`` on the rank that leads the engine, while the other ranks follow. Returns [] on these."""
+        """Run ``sample`` on the engine's lead rank while its other ranks follow. Returns [] on the other ranks."""
         if not self.rank.is_lead:
             if self.ranks is not None:
                 follow(self.engine, self.ranks)
@@ -114,6 +115,6 @@ class BatchSampler:
 
 
 def _jobs_of(place: int, prompt: Prompt, sampling: Sampling, step: int) -> list[Job]:
-    """List the rollouts of the prompt with this place. Their numbers are in the order of places and samples."""
+    """Return the sampling jobs of the prompt at index ``place``. Job numbers increase with the index, then with the sample."""
     count = sampling.num_drawn
     return [Job(place * count + sample, prompt, sample, sampling, step) for sample in range(count)]

@@ -1,7 +1,7 @@
-"""A canary after every sync: each engine's logprobs of a few tokens must be the trainer's.
+"""A canary check after every sync: each engine's logprobs of a few tokens must match the trainer's logprobs.
 
-It is cheap (four tokens an engine) and sees what hashes of weights cannot: kernels that read other weights than were
-written, memory that did not come back from sleep. It sees gross errors only; ``bridge.verify`` proves that every bit arrived.
+The check is cheap (four tokens per engine). It detects errors that weight hashes cannot detect: kernels that read the wrong
+weights, or memory that sleep mode did not restore. It detects large errors only; ``bridge.verify`` compares every bit.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 
-# Largest mean difference of a response's logprobs. Sums in another order differ by 1e-6 in fp32 and by 1e-2 in bf16, and in a mixture
-# a token near the border between two experts may take the other one.
+# Largest mean logprob difference of a response. A different summation order changes logprobs by 1e-6 in fp32 and 1e-2 in bf16.
+# In an MoE model, a token near the border between two experts may also be routed to the other expert.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-OF_8_BITS = 0.5  # where an engine's weights are quantised
-NUM_TOKENS, MAX_NEW_TOKENS = 8, 4  # of a prompt, and of a response, at most
+OF_8_BITS = 0.5  # tolerance for engines with quantised weights
+NUM_TOKENS, MAX_NEW_TOKENS = 8, 4  # tokens per prompt; most tokens per response
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Compare engines with the trainer: both must give the tokens of a few short responses the same logprobs.
+    """Compares the engines' logprobs with the trainer's logprobs on the tokens of a few short responses.
 
-    ``sampling`` has the temperature at which ``actor`` computes logprobs, and draws from the whole vocabulary.
+    ``sampling`` must use the temperature at which ``actor`` computes logprobs, and must sample from the whole vocabulary.
     """
 
     sampler: BatchSampler
@@ -42,24 +42,26 @@ class Canary:
     tolerance: float
 
     def check(self, version: int) -> None:
-        """Generate responses on all engines and let the trainer score them. Collective over the world.
+        """Generate responses on all engines, and compare their logprobs with the trainer. Collective over the world.
 
         Raises:
-            SyncMismatch: as ``score``.
+            SyncMismatch: same condition as in ``score``.
         """
         self.score(version, self.draw(version))
 
     def draw(self, version: int) -> list[Trajectory]:
-        """Generate responses to the canary's prompts, each on one engine; returns those of this rank. Collective over the world."""
+        """Generate a response to each canary prompt, on one engine each. Returns this rank's responses. Collective over the world."""
         engine = self.sampler.rank
         mine = [self.prompts[place] for place in range(engine.engine_index, len(self.prompts), engine.num_engines)]
         return self.sampler.sample(mine, self.sampling, step=version)
 
     def score(self, version: int, drawn: Sequence[Trajectory]) -> None:
-        """Compare what was drawn with the trainer, which must have the weights of ``version`` still. Collective over the world.
+        """Compare the sampled responses' logprobs with the trainer's. Collective over the world.
+
+        The trainer must still hold the weights of ``version``.
 
         Raises:
-            SyncMismatch: the logprobs differ by more than the tolerance. The engines are unusable until the next whole sync.
+            SyncMismatch: the logprobs differ by more than the tolerance. The engines are unusable until the next full sync.
         """
         difference = self._difference(drawn)
         if not difference <= self.tolerance:
@@ -71,7 +73,7 @@ class Canary:
             raise SyncMismatch(problem)
 
     def _difference(self, trajectories: Sequence[Trajectory]) -> float:
-        """Return the largest mean difference of a response over all engines, the same on every rank."""
+        """Return the largest mean logprob difference of a response, over all engines. Equal on every rank."""
         engine = self.sampler.rank
         mine = range(engine.engine_index, len(self.prompts), engine.num_engines) if engine.is_lead else ()
         rollouts = [Rollout(place, t, Score(0.0)) for place, t in zip(mine, trajectories, strict=True)]
@@ -83,6 +85,6 @@ class Canary:
 
 
 def canary_prompts(count: int, num_tokens: int, vocab_size: int) -> list[Prompt]:
-    """Build fixed prompts of fixed tokens. ``count``: a multiple of the number of engines."""
+    """Build ``count`` fixed prompts of fixed tokens. ``count`` must be a multiple of the number of engines."""
     ids = [[(31 * number + 7 * t + 3) % vocab_size for t in range(num_tokens)] for number in range(count)]
     return [Prompt(f"canary-{number}", number, tokens, "canary") for number, tokens in enumerate(ids)]

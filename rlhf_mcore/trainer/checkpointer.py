@@ -1,4 +1,4 @@
-"""Saving: when it is due, in the foreground or in the background, and what is beside the models in a checkpoint."""
+"""Save checkpoints of a run when a save is due, in the foreground or in the background."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from rlhf_mcore.roles.role_files import RoleFiles
 
 Write = Callable[[Path], list[Path]]
-SmallFiles = Mapping[str, bytes]  # small files by name, on the first rank; the others have none
+SmallFiles = Mapping[str, bytes]  # content by file name on the first rank; empty on other ranks
 
 
 @dataclass(slots=True)
 class RunCheckpointer:
-    """Saves after the steps after which a save is due, and decides when to stop.
+    """Saves after each step for which a save is due, and decides when the run stops.
 
-    With ``in_background`` a save copies what it needs and returns; a thread writes, and the commit, for which ranks must talk to each
-    other, is made after a later step. At most one save is under way: the next one waits for it, so a copy is never changed.
+    With ``in_background``, a save copies the data and returns; a thread writes the copy. The commit is collective, so it runs
+    after a later step. At most one save is in flight. The next save waits for it, so a copy never changes during the write.
     """
 
     writer: CheckpointWriter
@@ -41,39 +41,37 @@ class RunCheckpointer:
     small_files: Callable[[int], SmallFiles]  # collective
     triggers: Triggers | None  # on the first rank
     requests: SignalRequests
-    after_commit: Callable[[int], None]  # gets the step, on the first rank
+    after_commit: Callable[[int], None]  # receives the step, on the first rank
     note: Callable[[str], None]
     in_background: bool = False
     stop_on_failure: bool = True
-    at_end: Callable[[], None] = lambda: None  # after the last commit of a run that comes to its end, on the first rank
-    phase: Callable[[str], AbstractContextManager[None]] = lambda name: (
-        nullcontext()
-    )  # what is being done now: timed, shown
-    progress: Callable[[str], None] = lambda text: None  # how far it is
+    at_end: Callable[[], None] = lambda: None  # called after the last commit of a completed run, on the first rank
+    phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # times and shows a phase
+    progress: Callable[[str], None] = lambda text: None  # shows the progress within a phase
     load_best: Callable[[], int | None] = lambda: None  # see ``end``; collective
-    room: Callable[[], AbstractContextManager[None]] = nullcontext  # others leave the device within it; collective
+    room: Callable[[], AbstractContextManager[None]] = nullcontext  # frees device memory for the save; collective
     _flush: _Flush | None = field(default=None, init=False)
 
     def begin(self) -> None:
-        """Count time and steps from here on: the first step begins."""
+        """Start counting time and steps. Call it when the first step begins."""
         self.requests.begin()
         if self.triggers is not None:
             self.triggers.begin()
 
     def after_step(self, step: int, evaluation: Mapping[str, float]) -> bool:
-        """Save if it is due; returns whether the run has to end now. Collective over the world.
+        """Save if a save is due. Returns whether the run must stop now. Collective over the world.
 
-        ``evaluation``: metrics of the evaluation after the step, none where there was no evaluation.
+        ``evaluation``: metrics of the evaluation after the step; empty if there was no evaluation.
 
         Raises:
-            SaveError: on every rank, when a save has failed on any and the run is to stop then.
+            SaveError: on every rank, if a save failed on any rank and ``stop_on_failure`` is set or the run ends.
         """
         decision = decide_together(self.triggers, self.requests, step, evaluation)
         if self._flush is not None:
             done = reduce_sums({"ranks": float(self._flush.is_done())})
             if done["ranks"] == dist.get_world_size():
                 self.drain()
-        # What is asked for until it is there (by the clock, or by a file) is being written.
+        # The save in flight already serves these triggers: they stay due until a checkpoint exists.
         is_served = self._flush is not None and set(decision.reasons) <= {MINUTES, MEASURE, REQUEST}
         if decision.save and not is_served:
             self.save(step, evaluation, decision)
@@ -85,7 +83,7 @@ class RunCheckpointer:
         """Save now. Collective over the world.
 
         Raises:
-            DivergedError: on every rank, when a model is not finite on any; whatever ``stop_on_failure`` is.
+            DivergedError: on every rank, if a model is not finite on any rank, regardless of ``stop_on_failure``.
         """
         self.drain()
         with self.phase("save"), self.room():
@@ -94,7 +92,7 @@ class RunCheckpointer:
     def _save(self, step: int, evaluation: Mapping[str, float], decision: Decision) -> None:
         self._refuse_not_finite(step)
         started = time.monotonic()
-        # What ``latest`` and ``best`` name at the end is what others use: whole.
+        # Other tools use the final ``latest`` and ``best`` checkpoints, so these are saved in full.
         whole = END in decision.reasons or decision.best
         info = CheckpointInfo(step, metrics=evaluation) if whole else self.writer.next_info(step, evaluation)
         try:
@@ -108,11 +106,11 @@ class RunCheckpointer:
             self._tell_of_failure(error, decision)
 
     def save_to(self, directory: Path, step: int) -> Path:
-        """Save ``<directory>/checkpoint-<step>``, whatever is due, and return its path. Collective over the world.
+        """Save ``<directory>/checkpoint-<step>`` regardless of the triggers, and return its path. Collective over the world.
 
         Raises:
-            SaveError: on every rank, when any of them failed.
-            DivergedError: on every rank, when a model is not finite on any.
+            SaveError: on every rank, if the save failed on any rank.
+            DivergedError: on every rank, if a model is not finite on any rank.
         """
         self.drain()
         with self.room():
@@ -124,7 +122,7 @@ class RunCheckpointer:
             )
 
     def drain(self) -> None:
-        """Wait for a save that is under way and commit it. Collective over the world."""
+        """Wait for the save in flight, if any, and commit it. Collective over the world."""
         if self._flush is None:
             return
         flush, self._flush = self._flush, None
@@ -143,9 +141,9 @@ class RunCheckpointer:
             self._tell_of_failure(failure, flush.decision)
 
     def end(self) -> int | None:
-        """Wait for everything that is under way after the last step. Collective over the world.
+        """Finish the save in flight after the last step. Collective over the world.
 
-        Returns the step of the checkpoint that the run's models hold from here on, None where they stay as they are.
+        Returns the step of the checkpoint that was loaded into the run's models; None if the models keep their weights.
         """
         self.drain()
         if self.triggers is not None:
@@ -168,11 +166,11 @@ class RunCheckpointer:
         self._flush = _Flush(info, decision, directory, write, num_bytes, self.writer)
 
     def _num_bytes(self, small_files: SmallFiles) -> int:
-        """Return the bytes that this rank writes."""
+        """Return the number of bytes that this rank writes."""
         return sum(part.num_bytes() for part in self.parts) + sum(map(len, small_files.values()))
 
     def _write(self, small_files: SmallFiles, directory: Path) -> list[Path]:
-        """Write every part, whatever happens to another one, because other ranks take part."""
+        """Write every part, even after an error in one of them, because the writes are collective."""
         paths, first_error = [], None
         for part in self.parts:
             self.progress(f"{part.name}, {decimal(part.num_bytes())} of this rank")
@@ -192,7 +190,7 @@ class RunCheckpointer:
         self.after_commit(step)
 
     def _tell_of_failure(self, error: SaveError, decision: Decision) -> None:
-        # Nothing comes after that would save again
+        # If the run ends now, no later save can replace this one.
         if self.stop_on_failure or decision.stop or END in decision.reasons:
             raise error
         if self.triggers is not None:

@@ -1,4 +1,4 @@
-"""Ends a run whose updates have spoiled a model, or cannot be made any more."""
+"""End a run if an update produced weights that are not finite, or if too many updates in a row were skipped."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rlhf_mcore.types import UpdateResult
 
 
 class DivergedError(RuntimeError):
-    """There is no point in continuing from the weights that training has led to. The last checkpoint is from before that."""
+    """Training diverged, so the current weights are not usable. The last checkpoint was saved before the divergence."""
 
 
 def share_results(results: Iterable[UpdateResult | None]) -> list[UpdateResult]:
-    """Return the results of all models on every rank; that of a model is its last rank's. Collective over the world.
+    """Return the results of all models on every rank. For each model, the last rank's result is used. Collective over the world.
 
-    ``results``: those of the models that this rank holds a part of, None for others.
+    ``results``: results of the models that have a shard on this rank; None for other models.
     """
     mine = [asdict(result) for result in results if result is not None]
     by_model = {result["model"]: result for of_rank in all_gather_json(mine) for result in of_rank}
@@ -24,10 +24,10 @@ def share_results(results: Iterable[UpdateResult | None]) -> list[UpdateResult]:
 
 
 def refuse_not_finite(names: Iterable[str], what: str) -> None:
-    """End the run, on every rank, because of models that hold a NaN or an infinity. ``what`` was not done with them.
+    """End the run on every rank if ``names`` lists models with a NaN or an infinity. ``what``: message about the skipped action.
 
     Raises:
-        DivergedError: unless there are no ``names``.
+        DivergedError: ``names`` is not empty.
     """
     if models := ", ".join(sorted(set(names))):
         raise DivergedError(
@@ -38,10 +38,10 @@ def refuse_not_finite(names: Iterable[str], what: str) -> None:
 
 
 def stop_if_diverged(results: Sequence[UpdateResult], max_bad_updates: int) -> None:
-    """End the run, on every rank, when updates have spoiled a model, or too many of them in a row had to be skipped.
+    """End the run on every rank if a model is not finite, or if ``max_bad_updates`` updates in a row were skipped.
 
     Raises:
-        DivergedError: with the model's name.
+        DivergedError: one of the conditions is met; the message names the model.
     """
     spoiled = [result.model for result in results if not result.is_finite]
     refuse_not_finite(spoiled, "this step is neither saved nor sent to the engines")

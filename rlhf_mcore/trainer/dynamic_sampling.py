@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a step is filled with prompts whose responses differ in score."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): fill a step with prompts whose responses differ in score."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rlhf_mcore.types import Prompt, Score
 
 @dataclass(slots=True)
 class DynamicSampling:
-    """Samples batches until there are enough prompts to learn from. ``gather`` collects a JSON-able value of every rank."""
+    """Samples batches until a step has enough informative prompts. ``gather`` collects a JSON value from every rank."""
 
     max_batches: int
     gather: Callable[[Any], list[Any]] = all_gather_json
-    drop: bool = False  # prompts that have a response without a score
+    drop: bool = False  # drop prompts with a response that has no score
 
     def fill_step(self, sample: SampleBatch) -> SampledBatch:
-        """Sample batches until a step has as many prompts as the first one. Collective: the scores of all ranks decide.
+        """Sample until the number of informative prompts equals the size of the first batch. Collective, over scores of all ranks.
 
-        Prompts stay in the order in which they were sampled. If the prompts of ``max_batches`` batches do not suffice, prompts whose
-        scores are all equal fill the step: their group-relative advantages are zero.
+        Prompts keep the order in which they were sampled. If ``max_batches`` batches contain too few informative prompts, prompts
+        whose scores are all equal fill the step. Their group-relative advantages are zero.
 
         Raises:
-            ConfigError: on every rank, if not one of the prompts has responses of different scores.
+            ConfigError: on every rank, if no prompt has responses with different scores.
         """
         batches: list[SampledBatch] = []
         judged: list[_BatchSelection] = []
@@ -57,15 +57,15 @@ class DynamicSampling:
 
 @dataclass(slots=True)
 class _BatchSelection:
-    """The prompts of a batch by the scores of all ranks."""
+    """A classification of a batch's prompts, by the scores of all ranks."""
 
-    informative: list[int]  # places of prompts whose responses differ in score
-    dropped: set[int]  # places of prompts that are not taken, whatever else there is
-    values: set[float]  # all scores that were given
+    informative: list[int]  # indices of prompts whose responses differ in score
+    dropped: set[int]  # indices of prompts that are never used, even if too few others remain
+    values: set[float]  # all distinct scores
 
 
 def _assemble(batches: Sequence[SampledBatch], judged: Sequence[_BatchSelection]) -> SampledBatch:
-    """Join the batches, and keep as many of their prompts as the first one has."""
+    """Concatenate the batches, and keep as many prompts as the first batch has."""
     chosen = set(_choose(batches, judged, len(batches[0].prompts)))
     prompts, rollouts, kept, left_out = list[Prompt](), list[Rollout](), list[int](), list[Score]()
     for number, batch in enumerate(batches):
@@ -86,7 +86,7 @@ def _assemble(batches: Sequence[SampledBatch], judged: Sequence[_BatchSelection]
 
 
 def _choose(batches: Sequence[SampledBatch], judged: Sequence[_BatchSelection], wanted: int) -> list[tuple[int, int]]:
-    """Return (batch, place) of the step's prompts: the first informative ones, then others until there are enough."""
+    """Return (batch, index) of the step's prompts. Informative prompts are chosen first; others fill the step up to ``wanted``."""
     everything = [(number, place) for number, batch in enumerate(batches) for place in range(len(batch.prompts))]
     informative = [(number, place) for number, of_batch in enumerate(judged) for place in of_batch.informative]
     taken = set(informative)

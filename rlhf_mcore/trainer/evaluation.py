@@ -1,4 +1,4 @@
-"""Evaluation of a policy: one way to draw, to grade and to count, for training and for ``rlhf-mcore evaluate``."""
+"""Evaluation of a policy. Training and ``rlhf-mcore evaluate`` share this code for sampling, grading and statistics."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from rlhf_mcore.types import Completion, Prompt, Sampling, Score, Trajectory
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import EvaluateConfig
 
-# Responses are drawn with the same seeds at every step, so that two evaluations differ by the policy and not by luck. Training
-# counts its steps from 1: its rollouts never share a seed with these.
+# Every evaluation samples with the same seeds. Two evaluations therefore differ by the policy and not by chance.
+# Training steps start at 1, so training rollouts never share a seed with an evaluation.
 SEED_STEP = 0
 Record = dict[str, Any]  # a line of samples.jsonl
-TOKENS = "response_ids"  # what a record has until a reward model has scored it: it reads tokens and not text
-BATCHES_IN_FLIGHT = 4  # responses of a batch over those that an engine decodes at a time: few wait for the longest
+TOKENS = "response_ids"  # record field for the reward model, which reads tokens; removed after scoring
+BATCHES_IN_FLIGHT = 4  # responses per batch / decode slots of an engine: fewer slots idle during the longest response
 
 
 @dataclass(slots=True)
 class PolicyEvaluator:
-    """Scores ``prompts`` with the policy that the engine holds."""
+    """Samples responses to ``prompts`` with the engine's current policy, and scores them."""
 
     prompts: Sequence[Prompt]
     sampler: BatchSampler
@@ -42,27 +42,29 @@ class PolicyEvaluator:
     sampling: Sampling
     every: int
     prompts_per_batch: int
-    note: Callable[[str], None] = lambda text: None  # on the first rank: shows a line
-    on_error: OnError = field(default_factory=OnError)  # nothing is dropped here: what has no score counts as 0
+    note: Callable[[str], None] = lambda text: None  # shows a line, on the first rank
+    on_error: OnError = field(
+        default_factory=OnError
+    )  # evaluation never drops a response: without a score it counts as 0
     progress: Callable[[str], None] = lambda text: None
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Return whether to evaluate after ``step`` steps: always before the first and after the last."""
+        """Return whether to evaluate after ``step`` steps. Always true before the first step and after the last step."""
         if not self.prompts:
             return False
         return step in (0, num_steps) or (self.every > 0 and step % self.every == 0)
 
     def run(self, step: int) -> dict[str, float]:
-        """Compute means over all prompts, and the accuracy of each data source if there are several. Collective over the world.
+        """Compute means over all prompts, and the accuracy per data source if there are several. Collective over the world.
 
-        The same policy gives the same numbers at every ``step``: see ``SEED_STEP``.
+        The same policy gives the same numbers at every ``step``; see ``SEED_STEP``.
 
-        ``evaluate/accuracy`` is the share of responses with the full mark of every rule (a score of at least 1 where no
-        rule grades); a reward model counts in ``evaluate/reward`` only. ``evaluate/without_score`` is there
-        where the reward gave some response none (``reward.on_error: zero`` or ``drop``): how many count as 0.
+        ``evaluate/accuracy`` is the share of correct responses; see :func:`is_correct`. A reward model only changes
+        ``evaluate/reward``. ``evaluate/without_score`` counts the responses for which the reward returned no score
+        (``reward.on_error: zero`` or ``drop``). They count as 0. The metric is absent if every response got a score.
 
         Raises:
-            ConfigError: on every rank, there are too many of them.
+            ConfigError: on every rank, if too many responses got no score.
         """
         mine: list[Graded] = []
         causes: list[str] = []
@@ -87,7 +89,7 @@ class PolicyEvaluator:
 def grade(
     sampler: BatchSampler, reward: RewardFunction, sampling: Sampling, prompts: Sequence[Prompt]
 ) -> list[tuple[Trajectory, Score, Graded]]:
-    """Draw and score ``sampling.n`` responses per prompt; [] on ranks that are not their engine's lead."""
+    """Sample and score ``sampling.n`` responses per prompt. Returns [] on ranks that do not lead their engine."""
     trajectories = sampler.sample(prompts, sampling, step=SEED_STEP) if prompts else []
     sampler.wait()
     scores = run(reward.score(trajectories))
@@ -102,10 +104,10 @@ def evaluate(
     done: Collection[int],
     keep: Callable[[Sequence[list[Record]]], None],
 ) -> None:
-    """Draw and score the prompts whose index is not in ``done``, and keep the records of every batch, one list per prompt.
+    """Sample and score the prompts whose index is not in ``done``; pass the records of each batch to ``keep``, one list per prompt.
 
-    Batches are cut as if nothing were done, so an evaluation that continues draws in the same batches. Collective over the
-    ranks of an engine; only its lead keeps records.
+    Batch boundaries do not depend on ``done``, so a resumed evaluation uses the same batches. Collective over the ranks of an
+    engine. Only the engine's lead rank keeps records.
     """
     for batch in batches(prompts, engine, size):
         missing = [prompt for prompt in batch if prompt.index not in done]
@@ -117,13 +119,13 @@ def evaluate(
 
 
 def without_score(what: str, count: int, causes: Sequence[Sequence[str]]) -> str:
-    """Tell of ``count`` responses without a score in a line. ``causes``: of every rank the first one, where it has any."""
+    """Return a line that reports ``count`` responses without a score. ``causes``: at most the first cause of each rank."""
     first = next(cause for own in causes for cause in own)
     return f"{what}: {count} responses got no score and count as 0; the first: {first}"
 
 
 def sample_record(trajectory: Trajectory, verdict: Score, row: Graded) -> Record:
-    """Build a line of samples.jsonl. Nothing that rounding may change from machine to machine, such as logprobs, is in it."""
+    """Build a line of samples.jsonl. It excludes values that depend on the machine's rounding, such as logprobs."""
     return {
         "prompt_id": row.prompt_id,
         "index": row.index,
@@ -142,7 +144,10 @@ def sample_record(trajectory: Trajectory, verdict: Score, row: Graded) -> Record
 
 
 def evaluation_sampling(cfg: EvaluateConfig, max_new_tokens: int, seed: int) -> Sampling:
-    """Return the sampling of an evaluation, in training and in the command. ``max_new_tokens`` is the one of training."""
+    """Return the sampling parameters of an evaluation, in training and in the command.
+
+    ``max_new_tokens``: the limit of training. It applies if ``cfg`` sets no limit.
+    """
     return Sampling(
         n=cfg.samples,
         temperature=cfg.temperature,
@@ -154,15 +159,15 @@ def evaluation_sampling(cfg: EvaluateConfig, max_new_tokens: int, seed: int) -> 
 
 
 def prompts_per_batch(samples: int, slots: int) -> int:
-    """Return the number of prompts of an engine's batch. ``slots``: responses that it decodes at once."""
+    """Return the number of prompts per batch of an engine. ``slots``: responses that the engine decodes concurrently."""
     return max(BATCHES_IN_FLIGHT * slots // samples, 1)
 
 
 def batches(prompts: Sequence[Prompt], engine: EngineRank, size: int) -> Iterator[list[Prompt]]:
-    """Yield the batches of this rank's engine: every ``num_engines``-th prompt, ``size`` at a time.
+    """Yield the batches of this rank's engine. The engine gets every ``num_engines``-th prompt, in batches of ``size``.
 
-    Training and the command cut alike, so that the engine sees the same batches and rounds the same way. All engines have equally
-    many batches, the last of some may be empty: a reward model scores with all ranks.
+    Training and the command use the same batches, so the engine rounds in the same way. All engines yield equally many batches,
+    because a reward model scores with all ranks. The last batch of an engine may be empty.
     """
     mine = list(prompts[engine.engine_index :: engine.num_engines])
     longest = len(prompts[:: engine.num_engines])
@@ -171,7 +176,7 @@ def batches(prompts: Sequence[Prompt], engine: EngineRank, size: int) -> Iterato
 
 
 def graded(trajectory: Trajectory, verdict: Score) -> Graded:
-    """Extract what statistics need of a scored response."""
+    """Extract the fields of a scored response that the statistics use."""
     prompt = trajectory.prompt
     return Graded(
         prompt_id=prompt.prompt_id,
@@ -187,14 +192,14 @@ def graded(trajectory: Trajectory, verdict: Score) -> Graded:
 
 
 def graded_of(record: Mapping[str, Any]) -> Graded:
-    """Extract what statistics need of a line of samples.jsonl."""
+    """Extract the fields of a samples.jsonl line that the statistics use."""
     return Graded(**{item.name: record[item.name] for item in fields(Graded)})
 
 
 def is_correct(value: float, parts: dict[str, float]) -> bool:
-    """Tell whether every rule gives its full mark; without rules, whether the score is at least 1.
+    """Return whether every rule gives its full mark. Without rules, return whether the score is at least 1.
 
-    Other parts (of functions, models, judges, environments) are metrics of the user's, without a full mark.
+    Other parts come from functions, models, judges and environments. They are user metrics and define no full mark.
     """
     grades = [part for name, part in parts.items() if name in GRADERS]
     return all(grade >= 1.0 for grade in grades) if grades else value >= 1.0
@@ -211,13 +216,13 @@ def metrics(rows: Sequence[Graded]) -> dict[str, float]:
 
 
 def with_tokens(record: Record, trajectory: Trajectory) -> Record:
-    """Return a record that waits for the reward model."""
+    """Return the record with the response tokens, which the reward model will score."""
     return record | {TOKENS: trajectory.sampled_ids.tolist()}
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedScores:
-    """A grader that returns the scores that other graders have given."""
+    """A grader that returns stored scores of other graders."""
 
     scores: dict[tuple[int, int], Score]  # (row of the prompt, sample)
 
@@ -233,14 +238,14 @@ def score_records(
     size: int,
     add_model: Callable[[RewardFunction], RewardFunction],
 ) -> list[Record]:
-    """Add the reward model's score to the records of the prompts of this rank's engine. Collective over the world.
+    """Return the records of this rank's engine with the reward model's score added. Collective over the world.
 
     Args:
-        prompts: all of them.
-        records: of all responses, with ``TOKENS``; the same on every rank.
-        engine: this rank's part of the engines that drew them.
-        size: prompts of an engine's batch.
-        add_model: the reward of training around other graders.
+        prompts: all prompts of the evaluation.
+        records: records of all responses, with ``TOKENS``; the same on every rank.
+        engine: this rank's position among the engines that sampled the responses.
+        size: prompts per batch of an engine.
+        add_model: wraps other graders into the reward of training.
     """
     by_prompt: dict[int, list[Record]] = {}
     for record in records:

@@ -1,4 +1,4 @@
-"""Training on given responses as a learner of the loop, and the evaluation on held-out ones. Nothing is generated."""
+"""Training on given responses, and evaluation on held-out responses. Nothing is generated."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Sums = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class ExampleLearner:
-    """One update per step, of a policy or of a reward model.
+    """Updates a policy or a reward model once per step.
 
-    ``compute_reference`` adds logprobs of a frozen policy to a batch, where the update reads them.
+    ``compute_reference`` adds the logprobs of a frozen policy to a batch, for updates that use them.
     """
 
     model: TrainableModel
@@ -38,7 +38,7 @@ class ExampleLearner:
     compute_reference: Callable[[TrainBatch], None] | None = None
 
     def learn(self, step: int, batch: TrainBatch) -> tuple[list[UpdateResult], Mapping[str, float]]:
-        """Update the model by the rows of a step. Collective over the world."""
+        """Update the model with the rows of a step. Collective over the world."""
         if self.work is not None:
             self.work.count(batch)
         if self.compute_reference is not None:
@@ -49,7 +49,7 @@ class ExampleLearner:
 
 
 class NoPublisher:
-    """The weights go to checkpoints only."""
+    """A publisher for runs without engines: checkpoints are the only users of the weights."""
 
     def publish(self, version: int) -> Mapping[str, float]:
         return {}
@@ -59,7 +59,7 @@ class NoPublisher:
 
 @dataclass(frozen=True, slots=True)
 class ExampleEvaluator:
-    """Means over all held-out examples: ``measure`` sums over some of them, ``named`` makes metrics of the sums of all."""
+    """Computes means over all held-out examples. ``measure`` sums over a batch; ``named`` converts the totals to metrics."""
 
     examples: Sequence[TokenizedExample]
     every: int
@@ -69,13 +69,13 @@ class ExampleEvaluator:
     build: Callable[[Sequence[TokenizedExample]], TrainBatch] = example_batch
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Return whether to evaluate after ``step`` steps: always before the first and after the last."""
+        """Return whether to evaluate after ``step`` steps. Always true before the first step and after the last step."""
         if not self.examples:
             return False
         return step in (0, num_steps) or (self.every > 0 and step % self.every == 0)
 
     def run(self, step: int) -> dict[str, float]:
-        """Evaluate: the same at every ``step`` for the same weights. Collective over the world; all ranks have the same result."""
+        """Return the metrics, equal on all ranks. They depend on the weights but not on ``step``. Collective over the world."""
         totals: Sums = {}
         for start in range(0, len(self.examples), self.examples_per_batch):
             batch = self.build(self.examples[start : start + self.examples_per_batch])
@@ -85,20 +85,23 @@ class ExampleEvaluator:
 
 
 def likelihood(model: LogprobModel, batch: TrainBatch) -> Sums:
-    """Negative log-likelihood and number of the response tokens. Collective over the world."""
+    """Return the negative log-likelihood and the number of the response tokens. Collective over the world."""
     rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
     nll = rows.sums(-model.compute_logprobs(batch), batch.loss_mask)
     return {"nll": float(nll.sum()), "num_tokens": float(batch.num_sampled.sum())}
 
 
 def likelihood_metrics(sums: Sums) -> dict[str, float]:
-    """Mean per token, over the tokens of all examples."""
+    """Return the mean loss per token over all examples, and its perplexity."""
     nll = sums["nll"] / sums["num_tokens"]
     return {"loss": nll, "perplexity": perplexity(nll)}
 
 
 def preference(compute_scores: Callable[[TrainBatch], Tensor], batch: TrainBatch) -> Sums:
-    """Count pairs ordered rightly. Their rows follow each other, the chosen one first. A tie is half right. Collective."""
+    """Sum accuracy, margin and loss over pairs. A tie counts as half correct. Collective.
+
+    The rows of a pair are adjacent, with the chosen response first.
+    """
     chosen, rejected = compute_scores(batch).double().view(-1, 2).unbind(1)
     margins = chosen - rejected
     return {
@@ -110,7 +113,7 @@ def preference(compute_scores: Callable[[TrainBatch], Tensor], batch: TrainBatch
 
 
 def preference_metrics(sums: Sums) -> dict[str, float]:
-    """Means over pairs."""
+    """Return the means over all pairs."""
     return {name: value / sums["pairs"] for name, value in sums.items() if name != "pairs"}
 
 
@@ -122,7 +125,7 @@ def add_reference(
 ) -> None:
     """Set the reference's logprob of each response of the examples. Collective over the world.
 
-    Examples are cut into batches in their own order, so that a run which resumes gets the same numbers, bit for bit.
+    Batches follow the order of ``examples``, so a resumed run computes bitwise the same values.
     """
     for start in range(0, len(examples), examples_per_batch):
         progress(f"reference, {start:,} of {len(examples):,} examples")

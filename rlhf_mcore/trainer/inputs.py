@@ -1,7 +1,7 @@
-"""Identify by content what a run is made from: data, the user's code, tokenizer, chat template, models.
+"""Fingerprint the content of a run's inputs: data, the user's code, tokenizer, chat template, models.
 
-A checkpoint keeps the fingerprints, and a run that resumes from it compares: the same paths may hold something else by then, and
-other paths the same.
+A checkpoint stores the fingerprints, and a resumed run compares them with its own. Paths alone are not enough: the content at
+a path may have changed, and another path may contain the same content.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rlhf_mcore.readers.model_files import CHAT_TEMPLATE_FILES, COMPANIONS, PROC
 from rlhf_mcore.readers.user_functions import OwnFunction, is_file_spec, parse_file
 from rlhf_mcore.rewards.reward import scoring_keys
 
-Inputs = Mapping[str, Mapping[str, str]]  # by what it is, such as "data.train[0]": its path and a digest of its content
+Inputs = Mapping[str, Mapping[str, str]]  # input name, such as "data.train[0]" -> its path and a digest of its content
 
 _MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward.model.path", "teacher.path")
-# Texts, and how many bytes of each are read.
+# Text files, and the limit in bytes for each.
 _TEXTS: dict[str, float] = {"reward.judge.rubric_file": INDEX.num_bytes, "environment.tools": INDEX.num_bytes}
 _TEXTS |= {"environment.options.corpus": math.inf}
-# Of ``reward``: values that decide about scores, and names of what is elsewhere and may move.
+# Keys of ``reward``. _SCORING: values that change scores. _NAMING: locations of functions, servers and models, which may move.
 _SCORING = (
     "model.weight",
     "judge.model",
@@ -50,20 +50,22 @@ _NAMING = ("function", "remote.url", "judge.url", "model.path")
 _DEFAULTS = dict(leaves(to_dict(RewardConfig())))
 _OTHERS = ("config.json", "generation_config.json", *CHAT_TEMPLATE_FILES, *PROCESSOR_FILES)
 _TOKENIZER = tuple(name for name in COMPANIONS if name not in _OTHERS)
-# Written by every save of transformers, and without a bearing on what the model computes in our dtype.
+# Keys that every save of transformers writes. They do not change the model's results in our dtype.
 _IDLE = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-# Larger files of weights are sampled: reading 140 GB would cost each start minutes, and training or merging changes every tensor.
+# Larger weight files are hashed by samples. Reading 140 GB would take minutes at each start. Training or merging changes every
+# tensor, so samples detect it.
 WHOLE_BYTES = 256 * 2**20
 _MAX_HEADER_BYTES = 100 * 2**20
 
 
 def fingerprints(cfg: Config) -> Inputs:
-    """Return the fingerprints of everything that a resolved configuration names.
+    """Return the fingerprints of all inputs that a resolved configuration names.
 
-    Files are hashed whole, but of files of weights beyond 256 MiB only the header, the size and 257 blocks spread over it.
+    Files are hashed completely. For weight files above 256 MiB, the hash covers the header, the size and 257 blocks spread over
+    the file.
 
     Raises:
-        ConfigError: a file is not there or cannot be read.
+        ConfigError: a file does not exist or cannot be read.
     """
     inputs: dict[str, Mapping[str, str]] = {}
     for key, files in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
@@ -91,7 +93,7 @@ def fingerprints(cfg: Config) -> Inputs:
 
 
 def scored_by(cfg: RewardConfig) -> Mapping[str, str]:
-    """Fingerprint what gives the scores, and how they add up. Of functions, models and servers only that there are some."""
+    """Fingerprint the score sources and their weights. For functions, models and servers, it only records whether any is set."""
     tree = dict(leaves(to_dict(cfg)))
     if cfg.judge.rubric_file is not None:  # its content is among the user's files
         tree["judge.rubric"] = None
@@ -106,16 +108,16 @@ def scored_by(cfg: RewardConfig) -> Mapping[str, str]:
 
 
 def _changed_from_default(rule: RuleConfig) -> dict[str, Any]:
-    """Return the options that differ from the defaults: a release with one more option does not change it."""
+    """Return the options that differ from the defaults, so that a new option in a later release keeps the fingerprint."""
     default = to_dict(RuleConfig(name=rule.name))
     return {"name": rule.name} | {name: value for name, value in to_dict(rule).items() if value != default[name]}
 
 
 def own_files(cfg: Config) -> Inputs:
-    """Return the fingerprints of functions, tools and texts that the user has written.
+    """Return the fingerprints of functions, tools and texts that the user wrote.
 
     Raises:
-        ConfigError: a file is not there or cannot be read.
+        ConfigError: a file does not exist or cannot be read.
     """
     entries: dict[str, Mapping[str, str]] = {}
     values = dict(leaves(to_dict(cfg)))
@@ -124,7 +126,7 @@ def own_files(cfg: Config) -> Inputs:
     }
     functions = {f"reward.functions[{n}].path": one.path for n, one in enumerate(cfg.reward.functions)}
     for key, spec in (values | listed | functions).items():
-        if isinstance(spec, OwnFunction):  # given from Python, where it may have no file
+        if isinstance(spec, OwnFunction):  # passed from Python, possibly without a file
             entries[key] = _entry(spec, spec.fingerprint())
         elif isinstance(spec, str) and is_file_spec(spec) and Path(spec.rpartition(":")[0]).expanduser().is_file():
             entries[key] = _entry(spec, _code_digest(spec))
@@ -140,7 +142,7 @@ def _entry(path: str | Path, digest: str) -> Mapping[str, str]:
 
 
 def _file_digest(file: Path, limit: float = INDEX.num_bytes) -> str:
-    """Hash a regular file of at most ``limit`` bytes; by default of one that is read whole elsewhere too, and is refused there."""
+    """Hash a regular file of at most ``limit`` bytes. The default limit equals the limit of the code that loads such files."""
     with open_file(file) as content:
         if (size := os.fstat(content.fileno()).st_size) > limit:
             raise ConfigError(
@@ -154,7 +156,7 @@ def _digest(content: Any) -> str:
 
 
 def _model(directory: Path) -> dict[str, str]:
-    """Hash the parts of a Hugging Face model."""
+    """Return a digest per part of a Hugging Face model."""
     return {
         "config.json": _digest(_without_idle(directory / "config.json")),
         "generation_config.json": _digest(_without_idle(directory / "generation_config.json")),
@@ -180,14 +182,20 @@ def _weights_digest(file: Path) -> list[str]:
 
 
 def _companion(file: Path) -> Any:
-    """Return a file beside a tokenizer, None where it is not there; of tokenizer_config.json all but the chat template."""
+    """Return the digest of a tokenizer's companion file, or None if it does not exist.
+
+    For tokenizer_config.json, return the content without the chat template.
+    """
     if file.name == "tokenizer_config.json":
         return {key: value for key, value in _without_idle(file).items() if key != "chat_template"}
     return _file_digest(file) if file.is_file() else None
 
 
 def _code_digest(spec: str) -> str:
-    """Hash a user's function: its name, its file, and the modules beside it or in the working directory that the file imports."""
+    """Hash a user's function: its name, its file, and the modules that the file imports.
+
+    Modules count if they are in the file's directory or in the working directory.
+    """
     path, _, function = spec.rpartition(":")
     first = Path(path).expanduser().resolve()
     digests = {file: _file_digest(file) for file in imported_files(first, [first.parent, Path.cwd()])}
@@ -196,7 +204,7 @@ def _code_digest(spec: str) -> str:
 
 
 def imported_files(first: Path, roots: Sequence[Path]) -> set[Path]:
-    """Find a file and all that it imports, by others too, from below ``roots``."""
+    """Return the file ``first`` and all files below ``roots`` that it imports, directly or indirectly."""
     files, waiting = set[Path](), [first]
     while waiting:
         if (file := waiting.pop()) not in files:
@@ -210,7 +218,7 @@ def _imports_of(file: Path, roots: Sequence[Path]) -> Iterator[Path]:
     try:
         tree = parse_file(file)
     except ConfigError:
-        return  # it is refused elsewhere, or never imported
+        return  # another check rejects it, or it is never imported
     for node in ast.walk(tree):
         names: list[str] = []
         places = list(roots)
@@ -227,7 +235,7 @@ def _imports_of(file: Path, roots: Sequence[Path]) -> Iterator[Path]:
 
 
 def _module_files(parts: Sequence[str], places: Sequence[Path]) -> Iterator[Path]:
-    """Yield the file of a module and those of the packages that it is in."""
+    """Yield the file of a module and the ``__init__.py`` files of its parent packages."""
     for place in places:
         for length in range(1, len(parts) + 1):
             path = place.joinpath(*parts[:length])

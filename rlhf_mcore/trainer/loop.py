@@ -1,4 +1,4 @@
-"""The loop: one for reinforcement learning, fine-tuning and reward models. It orders; the parts do."""
+"""The training loop of reinforcement learning, fine-tuning and reward models. It calls the parts in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """A step: rows come from the source, the learner learns from them, the publisher brings the new weights to who uses them."""
+    """Runs steps: the source returns rows, the learner trains on them, and the publisher sends the new weights to the engines."""
 
     source: Source
     learner: Learner
@@ -32,7 +32,7 @@ class TrainingLoop:
     def run(self, num_steps: int, first_step: int = 1) -> bool:
         """Train from ``first_step`` to ``num_steps``. Collective over the world.
 
-        Returns whether the last step was made: a signal or a time limit may end a run before, after a save.
+        Returns whether the last step was completed. A signal or a time limit may end the run earlier, after a save.
         """
         self.begin(num_steps, first_step)
         for step in range(first_step, num_steps + 1):
@@ -49,9 +49,9 @@ class TrainingLoop:
         self.checkpointer.begin()
 
     def step(self, step: int, num_steps: int) -> bool:
-        """Make a step, evaluate and save where that is due. Collective over the world.
+        """Run one step; evaluate and save if due. Collective over the world.
 
-        Returns whether the run has to end here: it was asked to by a signal or a time limit, and is saved.
+        Returns whether the run must end now, because of a signal or a time limit. In this case the run is already saved.
         """
         self.recorder.begin_step(step)
         metrics, evaluation = self._step(step), self._evaluate(step, num_steps)
@@ -59,7 +59,7 @@ class TrainingLoop:
         return self.checkpointer.after_step(step, evaluation)
 
     def end(self, num_steps: int) -> None:
-        """Finish saving after the last step, and evaluate the model that the run ends with. Collective over the world."""
+        """Finish saving after the last step. If the best model was loaded, publish and evaluate it. Collective over the world."""
         if (best := self.checkpointer.end()) is not None:
             self.publisher.withdraw()
             self.publisher.publish(num_steps + 1)
@@ -81,7 +81,7 @@ class TrainingLoop:
         try:
             stop_if_diverged(results, self.max_bad_updates)
         except DivergedError:
-            self.recorder.step(step, metrics)  # what the last step has seen may tell why
+            self.recorder.step(step, metrics)  # the metrics of the last step may show the cause
             raise
         return {**metrics, **self.counters.count(batch), **self.publisher.publish(step)}
 

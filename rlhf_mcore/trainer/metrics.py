@@ -1,4 +1,4 @@
-"""The numbers of a step that the loop itself knows."""
+"""Metrics of a training step that the loop computes itself."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from rlhf_mcore.types import Field, Ragged, TrainBatch
 if TYPE_CHECKING:
     from rlhf_mcore.trainer.scores import ScoreFacts
 
-# Of an episode's record -> the metric of their mean.
+# Field of an episode's record -> name of the metric with its mean.
 TIMES = {
     "seconds": "timing/episode",
     "engine_s": "timing/episode_engine",
     "tools_s": "timing/episode_tools",
     "waiting_s": "timing/episode_waiting",
 }
-MAX_TOOLS = 32  # with metrics of their own: the policy may invent names
+MAX_TOOLS = 32  # tools with separate metrics; limited because the policy may invent tool names
 _OTHER = re.compile(r"[^\w.-]", re.ASCII)
 
 
 def rollout_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:
-    """Compute rewards and lengths over all rows of the step."""
+    """Compute reward and length metrics over all rows of the step."""
     scores, lengths = batch.scores, batch.num_sampled.double()
     branches = [len(batch.sequences.get(row, (0,))) for row in range(batch.num_rows)] if batch.sequences else []
     return {
@@ -56,10 +56,10 @@ def rollout_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:
 
 
 def source_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:
-    """Compute shares of what teaches nothing: responses that score 0 or the most, prompts whose responses all score the same.
+    """Compute the shares of responses with score 0 or the highest score, and of prompts whose responses all score the same.
 
-    The number of responses in which the reward found no answer is among them. With several data sources each has its own mean, shares
-    and number.
+    Such responses and prompts may provide no learning signal. ``reward/parse_failures`` counts the responses in which the reward
+    found no answer. If there are several data sources, each source also gets its own mean, shares and count.
     """
     assert batch.prompts is not None
     sources = [prompt.data_source for prompt in batch.prompts]
@@ -76,7 +76,7 @@ def source_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:
 
 
 def _compute_shares(scores: torch.Tensor) -> dict[str, float]:
-    """Compute the shares of scores [P, G]. The highest score is that of these; if all are the same, there is none."""
+    """Compute the shares of scores [P, G]. ``reward/share_max`` uses the highest score in ``scores``; it is 0 if all are equal."""
     same = (scores == scores[:, :1]).all(dim=1)
     highest = (scores == scores.max()) & (scores.max() > scores.min())
     return {
@@ -87,7 +87,7 @@ def _compute_shares(scores: torch.Tensor) -> dict[str, float]:
 
 
 def agreement_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Compute how far the trainer's logprobs are from the engine's on the same tokens. Collective over the world."""
+    """Compute the difference between trainer and engine logprobs of the same tokens. Collective over the world."""
     assert batch.old_logprobs is not None
     rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
     statistics = rollout_ratio_statistics(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, rows)
@@ -100,9 +100,10 @@ def agreement_metrics(batch: TrainBatch) -> dict[str, float]:
 
 
 def draft_metrics(drafts: Field) -> dict[str, float]:
-    """Compute the share of drafts of each depth that were taken, and the tokens of a pass that had drafts. Collective over the world.
+    """Compute the acceptance rate per draft depth, and the mean tokens per pass with drafts. Collective over the world.
 
-    See arXiv 2211.17192. ``drafts``: the field ``DRAFTS`` of this rank's tokens, [N, 2]. No draft is taken behind one that is not.
+    See arXiv 2211.17192. ``drafts``: the field ``DRAFTS`` of this rank's tokens, [N, 2]. After a rejected draft token, all deeper
+    draft tokens are rejected too.
     """
     assert not isinstance(drafts, Ragged)
     depths = range(1, int(drafts.max()) + 1 if len(drafts) else 1)
@@ -116,7 +117,7 @@ def draft_metrics(drafts: Field) -> dict[str, float]:
 
 
 def sums_of_episodes(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sum the times of a rank's episodes, as JSON values. ``records``: those of trajectories."""
+    """Sum the times of a rank's episodes, as JSON values. ``records``: episode records of trajectories."""
     tools = defaultdict[str, list[float]](list)
     for record in records:
         for node in record["nodes"]:
@@ -134,7 +135,10 @@ def sums_of_episodes(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def episode_metrics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Compute the metrics of a step from the sums of its ranks. No name ends as those of phases, which add up to a step."""
+    """Compute a step's episode metrics from the sums of all ranks.
+
+    No name has the ending of phase metrics (``_s``), because the times of phases add up to the time of a step.
+    """
     count = sum(rank["count"] for rank in ranks)
     times = {name: sum(rank["times"][name] for rank in ranks) for name in TIMES}
     span = max(rank["last"] for rank in ranks) - min(rank["first"] for rank in ranks)
@@ -159,7 +163,7 @@ def episode_metrics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Counters:
-    """Sums over the steps that were made. ``tokens`` are those of responses, which carry the loss."""
+    """Sums over all completed steps. ``tokens`` counts the response tokens in the loss."""
 
     steps: int = 0
     prompts: int = 0
@@ -167,7 +171,7 @@ class Counters:
     tokens: int = 0
 
     def count(self, batch: TrainBatch) -> dict[str, float]:
-        """Count one more step. Returns the sums as metrics."""
+        """Add one step to the sums. Returns the sums as metrics."""
         self.steps += 1
         self.prompts += len(batch.group_ids.unique())
         self.samples += len(batch.group_ids)
@@ -179,6 +183,6 @@ class Counters:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from these sums."""
+        """Restore the sums from ``state``."""
         for name in asdict(self):
             setattr(self, name, int(state[name]))

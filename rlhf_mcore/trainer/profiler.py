@@ -1,4 +1,4 @@
-"""Profiles of some steps: what torch ran, and our phases, of all ranks on one timeline."""
+"""Profile some steps: torch operations and our phases, of all ranks on one timeline."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _ROUNDS = 9
 
 @dataclass(slots=True)
 class StepProfiler:
-    """Profiles steps; those that follow each other are one timeline, ``<directory>/steps-<first>-<last>.json.gz``.
+    """Profiles steps. Consecutive steps share one timeline, ``<directory>/steps-<first>-<last>.json.gz``.
 
-    Every rank of the world has one with the same steps; the directory is shared by them. Calls are collective.
+    Every rank creates a profiler with the same steps and the same shared directory. Calls are collective.
     """
 
     steps: Sequence[int]
     directory: Path
-    name: str  # of this rank, as it is shown
+    name: str  # display name of this rank
     note: Callable[[str], None]
     _torch: profile | None = field(default=None, init=False)
     _first: int = field(default=0, init=False)
@@ -37,7 +37,7 @@ class StepProfiler:
     _ahead_ns: list[int] = field(default_factory=list, init=False)
 
     def begin(self, step: int) -> None:
-        """Begin to profile, if the step is one to be profiled."""
+        """Start profiling if ``step`` is in ``steps``."""
         if step not in self.steps:
             return
         self._last = step
@@ -48,11 +48,11 @@ class StepProfiler:
             self._torch.start()
 
     def range(self, name: str) -> AbstractContextManager[object]:
-        """Give what is run inside a name on the timeline."""
+        """Return a context that labels its operations with ``name`` on the timeline."""
         return record_function(name) if self._torch is not None else nullcontext()
 
     def end(self, *, is_last: bool = False) -> None:
-        """End a profile after its last step; ``is_last``: of the run."""
+        """End the profile if the next step is not profiled. ``is_last``: this step is the run's last; always end the profile."""
         if self._torch is None or (self._last + 1 in self.steps and not is_last):
             return
         running, self._torch = self._torch, None
@@ -68,7 +68,9 @@ class StepProfiler:
         names = all_gather_json(self.name)
         if rank == 0:
             parts = [self.directory / f".{span}.rank-{number}.json" for number in range(len(names))]
-            present = [place for place, part in enumerate(parts) if part.is_file()]  # other nodes may have other disks
+            present = [
+                place for place, part in enumerate(parts) if part.is_file()
+            ]  # other nodes may write to other disks
             target = self.directory / f"{span}.json.gz"
             merge_traces([RankTrace(parts[k], names[k], self._ahead_ns[k]) for k in present], target)
             absent = (
@@ -82,9 +84,10 @@ class StepProfiler:
 
 
 def _clocks() -> list[int]:
-    """Measure the nanoseconds by which each rank's clock is ahead of the first one's. Ranks of one machine have one clock.
+    """Return the nanoseconds by which each rank's clock is ahead of the first rank's clock. Collective.
 
-    Ranks leave a barrier at nearly the same time; the median of some barriers is off by less than one takes. Collective.
+    Ranks on the same machine share a clock, so their offset is 0. Ranks leave a barrier at nearly the same time. The error of the
+    median over several barriers is therefore less than the duration of one barrier.
     """
     readings = []
     for _ in range(_ROUNDS):

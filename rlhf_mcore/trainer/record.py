@@ -1,4 +1,4 @@
-"""The record of a run: metrics, rollouts, timing and the display. Every rank has one; the first rank's writes."""
+"""The record of a run: metrics, rollouts, timing and display. Every rank creates a record; only the first rank writes."""
 
 from __future__ import annotations
 
@@ -26,50 +26,50 @@ if TYPE_CHECKING:
     from rlhf_mcore.observability.prometheus import PrometheusExporter
     from rlhf_mcore.trainer.profiler import StepProfiler
 
-MAX_WARNINGS = 5  # warnings of a rank in a step that are shown
-SAMPLES_EVERY = 10  # steps between responses that the live display shows
-RECENT = 100  # steps whose figures are in a checkpoint
-# Of the model that a run trains; each kind of run has one
+MAX_WARNINGS = 5  # shown warnings per rank and step
+SAMPLES_EVERY = 10  # interval in steps between responses in the live display
+RECENT = 100  # steps whose figures a checkpoint stores
+# Loss of the trained model; each kind of run logs exactly one of these
 LOSSES = ("loss/total", "loss/sft", "loss/reward_model", "loss/dpo")
 CLOCK, SPEED = "timing/unix_time", "timing/tokens_per_s"
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """Timing on every rank; files and display on the one that has a directory."""
+    """Timing on every rank; files and display on the rank with a directory."""
 
     timers: Timers
     rollouts_every: int
     directory: RunDirectory | None = None
     tracker: Tracker | None = None
-    exporter: PrometheusExporter | None = None  # to Prometheus
+    exporter: PrometheusExporter | None = None
     console: Console | None = None
     watchdog: Watchdog | None = None
     memory: DeviceSharing | None = None
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> its evaluate/* metrics
     rewards: list[float] = field(default_factory=list)  # reward/mean of each step
-    losses: list[float] = field(default_factory=list)  # of each step of a run that has no rewards
-    all_zero: bool = False  # of the run: no response had another score than 0
+    losses: list[float] = field(default_factory=list)  # of each step, in a run without rewards
+    all_zero: bool = False  # every response of the run so far got score 0
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))  # step, time, loss, reward
     wall_clock: Callable[[], float] = time.time
     alarm: RewardAlarm | None = None
     bell: AlarmBell | None = None  # on the first rank
     throughput: Throughput | None = None
-    without_score: str = "count as 0"  # what becomes of responses without a score
+    without_score: str = "count as 0"  # message: the treatment of responses without a score
     profiler: StepProfiler | None = None
-    mark: Callable[[str], AbstractContextManager[None]] | None = None  # names what a device's own tools show
-    heard: list[str] = field(default_factory=list)  # warnings on this rank that the first one has not shown yet
-    # Writes what is known of episodes beside a file of rollouts, and takes it out of the records of these.
+    mark: Callable[[str], AbstractContextManager[None]] | None = None  # names the phase in the device's profiler
+    heard: list[str] = field(default_factory=list)  # warnings on this rank that the first rank has not shown yet
+    # Moves the episode data from the rollout records to a separate file next to the rollouts file.
     episodes: Callable[[Path, list[dict[str, Any]]], None] | None = None
-    samples_every: int = 0  # steps between responses that the display shows
-    # Gets every step's rollouts, on the first rank. Set on every rank or on none: see ``listen``.
+    samples_every: int = 0  # interval in steps between responses in the display; 0: none
+    # Receives every step's rollouts on the first rank. All ranks must set it, or none: see ``listen``.
     on_rollouts: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None
-    on_save: Callable[[int, Path], None] | None = None  # gets the step of a checkpoint that is whole, and its directory
-    phase_name: str = ""  # of the phase that began last
-    _tokens: float = 0.0  # that were trained on before the step that is being made
+    on_save: Callable[[int, Path], None] | None = None  # receives the step and directory of a complete checkpoint
+    phase_name: str = ""  # the most recently started phase
+    _tokens: float = 0.0  # tokens trained on before the current step
 
     def listen(self, listener: Callable[[int, Sequence[Mapping[str, Any]]], None] | None) -> None:
-        """Let the first rank's ``listener`` have every step's rollouts, for which all ranks gather theirs. Collective."""
+        """Pass every step's rollouts, gathered from all ranks, to the first rank's ``listener``. Collective."""
         self.on_rollouts = (
             (listener or (lambda step, records: None)) if broadcast_json(listener is not None, 0) else None
         )
@@ -80,20 +80,21 @@ class RunRecord:
             self.console.note(text)
 
     def acknowledge(self, text: str) -> None:
-        """Show at once that a signal has arrived; called inside its handler."""
+        """Show immediately that a signal has arrived. The signal handler calls this method."""
         if self.console is not None:
             self.console.acknowledge(text)
 
     def begin_step(self, step: int) -> None:
-        """Profile the step, if that is wanted. Collective."""
+        """Start profiling if ``step`` is a profiled step. Collective."""
         if self.profiler is not None:
             self.profiler.begin(step)
 
     @contextmanager
     def phase(self, name: str, *, of_step: bool = True) -> Iterator[None]:
-        """Time a phase and show it. That one begins is progress, on every rank.
+        """Time and show a phase. The start of a phase counts as progress for the watchdog, on every rank.
 
-        ``of_step``: ``memory/*`` of a step has it too. What follows a step is not part of it: a resumed run has not done it.
+        ``of_step``: also include the phase in the step's ``memory/*`` metrics. Work after a step is excluded, because a resumed
+        run does not repeat it.
         """
         self.phase_name = name
         if self.watchdog is not None:
@@ -111,17 +112,17 @@ class RunRecord:
             yield
 
     def beat(self) -> None:
-        """Note progress within a phase, for the watchdog."""
+        """Report progress within a phase to the watchdog."""
         if self.watchdog is not None:
             self.watchdog.beat()
 
     def progress(self, text: str) -> None:
-        """Show how far the phase is."""
+        """Show the progress of the current phase."""
         if self.console is not None:
             self.console.progress(text)
 
     def rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Show how many responses have no score, and write the step's rollouts when they are due. Collective."""
+        """Show the number of responses without a score, and write the step's rollouts if due. Collective."""
         self._note_failures(step, [each.score for each in rollouts])
         if self.console is not None and rollouts and self.samples_every and (step - 1) % self.samples_every == 0:
             shown = rollouts[step % len(rollouts)]
@@ -146,7 +147,7 @@ class RunRecord:
                 self.on_rollouts(step, records)
 
     def _note_failures(self, step: int, scores: Sequence[Score]) -> None:
-        """Show one line for all ranks, with the first problem of the first rank that has one."""
+        """Show one line for all ranks, with the first cause from the lowest rank that reports one."""
         causes = [score.cause or score.failure for score in scores if score.failure is not None]
         parts = gather_json([len(scores), len(causes), causes[:1]])
         if first := [part[2][0] for part in parts if part[2]]:
@@ -156,7 +157,7 @@ class RunRecord:
             )
 
     def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Continue what a run that is resumed has recorded before, the numbers in it: null stands for one that was not finite."""
+        """Restore the history of a resumed run from its recorded metrics. A null value stands for a number that was not finite."""
         for record in records:
             metrics = {name: value for name, value in record.items() if _finite(value) is not None}
             self._remember(record["step"], metrics)
@@ -184,11 +185,10 @@ class RunRecord:
             self.evaluations[step] = evaluation
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and show a step's metrics with the time of its phases. Collective.
+        """Write and show a step's metrics and the time of each phase. Collective.
 
-        ``timing/unix_time``: when the step ended, in seconds since the epoch. ``timing/tokens_per_s``: response tokens that the
-        step trained on, of all ranks, per second of the step without its evaluation and the save before it. ``throughput/*``: see
-        :class:`Throughput`.
+        ``timing/unix_time``: end of the step, in seconds since the epoch. ``timing/tokens_per_s``: trained response tokens of all
+        ranks per second of the step. This time excludes evaluation and saving. ``throughput/*``: see :class:`Throughput`.
         """
         if self.profiler is not None:
             self.profiler.end()
@@ -213,7 +213,7 @@ class RunRecord:
             self.bell.check(step, everything)
 
     def _show_heard(self) -> None:
-        """Show what other ranks have warned of."""
+        """Show the warnings of all ranks."""
         texts_here, self.heard[:] = self.heard[:MAX_WARNINGS], []
         for rank, texts in enumerate(gather_json(texts_here)):
             for text in texts:
@@ -224,12 +224,12 @@ class RunRecord:
         return self.alarm.lines(metrics) if self.alarm is not None else ()
 
     def close_profile(self) -> None:
-        """End the profile with the run, maybe in the middle of the steps that are profiled together. Collective."""
+        """End the profile at the end of the run, even before all steps of its window are profiled. Collective."""
         if self.profiler is not None:
             self.profiler.end(is_last=True)
 
     def final(self, last_step: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the evaluation of the model of an earlier step, with which the run ends, as ``final/*`` of the last step."""
+        """Log the evaluation of the run's final model as ``final/*`` of the last step. This model comes from an earlier ``step``."""
         self.timers.pop()
         self._remember_evaluation(last_step, metrics)
         renamed = {name.replace("evaluate/", "final/", 1): value for name, value in metrics.items()}
@@ -240,5 +240,5 @@ class RunRecord:
 
 
 def _finite(value: Any) -> float | None:
-    """Return a finite number, None for all else: JSON has no name for it."""
+    """Return a finite number unchanged, and None for any other value, because JSON cannot represent it."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The small files of a checkpoint: counters and controllers, the place in the data, random generators, the configuration."""
+"""The small files of a checkpoint: counters and controllers, data position, random generators, configuration."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A run begins after ``step`` with what ``checkpoint`` holds; None: with the weights of the configuration.
+    """The start of a run after ``step``, from ``checkpoint``. If ``checkpoint`` is None, the run loads the configured weights.
 
-    ``weights``: by role the Hugging Face directory with its weights. ``continues``: the run's own record continues, up to this step.
-    ``is_over``: nothing is left to do. ``inputs``: fingerprints of what the run is made from; the first rank's.
+    ``weights``: Hugging Face weight directory per role. ``continues``: the run continues its own record, up to ``step``.
+    ``is_over``: no steps are left. ``inputs``: fingerprints of the run's inputs, from the first rank.
     """
 
     checkpoint: Path | None = None
@@ -43,12 +43,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Everything of a run beside its models that continues where it was.
+    """All state of a run that a checkpoint stores in addition to the models.
 
-    ``registry`` and ``data`` hold the objects with a state, equal on all ranks; ``generators`` and ``set_generators`` are further
-    random generators of this rank. ``recent`` tells of the last steps (step, time, loss, reward): for readers of the file, a run that
-    is resumed has it from its metrics. ``inputs``: what the run was made from, see ``inputs.fingerprints``; the first rank's.
-    ``ahead``: responses that wait to be learned from, on the first rank.
+    ``registry`` and ``data`` store the stateful objects; their state is equal on all ranks. ``generators`` and ``set_generators``
+    read and set additional random generators of this rank. ``recent`` returns the last steps (step, time, loss, reward).
+    It serves readers of the file; a resumed run reads the same values from its metrics. ``inputs``: fingerprints of the run's
+    inputs from the first rank, see ``inputs.fingerprints``. ``ahead``: sampled responses that are not yet trained on; on the first
+    rank.
     """
 
     registry: Registry
@@ -61,7 +62,7 @@ class RunState:
     ahead: SamplingAhead | None = None
 
     def small_files(self, step: int) -> dict[str, bytes]:
-        """Return the files of a checkpoint on the first rank, {} on the others. Collective over the world."""
+        """Return the small files of a checkpoint on the first rank, {} on other ranks. Collective over the world."""
         generators = rng.gather_states({**rng.capture(), **self.generators()})
         if generators is None:
             return {}
@@ -84,15 +85,15 @@ def _encode(content: Mapping[str, Any]) -> bytes:
 
 
 _REMEDY = "choose another checkpoint"
-# What a run may draw for one prompt that it trains on: dynamic sampling throws batches away, of which there are ten by default.
+# Limit on sampled prompts per trained prompt. Dynamic sampling drops prompts; by default it samples at most ten batches.
 _DRAWN_PER_PROMPT = 10_000
 
 
 def restore_state(state: RunState, checkpoint: Path) -> list[str]:
-    """Restore what ``RunState.small_files`` has written. Local. Returns what the user should know.
+    """Restore the state that ``RunState.small_files`` wrote. Local. Returns notes for the user.
 
     Raises:
-        ConfigError: a file cannot be read, or does not fit this run.
+        ConfigError: a file cannot be read, or does not match this run.
     """
     for name, registry in ((TRAINER_STATE, state.registry), (DATALOADER, state.data)):
         registry.load_state_dict(_read(checkpoint / name).object("state").content, str(checkpoint / name))
@@ -112,12 +113,12 @@ def restore_state(state: RunState, checkpoint: Path) -> list[str]:
 
 
 def read_step(checkpoint: Path) -> int:
-    """Return the number of steps that a checkpoint's run had made."""
+    """Return the number of steps that the run had completed at the checkpoint."""
     return _read(checkpoint / TRAINER_STATE).integer("step")
 
 
 def read_inputs(checkpoint: Path) -> dict[str, Any] | None:
-    """Return what ``RunState.inputs`` was; None where the release that wrote the checkpoint kept no such thing."""
+    """Return the stored ``RunState.inputs``. Returns None if an older release wrote the checkpoint without inputs."""
     inputs = _read(checkpoint / TRAINER_STATE).object("inputs", None)
     if inputs is None:
         return None
@@ -126,10 +127,10 @@ def read_inputs(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def check_counts(checkpoint: Path) -> None:
-    """Compare what the small files of a checkpoint hold of its progress: it was written after one step, of one run.
+    """Check that the small files of a checkpoint agree on its progress: all must come from one step of one run.
 
     Raises:
-        ConfigError: two of them contradict each other, naming both, or a value is none that a run can have.
+        ConfigError: two files contradict each other (the message names both), or a value is impossible.
     """
     trainer, data = _read(checkpoint / TRAINER_STATE), _read(checkpoint / DATALOADER)
     counters = trainer.object("state").object("counters", Fields({}, trainer.where, _REMEDY))
@@ -154,7 +155,7 @@ def check_counts(checkpoint: Path) -> None:
 
 
 def _num_drawn(data: Fields) -> int | None:
-    """Count the prompts that the sampler has drawn, of all data sets together; None without a sampler's state."""
+    """Return the number of prompts that the sampler has read from all data sets. Returns None if there is no sampler state."""
     sampler = data.object("state").object("sampler", None)
     if sampler is None:
         return None

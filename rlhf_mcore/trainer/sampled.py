@@ -1,4 +1,4 @@
-"""The scored responses of a step, as a rank holds them until the exchange makes rows of them."""
+"""The scored responses that a rank sampled for a step, before the exchange converts them to rows."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Rollout:
 
 @dataclass(slots=True)
 class SampledBatch:
-    """The prompts of a step, or of one batch of it, and the rollouts of them that this rank has sampled.
+    """The prompts of a step or of one batch within it, and the rollouts that this rank sampled for them.
 
     ``prompts`` are the same on every rank. ``rollouts`` is empty on ranks that do not lead an engine.
     """
 
     prompts: list[Prompt]
     rollouts: list[Rollout]
-    greedy: list[Rollout] = field(default_factory=list)  # baselines, which are not learned from
-    left_out: list[Score] = field(default_factory=list)  # scores of rollouts whose prompts have left the step
-    num_batches: int = 1  # batches that were sampled for the step; their prompts are used up
-    num_generated: int = 0  # prompts that dynamic sampling has chosen from; 0: the step takes prompts as they come
-    num_informative: int = 0  # those of them whose responses differ in score
+    greedy: list[Rollout] = field(default_factory=list)  # baselines, not trained on
+    left_out: list[Score] = field(default_factory=list)  # scores of rollouts whose prompts were removed from the step
+    num_batches: int = 1  # batches sampled for the step; it consumes the prompts of all of them
+    num_generated: int = 0  # candidate prompts of dynamic sampling; 0: the step does not select prompts
+    num_informative: int = 0  # candidate prompts whose responses differ in score
 
     def keep(self, places: Sequence[int]) -> SampledBatch:
-        """Return the batch with the prompts at ``places`` only, in this order. Rollouts of other prompts leave with them."""
+        """Return the batch with only the prompts at ``places``, in this order. Rollouts of other prompts are removed."""
         new_place = {old: new for new, old in enumerate(places)}
         return replace(
             self,
@@ -47,7 +47,7 @@ class SampledBatch:
         )
 
     def separate_greedy(self, num_samples: int) -> SampledBatch:
-        """Return the batch with the greedy responses, whose sample number is ``num_samples``, apart from the others."""
+        """Return the batch with rollouts of sample number ``num_samples`` or higher moved to ``greedy``."""
         return replace(
             self,
             rollouts=[rollout for rollout in self.rollouts if rollout.trajectory.sample < num_samples],
@@ -55,7 +55,7 @@ class SampledBatch:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the choice of prompts; {} if there was none."""
+        """Return the metrics of the prompt selection, or {} if the step selected no prompts."""
         if not self.num_generated:
             return {}
         return {
@@ -68,15 +68,15 @@ def _renumber(rollouts: Sequence[Rollout], new_place: dict[int, int]) -> list[Ro
     return [replace(rollout, place=new_place[rollout.place]) for rollout in rollouts if rollout.place in new_place]
 
 
-# Trajectories -> their scores, in order, which are computed meanwhile.
+# Trajectories -> a future of their scores, in order. The scores are computed in the background.
 BeginScores = Callable[["Sequence[Trajectory]"], "Future[list[Score]]"]
-# The number of prompts that a step misses (0 at its beginning) and the number of the batch within the step, from 0 -> further prompts
-# with their rollouts: as many as are missing, or a whole batch. Collective.
+# (number of missing prompts of the step, 0 at its start; index of the batch within the step) -> more prompts with their rollouts:
+# the missing number, or a whole batch. Collective.
 SampleBatch = Callable[[int, int], SampledBatch]
 # Fills a step with prompts. Collective.
 FillStep = Callable[[SampleBatch], SampledBatch]
 
 
 def take_next_batch(sample: SampleBatch) -> SampledBatch:
-    """Fill a step with the next batch of prompts, whatever its scores."""
+    """Fill a step with the next batch of prompts, regardless of the scores."""
     return sample(0, 0)

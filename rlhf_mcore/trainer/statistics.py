@@ -1,4 +1,4 @@
-"""Statistics of an evaluation: pure numbers, no torch. The unit of chance is the prompt: samples of one prompt are not independent."""
+"""Statistics of an evaluation, without torch. Resampling uses whole prompts, because samples of one prompt are not independent."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
-INDICES_PER_BLOCK = 1 << 22  # of the bootstrap, so that its memory does not grow with the number of prompts
+INDICES_PER_BLOCK = 1 << 22  # bootstrap indices per block; bounds the memory for any number of prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """One response with its grade. ``answer`` is what it votes for in a majority; "" abstains."""
+    """A response with its grade. ``answer`` is its vote in a majority; "" abstains."""
 
     prompt_id: str
     index: int  # row of the prompt in the data
@@ -40,17 +40,19 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Compare two policies on the same prompts: mean of (evaluated - baseline), its interval, and how many prompts each wins."""
+    """A comparison of two policies on the same prompts. ``difference``: mean of (evaluated - baseline) with its interval."""
 
     difference: Estimate
-    wins: int  # prompts on which the evaluated one is better
+    wins: int  # prompts on which the evaluated policy is better
     losses: int
     ties: int
     sign_test_p: float
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Estimate the probability that one of ``k`` of ``n`` responses is correct when ``c`` are: 1 - C(n-c, k) / C(n, k), without bias.
+    """Estimate, without bias, the probability that at least one of ``k`` responses is correct: 1 - C(n-c, k) / C(n, k).
+
+    ``n``: sampled responses. ``c``: correct responses among these.
 
     Chen et al. 2021, Evaluating Large Language Models Trained on Code (arXiv 2107.03374), eq. 1.
     """
@@ -59,9 +61,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str], correct: Sequence[bool]) -> float:
-    """Compute the share of right answers when the most frequent answer is taken; a tie is broken by a fair draw, in expectation.
+    """Compute the share of correct responses among those with the most frequent answer. Tied answers are averaged.
 
-    Self-consistency, Wang et al. 2022 (arXiv 2203.11171). An empty answer does not vote; if nobody votes the result is 0.
+    Self-consistency, Wang et al. 2022 (arXiv 2203.11171). An empty answer does not vote. Without any vote the result is 0.
     """
     votes: dict[str, list[bool]] = {}
     for answer, right in zip(answers, correct, strict=True):
@@ -73,18 +75,18 @@ def majority(answers: Sequence[str], correct: Sequence[bool]) -> float:
 
 
 def majority_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> float:
-    """Compute the mean of ``majority`` over the n // k disjoint runs of ``k`` responses."""
+    """Compute the mean of ``majority`` over n // k disjoint blocks of ``k`` consecutive responses."""
     runs = range(0, len(answers) - k + 1, k)
     return math.fsum(majority(answers[i : i + k], correct[i : i + k]) for i in runs) / len(runs)
 
 
 def ks_of(n: int) -> list[int]:
-    """Return the k of pass@k and majority@k for ``n`` samples: powers of two, and n itself."""
+    """Return the values of k for pass@k and majority@k with ``n`` samples: powers of two up to n, and n."""
     return sorted({n, *(1 << i for i in range(n.bit_length()) if 1 << i <= n)})
 
 
 def by_prompt(rows: Sequence[Graded]) -> dict[int, list[Graded]]:
-    """Group responses by prompt, in the order of samples; prompts are in the order of the data."""
+    """Group responses by prompt. Prompts keep the data order; responses are sorted by sample number."""
     groups: dict[int, list[Graded]] = {}
     for row in sorted(rows, key=lambda row: (row.index, row.sample)):
         groups.setdefault(row.index, []).append(row)
@@ -92,7 +94,7 @@ def by_prompt(rows: Sequence[Graded]) -> dict[int, list[Graded]]:
 
 
 def prompt_values(group: Sequence[Graded]) -> dict[str, float]:
-    """Compute what one prompt contributes to every mean. ``pass_at_1`` is called accuracy."""
+    """Compute the contribution of one prompt to every mean. ``pass_at_1`` is named accuracy."""
     n, c = len(group), sum(row.correct for row in group)
     answers, correct = [row.answer for row in group], [row.correct for row in group]
     values = {
@@ -109,7 +111,7 @@ def prompt_values(group: Sequence[Graded]) -> dict[str, float]:
 
 
 def means(rows: Sequence[Graded]) -> dict[str, float]:
-    """Compute means over prompts of ``prompt_values``, independent of the order of ``rows``."""
+    """Compute the means of ``prompt_values`` over prompts. The result does not depend on the order of ``rows``."""
     table = [prompt_values(group) for group in by_prompt(rows).values()]
     return {name: mean([values[name] for values in table]) for name in table[0]}
 
@@ -121,7 +123,7 @@ def sources(rows: Sequence[Graded]) -> dict[str, list[Graded]]:
 
 
 def estimates(rows: Sequence[Graded], seed: int) -> dict[str, Estimate]:
-    """Compute ``means`` with confidence intervals: of shares by ``share_interval``, of other means by bootstrap, both over prompts."""
+    """Compute ``means`` with confidence intervals over prompts: ``share_interval`` for shares, the bootstrap for other means."""
     table = [prompt_values(group) for group in by_prompt(rows).values()]
     names = list(table[0])
     columns = np.array([[values[name] for name in names] for values in table])
@@ -135,7 +137,7 @@ def estimates(rows: Sequence[Graded], seed: int) -> dict[str, Estimate]:
 
 
 def length_quantiles(rows: Sequence[Graded]) -> dict[str, float]:
-    """Compute median, 95th percentile and maximum of response tokens; a quantile is a length that occurred (nearest rank)."""
+    """Compute median, 95th percentile and maximum of response tokens. Each quantile is an observed length (nearest rank)."""
     lengths = sorted(row.num_tokens for row in rows)
 
     def rank(share: float) -> float:
@@ -145,10 +147,10 @@ def length_quantiles(rows: Sequence[Graded]) -> dict[str, float]:
 
 
 def compare(first: Mapping[str, float], second: Mapping[str, float], seed: int) -> Comparison:
-    """Compare one value per prompt, paired. Both have the same keys.
+    """Compare paired values, one per prompt. Both mappings must have the same keys.
 
-    The interval is a paired bootstrap (Efron & Tibshirani 1993, ch. 13: prompts are drawn, each with both its values), the p
-    value an exact two-sided sign test: prompts without a difference count for nothing.
+    The interval is a paired bootstrap (Efron & Tibshirani 1993, ch. 13): prompts are resampled, each with both values.
+    The p value is an exact two-sided sign test. It ignores prompts without a difference.
     """
     assert first.keys() == second.keys(), "compared on different prompts"
     differences = [second[key] - first[key] for key in first]
@@ -164,19 +166,21 @@ def compare(first: Mapping[str, float], second: Mapping[str, float], seed: int) 
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Compute the two-sided p value of ``wins`` against ``losses`` if both were equally likely: exact binomial, at most 1."""
+    """Compute the exact binomial two-sided p value of ``wins`` against ``losses``, for equal probabilities. It is at most 1."""
     n = wins + losses
     tail = sum(math.comb(n, i) for i in range(min(wins, losses) + 1))
     return min(1.0, 2 * tail / 2**n)
 
 
 def share_interval(values: Sequence[float], num_responses: int) -> tuple[float, float]:
-    """Compute the score interval (Wilson 1927, JASA 22, 209) of the mean of one share in [0, 1] per prompt: low, high.
+    """Return (low, high): the score interval (Wilson 1927, JASA 22, 209) of the mean of ``values``, a share in [0, 1] per prompt.
 
-    It holds its level near 0 and 1 too, where a percentile bootstrap of few prompts falls short (88 % at 0.05 with 50 prompts). Of
-    prompts with several responses shares vary less than 0 and 1 would, so they count as that many more (the effective sample size of
-    Korn and Graubard 1998, Survey Methodology 24, 193), but never as more than there are responses. How they vary is that of these
-    prompts and two more, one all wrong and one all right: few prompts that look alike would promise too much.
+    The interval also keeps its level near 0 and 1. A percentile bootstrap of few prompts does not (88 % at 0.05 with 50 prompts).
+
+    Shares of prompts with several responses vary less than values of 0 and 1. They therefore count as a larger number of prompts
+    (the effective sample size of Korn and Graubard 1998, Survey Methodology 24, 193), limited by the number of responses.
+    The variance also includes two additional prompts, one all wrong and one all right. Otherwise a few similar prompts would give
+    a too narrow interval.
     """
     share, num_prompts = mean(values), len(values)
     others = [*values, 0.0, 1.0]
@@ -193,9 +197,10 @@ def share_interval(values: Sequence[float], num_responses: int) -> tuple[float, 
 
 
 def bootstrap_interval(values: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the percentile interval of the column means of ``values`` [P, M] when P rows are drawn with replacement: low, high [M].
+    """Return (low, high), each [M]: the bootstrap percentile interval of the column means of ``values`` [P, M].
 
-    The draws are raw words of Philox4x64-10 (as for the order of prompts), so they are the same with every version of numpy.
+    Each resample selects P rows with replacement. The indices are raw words of Philox4x64-10 (as for the order of prompts), so
+    they are the same with every version of numpy.
     """
     num_rows = len(values)
     words = np.random.Philox(key=seed)
@@ -211,5 +216,5 @@ def bootstrap_interval(values: np.ndarray, seed: int) -> tuple[np.ndarray, np.nd
 
 
 def mean(values: Sequence[float]) -> float:
-    """Compute the mean, summed without rounding, so that it does not depend on the order."""
+    """Compute the mean from an exact sum, so that the result does not depend on the order."""
     return math.fsum(values) / len(values)

@@ -1,4 +1,4 @@
-"""Record what each token of some responses was worth to the update: its advantage, and how far engine and trainer are apart."""
+"""Record, for each token of some responses, the advantage and the logprob difference between trainer and engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """Writes ``rollouts/tokens-<step>.jsonl``, of the first ``num_responses`` rows of every ``every``-th step.
+    """Writes ``rollouts/tokens-<step>.jsonl`` for the first ``num_responses`` rows of every ``every``-th step.
 
-    ``decode`` turns tokens into texts, each on its own. ``directory`` is set on the first rank.
+    ``decode`` converts each token list to its own text. ``directory`` is set on the first rank only.
     """
 
     num_responses: int
@@ -27,7 +27,7 @@ class TokenRecord:
     directory: RunDirectory | None
 
     def write(self, step: int, batch: TrainBatch) -> None:
-        """Write the record of a batch with advantages and old logprobs. Collective over the world."""
+        """Write the record of a batch, which must contain advantages and old logprobs. Collective over the world."""
         if not self.every or step % self.every:
             return
         gathered = gather_json(list(self._records(batch)))

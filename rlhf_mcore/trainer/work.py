@@ -1,4 +1,4 @@
-"""Count what a step computes, by phase: for tokens per second, TFLOP/s and MFU in the metrics."""
+"""Count the computation of a step per phase, for the metrics tokens per second, TFLOP/s and MFU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainedWork:
-    """A model that is updated, and the passes of an update over the rows of a step. ``mtp``: of its MTP layers that learn."""
+    """A trained model. ``epochs``: passes of an update over a step's rows. ``mtp``: FLOPs of the trained MTP layers."""
 
     flops: ModelFlops
     epochs: int = 1
@@ -26,18 +26,18 @@ class TrainedWork:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Counts the work of steps on rows of all ranks. ``generates``: responses are drawn within the step, on the same devices."""
+    """Counts the work of a step on the rows of all ranks. ``generates``: the step samples responses on the same devices."""
 
     throughput: Throughput
     actor: TrainedWork
     critic: TrainedWork | None = None
     reference: ModelFlops | None = None
     generates: bool = False
-    teacher: tuple[str, ModelFlops] | None = None  # with the name of its phase
+    teacher: tuple[str, ModelFlops] | None = None  # name of its phase, and its FLOPs
     shares_prefixes: bool = False
 
     def count(self, batch: TrainBatch, *, learns: bool = True, has_old_pass: bool = False) -> None:
-        """Count the work of a step. ``learns``: the actor learns too. ``has_old_pass``: old logprobs had a pass of their own."""
+        """Count the work of a step. ``learns``: the actor is updated. ``has_old_pass``: a separate pass computed old logprobs."""
         lengths = batch.lengths
         if batch.sequences:
             lengths = lengths.new_tensor([size for sizes in batch.sequences_of(range(len(lengths))) for size in sizes])
@@ -62,33 +62,33 @@ class StepWork:
 
 
 def counts(lengths: Tensor, num_sampled: Tensor) -> RowCounts:
-    """Count sequences of so many tokens, of rows [B] of which so many were sampled."""
+    """Return the counts of sequences with ``lengths`` tokens. ``num_sampled``: sampled tokens per row, [B]."""
     n = lengths.double().numpy()
     return RowCounts(float(n.sum()), float(num_sampled.sum()), n, np.zeros(0))
 
 
 def _drawn_counts(batch: TrainBatch, rows: RowCounts) -> RowCounts:
-    """Count what an engine computes that reads the prompt of a group once, for all of its responses."""
+    """Count the tokens that an engine computes. It computes the prompt of a group once for all responses."""
     return _sparing(rows, (batch.lengths - batch.num_sampled).numpy()[_repeated(batch)])
 
 
 def _computed_counts(batch: TrainBatch, rows: RowCounts) -> RowCounts:
-    """Count what trainers compute that share prefixes: of a group, and of the sequences of an episode, beginnings once.
+    """Count the tokens that trainers compute with prefix sharing: each shared prefix of a group or episode counts once.
 
-    Groups that are parted among ranks compute theirs again, which is not counted: the MFU is rather too low than too high.
+    If a group is split over ranks, each rank computes the prefix again. This work is not counted, so the MFU is never too high.
     """
     if batch.computed is None:
         return rows
     computed, shared = batch.computed.numpy().T
     spared = [shared[_repeated(batch)]]
-    for row, sizes in batch.sequences.items():  # as if all branches began at the same fork
+    for row, sizes in batch.sequences.items():  # assume that all branches start at the same fork
         branches = len(sizes) - 1
         spared.append(np.full(branches, (sum(sizes) - computed[row]) / branches))
     return _sparing(rows, np.concatenate(spared))
 
 
 def _repeated(batch: TrainBatch) -> NDArray[np.bool_]:
-    """Return which rows are not the first of their group."""
+    """Return a mask of the rows that are not the first of their group, [B]."""
     again = np.ones(batch.num_rows, bool)
     again[np.unique(batch.group_ids.numpy(), return_index=True)[1]] = False
     return again
