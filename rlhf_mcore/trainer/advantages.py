@@ -1,4 +1,4 @@
-"""From scores to rewards and advantages: what is computed between the forward passes of the models and their updates."""
+"""Compute rewards and advantages from scores, between the forward passes of the models and their updates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build_kl_controller(cfg: KLConfig) -> KLController:
     """Build the controller of a valid, resolved configuration.
 
     Raises:
-        ConfigError: the number of steps of a linear controller is null.
+        ConfigError: a linear controller has no number of steps.
     """
     controller = cfg.controller
     if controller.target is not None:
@@ -44,12 +44,12 @@ def build_kl_controller(cfg: KLConfig) -> KLController:
 class AdvantageComputer:
     """Shapes rewards and estimates advantages as configured.
 
-    Every rank estimates those of its own rows. What all must agree on are sums by row, which ``merge`` adds up over the ranks.
+    Every rank estimates the advantages of its own rows. ``merge`` adds per-row sums over the ranks, so that all ranks use equal sums.
     """
 
     cfg: AlgorithmConfig
     merge: Callable[[Tensor], Tensor] = merge_rows
-    teacher_coef: float = 0.0  # weight of a teacher in the advantages; 0: it is not part of them
+    teacher_coef: float = 0.0  # weight of a teacher in the advantages; 0: no teacher term
     estimate: AdvantageEstimator = field(init=False)
     kl_controller: KLController = field(init=False)
 
@@ -58,10 +58,10 @@ class AdvantageComputer:
         self.kl_controller = build_kl_controller(self.cfg.kl)
 
     def __call__(self, batch: TrainBatch) -> dict[str, float]:
-        """Fill all that updates need: ``correction``, ``kl_coef``, ``rewards``, ``advantages`` and ``returns``. Returns metrics.
+        """Set the batch fields ``correction``, ``kl_coef``, ``rewards``, ``advantages`` and ``returns``. Returns metrics.
 
-        Where ``old_logprobs`` are those of the update's own forward pass, ``compare`` follows when they are there. Collective over
-        the world.
+        If the update's own forward pass provides ``old_logprobs``, the caller must call ``compare`` after it. Collective over the
+        world.
         """
         rows = OwnedRows(batch.rows, batch.lengths, self.merge)
         metrics: dict[str, float] = {}
@@ -90,7 +90,11 @@ class AdvantageComputer:
         return metrics
 
     def needs_old_logprobs(self, batch: TrainBatch) -> bool:
-        """Tell whether ``old_logprobs`` are needed before an update: for a teacher, a KL in the reward, the loss, the user, rows."""
+        """Return whether the update needs ``old_logprobs`` in advance.
+
+        Possible reasons: a teacher, a KL in the reward, the loss, masked truncated rows, a correction of whole sequences, or the
+        configuration.
+        """
         kl, loss, correction = self.cfg.kl, POLICY_LOSSES.get(self.cfg.policy_loss), self.cfg.rollout_correction
         in_reward = bool(kl.coef) and kl.placement == "reward"
         whole = correction.mode in ("sequence", "geometric") or correction.veto is not None
@@ -103,7 +107,10 @@ class AdvantageComputer:
         return (whole and bool(batch.sequences)) or self.cfg.old_logprobs == "always"
 
     def compare(self, batch: TrainBatch) -> dict[str, float]:
-        """Compare the policy with the engine's and the reference: ``correction``, the KL's next weight, metrics. Collective."""
+        """Compare the policy with the engine and the reference. Returns metrics. Collective.
+
+        Sets ``correction`` and updates the KL weight.
+        """
         rows = OwnedRows(batch.rows, batch.lengths, self.merge)
         metrics = self._correct(batch, rows)
         if batch.ref_logprobs is not None:
@@ -112,7 +119,7 @@ class AdvantageComputer:
         return metrics
 
     def _kl(self, batch: TrainBatch) -> Tensor:
-        """[N] of the policy before the step's updates to the reference, both without top-k and top-p."""
+        """Return the KL penalty [N] of the policy before the step's updates to the reference, both without top-k and top-p."""
         assert batch.ref_logprobs is not None
         cfg = self.cfg.kl
         return kl_penalty(
@@ -120,7 +127,7 @@ class AdvantageComputer:
         )
 
     def _add_teacher(self, batch: TrainBatch, rows: OwnedRows) -> dict[str, float]:
-        """Subtract the KL of the policy to the teacher from the advantages, token by token. Returns metrics. Collective."""
+        """Subtract the per-token KL of the policy to the teacher from the advantages. Returns metrics. Collective."""
         teacher = batch.fields[TEACHER_LOGPROBS]
         assert isinstance(teacher, Tensor) and batch.advantages is not None
         kl = reverse_kl(_whole_logprobs(batch), teacher, batch.loss_mask)
@@ -128,7 +135,7 @@ class AdvantageComputer:
         return {"teacher/kl": _mean(kl, batch, rows)}
 
     def _correct(self, batch: TrainBatch, rows: OwnedRows) -> dict[str, float]:
-        """Correct, where configured, the distance between the engine's distribution and the trainer's, which is always a metric."""
+        """Correct the difference between engine and trainer distributions if configured. Returns its metrics in every case."""
         assert batch.old_logprobs is not None
         cfg, staleness = self.cfg.rollout_correction, None
         if batch.versions is not None:
@@ -161,5 +168,5 @@ def _whole_logprobs(batch: TrainBatch) -> Tensor:
 
 
 def _mean(values: Tensor, batch: TrainBatch, rows: OwnedRows) -> float:
-    """Mean over the sampled tokens of all rows."""
+    """Return the mean over the sampled tokens of all rows."""
     return float(rows.sums(values, batch.loss_mask).sum() / batch.num_sampled.sum().clamp(min=1))

@@ -1,6 +1,6 @@
-"""Deal the prompts of a step to engines, and order them.
+"""Assign the prompts of a step to engines, and order them.
 
-The seeds of responses do not depend on either. What does, by rounding alone, is the batch that an engine computes them in.
+The seeds of responses do not depend on assignment or order. The engine's batches do, so responses may differ by rounding.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.types import Prompt
 
 IN_ORDER, LONGEST_FIRST, SHARED_QUEUE = "in_order", "longest_first", "shared_queue"
-_ROWS = 65536  # whose lengths are known: a checkpoint has them in JSON
+_ROWS = 65536  # limit of stored lengths, because a checkpoint stores them as JSON
 
 
 class ExpectedLengths:
-    """Tokens of the longest response to a prompt: as many as last time, or as the mean over prompts of its data source.
+    """Expected tokens of the longest response to a prompt: the last length, or else the mean of its data source.
 
-    Equal on all ranks, which get the same prompts and lengths.
+    The state is equal on all ranks, because all ranks get the same prompts and lengths.
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, int] = {}  # the last ones seen
+        self._rows: dict[int, int] = {}  # the most recent rows
         self._sources: dict[str, tuple[int, int]] = {}  # sum and count
 
     def note(self, prompts: Sequence[Prompt], group_ids: Sequence[int], lengths: Sequence[int]) -> None:
-        """Responses of ``lengths`` tokens were drawn, each to the prompt with its number in ``prompts``."""
+        """Store the ``lengths`` of sampled responses. ``group_ids``: index in ``prompts`` of each response's prompt."""
         longest = [0] * len(prompts)
         for place, length in zip(group_ids, lengths, strict=True):
             longest[place] = max(longest[place], length)
@@ -42,7 +42,10 @@ class ExpectedLengths:
             del self._rows[index]
 
     def of(self, prompt: Prompt) -> float:
-        """Expect lengths: a source that nobody knows may be as long as the longest. Before the first step prompts' lengths count."""
+        """Return the expected length for a prompt.
+
+        An unknown source gets the mean of the longest source. Before the first step, the length of the prompt is used.
+        """
         if prompt.index in self._rows:
             return float(self._rows[prompt.index])
         if prompt.data_source in self._sources:
@@ -64,14 +67,14 @@ def _mean(length: tuple[int, int]) -> float:
 
 
 class Claims(Protocol):
-    """Counts for all engines together. Only the leads of engines call it."""
+    """A counter shared by all engines. Only the lead ranks of engines call it."""
 
     def begin(self) -> None:
-        """Count from 0 again. Every engine calls it equally often."""
+        """Restart from 0. Every engine must call it the same number of times."""
         ...
 
     def claim(self, count: int) -> int:
-        """Claim ``count`` numbers that no other engine gets, and return the first."""
+        """Reserve ``count`` consecutive numbers for this engine, and return the first number."""
         ...
 
 
@@ -80,17 +83,17 @@ class Share(Protocol):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no prompt is left that the engine may take."""
+        """Whether no prompt remains for the engine."""
         ...
 
     def take(self, num_in_flight: int) -> list[int]:
-        """Return the places of the prompts that the engine begins now. ``num_in_flight``: its responses that are not finished."""
+        """Return the indices of the prompts to start now. ``num_in_flight``: the engine's unfinished responses."""
         ...
 
 
 @dataclass(slots=True)
 class FixedShare:
-    """A share that was decided beforehand. The engine begins all of it at once."""
+    """A share that is fixed in advance. The engine starts all of its prompts at once."""
 
     places: list[int]
 
@@ -107,7 +110,7 @@ class FixedShare:
 
 @dataclass(slots=True)
 class QueuedShare:
-    """A queue of all prompts, from which the engine takes that has free slots first. ``slots``: for responses in flight."""
+    """A queue of all prompts. The first engine with free slots takes the next prompts. ``slots``: limit of responses in flight."""
 
     waiting: deque[int]
     claims: Claims
@@ -121,7 +124,7 @@ class QueuedShare:
         return not self.waiting
 
     def take(self, num_in_flight: int) -> list[int]:
-        """See :class:`Share`. Claims as many prompts as the free slots suffice for, at least one for an idle engine."""
+        """See :class:`Share`. Claims the number of prompts that fit into the free slots; an idle engine claims at least one."""
         free = (self.slots - num_in_flight) // self.num_samples
         count = free if num_in_flight else max(free, 1)
         if count < 1 or not self.waiting:
@@ -136,9 +139,9 @@ class QueuedShare:
 
 @dataclass(frozen=True, slots=True)
 class Dealer:
-    """Decides the shares of engines.
+    """Assigns prompts to engines.
 
-    ``order``: ``rollout.order``. ``max_in_flight``: slots of an engine. ``claims``: for a shared queue.
+    ``order``: ``rollout.order``. ``max_in_flight``: slots of an engine. ``claims``: counter of a shared queue.
     """
 
     order: str = IN_ORDER
@@ -152,7 +155,7 @@ class Dealer:
             self.lengths.note(prompts, group_ids, lengths)
 
     def share(self, prompts: Sequence[Prompt], num_samples: int, engine: EngineRank) -> Share:
-        """Return this engine's share of a step. The lead of every engine calls it, with the same prompts."""
+        """Return this engine's share of a step. The lead rank of every engine calls it with the same prompts."""
         if self.order == IN_ORDER:
             return FixedShare(list(range(engine.engine_index, len(prompts), engine.num_engines)))
         expected = list(map(self.lengths.of, prompts))
@@ -164,7 +167,7 @@ class Dealer:
 
 
 def share_evenly(expected: Sequence[float], engine: EngineRank) -> list[int]:
-    """Return the places of the prompts of this engine, the longest first. The sums of expected lengths of engines are about equal."""
+    """Return the indices of this engine's prompts, longest first. The total expected length is about equal for all engines."""
     loads: list[tuple[float, int]] = [(0.0, index) for index in range(engine.num_engines)]
     shares: list[list[int]] = [[] for _ in loads]
     for place in _longest_first(expected):

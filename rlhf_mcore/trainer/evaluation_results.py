@@ -1,4 +1,4 @@
-"""results.json and comparison.json of ``rlhf-mcore evaluate``, and their tables."""
+"""Build results.json and comparison.json of ``rlhf-mcore evaluate``, and their tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPARISON_METHODS = {
 
 
 def results(checkpoint: str, settings: Mapping[str, Any], rows: Sequence[Graded], seed: int) -> dict[str, Any]:
-    """Return the content of results.json: nothing in it depends on when or how fast it was made."""
+    """Return the content of results.json. The content does not depend on the time or speed of the evaluation."""
     by_source = statistics.sources(rows)
     parts = {"all": rows} | (
         {f"source: {name}": of_source for name, of_source in by_source.items()} if len(by_source) > 1 else {}
@@ -48,9 +48,9 @@ def _part(rows: Sequence[Graded], seed: int) -> dict[str, Any]:
 def comparison(
     names: tuple[str, str], baseline: Sequence[Graded], evaluated: Sequence[Graded], seed: int
 ) -> dict[str, Any]:
-    """Return the content of comparison.json: (evaluated - baseline) over the prompts that both have.
+    """Return the content of comparison.json: (evaluated - baseline) over the shared prompts.
 
-    ``names``: those of the baseline and of the evaluated model.
+    ``names``: the names of the baseline and of the evaluated model.
     """
     before, after = _values(baseline), _values(evaluated)
     shared = [prompt_id for prompt_id in before if prompt_id in after]
@@ -77,7 +77,7 @@ INTERVAL = f"{statistics.CONFIDENCE:.0%} interval"
 
 
 def results_table(content: Mapping[str, Any]) -> Table:
-    """Return header and rows: a line per figure over all prompts."""
+    """Return header and rows, with one row per figure over all prompts."""
     rows: list[tuple[str, ...]] = []
     for name, value in content["results"]["all"].items():
         label = name.replace("_at_", "@").replace("_", " ")
@@ -87,7 +87,7 @@ def results_table(content: Mapping[str, Any]) -> Table:
 
 
 def sources_table(content: Mapping[str, Any]) -> Table:
-    """Return header and rows: a line per data source; no rows where there is only one."""
+    """Return header and rows, with one row per data source. There are no rows for a single data source."""
     rows: list[tuple[str, ...]] = [
         (
             name.removeprefix("source: "),
@@ -102,7 +102,7 @@ def sources_table(content: Mapping[str, Any]) -> Table:
 
 
 def comparison_table(content: Mapping[str, Any]) -> Table:
-    """Return header and rows: a column per compared figure; no rows where no prompt is shared."""
+    """Return header and rows, with one column per compared figure. There are no rows if no prompt is shared."""
     figures = {name: content[name] for name in COMPARED if name in content}
     columns = [_compare(figure, content["baseline"], content["evaluated"]) for figure in figures.values()]
     rows = [(label, *(column[label] for column in columns)) for label in (columns[0] if columns else ())]

@@ -1,4 +1,4 @@
-"""From the engines to the trainers: trajectories of all engines become the rows of a step, each stored on one rank."""
+"""Convert the trajectories of all engines to the rows of a step. Each row is stored on one trainer rank."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from rlhf_mcore.types import Field, Ragged, TrainBatch, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class RowExchange:
-    """Sends the numbers of a row to every rank, and its tokens to the rank that is to own it.
+    """Sends the figures of a row to every rank, and its tokens to the rank that will own the row.
 
-    ``asynchronous``: tokens may be older than the weights that learn from them, so the policy version of each travels too.
-    ``on_error``: what becomes of prompts with a response that has no score. ``parts``: names of parts of the scores that are learned
-    from one by one. ``baselines``: each prompt has a greedy response too.
+    ``asynchronous``: tokens may come from older weights, so the policy version of each token is sent too.
+    ``on_error``: policy for prompts with a response that has no score. ``parts``: names of the score parts that the advantages
+    use separately. ``baselines``: each prompt also has a greedy response.
     """
 
     samples_per_prompt: int
@@ -39,15 +39,16 @@ class RowExchange:
     baselines: bool = False
 
     def __call__(self, sampled: SampledBatch) -> tuple[TrainBatch, ScoreFacts]:
-        """Exchange the rows of a step, and what is known of their scores. Collective over the world.
+        """Exchange the rows of a step. Returns the batch and the score statistics. Collective over the world.
 
         Args:
-            sampled: all prompts of the step, which may repeat a row of the data, and the rollouts of this rank, maybe none.
+            sampled: all prompts of the step, which may repeat a row of the data, and this rank's rollouts, possibly none.
 
         Raises:
-            ConfigError: on every rank, too many responses have no score, no prompt is left, or no score has one of the ``parts``.
-            LostTrajectory: on every rank, a trajectory is missing or doubled.
-            RuntimeError: on every rank, a trajectory has no finite score.
+            ConfigError: on every rank, if too many responses have no score, no prompt remains, or no score contains one of the
+                ``parts``.
+            LostTrajectory: on every rank, if a trajectory is missing or duplicated.
+            RuntimeError: on every rank, if the score of a trajectory is not finite.
         """
         facts, failed, first = gather_facts(sampled, self.on_error)
         kept = self.on_error.surviving_prompts(sampled.prompts, failed, first)
@@ -89,18 +90,18 @@ class RowExchange:
 
 
 class _RowFacts(NamedTuple):
-    """Numbers of a row that every rank knows; as columns of all rows after they were gathered."""
+    """Figures of a row that every rank receives. After the gather, each field is a column over all rows."""
 
     number: Any
     length: Any
     num_sampled: Any
     is_truncated: Any
-    holder: Any  # the rank that has drawn it
+    holder: Any  # the rank that sampled it
     num_computed: Any  # see ``computed_of_row``
     num_shared: Any
-    has_rewards: Any  # of turns
+    has_rewards: Any  # for single turns
     has_support: Any
-    has_fields: Any  # that engines recorded
+    has_fields: Any  # recorded by engines
     has_sequences: Any
     has_images: Any
 
@@ -129,17 +130,17 @@ def exchange_rows(
     name: Callable[[int], str] = "row {}".format,
     asynchronous: bool = False,
 ) -> TrainBatch:
-    """Make a batch of rows ``numbers`` (ascending), which this rank has drawn, and of those of all other ranks. Collective.
+    """Build a batch from the rows of all ranks. This rank sampled rows ``numbers`` (ascending). Collective.
 
     Args:
-        scores: of the trajectories.
-        group_ids: [B] which prompt of the step each row belongs to.
-        name: of a row, for messages.
-        asynchronous: the batch has ``versions``.
+        scores: scores of this rank's trajectories.
+        group_ids: [B] index of each row's prompt in the step.
+        name: returns the name of a row for messages.
+        asynchronous: add ``versions`` to the batch.
 
     Raises:
-        LostTrajectory: the ranks together do not have each of the B rows once.
-        RuntimeError: a row has no finite score, or engines recorded other fields of it than of others.
+        LostTrajectory: not all of the B rows exist exactly once over all ranks.
+        RuntimeError: the score of a row is not finite, or engines recorded different fields for different rows.
     """
     num_rows, width = len(group_ids), len(_RowFacts._fields)
     mine = [_RowFacts.of(int(number), t) for number, t in zip(numbers, trajectories, strict=True)]
@@ -193,10 +194,10 @@ def exchange_rows(
 
 
 def _agree_on_fields(trajectories: Sequence[Trajectory]) -> dict[str, Field]:
-    """Return what engines recorded of this rank's tokens, as fields of no tokens if it has none. Collective over the world.
+    """Return the fields that engines recorded for this rank's tokens; empty fields if it has no tokens. Collective over the world.
 
     Raises:
-        RuntimeError: on every rank, rows have different fields.
+        RuntimeError: on every rank, if rows have different fields.
     """
     recorded, problem = dict[str, Field](), ""
     try:
@@ -225,7 +226,7 @@ def _agree_on_fields(trajectories: Sequence[Trajectory]) -> dict[str, Field]:
 
 
 def _of_all_rows(numbers: np.ndarray, values: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
-    """Return what rows of all ranks have, by their numbers; rows with nothing are not there. Collective."""
+    """Return the values of all ranks' rows by row number. Rows with empty values are omitted. Collective."""
     own = [(int(number), value) for number, value in zip(numbers, values, strict=True) if any(value)]
     return {number: tuple(value) for of_rank in all_gather_json(own) for number, value in of_rank}
 

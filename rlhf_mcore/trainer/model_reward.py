@@ -1,4 +1,4 @@
-"""A reward model among the graders: all ranks score together what their engines have drawn."""
+"""A reward model among the graders. All ranks together score the responses of their engines."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ PART = "reward_model"  # name of its score among the parts
 
 @dataclass(slots=True)
 class ModelReward:
-    """The score of a model times ``weight``, added to that of other graders (which may be none: a score of 0)."""
+    """Adds the score of a model times ``weight`` to the score of other graders. Without other graders their score is 0."""
 
     graders: RewardFunction
-    compute_scores: Callable[[TrainBatch], Tensor]  # [B], of whole responses; collective over the world
+    compute_scores: Callable[[TrainBatch], Tensor]  # [B], scores of whole responses; collective over the world
     weight: float
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Collective over the world: every rank calls it, with none or some trajectories of its own."""
+        """Return the scores of this rank's trajectories, possibly none. Collective over the world: every rank must call it."""
         return self.add(trajectories, await self.graders.score(trajectories))
 
     def add(self, trajectories: Sequence[Trajectory], others: Sequence[Score]) -> list[Score]:
-        """Add the model's score to the scores ``others`` of graders. Collective over the world."""
+        """Return the scores ``others`` of graders with the model's score added. Collective over the world."""
         counts = all_gather_json(len(trajectories))
         if not sum(counts):
             return []

@@ -1,4 +1,4 @@
-"""Find where a run begins: at its first step, or after the newest checkpoint that is intact."""
+"""Find the start of a run: its first step, or the newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ MAX_NOTED = 20
 
 
 class Checker:
-    """Checks checkpoints, by one process and without the content of models and optimizers."""
+    """Checks checkpoints in one process. It does not check the content of models and optimizers."""
 
     def verify(self, checkpoint: Path, *, hashes: bool) -> list[Problem]:
-        """Return what is wrong with the files, as ``verify_chain`` does."""
+        """Return the problems of the files, see ``verify_chain``."""
         return verify_chain(checkpoint, hashes=hashes)
 
     def readable(self, checkpoint: Path, model: str, scratch: Path) -> Path:
-        """Return a directory with a model's weights, as ``delta.readable`` does."""
+        """Return a directory with a model's weights, see ``delta.readable``."""
         return readable(checkpoint, model, scratch)
 
     def check_saved(self, checkpoint: Path, weights: Mapping[str, Path]) -> None:
-        """Raise ConfigError if files that are those of the manifest hold what no run can have saved.
+        """Raise ConfigError if files match the manifest but have content that no run can have saved.
 
-        ``weights``: by model the directory with its weights.
+        ``weights``: weight directory per model.
         """
 
 
@@ -49,14 +49,14 @@ def find_start(
     checker: Callable[[], Checker] | None = None,
     disk: Disk | None = None,
 ) -> Start:
-    """Clean up a run directory and choose the checkpoint to continue from. For one process, which holds the directory's lock.
+    """Clean up a run directory and choose the checkpoint to resume from. Only the process with the directory's lock calls it.
 
-    ``inputs``: fingerprints of what the run is made from, as its configuration names it. ``checker`` makes what checks checkpoints,
-    if there are any; without it only their files are compared.
+    ``inputs``: fingerprints of the run's inputs, as the configuration names them. ``checker`` builds the checker if there are
+    checkpoints. Without it, only their files are compared.
 
     Raises:
-        ConfigError: a checkpoint was asked for and is damaged, none of several is intact, or the configuration, or the content of
-            an input, has changed in what cannot be changed.
+        ConfigError: the requested checkpoint is damaged, no checkpoint is intact, or the configuration or the content of an input
+            has a change that is not allowed.
     """
     inputs = inputs or {}
     disk = disk or Disk()
@@ -64,7 +64,7 @@ def find_start(
     notes = recover(run, best_rule(cfg), disk)
     own = scan(run)
     if cfg.resume == NEVER:
-        if own:  # checkpoints of two runs in one directory could not be told apart
+        if own:  # nobody could distinguish the checkpoints of two runs in one directory
             raise ConfigError(
                 f"checkpoint.resume={NEVER!r}, but {run} holds {len(own)} checkpoints of an earlier run; choose another "
                 "experiment, or move them away"
@@ -76,7 +76,7 @@ def find_start(
 
 
 def _refuse_linked(run: Path) -> None:
-    """Refuse checkpoints that are links: none is passed over, or cleared away with what it names."""
+    """Reject checkpoints that are links. Skipping them would lose progress, and cleanup could delete their target."""
     if links := linked_checkpoints(run):
         raise ConfigError.many(
             [
@@ -96,7 +96,7 @@ def _continue_run(
     disk: Disk,
     notes: list[str],
 ) -> Start:
-    """Choose the checkpoint, and set aside those after it. See ``find_start``. ``notes``: on the run directory, so far."""
+    """Choose the checkpoint, and set aside later checkpoints. See ``find_start``. ``notes``: notes on the run directory so far."""
     own = scan(run)
     if cfg.resume != AUTO and (not own or os.path.dirname(os.path.realpath(cfg.resume)) == os.path.realpath(run)):
         chosen = Path(os.path.realpath(cfg.resume))
@@ -116,7 +116,7 @@ def _continue_run(
 def _newest_intact(
     run: Path, cfg: CheckpointConfig, checker: Checker
 ) -> tuple[Path, dict[str, Path], list[Problem], list[str]]:
-    """Return the newest intact checkpoint, the results of ``_check`` for it, and a line for each one passed over."""
+    """Return the newest intact checkpoint, the results of ``_check`` for it, and a line for each skipped checkpoint."""
     own, unread = scan(run), without_manifest(run)
     if not own:
         raise ConfigError(
@@ -141,10 +141,10 @@ def _newest_intact(
 def _check(
     checkpoint: Path, cfg: CheckpointConfig, run: Path, checker: Checker
 ) -> tuple[dict[str, Path], list[Problem]]:
-    """Return by model the directory with its weights, and the files that are not in the manifest.
+    """Return the weight directory per model, and the files that the manifest does not list.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: the checkpoint is damaged.
     """
     problems = checker.verify(checkpoint, hashes=cfg.verify)
     damaged = [problem for problem in problems if problem.is_damage]
@@ -161,7 +161,7 @@ def _check(
 
 
 def _other_libraries(checkpoint: Path) -> list[str]:
-    """Name what was of another version when the checkpoint was written, or another kind of processor."""
+    """Return a warning if library versions or the kind of processor differ from the checkpoint's."""
     before, now = read_manifest(checkpoint).libraries, dict(library_versions())
     if "processor" not in before:  # an earlier release wrote it, or a run on GPUs
         now.pop("processor", None)
@@ -194,10 +194,10 @@ def _compare(checkpoint: Path, cfg: CheckpointConfig, config_yaml: str, inputs: 
 
 
 def compare_inputs(checkpoint: Path, cfg: CheckpointConfig, inputs: Inputs) -> list[str]:
-    """Return lines that warn of inputs with another content than the checkpoint's.
+    """Return a warning for each input whose content differs from the checkpoint's.
 
     Raises:
-        ConfigError: there are some, and ``cfg.changed_inputs`` does not let a run continue with them.
+        ConfigError: inputs differ, and ``cfg.changed_inputs`` does not allow it.
     """
     known = read_inputs(checkpoint)
     changed = changed_inputs(known, inputs) if known is not None else []
@@ -212,10 +212,10 @@ def compare_inputs(checkpoint: Path, cfg: CheckpointConfig, inputs: Inputs) -> l
 
 
 def changed_inputs(saved: Inputs, current: Inputs) -> list[str]:
-    """Return a line for each input that has another content than it had.
+    """Return a line for each input whose content has changed.
 
-    An input of only one of the two follows from another configuration, whose comparison names it. Training prompts are always
-    compared. So is a reward function in checkpoints of releases that did not record the reward.
+    If only one side has an input, the configuration has changed, and the comparison of configurations reports it. Two inputs are
+    reported here anyway: training prompts, and the reward function if an older release saved the checkpoint without a reward entry.
     """
     lines = []
     for name in dict.fromkeys((*saved, *current)):

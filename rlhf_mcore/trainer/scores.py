@@ -1,4 +1,4 @@
-"""What a step knows of its scores over all ranks: means, responses without a score, and the scores of greedy responses."""
+"""Score statistics of a step over all ranks: means, responses without a score, and scores of greedy responses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _CORRECT_REWARD = "Correct the reward, or raise reward.max_error_share"
 
 @dataclass(frozen=True, slots=True)
 class OnError:
-    """Choose what a step makes of responses without a score: they count as 0, or with ``drop`` their prompts leave the step.
+    """The policy for responses without a score: they count as 0, or with ``drop`` their prompts are removed from the step.
 
-    ``max_share``: of the responses of a step, over all ranks. A reward that fails by ``reward.on_error: fail`` never comes so far.
+    ``max_share``: largest allowed share of such responses in a step, over all ranks. With ``reward.on_error: fail``, the error is
+    raised before this policy applies.
     """
 
     drop: bool = False
@@ -35,7 +36,7 @@ class OnError:
         return cls(cfg.on_error == "drop", 1.0 if cfg.on_error == "fail" else cfg.max_error_share)
 
     def refuse_too_many(self, failed: int, total: int, first: str) -> None:
-        """Raises ConfigError where more than the allowed share of ``total`` responses has no score. ``first``: the first cause."""
+        """Raise ConfigError if ``failed`` is more than the allowed share of ``total`` responses. ``first``: the first cause."""
         if failed > self.max_share * total:
             raise ConfigError(
                 f"{failed} of {total} responses got no score, more than reward.max_error_share={self.max_share:g}; the first: "
@@ -43,10 +44,10 @@ class OnError:
             )
 
     def surviving_prompts(self, prompts: Sequence[Prompt], failed: set[int], first: str) -> list[int]:
-        """Return the places of the prompts that stay in a step. ``failed``: places of those that have a response without a score.
+        """Return the indices of the prompts to keep. ``failed``: indices of prompts with a response that has no score.
 
         Raises:
-            ConfigError: none would stay.
+            ConfigError: no prompt would remain.
         """
         kept = [place for place in range(len(prompts)) if not (self.drop and place in failed)]
         if prompts and not kept:
@@ -59,22 +60,22 @@ class OnError:
 
 @dataclass(slots=True)
 class ScoreFacts:
-    """Facts of the scores of a step over all ranks, including those of prompts that leave the step."""
+    """Statistics of the scores of a step over all ranks, including scores of prompts that are removed from the step."""
 
-    part_means: dict[str, float] = field(default_factory=dict)  # of each named part
-    failures: dict[str, int] = field(default_factory=dict)  # how many responses got no score, by kind: error, timeout
-    unread: dict[str, int] = field(default_factory=dict)  # by data source: in how many responses no answer was found
-    num_dropped: int = 0  # prompts that have left the step
-    # Share of the tokens before turns of the policy that engines had cached; None: no engine counts them.
+    part_means: dict[str, float] = field(default_factory=dict)  # mean per named part
+    failures: dict[str, int] = field(default_factory=dict)  # responses without a score per kind: error, timeout
+    unread: dict[str, int] = field(default_factory=dict)  # responses without a found answer, per data source
+    num_dropped: int = 0  # prompts removed from the step
+    # Share of cached tokens among the tokens before the policy's turns; None: no engine counts them.
     prefix_hit: float | None = None
     episodes: dict[str, float] = field(default_factory=dict)  # metrics of the times of episodes
 
 
 def gather_facts(sampled: SampledBatch, on_error: OnError) -> tuple[ScoreFacts, set[int], str]:
-    """Return facts, the places of prompts that have a response without a score, and the first cause. Collective over the world.
+    """Return statistics, the indices of prompts with a response that has no score, and the first cause. Collective over the world.
 
     Raises:
-        ConfigError: on every rank, too many responses have no score.
+        ConfigError: on every rank, if too many responses have no score.
     """
     parts: defaultdict[str, list[float]] = defaultdict(list)
     for each in sampled.rollouts:
@@ -117,8 +118,8 @@ def gather_baselines(prompts: Sequence[Prompt], greedy: Sequence[Rollout]) -> Te
     """Return the score of each prompt's greedy response: [P] float64. Collective over the world.
 
     Raises:
-        LostTrajectory: a prompt does not have one.
-        RuntimeError: one is not finite.
+        LostTrajectory: a prompt does not have exactly one greedy response.
+        RuntimeError: the score of a greedy response is not finite.
     """
     own = [[float(each.place), each.score.value] for each in greedy]
     table = all_gather_rows(torch.tensor(own, dtype=torch.float64).reshape(-1, 2))
