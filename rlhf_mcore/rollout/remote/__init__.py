@@ -1,1 +1,1 @@
-"""Run engines in processes of their own, under Ray. No other package imports ray for them, and this one does it late."""
+"""Run disaggregated engines in Ray processes. Only this package imports ray for engines, and only inside functions."""

@@ -1,4 +1,4 @@
-"""Queue requests, and deal them to engines."""
+"""Queue requests and assign them to engines."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 class FreeBacklog:
-    """Deals each request to an engine at once. All samples of a prompt go to one engine, the one with the fewest requests.
+    """Assigns each request to an engine at once. All samples of a prompt go to the engine with the fewest requests.
 
-    ``FleetEngine.requests`` are the engine's, until it has answered them.
+    ``FleetEngine.requests`` contains the engine's requests until it answers them.
     """
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
 
     def add(self, requests: Sequence[Request], version: int) -> None:
-        """Take requests in. They belong to a version of the weights."""
+        """Add requests for a version of the weights."""
         self._requests.extend(requests)
 
     def deal(self, serving: Sequence[FleetEngine]) -> list[tuple[FleetEngine, list[Request]]]:
-        """Give waiting requests to engines that may draw them."""
+        """Assign waiting requests to engines that may sample them. Return the requests of each engine that receives some."""
         if not serving:
             return []
         counts = [len(engine.requests) for engine in serving]
@@ -38,25 +38,25 @@ class FreeBacklog:
         return [(engine, requests) for engine, requests in zip(serving, shares, strict=True) if requests]
 
     def take(self, engine: FleetEngine, completions: Sequence[Completion]) -> list[Completion]:
-        """Return the answers among an engine's completions. Called at each report, also without completions."""
+        """Return the answers among an engine's completions. Call this for each report, even without completions."""
         return _take_own(engine, completions)
 
     def put_back(self, engine: FleetEngine) -> None:
-        """Take back the requests of an engine that is lost, for others."""
+        """Queue the requests of a lost engine again, for other engines."""
         self._requests.extendleft(reversed(engine.requests.values()))
         engine.requests = {}
 
     def drop(self, request_ids: Collection[int]) -> None:
-        """Forget these."""
+        """Remove these requests from the queue."""
         self._requests = deque(request for request in self._requests if request.request_id not in request_ids)
 
 
 class SharedBacklog:
-    """Deals so that no bit of a response depends on the fate of engines.
+    """Assigns requests so that engine failures do not change any bit of a response.
 
-    The last bits of a response depend on the requests that the engine draws beside it. So requests that are submitted together are cut
-    into ``num_shares``, whatever engines there are. An engine draws a share alone, by the weights of the share's version. A share
-    whose engine is lost is drawn again as a whole, with its answered requests.
+    The last bits of a response depend on the other requests in the engine's batch. Requests that are submitted together are therefore
+    split into ``num_shares``, regardless of the number of engines. An engine samples one share at a time, with the weights of the
+    share's version. If the engine is lost, the whole share is sampled again, including its answered requests.
     """
 
     def __init__(self, num_shares: int) -> None:
@@ -64,7 +64,7 @@ class SharedBacklog:
         self._shares: deque[Share] = deque()
 
     def add(self, requests: Sequence[Request], version: int) -> None:
-        """See :class:`FreeBacklog`, as those that follow."""
+        """See :class:`FreeBacklog`, also for the following methods."""
         shares = _share_out(requests, [0] * self._num_shares)
         self._shares.extend(Share(_by_id(share), version) for share in shares if share)
 
@@ -79,7 +79,7 @@ class SharedBacklog:
         return dealt
 
     def take(self, engine: FleetEngine, completions: Sequence[Completion]) -> list[Completion]:
-        """Return answers. Those of a share that is drawn again come together, when its engine has nothing left to draw for nobody."""
+        """Return answers. A repeated share returns all its answers together, when its engine has answered every request."""
         share, drawn = engine.share, _take_own(engine, completions)
         if share is None:
             return []
@@ -107,17 +107,17 @@ class SharedBacklog:
 class OpenRequests:
     """Requests without an answer, each with the version of the weights at its submission.
 
-    ``note`` is told how many another version has drawn, because their engine was lost.
+    ``note`` receives a message with the number of responses that another version sampled because their engine was lost.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.versions: dict[int, int] = {}  # by request id
         self._note = note
-        self._lost: set[int] = set()  # of these
-        self._noted = self._popped = self._other = 0  # responses that another version has drawn
+        self._lost: set[int] = set()  # ids whose engine was lost
+        self._noted = self._popped = self._other = 0  # counts of responses that another version sampled
 
     def submit(self, requests: Sequence[Request], version: int) -> None:
-        """Open requests, to be drawn by a version."""
+        """Open requests that this version of the weights shall sample."""
         self.versions |= {request.request_id: version for request in requests}
 
     def lose(self, request_ids: Iterable[int]) -> None:
@@ -125,13 +125,13 @@ class OpenRequests:
         self._lost |= self.versions.keys() & set(request_ids)
 
     def drop(self, request_ids: Collection[int]) -> None:
-        """Drop requests for which nobody waits."""
+        """Drop cancelled requests."""
         self.versions = {number: version for number, version in self.versions.items() if number not in request_ids}
         self._lost -= set(request_ids)
         self._tell()
 
     def answer(self, completion: Completion) -> bool:
-        """Close a request that is answered now. Returns whether somebody waits for it."""
+        """Close an answered request. Return whether it was open."""
         number = completion.request_id
         if (version := self.versions.pop(number, None)) is None:
             return False
@@ -142,12 +142,12 @@ class OpenRequests:
         return True
 
     def pop_other(self) -> int:
-        """Return how many responses another version has drawn since the last call."""
+        """Return the number of responses that another version has sampled since the last call."""
         count, self._popped = self._other - self._popped, self._other
         return count
 
     def _tell(self) -> None:
-        """Note all that was lost in one line, when it is answered."""
+        """Write one note for all lost requests, after the last of them is answered."""
         if not self._lost and (count := self._other - self._noted):
             self._noted = self._other
             self._note(
@@ -156,7 +156,7 @@ class OpenRequests:
 
 
 def _share_out(requests: Iterable[Request], counts: list[int]) -> list[list[Request]]:
-    """Deal requests, each prompt's to the one that has the fewest. ``counts``: how many they have."""
+    """Split requests into shares. All samples of a prompt join the share with the lowest of ``counts``, which are updated."""
     shares: list[list[Request]] = [[] for _ in counts]
     for _, group in groupby(requests, key=lambda request: list(request.prompt_ids)):
         samples = list(group)
@@ -171,5 +171,5 @@ def _by_id(requests: Iterable[Request]) -> dict[int, Request]:
 
 
 def _take_own(engine: FleetEngine, completions: Sequence[Completion]) -> list[Completion]:
-    """Take the completions of the engine's requests out of these. Others were cancelled."""
+    """Return the completions of the engine's requests and close these requests. Other completions were cancelled."""
     return [each for each in completions if engine.requests.pop(each.request_id, None) is not None]

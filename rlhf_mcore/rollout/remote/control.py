@@ -1,4 +1,4 @@
-"""How ``rlhf-mcore rollouts`` reaches the fleet of a running job: a socket in Linux's abstract namespace, for the same user only."""
+"""Connect ``rlhf-mcore rollouts`` to the fleet of a running job, by a socket in Linux's abstract namespace, for the same user only."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlhf_mcore.config.errors import ConfigError
 if TYPE_CHECKING:
     from rlhf_mcore.rollout.remote.fleet import Fleet
 
-_MAX_BYTES = 2**20  # of a message
-_TIMEOUT_S = 60.0  # for an answer: the fleet may look for a lost head of Ray first
+_MAX_BYTES = 2**20  # maximum size of a message
+_TIMEOUT_S = 60.0  # for an answer; the fleet may first check whether Ray's head is lost
 
 
 @contextmanager
@@ -46,15 +46,17 @@ def listening(fleet: Fleet, directory: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            server.shutdown(socket.SHUT_RDWR)  # or the thread would wait on
+            server.shutdown(socket.SHUT_RDWR)  # else the thread would keep waiting
         server.close()
 
 
 def ask(directory: Path, command: str, **arguments: Any) -> list[dict[str, Any]]:
-    """Give the running job in ``directory`` a command: list, add (``number``), drain or remove (``name``). Its engines after it.
+    """Send a command to the running job in ``directory``, and return the state of its engines afterwards.
+
+    The commands are list, add (``number``), drain and remove (both with ``name``).
 
     Raises:
-        ConfigError: no job with engines of its own runs there on this machine, or it refuses the command.
+        ConfigError: no job with disaggregated engines runs there on this machine, or it rejects the command.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_TIMEOUT_S)
@@ -92,7 +94,7 @@ def _name(directory: Path) -> str:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Return the user id at the other end, as the kernel knows it."""
+    """Return the user id of the other end, as the kernel reports it."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
 

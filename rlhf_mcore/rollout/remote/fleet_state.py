@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 class EnginesLost(RuntimeError):
-    """There is nothing left to sample with."""
+    """The run has no usable engines, or an engine has failed."""
 
 
-RESTARTS = 3  # of an engine that fails, in a row, before the run ends
+RESTARTS = 3  # consecutive failures of an engine before the run ends
 STARTING = ("due", "placing", "starting")  # states before an engine is built
 REMEDY = "The run has ended; the same command continues it after its newest checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """Hold how many engines there are to be, what each is, and when it is given up."""
+    """The engines to start, and the limits for their failures."""
 
     order: EngineSpec
     num_engines: int
-    engine_ranks: int  # processes of an engine
-    threads: int  # compute threads of a process
-    timeout_s: float  # an engine that does not answer, or draws nothing, for so long has failed
+    engine_ranks: int  # processes per engine
+    threads: int  # compute threads per process
+    timeout_s: float  # an engine fails if it does not answer, or samples no token, for this time
     restarts: int  # see RESTARTS
-    in_order: bool = False  # responses depend neither on time nor on what happens to engines
-    slots: int = 0  # requests that an engine draws at a time
+    in_order: bool = False  # responses depend neither on timing nor on engine failures
+    slots: int = 0  # maximum number of concurrent requests per engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,16 @@ class EngineStatus:
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """Requests that an engine draws together, and nothing beside them."""
+    """Requests that an engine samples together, without other requests."""
 
     requests: dict[int, Request]  # by their ids
-    version: int  # of the weights that they are drawn by
+    version: int  # version of the weights that sample them
     answered: set[int] = field(default_factory=set)
-    is_repeated: bool = False  # an engine that drew it was lost
-    held: list[Completion] = field(default_factory=list)  # answers that have not been given yet
+    is_repeated: bool = False  # an engine was lost while it sampled this share
+    held: list[Completion] = field(default_factory=list)  # answers that are not yet returned
 
     def drop(self, request_ids: Collection[int]) -> None:
-        """Forget these requests."""
+        """Remove these requests."""
         self.requests = {number: each for number, each in self.requests.items() if number not in request_ids}
 
 
@@ -75,7 +75,9 @@ class FleetEngine:
     """An engine as its fleet knows it."""
 
     name: str
-    state: str = "due"  # due | placing (Ray looks for room) | starting | ready (built, waits for weights) | serving
+    state: str = (
+        "due"  # due | placing (Ray looks for free resources) | starting | ready (built, waits for weights) | serving
+    )
     attempt: int = 0
     failures: int = 0  # in a row
     draining: bool = False
@@ -83,15 +85,15 @@ class FleetEngine:
     address: str = ""
     processes: Sequence[RayProcess] = ()
     starting: list[RayCall] = field(default_factory=list)
-    reports: list[RayCall] = field(default_factory=list)  # one of each process, under way
+    reports: list[RayCall] = field(default_factory=list)  # one call per process, in flight
     answered: list[float] = field(default_factory=list)
-    requests: dict[int, Request] = field(default_factory=dict)  # that it has been given and has not answered
-    share: Share | None = None  # that these are of, where requests are dealt in shares
-    version: int = -1  # of its weights; -1: it has none
+    requests: dict[int, Request] = field(default_factory=dict)  # assigned and not yet answered
+    share: Share | None = None  # the share of ``requests``, with a SharedBacklog
+    version: int = -1  # policy version of its weights; -1: no weights
     last_report: EngineReport | None = None
-    progressed: float = 0.0  # when it last drew a token, or had nothing to draw
+    progressed: float = 0.0  # time of the last token, or of the last check without requests
 
     @property
     def key(self) -> str:
-        """Its name and its start."""
+        """The engine's name with the number of its restarts, unique in the run."""
         return f"{self.name}.{self.attempt}"

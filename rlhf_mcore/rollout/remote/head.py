@@ -1,7 +1,7 @@
-"""Ray on this machine for one run: a process between the trainer and Ray, so that nothing of Ray outlives the trainer.
+"""Run Ray on this machine for one run, in a process between the trainer and Ray. No process of Ray outlives the trainer.
 
-Run as a module, with a socket as standard input. It reads an order, a line of JSON; starts Ray; answers with a line of JSON; and ends
-everything when the other end of the socket is closed, which the kernel does when the trainer is killed.
+Run this module with a socket as standard input. It reads a request (a line of JSON), starts Ray, and answers with a line of JSON.
+It ends all processes when the other end of the socket is closed. The kernel closes that end if the trainer is killed.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from rlhf_mcore.own_files import open_own
 from rlhf_mcore.own_processes import adopt_orphans, children, end_all, has_ended
 from rlhf_mcore.parallel.addresses import LOOPBACK
 
-LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: no cluster, so nothing listens elsewhere
-# Read by Ray when it is imported: it listens on the loopback only, sends nothing home, and starts no worker before it is asked to.
+LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: no cluster, so Ray listens on the loopback only
+# Ray reads these at import. It listens on the loopback only, sends no usage statistics, and starts workers only on request.
 SETTINGS = {
     LOOPBACK_ONLY: "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_AUTH_MODE": "token",
-    "RAY_worker_niceness": "0",  # Ray's 15 would let any other work on the machine go before generation
+    "RAY_worker_niceness": "0",  # with Ray's default of 15, any other work on the machine would slow down generation
 }
-_NEEDED = ("gcs_server", "raylet")  # Ray's processes without which there is no Ray
-OBJECT_STORE_BYTES = 80 * 2**20  # tokens and their logprobs are all that travels through it
-_MANY = 65536  # cores that engines may ask for: here the user counts them, not Ray
+_NEEDED = ("gcs_server", "raylet")  # processes that Ray cannot run without
+OBJECT_STORE_BYTES = 80 * 2**20  # it transfers only tokens and their logprobs
+_MANY = 65536  # cores that engines may request; the user counts the cores here, not Ray
 _LONGEST_FOLDER = (
-    20  # of its parent's path: a socket's may have 107 characters, of which Ray and the names below take 87
+    20  # characters of the parent's path; a socket's path is limited to 107, and Ray and the names below use 87
 )
 _LOOK_S = 0.5
 _PREFIX, _LOCK, _OF_RAY = "rlhf-ray-", "lock", "r"
 
 
 def main() -> None:
-    """Start Ray, tell its address, and end it with the trainer."""
+    """Start Ray, send its address to the trainer, and end Ray when the trainer ends."""
     adopt_orphans()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the trainer decides, and saves first
+        signal.signal(number, signal.SIG_IGN)  # the trainer decides when Ray ends, and saves first
     trainer = socket.socket(fileno=0)
     order = json.loads(trainer.makefile().readline())
     parent = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp")
@@ -64,39 +64,41 @@ def main() -> None:
         while running := [pid for pid in children() if not has_ended(pid)]:
             end_all(running)
         remove_folder(folder)
-        os._exit(0)  # Ray's own exit handlers would talk to what has ended
+        os._exit(0)  # Ray's exit handlers would call processes that have ended
 
 
 def make_folder(parent: Path) -> Path:
-    """Make a folder for Ray's own below ``parent``, inside one that this user alone may enter.
+    """Create a folder for Ray below ``parent``, inside a folder that only this user may enter.
 
-    This process holds the outer folder until it ends, however it does. Others of this user that nobody holds are removed.
+    This process locks the outer folder until it ends, even if it is killed. Unlocked folders of this user are removed.
 
-    Ray opens the folder that it is given to everybody (mode 0777), with its sockets and logs.
+    Ray opens its folder with sockets and logs to all users (mode 0777). The outer folder protects it.
     """
     remove_abandoned(parent)
     while True:
         private = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         lock = open_own(private / _LOCK, os.O_CREAT | os.O_WRONLY, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):  # another process took it for an abandoned one before it was held
+        with contextlib.suppress(FileNotFoundError):  # another process removed it as abandoned before it was locked
             (folder := private / _OF_RAY).mkdir()
             return folder
         os.close(lock)
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove what ``make_folder`` has made."""
+    """Remove the folders that ``make_folder`` has created."""
     shutil.rmtree(folder.parent, ignore_errors=True)
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove folders of Ray below ``parent`` whose process was killed before it could remove them.
+    """Remove Ray's folders below ``parent`` if their process was killed before it could remove them.
 
-    Anybody may have put anything at such a name: only a directory of this user with a regular file for its lock is one.
+    Other users may create files with such a name. A folder must be a directory of this user with a regular file as its lock.
     """
     for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError, ConfigError):  # of another user, without a lock yet, or held
+        with contextlib.suppress(
+            OSError, ConfigError
+        ):  # it belongs to another user, has no lock file yet, or is locked
             if (status := folder.lstat()).st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):
                 continue
             lock = open_own(folder / _LOCK, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Turns of episodes that another engine draws, because the one that has their history in its cache is loaded."""
+"""Sample turns of episodes in another engine if the engine with their history in its cache is full."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ if TYPE_CHECKING:
     from rlhf_mcore.rollout.remote.host import EngineReport
     from rlhf_mcore.types import Completion, Request
 
-_FIRST_ID = -(2**50)  # of lent turns; other requests with ids below 0 count down from -1
+_FIRST_ID = -(2**50)  # id of the first lent turn; other negative request ids count down from -1
 
 
 @dataclass(frozen=True, slots=True)
 class _Lent:
-    """A turn of an engine's that another one draws. ``number`` is its id there; ``owner`` is a start of an engine."""
+    """A turn that another engine samples. ``number`` is the turn's id in the lending engine; ``owner`` is that engine's key."""
 
     owner: str
     number: int
 
 
 class Lending:
-    """Lets engines with room draw turns that wait in others.
+    """Lets engines with free slots sample turns that wait in other engines.
 
-    An engine plays its episodes itself, and draws their turns, whose history is in its cache. ``slots`` is how many turns it draws
-    at a time; it holds back what is more, and of this it lends those with the least history. A turn comes back to the engine that
-    plays its episode. Where an engine is lost that draws lent turns, the backlog gives them to others as any request; where one is
-    lost that has lent them, nobody waits for them any more.
+    An engine runs its episodes and samples their turns, because their history is in its cache. It samples at most ``slots`` turns
+    at a time and holds back the others. It lends held turns with the least history first. A sampled turn returns to the engine
+    that runs its episode. If an engine with borrowed turns is lost, the backlog assigns these turns to other engines like any other
+    request. If the lending engine is lost, the turns are cancelled.
     """
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._ids = count(_FIRST_ID, -1)
-        self._lent: dict[int, _Lent] = {}  # by their ids in the fleet
-        self._asked: set[str] = set()  # engines that were asked to lend, and have not reported since
-        # Turns that were lent to an engine since its last report, and before that: it may have been made before they came.
+        self._lent: dict[int, _Lent] = {}  # by id in the fleet
+        self._asked: set[str] = set()  # engines that were asked to lend and have not reported since then
+        # Turns lent to an engine after and before its last report. They may have arrived after the engine wrote this report.
         self._given: dict[str, tuple[int, int]] = {}
 
     def note(self, engine: FleetEngine, report: EngineReport, serving: Sequence[FleetEngine]) -> int:
-        """Take note of an engine's report, and give the turns that it lends to those that have room. Returns how many these are."""
+        """Assign the turns that an engine lends in its report to the engines with most free slots. Return their number."""
         self._asked.discard(engine.key)
         self._given[engine.key] = 0, self._given.get(engine.key, (0, 0))[0]
         for request in report.lent:
@@ -53,7 +53,7 @@ class Lending:
         return len(report.lent)
 
     def balance(self, serving: Sequence[FleetEngine]) -> None:
-        """Ask engines that hold turns back to lend as many as others have room for."""
+        """Ask engines with held turns to lend as many as fit into the free slots of other engines."""
         for engine in serving:
             held = engine.last_report.num_held if engine.last_report is not None else 0
             room = sum(max(self._room(other), 0) for other in serving if other is not engine)
@@ -74,7 +74,7 @@ class Lending:
         return self._slots - report.num_in_flight - report.num_held - sum(self._given.get(engine.key, (0, 0)))
 
     def answer(self, completion: Completion, engines: Iterable[FleetEngine]) -> bool:
-        """Bring a lent turn back to the engine that plays its episode. Returns False where it is none."""
+        """Send a sampled lent turn to the engine that runs its episode. Return False if the completion is not a lent turn."""
         lent = self._lent.pop(completion.request_id, None)
         if lent is None:
             return False
@@ -84,7 +84,7 @@ class Lending:
         return True
 
     def lose(self, owner: str | None = None) -> list[int]:
-        """Forget what a start of an engine has lent, None: all of it. Returns the ids, which nobody waits for any more."""
+        """Forget the turns that the engine with key ``owner`` has lent; None: all lent turns. Return their ids, to cancel them."""
         lost = [number for number, lent in self._lent.items() if owner in (None, lent.owner)]
         for number in lost:
             del self._lent[number]

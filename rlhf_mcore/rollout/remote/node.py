@@ -1,8 +1,8 @@
-"""Ray on one node of a job: ``python -m rlhf_mcore.rollout.remote.node --address A {--head | --port P} [--cpus N]``.
+"""Run Ray on one node of a job: ``python -m rlhf_mcore.rollout.remote.node --address A {--head | --port P} [--cpus N]``.
 
-``launch/slurm/train.sbatch`` starts it on every node. It ends with its step, and nothing of Ray is left then. The
-head prints ``ray ADDRESS:PORT`` when it listens, at a port that it was given when it asked for one. It has no room for engines: it is
-on a node of the trainer's. Whoever joins needs the token in RAY_AUTH_TOKEN.
+``launch/slurm/train.sbatch`` starts this module on every node. It ends with its job step and leaves no process of Ray running. The
+head listens on a free port and prints ``ray ADDRESS:PORT``. It offers no cores or GPUs to engines, because it is on a node of the
+trainer. To join the cluster, a process needs the token in RAY_AUTH_TOKEN.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rlhf_mcore.parallel.addresses import shared_port, source_address
 from rlhf_mcore.rollout.remote.head import LOOPBACK_ONLY, OBJECT_STORE_BYTES, SETTINGS, make_folder, remove_folder
 
 _LOOK_S = 0.5
-_JOIN_S = 120.0  # for the head to be there
+_JOIN_S = 120.0  # timeout until Ray has started and the head answers
 
 
 def main() -> int:
-    """Run Ray until it or this process is told to end. Returns the exit code."""
+    """Run Ray until it ends or this process receives a signal. Return the exit code."""
     parser = argparse.ArgumentParser("python -m rlhf_mcore.rollout.remote.node")
     parser.add_argument("--address", required=True, help="of the head, on the network between the nodes")
     which = parser.add_mutually_exclusive_group(required=True)
@@ -40,14 +40,14 @@ def main() -> int:
         return 2
     adopt_orphans()
     ending: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # the last through srun
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # srun sends the last one
         signal.signal(number, lambda received, _: ending.append(received))
-    folder = str(make_folder(Path("/tmp")))  # paths of sockets are short
+    folder = str(make_folder(Path("/tmp")))  # socket paths must be short
     environment = {**os.environ, **SETTINGS, "RAY_TMPDIR": folder}
     del environment[LOOPBACK_ONLY]
     end = time.monotonic() + _JOIN_S
     own = source_address(args.address)
-    # For a service of the head that nobody uses, takes no port 0 and cannot be switched off
+    # The head starts a client server that this project does not use. It rejects port 0 and cannot be disabled.
     reserved = shared_port(own)
     try:
         while True:
@@ -69,8 +69,8 @@ def main() -> int:
 def _command(args: argparse.Namespace, own: str, client_port: int, folder: str) -> list[str]:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += [f"--node-ip-address={own}", "--dashboard-agent-listen-port=0"]
-    command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: jobs share nodes
-    # Of every node its own: else an engine's node would make one of the head's name, and nobody would remove it there.
+    command += ["--min-worker-port=0", "--max-worker-port=0"]  # 0: any free port, because jobs share nodes
+    # Each node names its own folder. Otherwise a node would create a folder with the head's path and leave it behind.
     command += [f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={folder}"]
     if args.head:
         return [
@@ -82,7 +82,7 @@ def _command(args: argparse.Namespace, own: str, client_port: int, folder: str) 
 
 
 def _port_of_head(folder: str) -> str:
-    """Return the port of a head that has started, as Ray leaves it in its folder; "" before that."""
+    """Return the head's port, which Ray writes into its folder, or "" if the head has not started yet."""
     with contextlib.suppress(OSError):
         return Path(folder, "ray_current_cluster").read_text(encoding="utf-8").strip().rpartition(":")[2]
     return ""
