@@ -1,6 +1,6 @@
-"""Sampling that runs ahead of training: which prompts are being answered, and which answers a step takes.
+"""Sampling ahead of training: select the prompts to sample, and the finished groups for each step.
 
-On one rank, and without collectives: see ``pipeline`` for what all ranks do with it.
+This module runs on one rank, without collectives. ``pipeline`` contains the part that runs on all ranks.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rlhf_mcore.sampling.seeds import sampling_of_batch
 from rlhf_mcore.trainer.sampled import BeginScores
 from rlhf_mcore.types import DRAFTS, ROUTES, Completion, Prompt, Request, Sampling, Score, Trajectory
 
-POLL_S, IDLE_S = 1.0, 0.05  # of the thread: most that it waits for a response, and when there is none to wait for
-_KEPT = ("number", "place", "step", "attempt")  # of a group, in a checkpoint
+POLL_S, IDLE_S = 1.0, 0.05  # wait of the thread: at most for a response, and if no request is in flight
+_KEPT = ("number", "place", "step", "attempt")  # fields of a group that a checkpoint stores
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSchedule:
-    """Bound how far sampling may run ahead of training.
+    """Limits how far sampling may run ahead of training.
 
-    ``max_staleness``: versions between the policy that sampled a token and the one that learns from it. ``oversample``: prompts that
-    are started for each that a step takes. ``in_order``: a step takes prompts in their order, not in that in which they finish.
-    ``drain``: everything that was started is finished before new weights come. ``last_step``: of the run.
+    ``max_staleness``: most versions between the policy that sampled a token and the policy that trains on it. ``oversample``:
+    started prompts per prompt of a step. ``in_order``: steps take prompts in data order, not in finishing order. ``drain``: finish
+    all started requests before each weight sync. ``last_step``: last step of the run.
     """
 
     prompts_per_step: int
@@ -45,15 +45,15 @@ class SamplingSchedule:
 
     @property
     def is_synchronous(self) -> bool:
-        """Tell whether each step has prompts of its own, and a run is that of colocated engines bit for bit."""
+        """Return whether each step samples its own prompts. Such a run equals a run with colocated engines bit for bit."""
         return not self.max_staleness and self.oversample == 1
 
     def limit(self, step: int) -> int:
-        """Return the most prompts that may be started and not yet learned from, in a step.
+        """Return the limit of prompts that are started but not yet trained on, in ``step``.
 
-        Nothing is started for steps that the run does not have, unless ``in_order``: then a run that
-        is resumed with more steps equals a run that had them from the beginning. Later it could
-        not sample them: their policies are gone.
+        Without ``in_order``, no prompt is started for steps after ``last_step``. With ``in_order``, they are started. Then a run
+        that is resumed with more steps equals a run with these steps from the start. The resumed run could not sample these
+        prompts later, because the policies that sample them no longer exist.
         """
         ahead = self.max_staleness
         if self.last_step is not None and not self.in_order:
@@ -63,36 +63,39 @@ class SamplingSchedule:
 
 @dataclass(slots=True)
 class PromptGroup:
-    """A prompt and its responses, from when it is drawn until a step learns from them."""
+    """A prompt and its responses, from the read of the prompt until a step trains on them."""
 
-    number: int  # counts the prompts that were drawn, from 0
-    place: int  # of the prompt in the data
+    number: int  # counts the prompts read from the sampler, from 0
+    place: int  # index of the prompt in the data
     prompt: Prompt
-    step: int  # whose seeds its responses have
-    attempt: int = 0  # how often it was begun again, or its step had drawn before
-    version: int | None = None  # of the policy when its requests were submitted; None: they are not
-    requests: dict[int, Request] = field(default_factory=dict)  # that are not answered yet, by request id
+    step: int  # step for the seeds of its responses
+    attempt: int = 0  # number of restarts, plus the index of its batch within the step in synchronous runs
+    version: int | None = None  # policy version when its requests were submitted; None: not submitted
+    requests: dict[int, Request] = field(default_factory=dict)  # unanswered requests by request id
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample
-    trajectories: list[Trajectory] = field(default_factory=list)  # of all samples, when the last one has finished
-    scores: Future[list[Score]] | None = None  # of the trajectories
+    trajectories: list[Trajectory] = field(
+        default_factory=list
+    )  # of all samples; empty until the last sample has finished
+    scores: Future[list[Score]] | None = None  # scores of the trajectories
 
     @property
     def oldest_version(self) -> int | None:
-        """Version of the oldest policy that sampled its tokens; a lower bound while it is being answered."""
+        """Version of the oldest policy that sampled its tokens. While requests are in flight, this is a lower bound."""
         if not self.trajectories:
             return self.version
         return min(version for trajectory in self.trajectories for _, version in trajectory.versions)
 
 
 class SamplingAhead:
-    """Keeps a generator busy with the prompts of coming steps, and begins to score what has finished.
+    """Keeps a generator busy with prompts of future steps, and starts scoring finished groups.
 
-    A thread takes what finishes while the trainer learns; ``run`` is around that.
+    Inside ``run``, a thread collects finished responses while the trainer trains.
 
     Args:
-        prompts: of the data, in the order that ``sampler`` counts.
-        sampler: draws ``schedule.prompts_per_step`` at a time. What it has drawn is answered here or learned from.
-        begin_scores: trajectories -> their scores, which are computed meanwhile.
+        prompts: prompts of the data; ``sampler`` returns indices into them.
+        sampler: returns ``schedule.prompts_per_step`` indices per batch. Every index that it has returned is either pending here
+            or already trained on.
+        begin_scores: starts scoring trajectories in the background.
     """
 
     def __init__(
@@ -111,18 +114,18 @@ class SamplingAhead:
         self._prompts, self._sampler, self._generator = prompts, sampler, generator
         self._decode, self._sampling, self._make_request = decode, sampling, make_request
         self._drawn = 0
-        self._batches = (0, 0)  # a step, and how often it has drawn
+        self._batches = (0, 0)  # a step, and the index of its last batch from the sampler
         self._groups: list[PromptGroup] = []  # by rising number
-        self._finished: list[PromptGroup] = []  # in the order in which they have finished
+        self._finished: list[PromptGroup] = []  # in finishing order
         self._asked: dict[int, tuple[PromptGroup, int]] = {}  # request id -> its group and sample
         self._cancelled: set[int] = set()
         self._next_id = 0
-        self._changed = Condition()  # its lock is of everything above
+        self._changed = Condition()  # its lock protects all fields above
         self._error: BaseException | None = None
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Take what finishes, in a thread of its own, until the end of the block."""
+        """Collect finished responses in a separate thread until the end of the block."""
         ended = Event()
 
         def take() -> None:
@@ -144,10 +147,10 @@ class SamplingAhead:
             thread.join()
 
     def wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
-        """Wait for ``is_done``, inside ``run``, but no longer than ``timeout_s``.
+        """Wait until ``is_done`` returns true, at most ``timeout_s``. Call it inside ``run``.
 
         Raises:
-            LostTrajectory, RuntimeError: as ``poll``, or what ended the engines.
+            LostTrajectory, RuntimeError: same conditions as in ``poll``, or the error that ended the engines.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or is_done(), timeout_s)
@@ -156,18 +159,18 @@ class SamplingAhead:
 
     @property
     def num_in_flight(self) -> int:
-        """Responses that are being drawn."""
+        """Number of responses in flight."""
         return len(self._asked)
 
     def progress(self) -> str:
-        """Describe what was started and not learned from, for the display."""
+        """Return a line for the display about the responses that are started but not trained on."""
         with self._changed:
             lengths = [trajectory.num_sampled for group in self._finished for trajectory in group.trajectories]
             lengths += [len(c.token_ids) for group in self._groups for c in group.completions.values()]
         return f"{len(lengths)} finished · {self.num_in_flight} waiting · longest {max(lengths, default=0):,} tokens"
 
     def fill(self, step: int) -> None:
-        """Begin with everything that the policy of version ``step - 1`` may sample, with which step ``step`` starts."""
+        """Start all prompts that policy version ``step - 1`` may sample. Step ``step`` begins with this version."""
         with self._changed:
             self._fill(step)
 
@@ -182,13 +185,17 @@ class SamplingAhead:
             self._begin_again(group)
         while len(self._groups) < limit:
             self._draw(step)
-        # What the last batch of the sampler has beyond the limit waits. One call, so that an engine begins with all of it.
+        # Prompts beyond the limit wait. A single submit call lets an engine start with all requests.
         due = [group for group in self._groups[:limit] if group.version is None]
         if requests := [request for group in due for request in self._requests(group, version)]:
             self._generator.submit(requests)
 
     def _draw(self, step: int) -> None:
-        """Draw the next prompts, with seeds of a step of their own or, as with colocated engines, of further draws of the step."""
+        """Read the next batch of prompts, and choose the step for their seeds.
+
+        In a synchronous run, seeds follow the current step and the batch index within it, as with colocated engines. Otherwise
+        each ``prompts_per_step`` prompts get the seeds of a separate step.
+        """
         places = self._sampler.next_batch()
         self._batches = step, self._batches[1] + 1 if self._batches[0] == step else 0
         seen: Counter[int] = Counter()
@@ -213,7 +220,7 @@ class SamplingAhead:
         return group.requests.values()
 
     def _begin_again(self, group: PromptGroup) -> None:
-        """Draw a group's responses again: those that were sampled are too old to be learned from."""
+        """Restart a group, because its sampled responses are too old to train on."""
         self._generator.cancel(group.requests.keys())
         self._cancelled |= group.requests.keys()
         for request_id in group.requests:
@@ -225,11 +232,11 @@ class SamplingAhead:
         self.redrawn += 1
 
     def poll(self, timeout_s: float) -> int:
-        """Take what has been drawn; waits for something, but no longer than ``timeout_s``. Returns how many responses there were.
+        """Collect finished responses, and wait at most ``timeout_s`` for one. Returns the number of responses.
 
         Raises:
-            LostTrajectory: an answer to what was not asked for.
-            RuntimeError: a response that must not be trained on.
+            LostTrajectory: an engine answered a request that was not made.
+            RuntimeError: a response is not valid for training.
         """
         completions = self._generator.collect(timeout_s)
         with self._changed:
@@ -240,7 +247,7 @@ class SamplingAhead:
 
     def _accept(self, completion: Completion) -> None:
         if completion.request_id in self._cancelled:
-            return  # it finished while it was cancelled
+            return  # it finished before the cancellation took effect
         if completion.request_id not in self._asked:
             raise LostTrajectory(
                 f"the engines answered request {completion.request_id}, which was not made or had its answer. {REMEDY}"
@@ -261,16 +268,16 @@ class SamplingAhead:
         self._finished.append(group)
 
     def is_ready(self, wanted: int) -> bool:
-        """Return whether ``take`` has so many groups to take."""
+        """Return whether ``wanted`` groups are ready for ``take``."""
         if self.schedule.in_order:
             return all(group.trajectories for group in self._groups[:wanted])
         return len(self._finished) >= wanted
 
     def take(self, wanted: int) -> list[PromptGroup]:
-        """Hand over so many groups for a step, by rising number.
+        """Remove and return ``wanted`` groups for a step, sorted by number.
 
-        These are the first ones, or of those that have finished the oldest: a long response finishes behind many short ones that
-        began with it, and would become too old behind them.
+        With ``in_order`` these are the first groups. Otherwise they are the oldest finished groups. A long response finishes after
+        many short responses that started with it. If newer groups were taken first, it would become too old.
         """
         with self._changed:
             assert self.is_ready(wanted), "wait until it is"
@@ -283,7 +290,7 @@ class SamplingAhead:
             return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which prompts have been drawn and not learned from, as plain JSON values. Their tokens: see ``finished``."""
+        """Return the prompts that are read but not trained on, as plain JSON values. ``finished`` returns their tokens."""
         described = [
             {name: getattr(group, name) for name in _KEPT} | {"occurrence": group.prompt.occurrence}
             for group in self._groups
@@ -291,7 +298,7 @@ class SamplingAhead:
         return {"drawn": self._drawn, "redrawn": self.redrawn, "groups": described}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the prompts of ``state``. What was being answered is asked for again."""
+        """Restore the prompts of ``state``. Requests that were in flight are submitted again."""
         self._drawn, self.redrawn = state["drawn"], state["redrawn"]
         self._groups = [
             PromptGroup(
@@ -302,7 +309,7 @@ class SamplingAhead:
         ]
 
     def finished(self) -> dict[int, list[Trajectory]]:
-        """Return the responses that wait to be learned from by the number of their group, in the order in which they have finished."""
+        """Return the finished responses that are not trained on, by group number, in finishing order."""
         with self._changed:
             return {group.number: group.trajectories for group in self._finished}
 
@@ -311,9 +318,10 @@ class SamplingAhead:
         return {group.number: group.prompt for group in self._groups}
 
     def load_finished(self, finished: Mapping[int, list[Trajectory]]) -> None:
-        """Continue with responses that ``finished`` has returned, after ``load_state_dict``.
+        """Restore the responses that ``finished`` returned. Call it after ``load_state_dict``.
 
-        Those of a run that did not record what this one does, such as the support or the routes that updates need, are drawn again.
+        Updates of this run may need data that the earlier run did not record, such as the support or the routes. Responses without
+        this data are sampled again.
         """
         by_number = {group.number: group for group in self._groups}
         for number, trajectories in finished.items():

@@ -1,4 +1,4 @@
-"""Pipelined training: engines of their own sample for coming steps while the trainer learns."""
+"""Pipelined training: disaggregated engines sample for future steps while the trainer trains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.trainer.record import RunRecord
     from rlhf_mcore.types import Completion, Prompt, Request, TrainBatch
 
-# Other ranks than the first wait in collectives that are at most so far apart, however long responses take.
+# Longest time between collectives while all ranks wait for responses. It bounds the wait of the other ranks in a collective.
 TURN_S = 10.0
 _COUNTED = (
     "rollout/in_flight",
@@ -34,28 +34,29 @@ _COUNTED = (
 )
 
 
-# Waits so many seconds for what was asked for; None: it is not there yet, or weights have to come first.
+# Waits at most the given seconds for the completions. None: they are not complete yet, or engines need weights first.
 Wait = Callable[[float], "list[Completion] | None"]
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRank:
-    """Hold what only the first rank has: it alone talks to the engines."""
+    """The interfaces to the engines. They exist on the first rank only, because only this rank communicates with the engines."""
 
     ahead: SamplingAhead
-    needs_weights: Callable[[], bool]  # whether engines wait for weights, and none has any
-    begin: Callable[[Sequence[Request]], Wait]  # to generate
-    # What all engines have done since the last call, and responses by another version than they were submitted for.
+    needs_weights: Callable[[], bool]  # whether engines wait for weights and no engine has weights
+    begin: Callable[[Sequence[Request]], Wait]  # submits requests
+    # Work of all engines since the last call, and the number of responses by another version than at their submission.
     pop_work: Callable[[], tuple[EngineWork, int]]
-    tokens_drawn: Callable[[], int]  # by all engines; it changes while they make progress
+    tokens_drawn: Callable[[], int]  # total sampled tokens of all engines; changes while they make progress
 
 
 def together(
     first: FirstRank | None, turn: Callable[[FirstRank], str], resync: Callable[[], object], beat: Callable[[], object]
 ) -> None:
-    """Repeat ``turn`` on the first rank until it is "done". Engines that have replaced all others get weights where it is "publish".
+    """Repeat ``turn`` on the first rank until it returns "done". Collective over the world.
 
-    Every rank calls ``beat`` after a turn in which engines have drawn tokens. Collective over the world.
+    If it returns "publish", all engines were replaced, and ``resync`` sends weights to the new engines. Every rank calls ``beat``
+    after a turn in which engines sampled tokens.
     """
     answer, drawn = "", -1
     while answer != "done":
@@ -70,10 +71,10 @@ def together(
 
 @dataclass(frozen=True, slots=True)
 class PipelinedBatches:
-    """Batches whose responses were sampled while earlier ones were learned from, by a policy that is at most so much older.
+    """Batches whose responses were sampled during training on earlier batches. The schedule limits the age of their policy.
 
-    ``prompts`` are those of the data, on every rank. ``resync`` brings weights to engines that have replaced all others: those that
-    were published last, if these are kept, else the trainer's, whose version it is told.
+    ``prompts``: all prompts of the data, on every rank. ``resync`` sends weights to new engines after all engines were replaced.
+    It sends the last published weights if these are stored. Otherwise it sends the trainer's weights, with the given version.
     """
 
     prompts: Sequence[Prompt]
@@ -85,7 +86,7 @@ class PipelinedBatches:
     fill_step: FillStep = take_next_batch
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
-        """Return the scored rows of a step, and metrics of them. Collective over the world."""
+        """Return the scored rows of a step and their metrics. Collective over the world."""
         sampled = self.fill_step(lambda missing, _number: self._sample(step, missing))
         batch, metrics = scored_batch(step, sampled, self.exchange, self.recorder)
         counted: list[float] = []
@@ -96,7 +97,7 @@ class PipelinedBatches:
         return batch, {**metrics, **dict(zip(_COUNTED, counts, strict=True))}
 
     def _sample(self, step: int, missing: int) -> SampledBatch:
-        """Take further prompts that were sampled ahead, and wait for their scores."""
+        """Take more prompts that were sampled ahead, and wait for their responses and scores."""
         first, wanted = self.first, 0
         with self.recorder.phase("generate"):
             if first is not None:
@@ -115,16 +116,16 @@ class PipelinedBatches:
         return SampledBatch(prompts, rollouts)
 
     def drain(self, version: int) -> None:
-        """Wait until nothing is being sampled, before the trainer's weights, of ``version``, are published. Collective."""
+        """Wait until no request is in flight, before the trainer's weights of ``version`` are published. Collective."""
         self._wait(version, lambda ahead: not ahead.num_in_flight)
 
     def _wait(self, version: int, is_done: Callable[[SamplingAhead], bool]) -> None:
-        """Wait until ``is_done`` holds on the first rank. ``version`` is that of the weights that the trainer has."""
+        """Wait until ``is_done`` returns true on the first rank. ``version``: version of the trainer's weights."""
 
         def turn(first: FirstRank) -> str:
             ahead, needs_weights = first.ahead, first.needs_weights
 
-            def goes_on() -> bool:  # asked for whenever responses have come
+            def goes_on() -> bool:  # called whenever responses arrive
                 self.recorder.progress(ahead.progress())
                 return is_done(ahead) or needs_weights()
 
@@ -136,28 +137,28 @@ class PipelinedBatches:
 
 @dataclass(slots=True)
 class SharedEngines:
-    """The engines as all ranks use them together, to evaluate. One batch of requests is in flight at a time.
+    """A generator that all ranks share for evaluation. At most one batch of requests is in flight.
 
-    ``resync`` brings the weights that were published last to the engines again.
+    ``resync`` sends the last published weights to the engines again.
     """
 
     first: FirstRank | None
     resync: Callable[[], object]
-    beat: Callable[[], object]  # notes progress, for the watchdog
+    beat: Callable[[], object]  # reports progress to the watchdog
     num_in_flight: int = field(default=0, init=False)
-    _wait: Wait | None = field(default=None, init=False)  # on the first rank, for the completions
+    _wait: Wait | None = field(default=None, init=False)  # waits for the completions, on the first rank
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begin to sample. Collective over the world."""
+        """Start sampling. Collective over the world."""
         first = self.first
         assert not self.num_in_flight, "one batch at a time"
         self._wait = on_every_rank(lambda: None if first is None else first.begin(requests))
         self.num_in_flight = len(requests)
 
     def collect(self, timeout_s: float) -> list[Completion]:
-        """Return the completions of all requests on the first rank, and [] on others. Collective over the world.
+        """Return the completions of all requests on the first rank, and [] on other ranks. Collective over the world.
 
-        If all engines are lost meanwhile, those that replace them get weights.
+        If all engines are lost during the wait, the new engines get weights.
         """
         wait, completions = self._wait, list["Completion"]()
 
@@ -174,21 +175,21 @@ class SharedEngines:
         return completions
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Submit and collect."""
+        """Submit the requests, and return their completions. Collective over the world."""
         self.submit(requests)
         return self.collect(math.inf)
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        """Do nothing: what is in flight is collected."""
+        """Do nothing, because ``collect`` returns all requests in flight."""
 
 
 @dataclass(slots=True)
 class RemotePublisher:
-    """Brings the actor's weights to engines of their own, which continue to sample when they have them."""
+    """Sends the actor's weights to disaggregated engines. The engines continue sampling after the sync."""
 
     bridge: WeightBridge
     recorder: RunRecord
-    drain: Callable[[int], None] | None = None  # before the weights of a step come
+    drain: Callable[[int], None] | None = None  # called before the sync of a step
     canary: Canary | None = None
 
     def publish(self, version: int) -> Mapping[str, float]:
@@ -204,4 +205,4 @@ class RemotePublisher:
         return {"bridge/sent_bytes": float(stats.sent_bytes), **share}
 
     def withdraw(self) -> None:
-        """Do nothing: engines sample on."""
+        """Do nothing, because the engines continue sampling."""

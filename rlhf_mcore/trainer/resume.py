@@ -64,7 +64,7 @@ def find_start(
     notes = recover(run, best_rule(cfg), disk)
     own = scan(run)
     if cfg.resume == NEVER:
-        if own:  # nobody could distinguish the checkpoints of two runs in one directory
+        if own:  # in one directory, the checkpoints of two runs are not distinguishable
             raise ConfigError(
                 f"checkpoint.resume={NEVER!r}, but {run} holds {len(own)} checkpoints of an earlier run; choose another "
                 "experiment, or move them away"

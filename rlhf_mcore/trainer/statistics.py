@@ -61,7 +61,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str], correct: Sequence[bool]) -> float:
-    """Compute the share of correct responses among those with the most frequent answer. Tied answers are averaged.
+    """Compute the accuracy of the most frequent answer. If answers are tied, return the mean of their accuracies.
 
     Self-consistency, Wang et al. 2022 (arXiv 2203.11171). An empty answer does not vote. Without any vote the result is 0.
     """
