@@ -1,4 +1,4 @@
-"""Run coroutines: on the calling thread, or on a thread of their own."""
+"""Run coroutines on the calling thread, or on a separate thread."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end and return its result. Tasks that it leaves are cancelled.
+    """Run a coroutine and return its result. Its remaining tasks are cancelled.
 
-    It works inside a running event loop too, as in a notebook: the outer loop stands still meanwhile.
+    It also works inside a running event loop, for example in a notebook. The outer loop is blocked during the call.
     """
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
@@ -43,7 +43,7 @@ class Background:
         self._thread: Thread | None = None
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine, from any thread. The future has its result."""
+        """Start a coroutine, from any thread. Returns a future of its result."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -52,7 +52,7 @@ class Background:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread. A later ``start`` starts another one."""
+        """Cancel the running coroutines and end the thread. A later ``start`` starts a new thread."""
         with self._lock:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is None or thread is None:

@@ -1,1 +1,1 @@
-"""Rollouts as coroutines: an engine's passes, its followers, and how a prompt becomes a trajectory."""
+"""Rollouts as coroutines: the passes of an engine, its follower ranks, and the steps from prompt to trajectory."""

@@ -1,4 +1,4 @@
-"""Reject completions that training must not see."""
+"""Reject completions that are not valid for training."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ REMEDY = "Nothing of this step was trained on; start the run again (trainer.max_
 
 
 class LostTrajectory(RuntimeError):
-    """Engines have returned something else than they were asked for. Nothing was trained on the step."""
+    """Engines did not return exactly the requested responses. The step was not trained on."""
 
 
 def check_completion(request: Request, completion: Completion) -> None:
-    """Refuse what training must not see.
+    """Reject a completion that is not valid for training.
 
     Raises:
-        RuntimeError: no token, more or fewer logprobs than tokens, a NaN, infinite or positive logprob, an unfinished request, or no
-            support or one without its token. The message names the prompt.
+        RuntimeError: there is no token, the numbers of logprobs and tokens differ, or the request is unfinished. Also if a logprob
+            is NaN, infinite or positive, if a requested route is missing, or if a requested support is missing or does not contain
+            its token. The message names the prompt.
     """
     tokens, logprobs, where = completion.token_ids, completion.logprobs, request.name
     if not len(tokens):

@@ -1,4 +1,4 @@
-"""An engine whose responses are awaited: rollouts are coroutines, and the engine makes a pass when all of them wait for it."""
+"""Run rollouts as coroutines on an engine. The engine runs a pass when all coroutines wait for it."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A coroutine that the loop runs. It is busy while ``num_waits`` is 0: then the engine must wait for it."""
+    """A coroutine of the loop. It is busy while ``num_waits`` is 0, and the engine waits for busy coroutines."""
 
-    number: int  # in the order in which they began
-    num_waits: int = 0  # for the engine, or for coroutines that wait for it
+    number: int  # in starting order
+    num_waits: int = 0  # waits for the engine, or for coroutines that wait for the engine
 
 
 _CURRENT: ContextVar[_Worker] = ContextVar("worker")
 
 
 class EngineLoop:
-    """Runs coroutines on the rank that leads an engine, and the engine's passes in between.
+    """Runs coroutines on the lead rank of an engine, and the engine's passes between them.
 
-    In a pass the engine samples until a response has finished. It makes no pass while a coroutine is busy. So all requests of a
-    moment begin in one pass, in the order of their coroutines, whatever the time that these take. The bits of responses depend on
-    that, because kernels round differently for other batches.
+    In a pass the engine samples until a response has finished. It runs no pass while a coroutine is busy. Therefore all requests
+    that coroutines make between two passes start in one pass, in the order of the coroutines. The runtime of the coroutines does
+    not matter. The bits of responses depend on this order, because kernels round differently for other batches.
 
     Args:
-        engine: the engine of this rank, with no other user meanwhile. An engine of several ranks is a
+        engine: the engine of this rank, without other users during the run. An engine of several ranks is a
             :class:`rlhf_mcore.sampling.followers.LedEngine`.
     """
 
@@ -55,15 +55,15 @@ class EngineLoop:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have no completion yet."""
+        """Number of requests without a completion."""
         return len(self._open)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end, and the passes that it waits for.
+        """Run a coroutine and the passes that it waits for. Returns the result of the coroutine.
 
         Raises:
-            LostTrajectory: the engine answers a request twice, or never, or answers what was not asked for.
-            RuntimeError: a response must not be trained on.
+            LostTrajectory: the engine answers a request twice or never, or answers a request that was not made.
+            RuntimeError: a response is not valid for training.
         """
         task = self.begin(coroutine)
         try:
@@ -80,7 +80,7 @@ class EngineLoop:
                 self._engine.cancel(self._cancelled)
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begin a coroutine that may ``sample``. ``join`` waits for it."""
+        """Start a coroutine that may call ``sample``. ``join`` waits for its task."""
         worker = _Worker(self._num_begun)
         self._num_begun += 1
         self._num_busy += 1
@@ -90,7 +90,7 @@ class EngineLoop:
             return await coroutine
 
         def end_worker(_: asyncio.Task[T]) -> None:
-            coroutine.close()  # if it was cancelled before it began
+            coroutine.close()  # in case it was cancelled before it started
             self._num_busy -= 1
             self._changed.set()
 
@@ -99,7 +99,7 @@ class EngineLoop:
         return task
 
     async def join(self, tasks: Sequence[asyncio.Task[T]]) -> list[T]:
-        """Wait for tasks of ``begin`` and return their results, in order. The first error is raised, and ends the others."""
+        """Wait for tasks of ``begin`` and return their results, in order. The first error is raised, and cancels the other tasks."""
         try:
             if waiting := [task for task in tasks if not task.done()]:
                 joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -120,7 +120,7 @@ class EngineLoop:
             await cancel_all(tasks)
 
     async def sample(self, request: Request) -> Completion:
-        """Return the engine's completion of a request. If the caller is cancelled, the request is cancelled in the next pass."""
+        """Return the engine's completion of a request. If the caller is cancelled, the next pass cancels the request."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         worker = _CURRENT.get()
         self._open[request.request_id] = request, future, worker
@@ -136,7 +136,7 @@ class EngineLoop:
             raise
 
     async def next_pass(self) -> None:
-        """Wait until the engine has made a pass, in which a response has finished."""
+        """Wait until the engine has run one pass. At least one response finishes in a pass."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         worker = _CURRENT.get()
         self._pass_waits.append((future, worker))
@@ -175,7 +175,7 @@ class EngineLoop:
         self._resolve(future, completion, worker)
 
     async def _wait(self, future: asyncio.Future[T], worker: _Worker) -> T:
-        """Wait for a future that ``_resolve`` resolves. The worker is not busy meanwhile."""
+        """Wait for a future that ``_resolve`` resolves. The worker is not busy during the wait."""
         worker.num_waits += 1
         if worker.num_waits == 1:
             self._num_busy -= 1
@@ -183,12 +183,12 @@ class EngineLoop:
         try:
             return await future
         except asyncio.CancelledError:
-            if future.cancelled():  # by the task that waits: nothing has resolved it
+            if future.cancelled():  # the waiting task cancelled it, so ``_resolve`` did not run
                 self._wake(worker)
             raise
 
     def _resolve(self, future: asyncio.Future[T], value: T, worker: _Worker) -> None:
-        """Resolve a future. Its worker is busy from here on, and not only when its task goes on."""
+        """Resolve a future. Its worker is busy immediately, before its task continues."""
         future.set_result(value)
         self._wake(worker)
 

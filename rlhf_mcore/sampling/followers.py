@@ -1,4 +1,4 @@
-"""Engines of several ranks: the lead decides what the engine does in a pass, and the other ranks follow."""
+"""Engines of several ranks: the lead rank plans each pass of the engine, and the other ranks follow."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.protocols import Generator
 
-_SIZE_BYTES = 8  # of the size that a message begins with
+_SIZE_BYTES = 8  # length of the size field at the start of a message
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePass:
-    """The work of all ranks of an engine before they step: they cancel requests and begin others.
+    """The work of all ranks of an engine before a step: they cancel requests and submit new requests.
 
     A disaggregated engine can also forget cached prefixes (``forgets``), pause after this work (``pauses``), or wait for environments
     instead of a step (``waits``).
@@ -36,14 +36,14 @@ class EnginePass:
     waits: bool = False
 
     def apply(self, engine: Generator) -> None:
-        """Change what is in flight. All ranks of an engine call it together, and then step alike."""
+        """Cancel and submit the requests. All ranks of an engine must call it together, and then run the same steps."""
         if self.cancelled:
             engine.cancel(self.cancelled)
         if self.requests:
             engine.submit(self.requests)
 
     def encode(self) -> bytes:
-        """Encode for the other ranks. The tokens of a prompt are sent once for all its samples; no bytes: there is nothing new."""
+        """Return the message for the other ranks, or b"" if there is nothing to do. Prompt tokens are sent once for all samples."""
         flags = [self.forgets, self.pauses, self.waits]
         if not self.cancelled and not self.requests and not any(flags):
             return b""
@@ -62,7 +62,7 @@ class EnginePass:
 
     @classmethod
     def decode(cls, message: bytes) -> EnginePass:
-        """Decode what ``encode`` has returned."""
+        """Decode a message from ``encode``."""
         if not message:
             return cls()
         size = int.from_bytes(message[:_SIZE_BYTES], "little")
@@ -78,7 +78,7 @@ class EnginePass:
 
 
 class LedEngine:
-    """An engine of several ranks, on the rank that leads it. The other ranks are in ``follow`` until ``release``."""
+    """An engine of several ranks, on its lead rank. The other ranks run ``follow`` until ``release``."""
 
     def __init__(self, engine: Generator, ranks: dist.ProcessGroup) -> None:
         self._engine, self._ranks = engine, ranks
@@ -91,7 +91,7 @@ class LedEngine:
         return self._engine.num_in_flight + len(self._next.requests)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begin requests in the next pass."""
+        """Submit requests in the next pass."""
         self._next = replace(self._next, requests=[*self._next.requests, *requests])
 
     def cancel(self, request_ids: Collection[int]) -> None:
@@ -100,9 +100,11 @@ class LedEngine:
         self._next = EnginePass([*self._next.cancelled, *request_ids], kept)
 
     def collect(self, timeout_s: float) -> Sequence[Completion]:
-        """Make a pass on all ranks. ``timeout_s`` is not used: ranks must step alike."""
+        """Run a pass on all ranks. ``timeout_s`` is ignored, because all ranks must run the same steps."""
         made, self._next = self._next, EnginePass()
-        self._has_failed = True  # until it has ended well; the other ranks fail too, and follow no more
+        self._has_failed = (
+            True  # reset on success; after a failure the other ranks have failed too and no longer follow
+        )
         broadcast_bytes(made.encode(), 0, self._ranks)
         completions = _sample(self._engine, made)
         self._has_failed = False
@@ -117,12 +119,12 @@ class LedEngine:
         return completions
 
     def drawn(self, request_ids: Collection[int]) -> Mapping[int, Sequence[int]]:
-        """Return the tokens so far of requests in flight; {} if the engine does not report them."""
+        """Return the tokens sampled so far for requests in flight; {} if the engine does not report them."""
         drawn = getattr(self._engine, "drawn", None)
         return {} if drawn is None else drawn(request_ids)
 
     def release(self) -> None:
-        """Cancel what is to be cancelled, and end ``follow`` on the other ranks."""
+        """Send pending cancellations, and end ``follow`` on the other ranks."""
         if self._has_failed:
             return
         if self._next.cancelled:
@@ -131,12 +133,12 @@ class LedEngine:
 
 
 def follow(engine: Generator, ranks: dist.ProcessGroup) -> None:
-    """Make the passes that the lead of this rank's engine sends, until there are no more."""
+    """Run the passes that the engine's lead rank sends, until ``release``."""
     while (message := broadcast_bytes(None, 0, ranks)) is not None:
         _sample(engine, EnginePass.decode(message))
 
 
 def _sample(engine: Generator, made: EnginePass) -> Sequence[Completion]:
-    """Make a pass, and sample until a response has finished. Returns [] on ranks that do not lead."""
+    """Run a pass: sample until a response has finished. Returns [] on ranks that do not lead."""
     made.apply(engine)
     return engine.collect(math.inf) if engine.num_in_flight else []

@@ -1,4 +1,4 @@
-"""The policy as a rollout sees it."""
+"""The interface of the policy for rollouts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from rlhf_mcore.sampling.engine_loop import EngineLoop
     from rlhf_mcore.types import Completion, Prompt, Sampling
 
-_TURNS = 2**40  # the id of a turn's request is the rollout's number plus this times the turn's number
+_TURNS = 2**40  # request id of a turn = rollout number + _TURNS * turn number
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Describes a rollout: response ``sample`` to ``prompt`` at ``step``. ``number`` is unique among the jobs of an engine."""
+    """Describes a rollout: response ``sample`` to ``prompt`` at ``step``. ``number`` is unique per engine."""
 
     number: int
     prompt: Prompt
@@ -28,7 +28,7 @@ class Job:
 
 
 class Policy:
-    """Samples the turns of one rollout. The seed of a turn follows from the job and the number of the turn."""
+    """Samples the turns of one rollout. The job and the turn number determine the seed of a turn."""
 
     def __init__(self, engine: EngineLoop, job: Job) -> None:
         self._engine, self._num_turns = engine, 0
@@ -38,7 +38,7 @@ class Policy:
         """Sample a turn after ``tokens``. ``images``: digests, in the order of their tokens.
 
         Raises:
-            RuntimeError: the response must not be trained on.
+            RuntimeError: the response is not valid for training.
         """
         request, turn = replace(self._first, prompt_ids=tokens, images=images), self._num_turns
         self._num_turns += 1

@@ -1,4 +1,4 @@
-"""From a job to a trajectory."""
+"""Sample the trajectory of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Token ids of responses -> their texts without special tokens.
 Decode = Callable[["Sequence[Sequence[int]]"], "list[str]"]
-# An engine, a job and what decodes tokens -> its trajectory.
+# (engine, job, decode function) -> the job's trajectory.
 MakeRollout = Callable[["EngineLoop", Job, Decode], Coroutine[Any, Any, Trajectory]]
 
 
@@ -27,7 +27,7 @@ async def sample_single_turn(engine: EngineLoop, job: Job, decode: Decode) -> Tr
 
 
 async def sample_episode(engine: EngineLoop, job: Job, decode: Decode) -> Trajectory:
-    """Let the engine play an episode in its environment (:class:`rlhf_mcore.environments.generator.EpisodeGenerator`)."""
+    """Run an episode on an engine that plays episodes (:class:`rlhf_mcore.environments.generator.EpisodeGenerator`)."""
     completion = await engine.sample(episode_request(job.number, job.prompt, job.sample, job.sampling, job.step))
     assert completion.trajectory is not None, "the engine plays episodes"
     return completion.trajectory
@@ -36,7 +36,10 @@ async def sample_episode(engine: EngineLoop, job: Job, decode: Decode) -> Trajec
 def build_trajectories(
     asked: Sequence[tuple[Prompt, int]], completions: Sequence[Completion], decode: Decode
 ) -> list[Trajectory]:
-    """Build the trajectory of each completion. ``asked``: their prompts and samples. Episodes of several turns are whole already."""
+    """Build the trajectory of each completion. ``asked``: prompt and sample of each completion.
+
+    Completions of multi-turn episodes already contain a trajectory.
+    """
     single = [completion.token_ids.tolist() for completion in completions if completion.trajectory is None]
     texts = iter(decode(single) if single else [])
     return [

@@ -1,4 +1,4 @@
-"""Seeds of responses. They follow from the run's seed and the names of things, and from nothing that an engine does."""
+"""Seeds of responses. They depend on the run's seed, the step, the prompt, the sample and the turn, but not on the engine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SEED_BITS = 63  # torch.Generator and vLLM both take any non-negative int64
 def request_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
     """Derive the seed of response ``sample`` to the prompt in row ``prompt_index`` at ``step``.
 
-    It is the first 63 bits of BLAKE2b over the four numbers (little-endian int64, in the order of the arguments), so
-    it is the same on every machine and Python version, and responses of neighbouring prompts, samples or steps are
-    unrelated. Samples are counted over all occurrences of the row in the step. Nothing else enters it: a rollout depends
-    neither on the engine that ran it nor on its neighbours in a batch.
+    The seed is the first 63 bits of BLAKE2b over the four numbers (little-endian int64, in the order of the arguments).
+    It is equal on every machine and Python version. Seeds of neighbouring prompts, samples or steps are unrelated.
+    ``sample`` counts over all occurrences of the row in the step. The seed does not depend on the engine or on other requests
+    in the batch.
 
     Raises:
         struct.error: an argument does not fit in a signed 64-bit integer.
@@ -35,15 +35,15 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def sampling_of_batch(sampling: Sampling, number: int) -> Sampling:
-    """Return the sampling of batch ``number`` of a step. The first batch keeps the seed, later ones get other seeds.
+    """Return the sampling parameters of batch ``number`` of a step. The first batch keeps the seed; later batches get other seeds.
 
-    A data set smaller than the batches of a step gives a prompt again, which must not get the same responses.
+    If the data set is smaller than the batches of a step, a prompt occurs again. It must not get the same responses.
     """
     return replace(sampling, seed=sampling.seed + (number << 32))
 
 
 def number_occurrences(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Number the prompts of a step that hold the same row: each gets the count of those before it."""
+    """Return the prompts with ``occurrence`` set to the number of earlier prompts with the same row."""
     seen: Counter[int] = Counter()
     numbered = []
     for prompt in prompts:
