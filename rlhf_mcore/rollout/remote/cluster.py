@@ -1,4 +1,4 @@
-"""Connect to Ray for the fleet of engines: place and call processes, and report problems."""
+"""Connect the fleet of engines to Ray: start processes, call their methods, and report problems."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from rlhf_mcore.rollout.engine import DEBUG_VARIABLE
 from rlhf_mcore.rollout.remote.head import SETTINGS
 from rlhf_mcore.rollout.remote.host import EngineHost
 
-_START_S = 120.0  # for Ray on this machine
-_PROBE_S = 2.0  # between two looks at whether Ray's head is there, and for one of them
-# Methods of EngineHost that wait keep no others waiting: those of a group are carried out one after the other, in their order.
+_START_S = 120.0  # timeout for the start of Ray on this machine
+_PROBE_S = 2.0  # interval between checks of Ray's head, and timeout of a check
+# Concurrency group of each EngineHost method. Methods of a group run one after the other, in order; groups do not block each other.
 _GROUP_OF = {
     "locate": "weights",
     "start": "weights",
@@ -45,7 +45,7 @@ TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 
 class EngineProcessLost(RuntimeError):
-    """A process of an engine is gone, or Ray could not start it."""
+    """A process of an engine has ended, or Ray could not start it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +55,17 @@ class RayCall:
     reference: Any
 
     def is_done(self) -> bool:
-        """Tell whether there is a result, or an error."""
+        """Return whether the call has a result or an error."""
         import ray
 
         return bool(ray.wait([self.reference], timeout=0)[0])
 
     def result(self) -> Any:
-        """Return the result of a call that is done.
+        """Return the result of a completed call.
 
         Raises:
-            EngineProcessLost: the process is gone.
-            Exception: what the method has raised.
+            EngineProcessLost: the process has ended.
+            Exception: the method raised this error.
         """
         import ray
         from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
@@ -75,7 +75,7 @@ class RayCall:
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error)) from None
         except ActorDiedError as error:
-            # Ray's word for a process is "actor", which here is the policy. What its beginning has raised is told.
+            # Ray calls a process an "actor", which means the policy here. Keep its text only for errors in the constructor.
             raise EngineProcessLost(
                 _first_line(error) if "creation" in str(error) else "its process has ended"
             ) from None
@@ -85,42 +85,44 @@ class RayCall:
 
 @dataclass(frozen=True, slots=True)
 class RayProcess:
-    """A rank of an engine: an actor."""
+    """The Ray actor that runs a rank of an engine."""
 
     process: str
     actor: Any
 
     def call(self, method: str, *arguments: Any) -> RayCall:
-        """Begin a method of :class:`EngineHost`."""
+        """Start a method of :class:`EngineHost` and return its call."""
         return RayCall(getattr(self.actor, method).options(concurrency_group=_GROUP_OF[method]).remote(*arguments))
 
 
 @dataclass(slots=True)
 class Cluster:
-    """A connection to Ray, which is started on this machine where no address is given.
+    """A connection to Ray, which starts on this machine if ``address`` is None.
 
-    ``cores`` and ``gpus`` are what a process of an engine asks for; ``own_gpus`` are the devices of this machine that engines may
-    have, where Ray is started here.
+    Each process of an engine requests ``cores`` and ``gpus``. If Ray starts here, engines may use the devices ``own_gpus`` of this
+    machine.
     """
 
     address: str | None
     cores: int
     gpus: int = 0
     own_gpus: Sequence[str] = ()
-    key: str = "rollout.ray.address"  # of the configuration, for messages
+    key: str = "rollout.ray.address"  # configuration key, for messages
     _head: subprocess.Popen[bytes] | None = None
     _line: socket.socket | None = None
     joined: str = ""  # address of the head
     _looked: float = 0.0
-    _silent_since: float | None = None  # the first look that failed, of those since the last answer
-    _groups: dict[str, Any] = field(default_factory=dict)  # placement groups by the name of what is in them
-    _share: int = 0  # ranks of an engine on each of its machines; 0: all, on one
+    _silent_since: float | None = None  # time of the first failed check since the last answer
+    _groups: dict[str, Any] = field(default_factory=dict)  # placement groups by the name of their engine
+    _share: int = 0  # ranks per machine of an engine; 0: all ranks on one machine
 
     def connect(self) -> None:
-        """Join the cluster, or start one first. Takes seconds; not on the main thread, where Ray would set signal handlers.
+        """Join the cluster, or start Ray here and join it. Takes seconds.
+
+        Do not call this on the main thread, because Ray would set signal handlers there.
 
         Raises:
-            ConfigError: nobody listens at the address, or it wants another token.
+            ConfigError: Ray does not listen at the address, or it requires a different token.
             RuntimeError: Ray did not start on this machine.
         """
         address = self._start() if self.address is None else self.address
@@ -134,18 +136,20 @@ class Cluster:
 
         if DEBUG_VARIABLE not in os.environ:
             logging.getLogger("ray").setLevel(logging.CRITICAL)
-        try:  # a process is in one cluster: reward workers and engines share what the first of them has joined
+        try:  # a process can join only one cluster, so reward workers and engines share it
             if not ray.is_initialized():
                 ray.init(address=address, configure_logging=False, log_to_driver=DEBUG_VARIABLE in os.environ)
         except Exception as error:
-            is_token = "InvalidAuthToken" in str(error.__cause__)  # Ray names it in the cause alone
+            is_token = "InvalidAuthToken" in str(error.__cause__)  # only the cause contains it
             reason = f"{TOKEN_VARIABLE} is not the token of this cluster" if is_token else _first_line(error)
             raise ConfigError(
                 f"{self.key}={self.address}: Ray does not take this connection ({reason}); check the address, "
                 f"the version of Ray ({ray.__version__} here) and {TOKEN_VARIABLE}"
             ) from error
         if DEBUG_VARIABLE not in os.environ:
-            worker.print_to_stdstream = lambda *_, **__: None  # what Ray tells of its own end: the fleet tells it once
+            worker.print_to_stdstream = lambda *_, **__: (
+                None
+            )  # hides Ray's messages about its end, which the fleet reports once
         self.joined = str(ray.get_runtime_context().gcs_address)
 
     def _start(self) -> str:
@@ -178,7 +182,7 @@ class Cluster:
         )
 
     def problem(self) -> str | None:
-        """Explain why there is no Ray any more, or return None. Looks every few seconds."""
+        """Return a message if Ray has ended, else None. The head is checked at most every ``_PROBE_S`` seconds."""
         now = time.monotonic()
         if not self.joined:
             return None
@@ -190,16 +194,16 @@ class Cluster:
             try:
                 socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
                 self._silent_since = None
-            except OSError:  # one look may fail where a machine is busy, and the look before may be long ago
+            except OSError:  # a check may fail on a busy machine, and the previous check may be long ago
                 self._silent_since = now if self._silent_since is None else self._silent_since
         is_gone = self._silent_since is not None and now - self._silent_since > 4 * _PROBE_S
         return f"Ray's head at {self.joined} does not answer" if is_gone else None
 
     def capacity_problem(self, engines: int, size: int, wait_s: float = 0.0) -> str | None:
-        """Explain why so many engines cannot run here, or return None.
+        """Return a message if this number of engines of ``size`` ranks does not fit, else None.
 
-        Engines that do not fit on single machines span several, with equally many ranks on each. Nodes of a cluster may still be
-        joining: it has ``wait_s`` to get them.
+        An engine that does not fit on one machine spans several machines, with the same number of ranks on each. If ``address``
+        is set, waits at most ``wait_s`` seconds for nodes that have not joined the cluster yet.
         """
         import ray
 
@@ -215,20 +219,22 @@ class Cluster:
 
     @property
     def _needed(self) -> dict[str, int]:
-        """What a rank of an engine asks Ray for."""
+        """The resources that a rank of an engine requests from Ray."""
         return {"CPU": self.cores} | ({"GPU": self.gpus} if self.gpus else {})
 
     def spawn(self, name: str, size: int) -> list[RayProcess]:
-        """Start processes for the ranks of an engine, on as few machines as ``capacity_problem`` has found.
+        """Request processes for the ranks of an engine, with as many ranks per machine as ``capacity_problem`` has found.
 
-        They start when Ray has room for them. ``name`` is used once.
+        They start when Ray has free resources. Use each ``name`` only once.
         """
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         share = self._share or size
-        bundle = {name: float(count * share) for name, count in self._needed.items()}  # a bundle is on one machine
+        bundle = {
+            name: float(count * share) for name, count in self._needed.items()
+        }  # Ray places a bundle on one machine
         group = self._groups[name] = placement_group([bundle] * (size // share), strategy="PACK")
         host = ray.remote(concurrency_groups=dict.fromkeys(set(_GROUP_OF.values()), 1))(EngineHost)
         return [
@@ -248,7 +254,7 @@ class Cluster:
         ]
 
     def end(self, name: str, processes: Sequence[RayProcess]) -> None:
-        """Kill the processes of an engine, whatever they are doing, and give up their place."""
+        """Kill the processes of an engine at once and free their resources."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
@@ -257,7 +263,7 @@ class Cluster:
         remove_placement_group(self._groups.pop(name))
 
     def wait(self, calls: Sequence[RayCall], timeout_s: float, *, every: bool = False) -> None:
-        """Wait until one of the calls is done, or every one; no longer than ``timeout_s``."""
+        """Wait until one call is done, or every call with ``every``, but at most ``timeout_s``."""
         import ray
 
         if calls:
@@ -267,7 +273,7 @@ class Cluster:
             time.sleep(timeout_s)
 
     def close(self) -> None:
-        """End all engines, and Ray where it was started here."""
+        """Stop all engines. Stop Ray if this object started it."""
         if self.joined:
             import ray
 
@@ -278,7 +284,7 @@ class Cluster:
 
 
 def _ranks_per_machine(engines: int, size: int, needed: Mapping[str, int], nodes: Sequence[Mapping[str, float]]) -> int:
-    """Return the most ranks of an engine per machine with which all engines fit; 0 if they do not. A rank needs ``needed``."""
+    """Return the largest number of ranks per machine that fits all engines, or 0. Each rank requires ``needed``."""
     for share in (share for share in range(size, 0, -1) if size % share == 0):
         if _room(share, needed, nodes) * share >= engines * size:
             return share
@@ -286,12 +292,12 @@ def _ranks_per_machine(engines: int, size: int, needed: Mapping[str, int], nodes
 
 
 def _room(share: int, needed: Mapping[str, int], nodes: Sequence[Mapping[str, float]]) -> int:
-    """Count the shares of so many ranks that machines have room for."""
+    """Return how many shares of ``share`` ranks fit on the machines."""
     return sum(min(int(node.get(name, 0) // (count * share)) for name, count in needed.items()) for node in nodes)
 
 
 def _room_problem(engines: int, size: int, needed: Mapping[str, int], nodes: Sequence[Mapping[str, float]]) -> str:
-    """Explain why machines lack room for so many engines of ``size`` ranks."""
+    """Return the message that the engines of ``size`` ranks do not fit on the machines."""
     for name, count in needed.items():
         if (there := sum(node.get(name, 0) for node in nodes)) < engines * size * count:
             return (
@@ -317,7 +323,7 @@ def _refuse_unless_listening(address: str, key: str) -> None:
 
 
 def _require_token(key: str) -> None:
-    """Require a token, because a cluster that takes orders from anybody runs anybody's code."""
+    """Require a token, because a cluster without a token runs code from any client."""
     tokens = [os.environ.get(TOKEN_VARIABLE), os.environ.get(f"{TOKEN_VARIABLE}_PATH")]
     if os.environ.get("RAY_AUTH_MODE") is None:
         if not any(tokens) and not (Path.home() / ".ray" / "auth_token").is_file():
@@ -329,6 +335,6 @@ def _require_token(key: str) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an error of Ray: numbers of actors and advice follow."""
+    """Return the first line of a Ray error. The other lines contain actor ids and general advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return without_secrets((lines or [type(error).__name__])[0][:400])

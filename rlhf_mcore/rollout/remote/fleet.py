@@ -1,4 +1,4 @@
-"""Lead the engines of a run that are processes of their own: requests, health, and weights."""
+"""Manage the disaggregated engines of a run: requests, health, and weights."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ if TYPE_CHECKING:
     from rlhf_mcore.rollout.remote.cluster import Cluster, RayCall, RayProcess
     from rlhf_mcore.types import Completion, Request
 
-START_TIMEOUT_S = 900.0  # of an engine, from its order to its first sign: imports, memory, graphs
+START_TIMEOUT_S = 900.0  # timeout for the start of an engine, including imports, memory and graphs
 _TICK_S = 0.25
 _CLOSE_S = 30.0
-_ROOM_S = 120.0  # for nodes of a cluster to join it
+_ROOM_S = 120.0  # wait for nodes that have not joined the cluster yet
 
 
 class Fleet:
     """A Generator over all engines, and RemoteEngines for the bridge.
 
-    One thread of its own talks to the engines, all but the calls that submit and transfer. ``clock`` counts seconds.
+    A separate thread calls the engines. Only calls that submit requests or transfer weights come from the caller's thread. ``clock``
+    returns seconds.
 
-    Every request is answered once. Those of an engine that fails are drawn again by another one, from their start and with the same
-    seeds; the backlog deals them. An engine that was started, or started again, gets its weights at the next sync, and no requests
-    before.
+    Every request is answered once. If an engine fails, another engine samples its requests again from the start, with the same
+    seeds. The backlog assigns these requests. An engine that starts or restarts receives weights at the next sync, and requests only
+    after that.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class Fleet:
         self._engines: list[FleetEngine] = [self._new() for _ in range(plan.num_engines)]
         self._backlog: FreeBacklog | SharedBacklog = SharedBacklog(plan.num_engines) if plan.in_order else FreeBacklog()
         self._lending = Lending(0 if plan.in_order else plan.slots)
-        self._version = -1  # of the weights that were brought last
+        self._version = -1  # policy version of the newest weights
         self._open = OpenRequests(lambda text: self._notes.append(text))
         self._finished: list[Completion] = []
-        self._generated: dict[int, Completion] = {}  # by their ids, which ``generate`` waits for
-        self._own_ids = count(-1, -1)  # of requests of ``generate``; others count from 0
+        self._generated: dict[int, Completion] = {}  # by id; ``generate`` waits for these
+        self._own_ids = count(-1, -1)  # ids for requests of ``generate``; other ids count up from 0
         self._work = EngineWork()  # since ``pop_work``
         self._participants: list[tuple[FleetEngine, RayProcess]] | None = None  # while paused
         self._calls: list[tuple[FleetEngine, RayProcess, str, RayCall]] = []
@@ -71,16 +72,16 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------ life
     def start(self) -> None:
-        """Begin to start the engines, in the background."""
+        """Start the engines in the background."""
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
         self._thread.start()
 
     def wait_until_ready(self, progress: Callable[[str], None] = lambda text: None) -> None:
-        """Wait until all engines are built. ``progress`` is told how many are.
+        """Wait until all engines are built. ``progress`` receives a message with the number of built engines.
 
         Raises:
-            ConfigError: Ray cannot be joined, or has no room for them, or they cannot be built.
-            EnginesLost: one has failed too often.
+            ConfigError: Ray cannot be joined, the engines do not fit, or they cannot be built.
+            EnginesLost: an engine has failed too often.
         """
         with self._check_and_lock():
             while waiting := sum(engine.state in STARTING for engine in self._engines):
@@ -89,10 +90,10 @@ class Fleet:
                 self._check()
 
     def close(self) -> None:
-        """End all engines, and what was started for them."""
+        """Stop all engines, and Ray if it was started for them."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(_CLOSE_S)  # Ray without a head may keep it waiting
+            self._thread.join(_CLOSE_S)  # may block if Ray's head is lost
 
     def _run(self) -> None:
         try:
@@ -113,13 +114,13 @@ class Fleet:
                 self._machines.close()
 
     def tick(self) -> None:
-        """Look at every engine once: its answers, its health, its needs."""
+        """Check every engine once: start it if due, read its reports, and restart it if it has failed."""
         for engine in list(self._engines):
             if engine.state == "due":
-                self._spawn(engine)  # without the lock: Ray may keep it waiting
+                self._spawn(engine)  # without the lock, because Ray may block
         with self._changed:
             now = self._clock()
-            if now - self._last_tick > self._plan.timeout_s / 2:  # this process stood still, not the engines
+            if now - self._last_tick > self._plan.timeout_s / 2:  # this process was stopped, not the engines
                 for engine in self._engines:
                     engine.answered = [now] * len(engine.answered)
                     engine.progressed = engine.since = now
@@ -138,13 +139,13 @@ class Fleet:
             self._dispatch()
             self._changed.notify_all()
         for name, processes in ended:
-            with suppress(Exception):  # the machine that they were on may be gone with them
+            with suppress(Exception):  # their machine may be lost too
                 self._machines.end(name, processes)
 
     def _spawn(self, engine: FleetEngine) -> None:
         processes = self._machines.spawn(engine.key, self._plan.engine_ranks)
         with self._changed:
-            if engine not in self._engines:  # it was removed meanwhile
+            if engine not in self._engines:  # it was removed in the meantime
                 self._ended.append((engine.key, processes))
                 return
             engine.processes, engine.state, engine.since = processes, "placing", self._clock()
@@ -158,7 +159,7 @@ class Fleet:
                 raise EnginesLost(f"it was not ready after {START_TIMEOUT_S:.0f} s; is there room for it?")
         elif engine.state == "placing":
             plan, nodes = self._plan, list(dict.fromkeys(result.node for result in results))
-            # Ranks of a machine are neighbours; the first process, which listens, stays the lead.
+            # Make ranks on a machine consecutive. The first process listens, so it stays the lead.
             order = sorted(range(len(results)), key=lambda place: nodes.index(results[place].node))
             engine.processes = [engine.processes[place] for place in order]
             locations = tuple(results[place] for place in order)
@@ -235,7 +236,7 @@ class Fleet:
         engine.state, engine.attempt = "due", engine.attempt + 1
 
     def _release(self, engine: FleetEngine) -> None:
-        """Kill the processes of an engine, and give its requests to others."""
+        """Kill the processes of an engine, and queue its requests for other engines."""
         if engine.processes:
             self._ended.append((engine.key, engine.processes))
         engine.processes, engine.starting, engine.reports, engine.answered = (), [], [], []
@@ -253,15 +254,15 @@ class Fleet:
     rank = EngineRank()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See :class:`rlhf_mcore.protocols.Generator`. Request ids may be those of requests in flight."""
+        """See :class:`rlhf_mcore.protocols.Generator`. Request ids may equal ids of requests in flight."""
         if (completions := self.begin(requests)(math.inf)) is None:
             raise EnginesLost("all engines were lost, and nobody brings weights to others")
         return completions
 
     def begin(self, requests: Sequence[Request]) -> Callable[[float], list[Completion] | None]:
-        """Begin to generate.
+        """Start generation and return a function that waits for the completions.
 
-        The returned function waits so many seconds, and returns None where some are missing or weights have to come first.
+        The function waits at most the given seconds. It returns None if completions are missing or all engines wait for weights.
         """
         own = {next(self._own_ids): request for request in requests}
         self.submit([replace(request, request_id=number) for number, request in own.items()])
@@ -281,22 +282,24 @@ class Fleet:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that are not finished."""
+        """The number of requests without an answer."""
         with self._changed:
             return len(self._open.versions)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begin to draw."""
+        """Start sampling these requests."""
         with self._check_and_lock():
             self._open.submit(requests, self._version)
             self._backlog.add(requests, self._version)
             self._dispatch()
 
     def collect(self, timeout_s: float) -> list[Completion]:
-        """Return the completions since the last call; none after ``timeout_s``, or where weights have to come first.
+        """Return the completions since the last call.
+
+        Returns [] after ``timeout_s``, or if all engines wait for weights.
 
         Raises:
-            EnginesLost: an engine has failed too often, or Ray is gone.
+            EnginesLost: an engine has failed too often, or Ray has ended.
         """
         end = self._clock() + timeout_s
         with self._check_and_lock():
@@ -307,7 +310,7 @@ class Fleet:
             return finished
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        """Stop to draw these."""
+        """Stop sampling these requests and drop their completions."""
         dropped = set(request_ids)
         with self._changed:
             self._backlog.drop(dropped)
@@ -324,13 +327,13 @@ class Fleet:
                     engine.processes[0].call("cancel", sorted(mine))
 
     def needs_weights(self) -> bool:
-        """Tell whether engines wait for weights, and none has any."""
+        """Return whether engines wait for weights and no engine is serving."""
         with self._changed:
             states = [engine.state for engine in self._engines]
             return self._begun and self._participants is None and "serving" not in states and "ready" in states
 
     def _dispatch(self) -> None:
-        """Give waiting requests to serving engines."""
+        """Assign waiting requests to serving engines."""
         if self._participants is not None:
             return
         for engine, requests in self._backlog.deal(self._serving()):
@@ -342,11 +345,11 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------ weights
     def pause(self) -> list[EngineProcess]:
-        """See :class:`rlhf_mcore.protocols.RemoteEngines`, as those that follow. The first call waits until all engines are ready."""
+        """See :class:`rlhf_mcore.protocols.RemoteEngines`, also for the next methods. The first call waits for all engines."""
         if not self._begun:
             self.wait_until_ready()
         with self._check_and_lock():
-            self.cancel([] if self._open.versions else self._lending.lose())  # turns that episodes have ended without
+            self.cancel([] if self._open.versions else self._lending.lose())  # lent turns of episodes that have ended
             self._begun, self._participants = True, []
             serving = [engine for engine in self._engines if engine.state == "serving"]
             self._begin([(engine, engine.processes[0]) for engine in serving], "pause")
@@ -361,13 +364,13 @@ class Fleet:
             return [EngineProcess(engine.name, process.process) for engine, process in self._participants]
 
     def join(self, specs: Sequence[GroupSpec], bridge: str) -> None:
-        """Let every paused process join its group."""
+        """Start joining every paused process to its group."""
         with self._check_and_lock():
             assert self._participants is not None and len(specs) == len(self._participants), "of the last pause"
             self._begin(self._participants, "join", [(spec, bridge) for spec in specs])
 
     def begin_sync(self, version: int, only: Sequence[str] | None) -> None:
-        """Let every process receive weights."""
+        """Start receiving weights on every paused process."""
         with self._check_and_lock():
             assert self._participants is not None, "pause comes first"
             self._begin(self._participants, "sync", [(version, only)] * len(self._participants))
@@ -385,7 +388,7 @@ class Fleet:
         ]
 
     def finish(self, timeout_s: float) -> list[str]:
-        """Wait for what was begun last; what went wrong, by engine."""
+        """Wait for the calls that were started last. Return the problems, each with the name of its engine."""
         end, problems = self._clock() + timeout_s, []
         with self._changed:
             calls, self._calls = self._calls, []
@@ -402,7 +405,7 @@ class Fleet:
                     problems.append(f"engine {engine.name}: {error}")
                 except Exception as error:
                     problems.append(f"engine {engine.name}: {error}")
-                    if process in engine.processes:  # else it has failed already
+                    if process in engine.processes:  # else the engine has failed already
                         try:
                             self._fail(engine, str(error))
                         except EnginesLost as lost:
@@ -410,7 +413,7 @@ class Fleet:
         return problems
 
     def resume(self, version: int) -> None:
-        """Let those that were paused draw again."""
+        """Continue sampling on the paused engines, with weights of this version."""
         with self._check_and_lock():
             if self._plan.in_order and any(own != version for own in self._open.versions.values()):
                 raise RuntimeError(f"weights of version {version} have come while requests of another are being drawn")
@@ -423,16 +426,16 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------ members
     def pop_work(self) -> tuple[EngineWork, int]:
-        """Return the work of all engines since the last call, as they last reported it.
+        """Return the reported work of all engines since the last call, and a number of responses.
 
-        And how many responses were drawn by another version than they were submitted for, because their engine was lost.
+        The number counts responses that a different version than at submission has sampled, because their engine was lost.
         """
         with self._changed:
             work, self._work = self._work, EngineWork()
             return work, self._open.pop_other()
 
     def tokens_drawn(self) -> int:
-        """Count the tokens that engines have drawn since they started. It stands still while none makes progress."""
+        """Return the number of tokens that engines have sampled since they started. It grows only while an engine makes progress."""
         return sum(engine.tokens for engine in self.status())
 
     def status(self) -> list[EngineStatus]:
@@ -441,10 +444,10 @@ class Fleet:
             return [EngineStatus.of(engine) for engine in self._engines]
 
     def add(self, number: int) -> list[str]:
-        """Start further engines, which draw after the next sync, and return their names.
+        """Start additional engines and return their names. They sample after the next sync.
 
         Raises:
-            ConfigError: Ray has no room for them.
+            ConfigError: they do not fit on Ray's machines.
         """
         if problem := self._machines.capacity_problem(len(self._engines) + number, self._plan.engine_ranks):
             raise ConfigError(problem)
@@ -454,10 +457,10 @@ class Fleet:
             return [engine.name for engine in added]
 
     def drain(self, name: str) -> None:
-        """Let an engine finish its requests, and end it then.
+        """Let an engine finish its requests, and then stop it.
 
         Raises:
-            ConfigError: there is no such engine, or no other one.
+            ConfigError: no engine has this name, or it is the last engine.
         """
         with self._changed:
             engine = self._find_leaving(name)
@@ -466,7 +469,7 @@ class Fleet:
                 self._leave(engine)
 
     def remove(self, name: str) -> None:
-        """End an engine at once; others draw its requests. Raises as ``drain``."""
+        """Stop an engine at once. Other engines sample its requests. Raises the errors of ``drain``."""
         with self._changed:
             self._leave(self._find_leaving(name))
             self._dispatch()
@@ -485,7 +488,7 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------ problems
     def _check_and_lock(self) -> threading.Condition:
-        """Check that all is well, and return the lock. Notes of the other thread are written here, on the caller's thread."""
+        """Raise a pending error, or return the lock. Print the notes of the fleet's thread here, on the caller's thread."""
         self._check()
         return self._changed
 

@@ -31,50 +31,48 @@ if TYPE_CHECKING:
     from rlhf_mcore.sampling.followers import EnginePass
     from rlhf_mcore.types import Completion, Request
 
-# "submit" and requests, "cancel" and request ids, "forget" cached prefixes, "pause". Of a lead with episodes: "lend" and a number of
-# turns, "take_back" and the completion of one.
+# ("submit", requests), ("cancel", request ids), ("forget", []) for cached prefixes, or ("pause", []). A lead with episodes also
+# receives ("lend", number of turns) and ("take_back", completion of a turn).
 Order = tuple[str, Any]
 
-_WAIT_S = 0.05  # for environments, between two looks at what the trainer wants
+_WAIT_S = 0.05  # maximum wait for environments before checking for new orders
 
-_FOREVER = timedelta(
-    days=3650
-)  # ranks of an engine wait for each other while it has nothing to do; the trainer ends them
+_FOREVER = timedelta(days=3650)  # ranks wait for each other while the engine is idle; the trainer stops them
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Hold what a rank of an engine is built from. ``receiver`` makes the other end of the bridge; it is found by its name.
+    """The specification of a rank of an engine. Ray pickles ``receiver`` by its name.
 
-    ``episodes`` makes, in the engine's first rank, what plays episodes in an environment.
+    ``receiver`` builds the engine's end of the bridge. ``episodes`` builds the driver of episodes, on the engine's first rank.
     """
 
     cfg: RolloutConfig
     model: EngineModel
     receiver: Callable[[LiveWeights], WeightReceiver]
     episodes: Callable[[], EpisodeDriver] | None = None
-    directory: str = ""  # where relative paths begin, if it is there: a cluster's processes may be elsewhere
+    directory: str = ""  # working directory for relative paths, if it exists; Ray may use a different one
     deterministic: bool = False
     binds_numa: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Hold where Ray has placed a rank of an engine. ``devices`` are those that Ray gave it, as CUDA_VISIBLE_DEVICES names them."""
+    """The place of an engine's rank. ``devices`` are the devices from Ray, as in CUDA_VISIBLE_DEVICES."""
 
     address: str
-    port: int  # on which a lead listens; 0 of other ranks
+    port: int  # port on which the lead listens; 0 for other ranks
     devices: tuple[str, ...] = ()
-    node: str = ""  # Ray's name of the machine
+    node: str = ""  # Ray's id of the machine
 
 
 @dataclass(frozen=True, slots=True)
 class RankRendezvous:
-    """Hold where the ranks of an engine are, in their order. The lead (rank 0) listens. Ranks of a machine are neighbours."""
+    """The locations of an engine's ranks, in rank order. The lead (rank 0) listens. Ranks on a machine are consecutive."""
 
     locations: tuple[Location, ...]
     rank: int
-    engine: str = "0"  # its name among the engines of the run
+    engine: str = "0"  # name of the engine in the run
 
     @property
     def lead(self) -> Location:
@@ -96,17 +94,17 @@ class RankRendezvous:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """EngineReport what a rank has to tell: completions since the last report, and how far it is. Only the lead has completions.
+    """The report of a rank: completions since its last report, and its progress. Only the lead reports completions.
 
-    ``work`` counts since its start, cancelled requests too. ``num_held``: turns of episodes that wait for room in the engine.
-    ``lent``: turns that another engine is to draw.
+    ``work`` is the total since the start, including cancelled requests. ``num_held``: turns of episodes that wait for a free slot.
+    ``lent``: turns that another engine shall sample.
     """
 
     completions: list[Completion]
     tokens_drawn: int
     num_in_flight: int
     version: int
-    num_waits: int = 0  # how often it has waited for environments
+    num_waits: int = 0  # number of waits for environments
     work: EngineWork = field(default_factory=EngineWork)
     num_held: int = 0
     lent: list[Request] = field(default_factory=list)
@@ -123,16 +121,18 @@ class _Call:
 
 
 class EngineHost:
-    """A Ray actor's body. Methods may be called from several threads; all but ``report`` act through the engine's thread.
+    """A Ray actor that runs a rank of an engine.
 
-    A lead serves: it takes requests, steps, and tells the other ranks of its engine what to do in each step. They follow. ``pause``
-    stops all of them between two steps; ``join``, ``sync`` and ``leave`` are carried out then, until ``resume``.
+    Several threads may call its methods. The engine's thread performs the calls of all methods except ``report``.
+
+    The lead receives requests and broadcasts to the other ranks how to perform each step. ``pause`` stops all ranks between two
+    steps. ``join``, ``sync`` and ``leave`` run between ``pause`` and ``resume``.
     """
 
     def __init__(self) -> None:
-        os.environ.pop(STARTED_BY, None)  # the trainer's parent, not this process's
+        os.environ.pop(STARTED_BY, None)  # it names the trainer's parent, not the parent of this process
         end_with_parent(signal.SIGKILL)
-        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()  # of a lead that serves
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()  # for a lead that is not paused
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()  # while paused
         self._paused, self._failed = threading.Event(), threading.Event()
         self._news = threading.Condition()
@@ -149,7 +149,7 @@ class EngineHost:
 
     # ------------------------------------------------------------------------------------------ start
     def locate(self, is_lead: bool) -> Location:
-        """Tell where this rank is. A lead begins to listen for the others of its engine."""
+        """Return the location of this rank. A lead starts listening for the other ranks."""
         import ray
 
         address = str(ray.util.get_node_ip_address())
@@ -160,10 +160,10 @@ class EngineHost:
         return Location(address, port, tuple(map(str, devices)), str(ray.get_runtime_context().get_node_id()))
 
     def start(self, order: EngineSpec, meeting: RankRendezvous, threads: int) -> list[str]:
-        """Build the engine, with the other ranks of it. It is paused, and has no weights. Returns lines for the run's record.
+        """Build the engine together with its other ranks. It is paused and has no weights yet. Return lines for the run's log.
 
         Raises:
-            ConfigError: as the engine's constructor.
+            ConfigError: the engine's constructor rejects the settings.
         """
         self._is_lead = meeting.rank == 0
         built = _Call(lambda: self._build(order, meeting, threads), threading.Event())
@@ -216,31 +216,31 @@ class EngineHost:
 
     # ------------------------------------------------------------------------------------------ generation
     def submit(self, requests: Sequence[Request], afresh: bool = False) -> None:
-        """Begin to draw. Of a lead; returns at once.
+        """Start sampling requests. For leads; returns at once.
 
-        ``afresh``: the engine is idle, and draws as if these were its first requests with its weights.
+        ``afresh``: forget cached prefixes first. The idle engine then samples as if these were the first requests with its weights.
         """
         if afresh:
             self._orders.put(("forget", []))
         self._orders.put(("submit", requests))
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        """Stop to draw. Of a lead; returns at once."""
+        """Stop sampling these requests. For leads; returns at once."""
         self._orders.put(("cancel", list(request_ids)))
 
     def lend(self, number: int) -> None:
-        """Let another engine draw up to so many turns that wait for room; a report has them. Of a lead; returns at once."""
+        """Lend at most ``number`` held turns. A later report contains them. For leads; returns at once."""
         self._orders.put(("lend", number))
 
     def take_back(self, turn: Completion) -> None:
-        """Take a turn that another engine has drawn. Of a lead; returns at once."""
+        """Receive a turn that another engine has sampled. For leads; returns at once."""
         self._orders.put(("take_back", turn))
 
     def report(self, wait_s: float) -> EngineReport:
-        """Return news; waits for a completion, at most ``wait_s``. One call at a time.
+        """Wait for a completion or a lent turn, at most ``wait_s`` seconds, and return a report. Do not call it concurrently.
 
         Raises:
-            whatever has ended the engine's thread.
+            BaseException: the error that has ended the engine's thread.
         """
         with self._news:
             self._news.wait_for(lambda: self._completions or self._lent or self._error is not None, wait_s)
@@ -252,19 +252,19 @@ class EngineHost:
 
     # ------------------------------------------------------------------------------------------ weights
     def pause(self) -> None:
-        """Stop between two steps. Of a lead; the others of its engine stop with it. An engine that has stopped already stays so."""
-        if not self._paused.is_set():  # the order would stop it again when it has been resumed
+        """Stop all ranks of the engine between two steps. For leads. Does nothing if the engine is already paused."""
+        if not self._paused.is_set():  # else the order would stop it again after ``resume``
             self._orders.put(("pause", []))
         while not self._paused.wait(0.2):
             if self._failed.is_set():
                 raise RuntimeError("the engine has failed")
 
     def resume(self) -> None:
-        """Serve, or follow, again. Every rank."""
+        """Continue after a pause. Call this on every rank."""
         self._do(self._paused.clear)
 
     def join(self, spec: GroupSpec, bridge: str) -> None:
-        """See :class:`rlhf_mcore.protocols.WeightReceiver`, as the two that follow. Every rank, while the engine is paused."""
+        """See :class:`rlhf_mcore.protocols.WeightReceiver`, also for ``sync`` and ``leave``. For every rank of a paused engine."""
         self._do(lambda: self._receiver.join(spec, bridge), self._joining)
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> None:
@@ -289,7 +289,7 @@ class EngineHost:
                     self._take_call()
                 else:
                     self._serve_with_peers()
-        except BaseException as error:  # the trainer is told, and ends this process
+        except BaseException as error:  # ``report`` raises it in the trainer, which ends this process
             with self._news:
                 self._error = error
                 self._news.notify_all()
@@ -301,12 +301,12 @@ class EngineHost:
             with call.around():
                 call.action()
         except Exception as error:
-            call.error = error  # the caller's: what is left of the engine's weights is the receiver's to decide
+            call.error = error  # raised in the caller; the receiver decides whether the weights are still usable
         finally:
             call.done.set()
 
     def _serve_with_peers(self) -> None:
-        """Make one step, and say in a few words where another rank of the engine is lost: gloo's are about its source."""
+        """Perform one step. Shorten the error if a rank of the engine is lost, because gloo's message shows its source code."""
         from rlhf_mcore.parallel.joint_group import connections
 
         try:
@@ -317,7 +317,7 @@ class EngineHost:
             raise PeersLost(f"one of its ranks is lost to the others ({cause})") from error
 
     def _serve_once(self) -> None:
-        """Make one step. A lead first sends the other ranks what to do before it."""
+        """Perform one step. The lead first broadcasts the changes before the step to the other ranks."""
         from rlhf_mcore.parallel.collectives import broadcast_bytes
         from rlhf_mcore.sampling.followers import EnginePass
 
@@ -351,7 +351,7 @@ class EngineHost:
         self._tell(finished if self._is_lead else [], work)
 
     def _next_pass(self, orders: Sequence[Order]) -> EnginePass:
-        """Decide on the lead what all ranks do before the next step. Requests for episodes become turns that are due."""
+        """Return the changes that all ranks make before the next step. Requests for episodes become their due turns. For leads."""
         from rlhf_mcore.sampling.followers import EnginePass
 
         episodes, cancelled, requests = self._episodes, list[int](), list["Request"]()
@@ -402,7 +402,7 @@ class EngineHost:
 
 
 def _rank_environment(meeting: RankRendezvous, threads: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank that differ from its parent's: Ray on the trainer's machine hands on those of the first rank."""
+    """Return the environment variables to set in a rank. Ray on the trainer's machine passes on the first rank's variables."""
     interface = interface_of(meeting.own.address)
     own = {
         "OMP_NUM_THREADS": str(threads),
@@ -417,7 +417,7 @@ def _rank_environment(meeting: RankRendezvous, threads: int, inherited: Mapping[
     if inherited.get("NCCL_SOCKET_IFNAME", "lo") == "lo":
         own["NCCL_SOCKET_IFNAME"] = interface  # the trainer may be on another machine
     if meeting.own.devices:
-        # Ray shows a process its own device only. Ranks reach each other's memory, and vLLM takes device number LOCAL_RANK.
+        # Ray shows each process only its own device. But ranks access each other's memory, and vLLM uses device LOCAL_RANK.
         of_machine = [device for rank in meeting.machine for device in meeting.locations[rank].devices]
         own["CUDA_VISIBLE_DEVICES"] = ",".join(of_machine)
         own["VLLM_CACHE_ROOT"] = engine_cache(inherited, meeting.engine)
