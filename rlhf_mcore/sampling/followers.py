@@ -102,9 +102,8 @@ class LedEngine:
     def collect(self, timeout_s: float) -> Sequence[Completion]:
         """Run a pass on all ranks. ``timeout_s`` is ignored, because all ranks must run the same steps."""
         made, self._next = self._next, EnginePass()
-        self._has_failed = (
-            True  # reset on success; after a failure the other ranks have failed too and no longer follow
-        )
+        # Reset on success. After a failure, the other ranks have failed too and no longer follow.
+        self._has_failed = True
         broadcast_bytes(made.encode(), 0, self._ranks)
         completions = _sample(self._engine, made)
         self._has_failed = False

@@ -73,9 +73,7 @@ class PromptGroup:
     version: int | None = None  # policy version when its requests were submitted; None: not submitted
     requests: dict[int, Request] = field(default_factory=dict)  # unanswered requests by request id
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample
-    trajectories: list[Trajectory] = field(
-        default_factory=list
-    )  # of all samples; empty until the last sample has finished
+    trajectories: list[Trajectory] = field(default_factory=list)  # empty until the last sample has finished
     scores: Future[list[Score]] | None = None  # scores of the trajectories
 
     @property

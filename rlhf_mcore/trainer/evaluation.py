@@ -43,9 +43,7 @@ class PolicyEvaluator:
     every: int
     prompts_per_batch: int
     note: Callable[[str], None] = lambda text: None  # shows a line, on the first rank
-    on_error: OnError = field(
-        default_factory=OnError
-    )  # evaluation never drops a response: without a score it counts as 0
+    on_error: OnError = field(default_factory=OnError)  # drops no response: no score counts as 0
     progress: Callable[[str], None] = lambda text: None
 
     def is_due(self, step: int, num_steps: int) -> bool:

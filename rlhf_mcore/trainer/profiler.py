@@ -68,9 +68,7 @@ class StepProfiler:
         names = all_gather_json(self.name)
         if rank == 0:
             parts = [self.directory / f".{span}.rank-{number}.json" for number in range(len(names))]
-            present = [
-                place for place, part in enumerate(parts) if part.is_file()
-            ]  # other nodes may write to other disks
+            present = [place for place, part in enumerate(parts) if part.is_file()]  # nodes may have separate disks
             target = self.directory / f"{span}.json.gz"
             merge_traces([RankTrace(parts[k], names[k], self._ahead_ns[k]) for k in present], target)
             absent = (

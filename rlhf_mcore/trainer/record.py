@@ -48,7 +48,7 @@ class RunRecord:
     memory: DeviceSharing | None = None
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> its evaluate/* metrics
     rewards: list[float] = field(default_factory=list)  # reward/mean of each step
-    losses: list[float] = field(default_factory=list)  # of each step, in a run without rewards
+    losses: list[float] = field(default_factory=list)  # loss per step, in a run without rewards
     all_zero: bool = False  # every response of the run so far got score 0
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))  # step, time, loss, reward
     wall_clock: Callable[[], float] = time.time
@@ -213,7 +213,7 @@ class RunRecord:
             self.bell.check(step, everything)
 
     def _show_heard(self) -> None:
-        """Show the warnings of all ranks."""
+        """Show the warnings of other ranks."""
         texts_here, self.heard[:] = self.heard[:MAX_WARNINGS], []
         for rank, texts in enumerate(gather_json(texts_here)):
             for text in texts:

@@ -75,7 +75,8 @@ def _drawn_counts(batch: TrainBatch, rows: RowCounts) -> RowCounts:
 def _computed_counts(batch: TrainBatch, rows: RowCounts) -> RowCounts:
     """Count the tokens that trainers compute with prefix sharing: each shared prefix of a group or episode counts once.
 
-    If a group is split over ranks, each rank computes the prefix again. This work is not counted, so the MFU is never too high.
+    If a group is split over ranks, each rank computes the prefix again. This work is not counted, so the
+    MFU is too low rather than too high.
     """
     if batch.computed is None:
         return rows
