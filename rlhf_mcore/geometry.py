@@ -196,10 +196,10 @@ class ModelGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a tensor that a rank stores, and for experts' tensors the experts that it stores.
+    """The part of a tensor that a rank stores. For experts' tensors, also the experts that the rank stores.
 
-    The tensor is split into ``size`` parts, of which this rank stores part ``rank``: by tensor parallelism, or for experts by expert
-    tensor parallelism. Each expert-parallel rank stores an equal contiguous range of experts: range ``expert_rank`` of
+    The tensor is split into ``size`` parts by tensor parallelism, or by expert tensor parallelism for experts. This rank stores part
+    ``rank``. Each expert-parallel rank stores an equal contiguous range of experts: range ``expert_rank`` of
     ``expert_size``.
     """
 

@@ -137,7 +137,7 @@ _cores_before: int | None = None  # number of usable cores before ``bind_to_core
 
 
 def bind_to_cores(cores: set[int]) -> None:
-    """Restrict this process and its children to those of these cores that it may use. New memory is allocated on their node."""
+    """Restrict this process and its children to the allowed cores among ``cores``. New memory is allocated on their node."""
     global _cores_before
     allowed = os.sched_getaffinity(0)
     if not cores & allowed:  # another program has bound this process to other cores

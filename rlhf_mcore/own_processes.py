@@ -281,7 +281,7 @@ class WorkerProcess:
             for descriptor, wanted in self.interests():
                 poll.register(descriptor, wanted)
             poll.poll(max(0, math.ceil(1000 * min(deadline - time.monotonic(), 60.0))))
-            ending = self.ending()  # check this before reading the last messages, so that none is lost
+            ending = self.ending()  # check this before reading the last messages, so that no message is lost
             self._messages += self.exchange()
             if self._messages:
                 break

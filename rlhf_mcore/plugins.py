@@ -26,7 +26,7 @@ def _read_group(read: Callable[..., Iterable[EntryPoint]], kind: str) -> Mapping
 
 
 def missing_plugin(kind: str, name: str, needed_by: str, package: str | None = None) -> str | None:
-    """Return a message if no installed package registers a plug-in, else None. The arguments are those of ``load_plugin``."""
+    """Return a message if no installed package registers a plug-in, else None. The arguments are the same as for ``load_plugin``."""
     if name in find_plugins(kind):
         return None
     folder = (package or name).replace("-", "_")

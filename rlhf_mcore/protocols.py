@@ -63,7 +63,7 @@ class EngineRank:
 
 
 class Generator(Protocol):
-    """Draws responses, also while the caller does something else."""
+    """Samples responses, even while the caller does other work."""
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Completion]:
         """Sample one completion per request, and return them in any order. May be called any number of times.
@@ -202,7 +202,7 @@ class WeightReceiver(Protocol):
         ...
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
-        """Receive weights. After an error the engine has no usable weights, and has left the group.
+        """Receive weights. After an error, the engine's weights are unusable and the engine is not in the group.
 
         Raises:
             PeersLost: other members of the group are lost.

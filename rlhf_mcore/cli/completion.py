@@ -63,7 +63,7 @@ def answer(commands: Mapping[str, str], module_of: Callable[[str], str]) -> None
 
 
 def _teach(parser: argparse.ArgumentParser) -> None:
-    """Add completers to the arguments for keys and metrics, also in subcommands."""
+    """Add completers to the arguments for keys and metrics, including arguments of subcommands."""
     completers: dict[str, Any] = {"overrides": _settings, "key": _keys}
     if parser.prog == "rlhf-mcore metrics":
         completers["name"] = _metrics

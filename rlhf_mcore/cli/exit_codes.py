@@ -69,7 +69,7 @@ _OF_PATHS = frozenset(
         errno.EROFS,
     }
 )
-_MAX_LINES = 12  # of the text of a library's error
+_MAX_LINES = 12  # maximum number of lines of a library's error text
 _LIBRARIES = re.compile(r"site-packages|/lib/python3|<frozen")
 
 
@@ -162,7 +162,7 @@ def cause(error: BaseException) -> str:
 
 
 def full_disks_here() -> str:
-    """Name the full disks among those that every process writes to: output, working and temporary directory, shared memory."""
+    """Name the full disks among the disks for output, the working and temporary directories, and shared memory."""
     outputs = [f"/proc/self/fd/{number}" for number in (1, 2)]
     files = [os.path.dirname(os.path.realpath(each)) for each in outputs if os.path.isfile(each)]
     return full_disks([*files, os.environ.get("TMPDIR", "/tmp"), ".", "/dev/shm"])

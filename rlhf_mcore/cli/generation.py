@@ -81,7 +81,7 @@ class Generation:
     sampler: BatchSampler
     ahead: SamplingAhead | None = None
     room: Callable[[], AbstractContextManager[None]] = nullcontext
-    kernels: Mapping[str, str] = field(default_factory=dict)  # of this rank's engine, by part
+    kernels: Mapping[str, str] = field(default_factory=dict)  # kernels of this rank's engine, by part
 
 
 def build_colocated(

@@ -194,9 +194,9 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], beside: Ca
 
 
 def end_rest(others: set[int]) -> None:
-    """End the processes that a child has left running, except ``others``.
+    """Stop the processes that a child has left running, except ``others``.
 
-    They first get some time to end by themselves, because Ray removes its files when it ends.
+    First wait at most ``_GRACE_S`` seconds for them to end by themselves, because Ray removes its files when it ends.
     """
     end = time.monotonic() + _GRACE_S
     while not all(map(has_ended, set(children()) - others)) and time.monotonic() < end:

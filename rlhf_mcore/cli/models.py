@@ -123,7 +123,7 @@ def _frozen_tensors(group: ActorConfig | CriticConfig, geometry: ModelGeometry) 
 
 @dataclass(slots=True)
 class ModelBuilder:
-    """Build the models of a run. A rank builds only models of which it has a shard. Every method is collective over the world.
+    """Build the models of a run. A rank builds a model only if it stores a shard of it. Every method is collective over the world.
 
     ``weights`` maps names in a checkpoint to the directories to load from; other models are loaded from the configuration's paths.
     Models whose axes contain the same ranks share their process groups.
@@ -203,7 +203,7 @@ class ModelBuilder:
         return RewardModel(model)
 
     def on_examples(self, kind: RunKind, name: str) -> TrainedModel:
-        """Build the model of a run on given responses, where a step is one update. ``name`` prefixes its metrics."""
+        """Build the model of a run on given responses. Each step is one update. ``name`` prefixes the model's metrics."""
         cfg, path = self.cfg, self.cfg.model.path
         aggregation, constant = cfg.algorithm.loss_aggregation, cfg.algorithm.constant_length
         plan = MinibatchPlan(cfg.trainer.prompts_per_step, 1, aggregation, constant)

@@ -70,7 +70,7 @@ class RankFiles:
         return found
 
     def is_training(self) -> bool:
-        """Return whether a rank has begun its first step."""
+        """Return whether a rank has started its first step."""
         return any(told.get("training") for told in self.read().values())
 
     def watch(self, stalled: Callable[[str, list[int]], None]) -> None:

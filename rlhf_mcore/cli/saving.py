@@ -216,7 +216,7 @@ class _OnFirstRank:
 class Restorer:
     """Restore a run to a checkpoint. While ``room`` is entered, the engine is not on the device."""
 
-    directory: Path  # of the run
+    directory: Path  # the run directory
     state: RunState
     files: Sequence[RoleFiles]
     models: Sequence[SavedModel]

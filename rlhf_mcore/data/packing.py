@@ -93,7 +93,7 @@ def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _level(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Move rows from the heaviest bin with two or more rows to the lightest bin, while this brings their sums closer.
+    """Move rows from the heaviest bin with two or more rows to the lightest bin, while this reduces the difference of their sums.
 
     Every move lowers the sum of squared bin sums, and the lighter bin never becomes heavier than the other bin was. The loop
     therefore ends and keeps the budget.

@@ -102,7 +102,7 @@ def base_copies() -> dict[str, str]:
 def adapter_rules(rule: Rule, geometry: ModelGeometry, layer: int) -> list[Rule]:
     """Derive the rules of A, B and magnitudes from a weight's rule in one layer.
 
-    Return [] if none of it is adapted.
+    Return [] if no part of the weight is adapted.
     """
     is_end = rule.kind == "vocab_parallel"
     if (

@@ -102,8 +102,8 @@ def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> Model
         "dp_cp": ["dp", "cp"],
         "tp_cp": ["tp", "cp"],
         "tp_dp_cp": ["tp", "dp", "cp"],
-        # The gradient norm is computed over this group. None would mean the whole world, even for a model on a part
-        # of it.
+        # The gradient norm is computed over this group. None would mean the whole world, even if
+        # the model uses only a part of the world.
         "intra_dist_opt": ["tp", "cp", "dp", "pp"],
     }
     for name, dims in axes.items():

@@ -93,7 +93,7 @@ class Alarms:
         self._samples = 0.0
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterator[Alarm]:
-        """Yield the alarms that start in a step. Exhaust the iterator, also for steps before a restart."""
+        """Yield the alarms that start in a step. Exhaust the iterator in every step, including steps before a restart."""
         samples = metrics.get(SAMPLES, self._samples) - self._samples
         self._samples += samples
         for watch in self._watches:

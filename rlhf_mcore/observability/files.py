@@ -19,7 +19,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import Fields, open_file, parse_json
 from rlhf_mcore.own_files import open_own
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # of a disk or a quota
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # errors for a full disk and a used-up quota
 MAX_LINE_BYTES = 16 * 2**20  # per record that is read back
 _BLOCK_BYTES = 1 << 16
 LONE_SURROGATES = re.compile("[\ud800-\udfff]")
@@ -65,7 +65,7 @@ def full_disk_named(path: Path, num_bytes: int | None = None) -> Iterator[None]:
 
 
 def full_disks(places: Iterable[str | Path]) -> str:
-    """Return the full disks among those of ``places``, as the end of a message; "" if no disk is full.
+    """Return the full disks that contain ``places``, as the end of a message; "" if no disk is full.
 
     Library errors on a full disk often do not mention it, and the written file is often gone.
     """

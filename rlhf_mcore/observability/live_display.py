@@ -295,7 +295,7 @@ def figures_that_fit(reported: Sequence[Mapping[str, Any]], width: int) -> list[
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return values as a row of at most ``width`` bars, scaled between their minimum and maximum. Neighbours are averaged to fit.
 
-    A constant is drawn at mid height, and a value that is not finite as a blank.
+    A constant is shown at mid height, and a value that is not finite as a blank.
     """
     num_bars = min(len(values), width)
     edges = [len(values) * bar // num_bars for bar in range(num_bars + 1)] if num_bars else [0]

@@ -142,7 +142,7 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the time of the block to ``name``, also if the block raises. Spans with different names may nest."""
+        """Add the time of the block to ``name``, even if the block raises. Spans with different names may nest."""
         self._synchronize()
         start = self._clock()
         try:

@@ -165,7 +165,7 @@ def gather_failures(error: Exception | None, group: dist.ProcessGroup | None = N
 
 
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run an action that may fail on some ranks, and then raise on all ranks, so that none waits for another.
+    """Run an action that may fail on some ranks, and then raise on all ranks, so that no rank waits for another.
 
     Collective.
 

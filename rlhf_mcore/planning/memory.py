@@ -215,8 +215,8 @@ def _of_each(run: Pass, layers: Iterable[int], compute: Callable[[Pass, int], fl
 def _in_flight(role: PlannedRole, pp: int, num_microbatches: int) -> float:
     """Return the maximum number of microbatches whose activations a stage keeps, in all its chunks (their section 4.2.3; 1F1B).
 
-    With interleaving, the first stage keeps 1 + (p - 1) / (p v) times those of p microbatches, and each later stage two
-    chunks less.
+    With interleaving, the first stage keeps the activations of p microbatches times 1 + (p - 1) / (p v). Each later stage keeps
+    two chunks less.
     """
     stages, chunks = role.layout.pp, role.layout.vpp or 1
     if chunks == 1:
@@ -231,7 +231,7 @@ def _chunk_bytes(run: Pass, layers: list[int]) -> float:
     whole = _of_each(run, layers, _layer_bytes)
     inputs = run.width * run.role.geometry.hidden_size / run.share
     if fields.get("cpu_offloading") and fields.get("cpu_offloading_activations", True):
-        # Activations of earlier layers are on the host, while those of the next layer are being copied.
+        # Activations of earlier layers are on the host. The next layer's activations are being copied.
         return inputs + sum(whole[max(fields.get("cpu_offloading_num_layers", 0) - 1, 0) :])
     if not recompute.whole_layers:
         return inputs + sum(whole) - sum(_of_each(run, layers, _dropped_bytes))

@@ -41,7 +41,7 @@ def mode() -> int | None:
         return None
 
 
-# Operators whose kernels torchvision 0.28 declares in Python. Code that reads images calls none of them.
+# Operators whose kernels torchvision 0.28 declares in Python. Code that reads images does not call them.
 _OPERATORS = (
     *("nms", "qnms", "roi_align", "_roi_align_backward", "qroi_align", "roi_pool", "_roi_pool_backward"),
     *("ps_roi_align", "_ps_roi_align_backward", "ps_roi_pool", "_ps_roi_pool_backward"),

@@ -15,8 +15,8 @@ from rlhf_mcore.rewards.forms import read_answer
 from rlhf_mcore.rewards.latex import is_other_number, leading_number, parse_number
 
 MAX_RESPONSE_CHARS = 2**18  # 64k tokens of four characters
-MAX_LINE_CHARS = 300  # of the line after a mark
-_MAX_TRUTH_BITS = 4096  # of an integer; str() raises for a huge integer
+MAX_LINE_CHARS = 300  # length of the line after a mark
+_MAX_TRUTH_BITS = 4096  # size of an integer; str() raises for a huge integer
 MAX_MARKS = 1000  # per kind of mark; earlier marks are ignored
 
 _MARKER = re.compile(r"(?<!#)####(?!#)\s{0,16}")

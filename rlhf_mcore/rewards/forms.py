@@ -76,7 +76,7 @@ class AnswerForm:
     kind: str  # number | text | expression | equation | relation | collection
     spelling: str
     source: str = ""  # LaTeX for a solver
-    value: Fraction | None = None  # of a number
+    value: Fraction | None = None  # for a number
     is_percent: bool = False
     parts: tuple[AnswerForm, ...] = ()  # the elements of a collection
     brackets: str = LIST  # for a collection: LIST, SET, MATRIX (parts are rows), or one of (), [], [), (]

@@ -411,7 +411,7 @@ class WorkerPool:
         for wait in waits:
             wait.add_done_callback(
                 lambda done: done.cancelled() or done.exception()
-            )  # asyncio reports errors that nobody reads
+            )  # otherwise asyncio logs errors that the caller does not read
         try:
             for wait in asyncio.as_completed(waits):
                 if (await wait).problem and stop_at_failure:

@@ -175,7 +175,7 @@ def top_of_outputs(
 ) -> Tensor:
     """Compute the ``count`` most probable next tokens among the first ``vocab_size``.
 
-    Zero where the loss mask is zero.
+    The result is zero at positions with a loss mask of zero.
 
     ``outputs``: outputs of the last stage for a placed microbatch. Returns [b, T, 2, count + 1] fp32, see
     :func:`top_tokens`.

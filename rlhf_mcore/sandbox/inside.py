@@ -322,7 +322,7 @@ def _become(order: dict[str, Any], descriptors: list[int], walls: Walls, scratch
 
 
 def _confine(limits: dict[str, int], walls: Walls, scratch: str, descriptors: list[int]) -> None:
-    """Build the walls around this process. Its descriptors become those of ``programs``, and ``_FAILED``."""
+    """Build the walls around this process. Move ``descriptors`` to 0, 1, ..., as ``programs`` and ``_FAILED`` number them."""
     os.setsid()
     kernel.end_with_parent()
     for number, descriptor in enumerate([fcntl.fcntl(each, fcntl.F_DUPFD, _FAILED + 1) for each in descriptors]):

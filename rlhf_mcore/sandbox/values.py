@@ -20,8 +20,8 @@ MAX_LINE_BYTES = 2**26
 MAX_INT_CHARS = 2**20  # hexadecimal digits of an int
 # Hexadecimal digits per term of a Fraction, whose terms are divided by their greatest common divisor; and digits of a Decimal.
 MAX_TERM_CHARS = 2**14
-MAX_EXPONENT = 10**5  # of a Decimal; a comparison with a Fraction expands it
-MAX_SAME_HASHES = 100  # in a set or dict, where items with equal hashes are compared with each other
+MAX_EXPONENT = 10**5  # limit for a Decimal; a comparison with a Fraction expands it
+MAX_SAME_HASHES = 100  # per set or dict, which compares items with equal hashes with each other
 _SAFE_INT = 2**53
 Keep = Callable[[Any], Any]  # returns the message for an object that is not plain
 

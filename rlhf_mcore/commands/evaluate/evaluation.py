@@ -97,7 +97,7 @@ class Evaluated:
     """The results of an evaluated checkpoint, on the first rank."""
 
     directory: Path  # with samples.jsonl and results.json
-    content: dict[str, Any]  # of results.json
+    content: dict[str, Any]  # the content of results.json
     samples: list[Sample]
 
 

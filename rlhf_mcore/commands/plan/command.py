@@ -193,7 +193,7 @@ class _Offers:
 
 
 def _find_offers(cfg: Config, plan: RunPlan, assumed: Assumptions, *, has_world: bool) -> _Offers:
-    """Search layouts that fit, also in larger worlds. Offer adapters only if the user has chosen a world where nothing fits."""
+    """Search layouts that fit, including larger worlds. Offer adapters only if no layout fits the world that the user has chosen."""
     is_chosen = has_world or cfg.trainer.world_size is not None
     layouts = in_any_world(cfg, plan.world_size if is_chosen else None, plan.gpu, assumed, is_wanted=not plan.fits)
     if plan.fits or any(not is_chosen or each.plan.world_size == plan.world_size for each in layouts):

@@ -159,7 +159,7 @@ def in_any_world(
 
 
 def worlds(cfg: Config, gpu: GpuType, assumed: Assumptions | None = None) -> list[Suggestion]:
-    """Return the fastest layout on 1, 2, 4, 8, ... processes, for the first ``MAX_SHOWN_WORLDS`` worlds where a layout fits."""
+    """Return the fastest layout on 1, 2, 4, 8, ... processes, for the first ``MAX_SHOWN_WORLDS`` worlds with a layout that fits."""
     found: list[Suggestion] = []
     size = 1
     while size <= MAX_SHOWN_SIZE and len(found) < MAX_SHOWN_WORLDS:
@@ -169,7 +169,7 @@ def worlds(cfg: Config, gpu: GpuType, assumed: Assumptions | None = None) -> lis
 
 
 def smallest_world(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> list[Suggestion]:
-    """Return the fastest layout in the smallest of 2, 4, ..., 64 times this world where a layout fits, or [] if none fits."""
+    """Return the fastest layout in the smallest of 2, 4, ..., 64 times this world with a layout that fits, or [] if there is none."""
     found = (suggest(cfg, world_size * factor, gpu, 1, assumed) for factor in (2, 4, 8, 16, 32, 64))
     return next(filter(None, found), [])
 

@@ -63,7 +63,10 @@ class Channels:
         return told
 
     def end_in(self, text: str, place: int, mark: str, end: str) -> int | None:
-        """Return where this turn ends in a rendered ``text`` if it starts at ``place``; None if the text lacks a part of it."""
+        """Return the position in a rendered ``text`` at which this turn ends if it starts at ``place``.
+
+        Returns None if the text lacks a part of the turn.
+        """
         words = text.find(f"{mark}words;", place)
         if words < 0 or (self.thoughts and not place <= text.find(f"{mark}thoughts;", place) < words):
             return None

@@ -146,7 +146,7 @@ class Conversation:
         return f"{self._mark}{node.place}-"
 
     def _end_of(self, node: Node, text: str, place: int) -> int | None:
-        """Return where a turn ends in a text if it starts at ``place``; None if the text differs from the turn."""
+        """Return the position in a text at which a turn ends if it starts at ``place``; None if the text differs from the turn."""
         if CHANNEL not in node.said:
             return after(text, place, node.said)
         return Channels.read(node.said).end_in(text, place, self._mark_of(node), node.end)

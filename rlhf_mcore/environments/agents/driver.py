@@ -98,7 +98,7 @@ class AgentEpisodes:
         self._finished: list[Completion] = []
         self._drawn: Drawn | None = None
         self._slots: int | None = None
-        self._at_engine: set[int] = set()  # turns in the engine, including those whose client disconnected
+        self._at_engine: set[int] = set()  # turns in the engine, including turns whose client has disconnected
         self._next_words = 0.0  # time of the next text events of streams
         self._finder = ThreadPoolExecutor(1, "places")  # renders and tokenises requests
         self._unplaced: list[_Waiting] = []

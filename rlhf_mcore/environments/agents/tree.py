@@ -112,8 +112,8 @@ class TokenTree:
     ) -> tuple[Node | None, int]:
         """Return the deepest of ``nodes`` whose complete path is at the start of ``text``, and the position in ``text`` after it.
 
-        A template may change the spaces of a turn, and may leave out its end. ``end_of`` returns where a turn that starts at a
-        position ends in the text; None if the text differs from the turn.
+        A template may change the spaces of a turn, and may leave out its end. ``end_of`` returns the end of a turn that starts at a
+        position of the text; None if the text differs from the turn.
         """
         below: dict[Node | None, list[Node]] = {}
         for node in nodes:
@@ -158,7 +158,7 @@ class TokenTree:
     def leaves(self, branches: str = "all") -> list[Node]:
         """Return the last turns of the branches to train on, in the order of sampling.
 
-        ``last``: the branch of the last turn. ``longest``: the branch with the most sampled tokens; of equal branches, the later one.
+        ``last``: the branch of the last turn. ``longest``: the branch with the most sampled tokens, the latest of equal branches.
         """
         ends = [node for node in self.nodes if not node.children]
         if branches == "last":

@@ -195,7 +195,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
                 max_tokens=limit,
                 seed=request.seed,
                 stop_token_ids=self._stops,
-                logprobs=0,  # of the sampled token only
+                logprobs=0,  # logprob of the sampled token only
                 detokenize=False,
                 extra_args=more,
             )
@@ -444,7 +444,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
                 adapters.forget_batch(self._worker().model_runner)
 
     def close(self) -> None:
-        """Free the engine. The trainer's process group stays. Another engine may start later, also in another process group."""
+        """Free the engine. The trainer's process group stays. Another engine may start later, even in another process group."""
         from vllm.distributed import parallel_state
 
         self.abandon("it was closed")

@@ -32,7 +32,7 @@ class GroupedVLLMEngine(VLLMEngine):
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
         """Start the engine; see :class:`VLLMEngine`."""
         self._size, self._group_of = cfg.layout.dp, dict[int, int]()
-        self._tokens_drawn = 0  # of all groups
+        self._tokens_drawn = 0  # total of all groups
         self._num_passes = 0
         self._rank_of_engine = rank_and_world_size()[0] % cfg.layout.num_ranks
         super().__init__(cfg, model)
@@ -165,7 +165,7 @@ def _gather_counts(counts: Sequence[int], group: Any) -> list[list[int]]:
 
 
 def _plain(completion: Completion) -> list[Any]:
-    """Convert a completion to JSON values. Of the recorded fields, only drafts are supported with data parallelism."""
+    """Convert a completion to JSON values. With data parallelism, drafts are the only supported recorded field."""
     drafts = completion.fields.get(DRAFTS)
     return [
         completion.request_id,

@@ -100,7 +100,7 @@ def _by_expert(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
 
 
 def _lost_layers(model: Any) -> set[str]:
-    """Return the names of layers that vLLM reloads without any tensor, regardless of what its model reports as loaded."""
+    """Return the names of layers that vLLM reloads without any tensor, even if its model reports them as loaded."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     infos = {name: get_layerwise_info(module) for name, module in model.named_modules()}
