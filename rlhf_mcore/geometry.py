@@ -196,7 +196,7 @@ class ModelGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a tensor that a rank stores. For experts' tensors, also the experts that the rank stores.
+    """The part of a tensor that a rank stores. For experts' tensors, it includes the stored range of experts.
 
     The tensor is split into ``size`` parts by tensor parallelism, or by expert tensor parallelism for experts. This rank stores part
     ``rank``. Each expert-parallel rank stores an equal contiguous range of experts: range ``expert_rank`` of

@@ -79,7 +79,7 @@ def reward_settings(reward: Any) -> dict[str, Any]:
     """Return the settings for a reward: a function, a rule, a list of both, or a dict with the group ``reward``.
 
     Raises:
-        ConfigError: the reward is none of these, or its function does not accept a reward's arguments.
+        ConfigError: the reward has a different type, or its function does not accept a reward's arguments.
     """
     if isinstance(reward, Mapping):
         return {"reward": reward}

@@ -42,7 +42,7 @@ from rlhf_mcore.plugins import load_plugin
 
 @dataclass(frozen=True, slots=True)
 class MatrixRows:
-    """One of the matrices that a layer's weight joins.
+    """A matrix that a layer stores as rows of a joined weight.
 
     ``a_row`` is the first row of its A. ``b_rows`` are the rows of B for the rows ``rows`` of the weight.
     """

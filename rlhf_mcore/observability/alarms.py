@@ -142,7 +142,7 @@ def _default(rule: MetricRule, actions: tuple[str, ...]) -> _Watch:
 
 
 class AlarmBell:
-    """Performs the actions for alarms, on the first rank. ``cfg`` defines where messages go.
+    """Performs the actions for alarms, on the first rank. ``cfg`` defines the receivers of messages.
 
     ``note`` prints a message. ``save`` requests a checkpoint after the step, and ``stop`` the end of the run.
     """

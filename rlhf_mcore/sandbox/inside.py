@@ -1,4 +1,4 @@
-"""Builds the sandbox's walls in its own interpreter, then forks a confined process for every program.
+"""Build the sandbox's walls in a separate interpreter, then fork a confined process for every program.
 
 ``rlhf_mcore.sandbox.run`` starts it and controls it over a socket. It is the first process of its pid namespace, or else it
 adopts orphaned processes, so that no process outlives its program. When its starter ends, it kills all processes and ends
@@ -56,7 +56,7 @@ class Walls:
     sandbox: str  # name of the sandbox
     landlock: int = 0  # version of the Landlock interface; 0: not used
     filter: bytes = b""  # seccomp filter; empty: none
-    nobody: bool = False  # the program runs as the user nobody
+    nobody: bool = False  # the program runs as the user ``nobody``
     keeps: bool = False  # files of a program stay for the next program
     places: list[str] = field(default_factory=list)  # writable directories, located below ``SCRATCH``
     missing: list[str] = field(default_factory=list)  # walls that this machine does not support, with the reason
@@ -190,7 +190,7 @@ def _show(path: str) -> None:
 
 
 def _can_be_nobody() -> bool:
-    """Return whether the user nobody exists and may read the interpreter's files."""
+    """Return whether the user ``nobody`` exists and may read the interpreter's files."""
     if (child := os.fork()) == 0:
         with suppress(OSError):
             _become_nobody()
@@ -210,7 +210,7 @@ def _become_nobody() -> None:
 def _run(
     order: dict[str, Any], descriptors: list[int], walls: Walls, control: socket.socket, starter: int
 ) -> dict[str, Any] | None:
-    """Run a program until it ends or is stopped, and kill its remaining processes. Return None if the starter is gone.
+    """Run a program until it ends or is stopped, and kill its remaining processes. Return None if the starter has ended.
 
     Return {"status", "cpu_s", "is_full": whether it wrote too much}, or {"failed": cause} if it could not be confined.
     """
@@ -242,7 +242,7 @@ def _run(
 
 
 def _wait(child: int, control: socket.socket, starter: int, scratch: str | None, size: int) -> bool:
-    """Wait until a program ends, is stopped, or exceeds ``size`` bytes in ``scratch``. Return False if the starter is gone."""
+    """Wait until a program ends, is stopped, or exceeds ``size`` bytes in ``scratch``. Return False if the starter has ended."""
     program = os.pidfd_open(child)
     poll = select.poll()
     for each in (control, starter, program):
@@ -296,7 +296,7 @@ def _make_scratch(walls: Walls, size: int) -> str:
 
 def _remove_scratch(walls: Walls, scratch: str) -> None:
     if walls.keeps:
-        return  # it is removed with the namespace
+        return  # the directory is removed with the namespace
     if walls.isolated:
         with suppress(OSError):
             kernel.unmount(scratch)
@@ -339,7 +339,7 @@ def _confine(limits: dict[str, int], walls: Walls, scratch: str, descriptors: li
         with suppress(OSError):  # the kernel counts processes per user and user namespace
             kernel.unshare(kernel.NEW_USERS)
             others = 0
-        kernel.end_with_parent()  # the change of user id has reset it
+        kernel.end_with_parent()  # set again, because the change of user id has reset it
     elif not walls.isolated:
         others = tasks_of(os.geteuid())
     for which, value in (
@@ -355,7 +355,9 @@ def _confine(limits: dict[str, int], walls: Walls, scratch: str, descriptors: li
     ):
         kernel.limit(which, value)
     kernel.drop_privileges()
-    if walls.filter:  # safe behind the filter, and needed so that the sandbox can count open deleted files
+    if (
+        walls.filter
+    ):  # needed to count open deleted files; safe, because the filter rejects calls that inspect processes
         kernel.show_memory()
     if walls.landlock:
         kernel.landlock(walls.readable, [scratch, *filter(os.path.exists, _DEVICES)], walls.landlock)

@@ -168,11 +168,11 @@ class Sandbox:
     """A confined interpreter, which forks a process for each program. It runs one program at a time, and ends with its starter.
 
     Args:
-        level: one of ``LEVELS``; None: the strongest on this machine. packages: directories that programs may read and import
-        from. places: directories that programs may write to, in addition to the scratch directory, at level "namespaces".
-        keeps: files of a program stay for the next program, at level "namespaces". Such a sandbox is not restarted after its
-        end.
-            Every later program is then rejected.
+        level: one of ``LEVELS``; None: the strongest on this machine.
+        packages: directories that programs may read and import from.
+        places: directories that programs may write to, in addition to the scratch directory, at level "namespaces".
+        keeps: files of a program stay for the next program, at level "namespaces". After its end, such a sandbox is not
+            restarted and rejects every later program.
 
     Raises:
         OSError: this machine does not support the level.
@@ -247,7 +247,7 @@ class Sandbox:
             self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
-        remove_scratch_of(self._name)  # if it could not remove them itself
+        remove_scratch_of(self._name)  # in case the sandbox could not remove them itself
 
     def run(
         self, program: Program, limits: Limits = Limits(), *, stdin: bytes = b"", cancelled: Event | None = None
@@ -284,7 +284,7 @@ def _close_if_interrupted(*sandboxes: Sandbox) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Output:
-    """One of a program's two output streams."""
+    """An output stream of a program: standard output or standard error."""
 
     descriptor: int
     limit: int
@@ -382,7 +382,7 @@ class _Running:
         if self.cancelled is not None and self.cancelled.is_set():
             self.stop(Reason.KILLED)
         if time.monotonic() >= self.deadline:
-            if self.stopped is not None:  # and it has not ended
+            if self.stopped is not None:  # the program was stopped and has not ended
                 self.sandbox.close()
                 self.answer = {"status": signal.SIGKILL, "cpu_s": 0.0}
             self.stop(Reason.TIMEOUT)
@@ -426,7 +426,7 @@ class _Running:
 
 
 def _run_to_end(begin: Callable[[], list[_Running]], *sandboxes: Sandbox) -> Result:
-    """Run programs. If a sandbox ends meanwhile, restart it and run them again, at most ``TRIES`` times."""
+    """Run programs. If a sandbox ends during the run, restart it and run them again, at most ``TRIES`` times."""
     result = Result(Reason.KILLED)
     for _ in range(TRIES):
         try:

@@ -1,4 +1,4 @@
-"""Resource usage of a program: its processes, their memory, and its scratch directory; and the removal of both.
+"""Measure the processes, memory and scratch directory of a program, and remove its processes and scratch directory.
 
 Only the standard library is imported, because this also runs in the sandbox's own interpreter.
 """
@@ -88,8 +88,8 @@ def _prefix(sandbox: str) -> str:
 def remove(path: str) -> None:
     """Remove a directory with its contents, skipping entries that cannot be removed.
 
-    Only one directory is open at a time, and ``..`` leads back. Neither recursion, descriptors nor path length therefore
-    limit the depth. Nothing else may change the directory meanwhile.
+    Only one directory is open at a time, and ``..`` returns to its parent. The depth is therefore not limited by recursion,
+    descriptors or path length. No other process may change the directory during the call.
     """
     with suppress(OSError):
         directory, names = os.open(path, _DIRECTORY), [""]

@@ -1,7 +1,7 @@
 """Python values as JSON lines, between a test and the tested code. Nothing is pickled or evaluated.
 
 Plain values are sent as copies without their class. For example, a subclass of ``int`` whose ``__eq__`` is always true
-arrives as an int. Other objects stay where they are, and a number is sent instead.
+arrives as an int. Other objects stay in their process, which sends a number instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``rlhf-mcore evaluate CONFIG.yaml evaluate.checkpoint=DIR [a.b=c ...]``, also under the user's own torchrun."""
+"""``rlhf-mcore evaluate CONFIG.yaml evaluate.checkpoint=DIR [a.b=c ...]``, with or without the user's torchrun."""
 
 from __future__ import annotations
 
