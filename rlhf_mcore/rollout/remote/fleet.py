@@ -33,8 +33,8 @@ _ROOM_S = 120.0  # wait for nodes that have not joined the cluster yet
 class Fleet:
     """A Generator over all engines, and RemoteEngines for the bridge.
 
-    A separate thread calls the engines. Only calls that submit requests or transfer weights come from the caller's thread. ``clock``
-    returns seconds.
+    A separate thread starts the engines, checks them and reads their reports. The caller's thread submits and cancels requests, and
+    transfers weights. ``clock`` returns seconds.
 
     Every request is answered once. If an engine fails, another engine samples its requests again from the start, with the same
     seeds. The backlog assigns these requests. An engine that starts or restarts receives weights at the next sync, and requests only
@@ -426,9 +426,9 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------ members
     def pop_work(self) -> tuple[EngineWork, int]:
-        """Return the reported work of all engines since the last call, and a number of responses.
+        """Return the reported work of all engines since the last call, and the number of responses with newer weights.
 
-        The number counts responses that a different version than at submission has sampled, because their engine was lost.
+        The engine of such a response was lost, and another engine sampled it with newer weights than at its submission.
         """
         with self._changed:
             work, self._work = self._work, EngineWork()

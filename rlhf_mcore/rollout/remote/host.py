@@ -42,9 +42,10 @@ _FOREVER = timedelta(days=3650)  # ranks wait for each other while the engine is
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """The specification of a rank of an engine. Ray pickles ``receiver`` by its name.
+    """The specification of a rank of an engine.
 
-    ``receiver`` builds the engine's end of the bridge. ``episodes`` builds the driver of episodes, on the engine's first rank.
+    ``receiver`` builds the engine's end of the bridge; pickle stores only its name.
+    ``episodes`` builds the driver of episodes, on the engine's first rank.
     """
 
     cfg: RolloutConfig
