@@ -125,7 +125,7 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
         and (Path(saved) / "manifest.json").is_file()
     )
     assert "let it take (data_source, solution_str, ground_truth, extra_info)" in problems[0]
-    assert "need 2 processes, and this is one" in problems[1]
+    assert "need 2 processes, but there is only one" in problems[1]
     assert fits and not leaves_rank
     rows = (tmp_path / "outputs/quickstart/second/data/train.jsonl").read_text().splitlines()
     assert len(rows) == 30 and json.loads(rows[0]) == {"prompt": "<|user|>10+1=<|end|><|assistant|>"}
