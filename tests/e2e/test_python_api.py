@@ -151,7 +151,7 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     assert difference == pytest.approx(reward - json.loads(untrained.read_text())["results"]["all"]["reward"]["value"])
     saved_numbers = sum(tensor.numel() for tensor in load_file(tmp_path / flat / "model.safetensors").values())
     assert flat == "flat" and num_parameters == saved_numbers and num_bytes == 2 * num_parameters
-    assert "flat already exists" in refused[0] and "there are: hf, megatron" in refused[1]
+    assert "flat already exists" in refused[0] and "choose one of hf, megatron" in refused[1]
     assert "evaluate.checkpoint=nowhere is not a directory" in refused[2]
     written = tmp_path / "outputs/quickstart/second/rollouts"
     tokens = [json.loads(line) for line in (written / "tokens-000002.jsonl").read_text().splitlines()]
