@@ -74,7 +74,7 @@ def test_fault_37_output_on_the_full_disk_itself(workspace: Path, disk: Path) ->
 
 @pytest.mark.parametrize(
     "disk, file",
-    [(4, r"launch\.json"), (12, r"config\.yaml"), (24, r"metrics\.jsonl")],
+    [(4, r"launch\.json"), (12, r"config\.yaml"), (20, r"metrics\.jsonl")],
     indirect=["disk"],
 )
 def test_fault_37_a_start_on_a_disk_of_a_few_kib(workspace: Path, disk: Path, file: str) -> None:
