@@ -78,7 +78,7 @@ class Claims(Protocol):
         ...
 
 
-class Share(Protocol):
+class PromptShare(Protocol):
     """The prompts of a step that an engine samples responses to."""
 
     @property
@@ -154,7 +154,7 @@ class Dealer:
         if self.order != IN_ORDER:
             self.lengths.note(prompts, group_ids, lengths)
 
-    def share(self, prompts: Sequence[Prompt], num_samples: int, engine: EngineRank) -> Share:
+    def share(self, prompts: Sequence[Prompt], num_samples: int, engine: EngineRank) -> PromptShare:
         """Return this engine's share of a step. The lead rank of every engine calls it with the same prompts."""
         if self.order == IN_ORDER:
             return FixedShare(list(range(engine.engine_index, len(prompts), engine.num_engines)))
