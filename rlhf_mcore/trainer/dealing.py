@@ -99,11 +99,11 @@ class FixedShare:
 
     @property
     def is_empty(self) -> bool:
-        """See :class:`Share`."""
+        """See :class:`PromptShare`."""
         return not self.places
 
     def take(self, num_in_flight: int) -> list[int]:
-        """See :class:`Share`."""
+        """See :class:`PromptShare`."""
         taken, self.places = self.places, []
         return taken
 
@@ -120,11 +120,11 @@ class QueuedShare:
 
     @property
     def is_empty(self) -> bool:
-        """See :class:`Share`."""
+        """See :class:`PromptShare`."""
         return not self.waiting
 
     def take(self, num_in_flight: int) -> list[int]:
-        """See :class:`Share`. Claims the number of prompts that fit into the free slots; an idle engine claims at least one."""
+        """See :class:`PromptShare`. Claims the number of prompts that fit into the free slots; an idle engine claims at least one."""
         free = (self.slots - num_in_flight) // self.num_samples
         count = free if num_in_flight else max(free, 1)
         if count < 1 or not self.waiting:
