@@ -21,7 +21,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rlhf_mcore.commands.config.json_schema import json_schema  # noqa: E402
+from rlhf_mcore.commands.config import json_schema  # noqa: E402
 from rlhf_mcore.config.choices import PRESETS  # noqa: E402
 from rlhf_mcore.config.keys import KEYS, type_name, walk  # noqa: E402
 from rlhf_mcore.config.schema import Config  # noqa: E402

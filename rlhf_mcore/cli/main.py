@@ -1,4 +1,4 @@
-"""The console script ``rlhf-mcore COMMAND ...``. Each command is a package in ``commands``, except ``train`` and ``completion``.
+"""The console script ``rlhf-mcore COMMAND ...``.
 
 Exit codes: 0 is success. 2 is a user error (configuration, command line or data), with one readable message. 75 means that the
 run was saved and should be started again. Other codes are failures; 128 + N means that signal N ended the run.
@@ -11,11 +11,11 @@ import difflib
 import errno
 import io
 import os
-import pkgutil
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 
 import rlhf_mcore
 from rlhf_mcore.cli import completion
@@ -27,10 +27,20 @@ from rlhf_mcore.plugins import find_plugins
 COMMANDS = {
     "train": "train a policy; starts torchrun on this machine",
     "completion": "make TAB complete commands, options, keys and values in bash and zsh",
+    "config": "show a resolved configuration, compare two, explain a key",
+    "convert": "convert a model between formats: Hugging Face, Megatron, FSDP, our checkpoints",
+    "doctor": "check versions, kernels, the machine, its disk and the network between ranks",
+    "evaluate": "score a model on held-out prompts, or two side by side",
+    "metrics": "explain a metric: meaning, healthy range, remedy",
+    "plan": "estimate memory, traffic and time of a run, without a GPU",
+    "prepare-data": "make training data from GSM8K, MATH, DAPO, OpenAssistant, chats, preference pairs",
+    "push": "upload the trained model of a run to the Hugging Face hub, with a model card",
+    "report": "write one HTML file about one or more runs: health, curves, time, responses",
+    "reward-test": "test the reward on the data: it must accept ground truths and reject other answers",
+    "rollouts": "list, add, drain or remove the engines of a running job",
+    "verify-checkpoint": "name every damaged file of a checkpoint, or of all checkpoints of a run",
+    "watch": "show the page of report in a browser during a run",
 }
-# Every package in ``commands`` is a command.
-ROOMS = {room.name.replace("_", "-") for room in pkgutil.iter_modules(import_module("rlhf_mcore.commands").__path__)}
-COMMANDS |= {name: import_module(f"rlhf_mcore.commands.{name.replace('-', '_')}").SUMMARY for name in ROOMS}
 PLUGINS = {name: point.value for name, point in find_plugins("commands").items()}  # commands of other packages
 COMMANDS |= {name: import_module(package).SUMMARY for name, package in PLUGINS.items()}
 COMMANDS = dict(sorted(COMMANDS.items(), key=lambda item: (item[0] != "train", item[0])))
@@ -74,18 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def module_of(command: str) -> str:
-    """Return the module name of a command. The module defines ``main`` and ``_parser``."""
+    """Return the module of a command: a file, or ``command`` in a package. It defines ``main`` and ``_parser``."""
     if command in PLUGINS:
         return f"{PLUGINS[command]}.command"
-    name = command.replace("-", "_")
-    return f"rlhf_mcore.commands.{name}.command" if command in ROOMS else f"rlhf_mcore.cli.{name}"
+    room = "cli" if command in ("train", "completion") else "commands"
+    module = f"rlhf_mcore.{room}.{command.replace('-', '_')}"
+    is_package = (spec := find_spec(module)) is not None and spec.submodule_search_locations is not None
+    return f"{module}.command" if is_package else module
 
 
 def _parser() -> argparse.ArgumentParser:
-    commands = "\n".join(f"  {name:<18} {summary}" for name, summary in COMMANDS.items())
+    listed = "\n".join(f"  {name:<18} {summary}" for name, summary in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="rlhf-mcore",
-        description=f"Reinforcement learning on Megatron-core with vLLM rollouts.\n\ncommands:\n{commands}",
+        description=f"Reinforcement learning on Megatron-core with vLLM rollouts.\n\ncommands:\n{listed}",
         epilog=f"`rlhf-mcore COMMAND --help` explains a command.\n\n{EPILOG}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [--help] [--version] COMMAND ...",

@@ -173,7 +173,7 @@ def test_there_are_blocks_of_every_language() -> None:
         ("rlhf-mcore train configs/quickstart/grpo.yml", "no file configs/quickstart/grpo.yml"),
         ("rlhf-mcore train run.yaml --print", "rlhf_mcore.cli.train has no --print"),
         ("torchrun --nproc-per-node 2 -m rlhf_mcore.cli.train run.yaml actor.lr=1", "no key actor.lr"),
-        ("rlhf-mcore config explain --why", "rlhf_mcore.commands.config.command has no --why"),
+        ("rlhf-mcore config explain --why", "rlhf_mcore.commands.config has no --why"),
         ("./launch/slurm/submit.sh CONFIG --knodes 2", "./launch/slurm/submit.sh has no --knodes"),
         ("rlhf-mcore train run.yaml reward.function=examples/reward.py:grade", "no file examples/reward.py"),
     ],

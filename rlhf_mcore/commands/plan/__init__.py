@@ -1,3 +1,1 @@
 """The command ``plan``: estimate memory, traffic and time of a run from its configuration."""
-
-SUMMARY = "estimate memory, traffic and time of a run, without a GPU"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.commands.reward_test import command as reward_test
+from rlhf_mcore.commands import reward_test
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import EnvironmentConfig
 from rlhf_mcore.environments.agents.endpoint import Endpoint

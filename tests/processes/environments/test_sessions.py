@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.commands.reward_test import command as reward_test
+from rlhf_mcore.commands import reward_test
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.environments import sessions as sessions_module

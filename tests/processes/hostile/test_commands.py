@@ -22,7 +22,7 @@ from rlhf_mcore.cli.main import module_of
 from rlhf_mcore.commands.convert import command as convert
 from rlhf_mcore.commands.convert import conversion
 from rlhf_mcore.commands.plan import command as plan
-from rlhf_mcore.commands.verify_checkpoint import command as verify_checkpoint
+from rlhf_mcore.commands import verify_checkpoint
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + {EXTRA_BYTES}, used + {EXTRA_BYTES}))
 results = []

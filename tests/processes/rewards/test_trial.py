@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.cli.main import main
-from rlhf_mcore.commands.reward_test.trials import as_text
+from rlhf_mcore.commands.reward_test import as_text
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config, DataConfig, FunctionConfig, RewardConfig, RuleConfig
 from rlhf_mcore.own_processes import has_ended

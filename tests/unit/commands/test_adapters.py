@@ -23,7 +23,7 @@ from rlhf_mcore.cli.main import main
 from rlhf_mcore.cli.saved_checkpoint import check_saved
 from rlhf_mcore.commands.evaluate.checkpoints import ShardedModel, find_sharded
 from rlhf_mcore.commands.evaluate.weights import open_weights, weight_sketches
-from rlhf_mcore.commands.push.command import collect
+from rlhf_mcore.commands.push import collect
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families.adapters import hf_names
 from rlhf_mcore.geometry import AdapterSizes, Shard, StateShard

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.cli.main import main as command
-from rlhf_mcore.commands.config.command import main
+from rlhf_mcore.commands.config import main
 
 FILE = """
 output_dir: out

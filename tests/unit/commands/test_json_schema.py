@@ -8,7 +8,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from omegaconf import OmegaConf
 
-from rlhf_mcore.commands.config.json_schema import json_schema
+from rlhf_mcore.commands.config import json_schema
 from tools.document_config import SCHEMA, schema_text
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,7 +8,7 @@ from types import CodeType
 
 import pytest
 
-from rlhf_mcore.commands.metrics.command import main
+from rlhf_mcore.commands.metrics import main
 from rlhf_mcore.config.keys import DESCRIPTIONS
 from rlhf_mcore.metrics.catalogue import METRICS, find_metric
 from rlhf_mcore.metrics.rules import RULES

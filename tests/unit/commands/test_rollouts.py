@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.commands.rollouts.command import main
+from rlhf_mcore.commands.rollouts import main
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.rollout.remote import control
 from rlhf_mcore.rollout.remote.fleet_state import EngineStatus

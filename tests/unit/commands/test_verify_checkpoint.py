@@ -114,7 +114,7 @@ def test_a_person_sees_how_many_bytes_were_compared(tmp_path: Path, monkeypatch:
         yield counted.append
         counted.append(-total)
 
-    monkeypatch.setattr("rlhf_mcore.commands.verify_checkpoint.command.progress_bar", bar)
+    monkeypatch.setattr("rlhf_mcore.commands.verify_checkpoint.progress_bar", bar)
     assert run(checkpoint.parent) == 0
     files = [path for path in tmp_path.glob("checkpoint-*/**/*") if path.is_file() and path.name != "manifest.json"]
     assert counted[-1] == -sum(path.stat().st_size for path in files) < 0 and sum(counted) == 0

@@ -1,3 +1,0 @@
-"""The command ``metrics``: explain a metric."""
-
-SUMMARY = "explain a metric: meaning, healthy range, remedy"
