@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rlhf_mcore.types import Completion, Request, Score, TrainBatch, Trajectory, UpdateResult
+    from rlhf_mcore.types import Completion, Job, Request, Score, TrainBatch, Trajectory, UpdateResult
 
 
 MEMORY = ("weights", "kv_cache")  # memory of an engine, in the order in which it is needed after a sleep
@@ -87,6 +87,14 @@ class Generator(Protocol):
 
     def cancel(self, request_ids: Collection[int]) -> None:
         """Stop sampling these requests, which are then not returned. Finished and unknown ids are ignored."""
+        ...
+
+
+class Player(Protocol):
+    """Runs rollouts on engines."""
+
+    def begin(self, jobs: Sequence[Job]) -> Sequence[Awaitable[Trajectory]]:
+        """Start the rollouts of jobs, and return a future of each trajectory. An engine starts with all jobs of a call."""
         ...
 
 

@@ -90,6 +90,22 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Job:
+    """A rollout to run: response ``sample`` to ``prompt`` at ``step``. ``number`` is unique among the open jobs of an engine."""
+
+    number: int
+    prompt: Prompt
+    sample: int
+    sampling: Sampling
+    step: int
+
+    @property
+    def name(self) -> str:
+        """Return the name for messages."""
+        return f"prompt {self.prompt.prompt_id!r}, sample {self.sample}"
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A request to sample one continuation of ``prompt_ids``.
 
@@ -215,7 +231,7 @@ class Trajectory:
     )  # fields of completions; zeros or no values for other tokens
     sequences: tuple[int, ...] = ()  # number of tokens of each sequence; () if there is only one
     sequence_images: tuple[tuple[str, ...], ...] = ()  # image digests of each sequence; () without images
-    # The turns as a tree with times, in the format of environments/episode_log.py; JSON values
+    # The turns as a tree with times, in the format of sampling/episode_log.py; JSON values
     record: Mapping[str, Any] | None = None
 
     @property

@@ -29,6 +29,7 @@ from rlhf_mcore.config.questions import sent_geometry, sent_quantisation
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.environments.build import EpisodeSpec
+from rlhf_mcore.environments.generator import sample_episode
 from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.geometry import AdapterSizes
 from rlhf_mcore.mcore.model_spec import load_spec
@@ -45,7 +46,6 @@ from rlhf_mcore.rollout.remote.fleet_state import RESTARTS, FleetPlan
 from rlhf_mcore.rollout.remote.host import EngineSpec
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.sampling.requests import episode_request, request_of
-from rlhf_mcore.sampling.rollouts import sample_episode
 from rlhf_mcore.trainer.ahead import SamplingAhead, SamplingSchedule
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
@@ -115,7 +115,7 @@ def build_disaggregated(
     source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, fill_step)
     canary = build_canary(run, actor, batch_sampler, NoTarget())
     if plays:
-        batch_sampler = replace(batch_sampler, make_rollout=sample_episode)
+        batch_sampler = replace(batch_sampler, rollout=sample_episode)
     trained = OnDeviceBridge(changed_only(cfg, actor, remote, NoTarget()), actor.model)
     publisher = RemotePublisher(trained, run.record, source.drain if drain else None, canary)
     return Generation(source, publisher, batch_sampler, None if first is None else first.ahead)

@@ -20,15 +20,15 @@ from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.environments.containers.kinds import containers_of, options_of
 from rlhf_mcore.environments.containers.task import Task, task_of
 from rlhf_mcore.environments.control_tokens import most_characters
-from rlhf_mcore.environments.episodes import EpisodeLimits, Episodes
-from rlhf_mcore.environments.generator import EpisodeGenerator
+from rlhf_mcore.environments.episodes import Episodes
+from rlhf_mcore.environments.generator import EpisodeGenerator, sample_episode
 from rlhf_mcore.environments.sessions import sessions_of
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.readers.data_columns import row_limits
 from rlhf_mcore.readers.data_rows import mapping
 from rlhf_mcore.readers.model_files import sees_images
-from rlhf_mcore.sampling.rollouts import sample_episode
+from rlhf_mcore.sampling.policy import Limits
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class EpisodeSpec:
         if own.function in ASKING:
             return self._agents(tokenizer)
         text = TurnText(tokenizer, self.chat_template, keep=own.rewritten_history == "keep")
-        bounds = EpisodeLimits(own.max_turns, own.max_tokens, own.max_seconds)
+        bounds = Limits(own.max_turns, own.max_tokens, own.max_seconds)
         rules: dict[str, Any] = {"fails": self.fails, "overlap": self.overlap, "pays": own.score != "reward"}
         if own.tool_parser is not None:
             parse = self.make_parser(own.tool_parser, tokenizer, self.tools)
@@ -123,7 +123,7 @@ class EpisodeSpec:
             from rlhf_mcore.environments.agents.images import RequestImages
 
             images = RequestImages(self.make_reader())
-        limits = EpisodeLimits(own.max_turns, own.max_tokens, own.max_seconds)
+        limits = Limits(own.max_turns, own.max_tokens, own.max_seconds)
         rules = AgentRules(limits, self.max_total, self.fails, own.score != "reward", own.branches)
         os.environ.update(self.variables)
         sessions = sessions_of(own, self.num_engines, self.folder)

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.environments.control_tokens import UnreadableText, most_characters
-from rlhf_mcore.environments.episode_log import EpisodeLog, linear_record
 from rlhf_mcore.environments.sessions import Sessions, StepResult
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory, check_completion
+from rlhf_mcore.sampling.episode_log import EpisodeLog, linear_record
+from rlhf_mcore.sampling.policy import Limits
 from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.sampling.seeds import request_seed, turn_seed
-from rlhf_mcore.types import Completion, EpisodeRequest, Prompt, Request, Score, Trajectory
+from rlhf_mcore.types import Completion, EpisodeRequest, Job, Prompt, Request, Score, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,18 +31,6 @@ if TYPE_CHECKING:
     from rlhf_mcore.protocols import RewardFunction
 
 PART = "environment"  # part of a score: the sum of the rewards of all turns
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """Limits of an episode.
-
-    ``max_tokens`` counts all tokens after the prompt, including the environment's. None means the sampling's ``max_new_tokens``.
-    """
-
-    max_turns: int
-    max_tokens: int | None = None
-    max_seconds: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +70,7 @@ class Episodes:
         self,
         sessions: Sessions,
         text: TurnText,
-        limits: EpisodeLimits,
+        limits: Limits,
         *,
         fails: bool = True,
         overlap: bool = False,
@@ -297,7 +286,7 @@ class Episodes:
     def _ask(self, key: int, each: _Episode) -> None:
         room = each.max_tokens - each.num_tokens
         asked = each.asked
-        first = request_of(key, each.prompt, asked.sample, asked.sampling, asked.step)
+        first = request_of(Job(key, each.prompt, asked.sample, asked.sampling, asked.step))
         if each.written:
             parts = [part.token_ids if isinstance(part, Completion) else part for part in each.written]
             prompt_ids = np.concatenate([np.array(each.prompt.prompt_ids, np.int32), *parts]).tolist()

@@ -6,14 +6,25 @@ import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from rlhf_mcore.sampling.requests import episode_request
 from rlhf_mcore.types import Completion, Request
 
 if TYPE_CHECKING:
     from rlhf_mcore.episode_driver import EpisodeDriver
     from rlhf_mcore.protocols import Generator
+    from rlhf_mcore.sampling.policy import Policy
+    from rlhf_mcore.sampling.rollouts import Context
+    from rlhf_mcore.types import Prompt, Trajectory
 
 # An episode may have several turns in flight. The id of a turn is then the episode's id plus a multiple of this number.
 TURNS = 2**40
+
+
+async def sample_episode(policy: Policy, prompt: Prompt, ctx: Context) -> Trajectory:
+    """Run an episode on an engine of the class ``EpisodeGenerator``."""
+    completion = await policy._engine.sample(episode_request(ctx.job))
+    assert completion.trajectory is not None, "the engine plays episodes"
+    return completion.trajectory
 
 
 class EpisodeGenerator:

@@ -2,47 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rlhf_mcore.sampling.episode_log import EpisodeLog
 from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.sampling.seeds import turn_seed
 
 if TYPE_CHECKING:
     from rlhf_mcore.sampling.engine_loop import EngineLoop
-    from rlhf_mcore.types import Completion, Prompt, Sampling
+    from rlhf_mcore.types import Completion, Job, Request
 
 _TURNS = 2**40  # request id of a turn = rollout number + _TURNS * turn number
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """Describes a rollout: response ``sample`` to ``prompt`` at ``step``. ``number`` is unique per engine."""
+class Limits:
+    """Limits of a rollout.
 
-    number: int
-    prompt: Prompt
-    sample: int
-    sampling: Sampling
-    step: int
+    ``max_tokens`` counts all tokens after the prompt, including tokens that the policy has not sampled. ``max_total`` limits a whole
+    sequence, including its prompt.
+    """
+
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    max_seconds: float | None = None
+    max_total: int | None = None
 
 
 class Policy:
-    """Samples the turns of one rollout. The job and the turn number determine the seed of a turn."""
+    """Samples the turns of one rollout. The job and the turn number determine the seed of a turn.
 
-    def __init__(self, engine: EngineLoop, job: Job) -> None:
-        self._engine, self._num_turns = engine, 0
-        self._first = request_of(job.number, job.prompt, job.sample, job.sampling, job.step)
+    ``num_turns`` counts the requested turns. ``log`` stores their times.
+    """
 
-    async def sample(self, tokens: Sequence[int], *, images: tuple[str, ...] = ()) -> Completion:
-        """Sample a turn after ``tokens``. ``images``: digests, in the order of their tokens.
+    def __init__(self, engine: EngineLoop, job: Job, limits: Limits) -> None:
+        self._engine, self._job, self._limits = engine, job, limits
+        self._began = time.monotonic()
+        self._first = request_of(job)
+        self.num_turns, self.log = 0, EpisodeLog()
+
+    def reached_limit(self, num_turns: int = 1) -> str:
+        """Return the limit that forbids ``num_turns`` further turns: "turns", "seconds", or "" if they are allowed."""
+        most, seconds = self._limits.max_turns, self._limits.max_seconds
+        if most is not None and self.num_turns + num_turns > most:
+            return "turns"
+        if seconds is not None and time.monotonic() - self._began >= seconds:
+            return "seconds"
+        return ""
+
+    def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        images: tuple[str, ...] = (),
+        asked_at: float | None = None,
+    ) -> Awaitable[Completion]:
+        """Sample a turn after ``tokens``. The order of the calls determines the turn numbers.
+
+        Args:
+            max_tokens: limit for the tokens of the turn, in addition to the limit of the job's sampling.
+            images: digests of the images, in the order of their tokens.
+            asked_at: ``time.monotonic`` of the client's request, for the log.
 
         Raises:
             RuntimeError: the response is not valid for training.
         """
-        request, turn = replace(self._first, prompt_ids=tokens, images=images), self._num_turns
-        self._num_turns += 1
+        turn, self.num_turns = self.num_turns, self.num_turns + 1
+        request = replace(self._first, prompt_ids=tokens, images=images)
         if turn:
             number, name = request.request_id + turn * _TURNS, f"{request.name}, turn {turn}"
             request = replace(request, request_id=number, name=name, seed=turn_seed(request.seed, turn))
-        return await self._engine.sample(request)
+        if max_tokens is not None:
+            most = min(request.sampling.max_new_tokens, max_tokens)
+            request = replace(request, sampling=replace(request.sampling, max_new_tokens=most))
+        self.log.begin_turn(turn, asked_at)
+        return self._sample(turn, request)
+
+    async def _sample(self, turn: int, request: Request) -> Completion:
+        completion = await self._engine.sample(request)
+        self.log.end_turn(turn)
+        return completion
+
+    def restart(self) -> None:
+        """Begin again at turn 0 with an empty log. ``max_seconds`` still counts from the first start."""
+        self.num_turns, self.log = 0, EpisodeLog()

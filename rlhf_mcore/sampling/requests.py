@@ -1,27 +1,30 @@
-"""Build requests from prompts."""
+"""Build requests from jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rlhf_mcore.sampling.seeds import request_seed
-from rlhf_mcore.types import EpisodeRequest, Prompt, Request, Sampling
-
-# (request number, prompt, sample, sampling, step) -> request to an engine.
-MakeRequest = Callable[[int, Prompt, int, Sampling, int], Request]
+from rlhf_mcore.types import EpisodeRequest, Job, Request
 
 
-def request_of(number: int, prompt: Prompt, sample: int, sampling: Sampling, step: int) -> Request:
-    """Build request ``number`` for response ``sample`` to a prompt of ``step``."""
+def request_of(job: Job) -> Request:
+    """Build the request for the first turn of a job."""
+    prompt, sampling = job.prompt, job.sampling
     # Repeated occurrences of a prompt use the seeds of further samples. The second occurrence starts at sample ``sampling.n``.
-    seed = request_seed(sampling.seed, step, prompt.index, prompt.occurrence * sampling.n + sample)
-    name = f"prompt {prompt.prompt_id!r}, sample {sample}"
-    return Request(number, name, prompt.prompt_ids, sampling.of_sample(sample), seed, images=prompt.images)
+    seed = request_seed(sampling.seed, job.step, prompt.index, prompt.occurrence * sampling.n + job.sample)
+    return Request(job.number, job.name, prompt.prompt_ids, sampling.of_sample(job.sample), seed, images=prompt.images)
 
 
-def episode_request(number: int, prompt: Prompt, sample: int, sampling: Sampling, step: int) -> EpisodeRequest:
-    """Build request ``number`` for an episode instead of response ``sample``."""
-    first = request_of(number, prompt, sample, sampling, step)
+def episode_request(job: Job) -> EpisodeRequest:
+    """Build the request for the episode of a job."""
+    first = request_of(job)
     return EpisodeRequest(
-        number, first.name, prompt.prompt_ids, sampling, first.seed, prompt, sample, step, images=prompt.images
+        job.number,
+        first.name,
+        first.prompt_ids,
+        job.sampling,
+        first.seed,
+        job.prompt,
+        job.sample,
+        job.step,
+        images=first.images,
     )

@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlhf_mcore.data.episodes import episode
-from rlhf_mcore.sampling.policy import Job, Policy
-from rlhf_mcore.sampling.requests import episode_request
-from rlhf_mcore.types import Completion, Prompt, Trajectory
+from rlhf_mcore.sampling.policy import Limits, Policy
+from rlhf_mcore.sampling.seeds import task_seed
+from rlhf_mcore.types import Completion, Job, Prompt, Trajectory
 
 if TYPE_CHECKING:
     from rlhf_mcore.sampling.engine_loop import EngineLoop
 
 # Token ids of responses -> their texts without special tokens.
 Decode = Callable[["Sequence[Sequence[int]]"], "list[str]"]
-# (engine, job, decode function) -> the job's trajectory.
-MakeRollout = Callable[["EngineLoop", Job, Decode], Coroutine[Any, Any, Trajectory]]
 
 
-async def sample_single_turn(engine: EngineLoop, job: Job, decode: Decode) -> Trajectory:
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The context of a rollout. ``seed``: seed of its task, which is equal for all samples of a prompt."""
+
+    job: Job
+    seed: int
+    limits: Limits
+    decode: Decode
+
+
+# (policy, prompt, context) -> the trajectory of the context's job.
+RolloutFunction = Callable[["Policy", "Prompt", Context], Awaitable[Trajectory]]
+
+
+async def sample_single_turn(policy: Policy, prompt: Prompt, ctx: Context) -> Trajectory:
     """Sample one response to a prompt."""
-    completion = await Policy(engine, job).sample(job.prompt.prompt_ids, images=job.prompt.images)
-    [text] = decode([completion.token_ids.tolist()])
-    return episode(job.prompt, job.sample, [completion], text)
+    completion = await policy.sample(prompt.prompt_ids, images=prompt.images)
+    [text] = ctx.decode([completion.token_ids.tolist()])
+    return episode(prompt, ctx.job.sample, [completion], text)
 
 
-async def sample_episode(engine: EngineLoop, job: Job, decode: Decode) -> Trajectory:
-    """Run an episode on an engine that plays episodes (:class:`rlhf_mcore.environments.generator.EpisodeGenerator`)."""
-    completion = await engine.sample(episode_request(job.number, job.prompt, job.sample, job.sampling, job.step))
-    assert completion.trajectory is not None, "the engine plays episodes"
-    return completion.trajectory
+@dataclass(frozen=True, slots=True)
+class LocalPlayer:
+    """Runs rollouts in the process of their engine: a :class:`rlhf_mcore.protocols.Player`."""
+
+    engine: EngineLoop
+    decode: Decode
+    rollout: RolloutFunction = sample_single_turn
+    limits: Limits = field(default_factory=Limits)
+
+    def begin(self, jobs: Sequence[Job]) -> list[asyncio.Task[Trajectory]]:
+        """See :class:`rlhf_mcore.protocols.Player`."""
+        return [self.engine.begin(self._run(job)) for job in jobs]
+
+    async def _run(self, job: Job) -> Trajectory:
+        context = Context(job, task_seed(job), self.limits, self.decode)
+        return await self.rollout(Policy(self.engine, job, self.limits), job.prompt, context)
 
 
 def build_trajectories(

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlhf_mcore.types import Prompt, Sampling
+from rlhf_mcore.types import Job, Prompt, Sampling
 
 _SEED_BITS = 63  # torch.Generator and vLLM both take any non-negative int64
 
@@ -32,6 +32,15 @@ def turn_seed(seed: int, turn: int) -> int:
     """Derive the seed of a later turn of an episode from the first turn's ``seed``. Seeds of different turns are unrelated."""
     digest = hashlib.blake2b(struct.pack("<2q", seed, turn), digest_size=8, person=b"turn").digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def task_seed(job: Job) -> int:
+    """Derive the seed of the environment of a job.
+
+    All responses of a group get the same task, because their scores are compared. If a prompt occurs again in the step, its next
+    group gets another seed.
+    """
+    return request_seed(job.sampling.seed, job.step, job.prompt.index, -1 - job.prompt.occurrence)
 
 
 def sampling_of_batch(sampling: Sampling, number: int) -> Sampling:

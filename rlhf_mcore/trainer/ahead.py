@@ -17,11 +17,11 @@ from typing import Any
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.protocols import Generator
 from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory, check_completion
-from rlhf_mcore.sampling.requests import MakeRequest, request_of
+from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.sampling.rollouts import Decode, build_trajectories
 from rlhf_mcore.sampling.seeds import sampling_of_batch
 from rlhf_mcore.trainer.sampled import BeginScores
-from rlhf_mcore.types import DRAFTS, ROUTES, Completion, Prompt, Request, Sampling, Score, Trajectory
+from rlhf_mcore.types import DRAFTS, ROUTES, Completion, Job, Prompt, Request, Sampling, Score, Trajectory
 
 POLL_S, IDLE_S = 1.0, 0.05  # wait of the thread: at most for a response, and if no request is in flight
 _KEPT = ("number", "place", "step", "attempt")  # fields of a group that a checkpoint stores
@@ -105,7 +105,7 @@ class SamplingAhead:
         sampling: Sampling,
         schedule: SamplingSchedule,
         begin_scores: BeginScores,
-        make_request: MakeRequest = request_of,
+        make_request: Callable[[Job], Request] = request_of,
     ) -> None:
         self.schedule, self.redrawn = schedule, 0
         self._begin_scores = begin_scores
@@ -211,7 +211,7 @@ class SamplingAhead:
         sampling = sampling_of_batch(self._sampling, group.attempt)
         group.version = version
         for sample in range(sampling.num_drawn):
-            request = self._make_request(self._next_id, group.prompt, sample, sampling, group.step)
+            request = self._make_request(Job(self._next_id, group.prompt, sample, sampling, group.step))
             group.requests[request.request_id] = request
             self._asked[request.request_id] = group, sample
             self._next_id += 1

@@ -10,11 +10,10 @@ from rlhf_mcore.coroutines import run
 from rlhf_mcore.protocols import EngineRank, Generator
 from rlhf_mcore.sampling.engine_loop import EngineLoop
 from rlhf_mcore.sampling.followers import LedEngine, follow
-from rlhf_mcore.sampling.policy import Job
-from rlhf_mcore.sampling.rollouts import Decode, MakeRollout, sample_single_turn
+from rlhf_mcore.sampling.rollouts import Decode, LocalPlayer, RolloutFunction, sample_single_turn
 from rlhf_mcore.sampling.seeds import number_occurrences
 from rlhf_mcore.trainer.dealing import Dealer
-from rlhf_mcore.types import Prompt, Sampling, Trajectory
+from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,7 +37,7 @@ class BatchSampler:
     engine: Generator
     rank: EngineRank
     decode: Decode
-    make_rollout: MakeRollout = sample_single_turn
+    rollout: RolloutFunction = sample_single_turn
     ranks: dist.ProcessGroup | None = None
     play: Callable[[Generator], Generator] = lambda engine: engine
     wait: Callable[[], object] = lambda: None
@@ -70,7 +69,7 @@ class BatchSampler:
 
         async def sample_group(engine: EngineLoop, place: int) -> tuple[int, list[Trajectory]]:
             jobs = _jobs_of(place, numbered[place], sampling, step)
-            trajectories = await self._make_rollouts(engine, jobs)
+            trajectories = await self._run_rollouts(engine, jobs)
             finished(place, trajectories, engine.num_in_flight)
             return place, trajectories
 
@@ -94,10 +93,10 @@ class BatchSampler:
             LostTrajectory, RuntimeError: same conditions as in ``sample_step``.
         """
         jobs = [job for place, prompt in enumerate(prompts) for job in _jobs_of(place, prompt, sampling, step)]
-        return self._run(lambda engine: self._make_rollouts(engine, jobs))
+        return self._run(lambda engine: self._run_rollouts(engine, jobs))
 
-    async def _make_rollouts(self, engine: EngineLoop, jobs: Sequence[Job]) -> list[Trajectory]:
-        return await engine.join([engine.begin(self.make_rollout(engine, job, self.decode)) for job in jobs])
+    async def _run_rollouts(self, engine: EngineLoop, jobs: Sequence[Job]) -> list[Trajectory]:
+        return await engine.join(LocalPlayer(engine, self.decode, self.rollout).begin(jobs))
 
     def _run(self, sample: Callable[[EngineLoop], Coroutine[Any, Any, list[T]]]) -> list[T]:
         """Run ``sample`` on the engine's lead rank while its other ranks follow. Returns [] on the other ranks."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from rlhf_mcore.observability.run_directory import episode_files
-from tests.unit.environments.test_episode_log import RECORD, call, episode, node
+from tests.unit.sampling.test_episode_log import RECORD, call, episode, node
 
 
 def test_traces_are_files_beside_the_episodes(tmp_path: Path) -> None:

@@ -21,14 +21,15 @@ from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.program import NO_TURN, missing_reward
 from rlhf_mcore.environments.agents.tree import TokenTree
 from rlhf_mcore.environments.control_tokens import most_characters
-from rlhf_mcore.environments.episode_log import EpisodeLog, node_texts
-from rlhf_mcore.environments.episodes import PART, EpisodeLimits, row_of
+from rlhf_mcore.environments.episodes import PART, row_of
 from rlhf_mcore.environments.generator import TURNS
 from rlhf_mcore.environments.sessions import Sessions, StepResult
 from rlhf_mcore.sampling.checks import check_completion
+from rlhf_mcore.sampling.episode_log import EpisodeLog, node_texts
+from rlhf_mcore.sampling.policy import Limits
 from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.sampling.seeds import request_seed, turn_seed
-from rlhf_mcore.types import Completion, EpisodeRequest, Ragged, Recorded, Request, Score
+from rlhf_mcore.types import Completion, EpisodeRequest, Job, Ragged, Recorded, Request, Score
 
 _WORDS_S = 0.05  # interval between text events of a stream
 _PLACES_S = 0.05  # maximum wait of an engine for the places of new requests. Slower ones are found while it samples.
@@ -74,7 +75,7 @@ class AgentRules:
     ``fails``: whether an agent without a result ends the run. ``needs_reward``: whether the agent must return the score.
     """
 
-    limits: EpisodeLimits
+    limits: Limits
     max_total: int
     fails: bool = True
     needs_reward: bool = True
@@ -375,7 +376,7 @@ class AgentEpisodes:
 
     def _ask(self, key: int, each: _AgentEpisode, place: Continuation, call: Call | None) -> None:
         asked, number = each.asked, self._next * TURNS + key
-        first = request_of(number, asked.prompt, asked.sample, asked.sampling, asked.step)
+        first = request_of(Job(number, asked.prompt, asked.sample, asked.sampling, asked.step))
         name = f"{first.name}, turn {each.num_turns}"
         seed = turn_seed(first.seed, each.num_turns) if each.num_turns else first.seed
         limits = [asked.sampling.max_new_tokens, self._room(place), call.max_tokens if call is not None else None]

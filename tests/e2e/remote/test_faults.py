@@ -17,7 +17,7 @@ from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import EnginesLost
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.sampling.requests import episode_request
-from rlhf_mcore.types import Prompt, Sampling, Trajectory
+from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 from tests.commands import descendants, wait_for
 from tests.e2e.remote.fleets import MAX_MODEL_LEN, collected, plan, publish, requests, running
 from tests.e2e.rollout.tiny import save_model
@@ -149,7 +149,7 @@ def play(fleet: Fleet, samples: range, meanwhile: Callable[[], None] = lambda: N
     text = "Which-number?"
     prompt = Prompt("p", 0, [5, 6, 7], text, messages=[{"role": "user", "content": text}])
     sampling = Sampling(max_new_tokens=30, seed=3)
-    fleet.submit([episode_request(sample, prompt, sample, sampling, step=0) for sample in samples])
+    fleet.submit([episode_request(Job(sample, prompt, sample, sampling, step=0)) for sample in samples])
     meanwhile()
     drawn = collected(fleet, len(samples))
     return [drawn[sample].trajectory for sample in samples]

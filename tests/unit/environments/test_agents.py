@@ -27,11 +27,11 @@ from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.program import AgentEnvironment
 from rlhf_mcore.environments.control_tokens import ControlTokens
-from rlhf_mcore.environments.episodes import EpisodeLimits
 from rlhf_mcore.environments.generator import EpisodeGenerator
 from rlhf_mcore.environments.sessions import StepResult
+from rlhf_mcore.sampling.policy import Limits
 from rlhf_mcore.sampling.requests import episode_request
-from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
+from rlhf_mcore.types import Completion, Job, Prompt, Sampling, Trajectory
 from tests.messages import refused
 from tests.unit.environments.conftest import Scripted
 
@@ -114,7 +114,7 @@ def run(tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint) -> Iterator[Call
         make = limits.pop("make", lambda turns: Scripted(tokenizer, turns))
         engine = run.engine = make(turns)  # type: ignore[attr-defined]
         branches, total = limits.pop("branches", "all"), limits.pop("max_total", 400)
-        rules = AgentRules(EpisodeLimits(**{"max_turns": 8, **limits}), total, fails=fails, branches=branches)
+        rules = AgentRules(Limits(**{"max_turns": 8, **limits}), total, fails=fails, branches=branches)
         sessions: Any = Clients(play)
         run.sessions = sessions  # type: ignore[attr-defined]
         driver = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, parse), rules)
@@ -123,7 +123,7 @@ def run(tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint) -> Iterator[Call
             driver.watch(lambda numbers: {}, slots)
             engine.driver = driver
         sampling = Sampling(n=n, max_new_tokens=new, seed=5)
-        plays.submit([episode_request(first + k, PROMPT, k, sampling, 3) for k in range(n)])
+        plays.submit([episode_request(Job(first + k, PROMPT, k, sampling, 3)) for k in range(n)])
         ended: list[Completion] = []
         while plays.num_in_flight:
             ended += plays.collect(math.inf)

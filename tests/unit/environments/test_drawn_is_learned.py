@@ -16,13 +16,13 @@ from rlhf_mcore.data.episodes import token_versions
 from rlhf_mcore.environments.agents.calls import Call, RequestError, TurnInput, TurnOutput
 from rlhf_mcore.environments.agents.conversation import Conversation
 from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
-from rlhf_mcore.environments.episodes import EpisodeLimits
 from rlhf_mcore.environments.generator import TURNS
 from rlhf_mcore.environments.sessions import StepResult
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.hf.engine import HFEngine
+from rlhf_mcore.sampling.policy import Limits
 from rlhf_mcore.sampling.requests import episode_request
-from rlhf_mcore.types import Prompt, Sampling, Trajectory
+from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 
 PROMPT = Prompt("p", 0, [1, 2], "prompt", messages=[])
 VERSIONS = 4
@@ -59,10 +59,10 @@ class Episode:
 
     def __init__(self, engine: HFEngine, tokenizer: PreTrainedTokenizerBase, weights: list[Any]) -> None:
         self.engine, self.weights, self.desk = engine, weights, Desk()
-        rules = AgentRules(EpisodeLimits(max_turns=60), max_total=200)
+        rules = AgentRules(Limits(max_turns=60), max_total=200)
         desk: Any = self.desk
         self.driver = AgentEpisodes(desk, desk, Conversation(tokenizer), rules)
-        self.driver.begin([episode_request(0, PROMPT, 0, Sampling(max_new_tokens=6, seed=5), 3)])
+        self.driver.begin([episode_request(Job(0, PROMPT, 0, Sampling(max_new_tokens=6, seed=5), 3))])
         self.histories: list[list[dict[str, Any]]] = [[user("q")]]
         self.asked: list[Call] = []
         self.heard: list[tuple[str, float]] = []

@@ -16,14 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
 from rlhf_mcore.environments.control_tokens import UnreadableText
-from rlhf_mcore.environments.episodes import EnvironmentReward, EpisodeLimits, Episodes
-from rlhf_mcore.environments.generator import EpisodeGenerator
+from rlhf_mcore.environments.episodes import EnvironmentReward, Episodes
+from rlhf_mcore.environments.generator import EpisodeGenerator, sample_episode
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.protocols import EngineRank, Generator
 from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.sampling import followers
-from rlhf_mcore.sampling.rollouts import sample_episode
+from rlhf_mcore.sampling.policy import Limits
 from rlhf_mcore.sampling.seeds import request_seed
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
@@ -74,7 +74,7 @@ def run(sessions: Sessions, turn_text: TurnText, tokenizer: PreTrainedTokenizerB
     ) -> list[Trajectory]:
         turns = says if callable(says) else lambda text, seed: says[text.count("<assistant>") - 1]
         run.engine = Scripted(tokenizer, turns)  # type: ignore[attr-defined]
-        bounds = EpisodeLimits(**{"max_turns": 5, "max_tokens": 100, **limits})
+        bounds = Limits(**{"max_turns": 5, "max_tokens": 100, **limits})
         episodes = Episodes(sessions, turn_text, bounds, fails=fails)
         plays = EpisodeGenerator(run.engine, episodes)  # type: ignore[attr-defined]
         worker = BatchSampler(plays, EngineRank(), lambda rows: [], sample_episode)
@@ -206,7 +206,7 @@ def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
     def says(text: str, seed: int) -> str:
         return str(seed % 1000) if text.count("<assistant>") < 3 else "bye"
 
-    episodes = Episodes(sessions, turn_text, EpisodeLimits(5, 100))
+    episodes = Episodes(sessions, turn_text, Limits(5, 100))
     lead, follower = Scripted(tokenizer, says), Following(tokenizer, says)
     prompts, sampling = [prompt(tokenizer, index=index) for index in range(2)], Sampling(n=2, max_new_tokens=20)
     ranks: Any = "lead", "follower"

@@ -25,18 +25,18 @@ from rlhf_mcore.environments.agents.conversation import Conversation
 from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.images import RequestImages
-from rlhf_mcore.environments.episodes import EpisodeLimits, Episodes
-from rlhf_mcore.environments.generator import EpisodeGenerator
+from rlhf_mcore.environments.episodes import Episodes
+from rlhf_mcore.environments.generator import EpisodeGenerator, sample_episode
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.environments.tools import Tools
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.environments.worker import messages_of_observation
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rewards.pool import WorkerLimits
+from rlhf_mcore.sampling.policy import Limits
 from rlhf_mcore.sampling.requests import episode_request
-from rlhf_mcore.sampling.rollouts import sample_episode
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
-from rlhf_mcore.types import Prompt, Sampling, Trajectory
+from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import SPECIAL, Scripted, character_tokenizer
 from tests.unit.environments.test_agents import Clients, post
 
@@ -127,7 +127,7 @@ class Played:
         ids = reader.expand(tokenizer(text, add_special_tokens=False)["input_ids"], self.own, "row 0")
         prompt = Prompt("p", 0, ids, text, ground_truth=first, images=self.own)
         self.engine = Scripted(tokenizer, lambda text, seed: says[text.count("<assistant>") - 1])
-        episodes = Episodes(sessions, TurnText(tokenizer), EpisodeLimits(5, 200), images=reader)
+        episodes = Episodes(sessions, TurnText(tokenizer), Limits(5, 200), images=reader)
         worker = BatchSampler(EpisodeGenerator(self.engine, episodes), EngineRank(), lambda rows: [], sample_episode)
         self.prompt = prompt
         self.found: Trajectory
@@ -268,10 +268,10 @@ class Asking:
 
         sessions: Any = Clients(agent)
         talk = Conversation(tokenizer, images=None if reader is None else RequestImages(reader))
-        self.driver = AgentEpisodes(sessions, endpoint, talk, AgentRules(EpisodeLimits(9), 400))
+        self.driver = AgentEpisodes(sessions, endpoint, talk, AgentRules(Limits(9), 400))
         plays = EpisodeGenerator(self.engine, self.driver)
         plays.submit(
-            [episode_request(0, prompt or Prompt("p", 0, [1], "q"), 0, Sampling(max_new_tokens=20, seed=5), 1)]
+            [episode_request(Job(0, prompt or Prompt("p", 0, [1], "q"), 0, Sampling(max_new_tokens=20, seed=5), 1))]
         )
         ended: list[Any] = []
         while plays.num_in_flight:

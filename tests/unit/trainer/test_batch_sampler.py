@@ -15,7 +15,7 @@ from rlhf_mcore.sampling.checks import LostTrajectory, check_completion
 from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.sampling.seeds import request_seed
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
-from rlhf_mcore.types import Completion, Prompt, Request, Sampling
+from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling
 from tests.unit.trainer.records import Streaming
 
 SIZES, BATCH, SAMPLES = [40, 8], 64, 8  # half of a step is from the second file, each of its rows four times
@@ -204,7 +204,7 @@ def test_beside_the_samples_of_a_prompt_one_greedy_response_is_drawn() -> None:
 
 def test_no_support_is_asked_of_a_greedy_response() -> None:
     sampling = Sampling(n=1, top_k=5, records_support=True, baseline=True)
-    sampled, greedy = (request_of(k, Prompt("p", 0, [1], ""), k, sampling, 1) for k in range(2))
+    sampled, greedy = (request_of(Job(k, Prompt("p", 0, [1], ""), k, sampling, 1)) for k in range(2))
     assert (sampled.sampling.records_support, greedy.sampling.records_support) == (True, False)
     check_completion(greedy, completion(1, [4], [-0.5]))
     with pytest.raises(RuntimeError, match="did not record"):

@@ -21,7 +21,7 @@ from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
 from rlhf_mcore.trainer.reinforcement import ColocatedBatches
 from rlhf_mcore.trainer.sampled import FillStep, Rollout, take_next_batch
-from rlhf_mcore.types import Completion, EngineWork, Request, Sampling, Score, Trajectory
+from rlhf_mcore.types import Completion, EngineWork, Job, Request, Sampling, Score, Trajectory
 from tests.unit.trainer.records import Streaming, batch_sampler, resolved_future
 from tests.unit.trainer.test_ahead import PROMPTS, SAMPLES, Engines, ahead_of, completion
 
@@ -134,7 +134,7 @@ def test_fault_18_all_engines_are_lost_in_the_middle_of_an_evaluation() -> None:
         publisher.publish(4)
         bridge.lose_all()
         engines = SharedEngines(source.first, lambda: bridge.sync(4), lambda: None)
-        requests = [request_of(number, PROMPTS[number], 0, Sampling(), 1) for number in range(3)]
+        requests = [request_of(Job(number, PROMPTS[number], 0, Sampling(), 1)) for number in range(3)]
         assert [found.request_id for found in engines.generate(requests)] == [0, 1, 2]
     assert bridge.synced == [4, 4]
 
@@ -151,7 +151,7 @@ def test_tokens_of_engines_are_progress_of_every_rank() -> None:
 
         first = replace(source.first, begin=begin, tokens_drawn=lambda: next(tokens))
         engines = SharedEngines(first, lambda: None, lambda: beats.append(1))
-        assert len(engines.generate([request_of(0, PROMPTS[0], 0, Sampling(), 1)])) == 1
+        assert len(engines.generate([request_of(Job(0, PROMPTS[0], 0, Sampling(), 1))])) == 1
     assert len(beats) == 2
 
 

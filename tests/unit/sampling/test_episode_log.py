@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.environments.episode_log import CallTimes, EpisodeLog, TurnTimes, split_time
 from rlhf_mcore.observability.run_directory import episode_files, write_rollouts
+from rlhf_mcore.sampling.episode_log import CallTimes, EpisodeLog, TurnTimes, split_time
 from rlhf_mcore.trainer.metrics import episode_metrics, sums_of_episodes
 
 
