@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors import safe_open
 
-from rlhf_mcore.bridge.files.file_values import FileValues, Types, ValueReader
-from rlhf_mcore.bridge.files.saved_model import Known, check_saved_model
-from rlhf_mcore.bridge.files.state_files import MASTER, STATE_INDEX
+from rlhf_mcore.bridge.files.saved_model import SavedModel
 from rlhf_mcore.checkpoint.delta import Restored, readable, restore_file, verify_chain
 from rlhf_mcore.checkpoint.disk import spread
-from rlhf_mcore.checkpoint.layout import DELTA_INDEX, TRAINING
+from rlhf_mcore.checkpoint.layout import TRAINING
 from rlhf_mcore.checkpoint.manifest import (
     FileEntry,
     Manifest,
     Problem,
     compare,
     find_base,
-    hash_content,
     hash_file,
-    open_unbuffered,
     read_manifest,
 )
 from rlhf_mcore.checkpoint.rng import check_states
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.foreign import INDEX, read_json
 from rlhf_mcore.parallel.collectives import Ask
 from rlhf_mcore.trainer.resume import Checker
 
 UNTRAINED = ("reference", "teacher")  # models in a checkpoint that have no optimizer
 
 
-def check_saved(
-    checkpoint: Path,
-    weights: Mapping[str, Path],
-    *,
-    values: bool = True,
-    base: str | None = None,
-    known: Known = lambda path: None,
-) -> None:
+def check_saved(checkpoint: Path, weights: Mapping[str, Path], *, values: bool = True, base: str | None = None) -> None:
     """Read models, optimizers and random generators as a resuming run does, before anything is built.
 
     Args:
@@ -52,17 +39,29 @@ def check_saved(
         weights: for each model, the Hugging Face directory with its weights.
         values: whether to check the values too; if false, only names, shapes and offsets.
         base: path of the adapters' base model, if the path in the adapters' files does not exist here.
-        known: as in ``check_saved_model``.
 
     Raises:
         ConfigError: a file has content that no run can have saved; the message names file and tensor.
     """
     check_states(checkpoint)
-    for model, directory in weights.items():
+    for model, training in _trained(checkpoint, weights):
+        saved = SavedModel(weights[model], training, base)
+        if values:
+            _refuse(saved.find_problem(range(len(saved.tensors))))
+
+
+def _trained(checkpoint: Path, models: Iterable[str]) -> Iterator[tuple[str, Path | None]]:
+    """Yield each model with the directory of its optimizer's state."""
+    for model in models:
         training = checkpoint / model / TRAINING
         if model not in UNTRAINED and not training.is_dir():
             raise ConfigError(f"{training} is missing: the state of the optimizer; choose another checkpoint")
-        check_saved_model(directory, training if training.is_dir() else None, values=values, base=base, known=known)
+        yield model, training if training.is_dir() else None
+
+
+def _refuse(problem: Sequence[Any] | None) -> None:
+    if problem is not None:
+        raise ConfigError(problem[1])
 
 
 class SharedChecker(Checker):
@@ -77,12 +76,13 @@ class SharedChecker(Checker):
     def __init__(self, ask: Ask, *, values: bool, base: str | None = None):
         self._ask, self._values, self._base = ask, values, base
         self._hashes: dict[Path, FileEntry] = {}
-        self._found: dict[Path, FileValues] = {}
 
     def verify(self, checkpoint: Path, *, hashes: bool) -> list[Problem]:
         """Call ``verify_chain``; all ranks compute the hashes."""
-        if hashes:
-            self._read(checkpoint, _list_files(checkpoint))
+        if hashes and (files := [file for file in _list_files(checkpoint) if file[1] not in self._hashes]):
+            request = [[size, str(path)] for size, path in files]
+            for name, entry in chain.from_iterable(self._ask({"hash": request})):
+                self._hashes[Path(name)] = FileEntry(*entry)
         return verify_chain(checkpoint, hashes=hashes, hash_of=lambda path: self._hashes.get(path) or hash_file(path))
 
     def readable(self, checkpoint: Path, model: str, scratch: Path) -> Path:
@@ -90,28 +90,19 @@ class SharedChecker(Checker):
         return readable(checkpoint, model, scratch, self._restore)
 
     def check_saved(self, checkpoint: Path, weights: Mapping[str, Path]) -> None:
-        """Call ``saved_checkpoint.check_saved``; all ranks read the values."""
-        if self._values:
-            made = {model: path for model, path in weights.items() if path != checkpoint / model}
-            paths = [(file.resolve(), model) for model, path in made.items() for file in path.glob("*.safetensors")]
-            self._read(checkpoint, [(path, path.stat().st_size, model) for path, model in paths])
-        check_saved(checkpoint, weights, values=self._values, base=self._base, known=self._found.get)
-
-    def _read(self, checkpoint: Path, files: Sequence[tuple[Path, int, str]]) -> None:
-        """Let all ranks read ``files``: tuples of path, size and model. The model is "" if the values are not checked."""
-        request = []
-        for path, size, model in files:
-            judged = model if self._values else ""
-            if path not in (self._found if judged else self._hashes):
-                request.append([size, str(path), judged])
-        if not request:
-            return
-        compared = _compared_types(checkpoint) if self._values else {}
-        for found in self._ask({"read": request, "compared": compared}):
-            for name, entry, values in found:
-                self._hashes[Path(name)] = FileEntry(*entry)
-                if values is not None:
-                    self._found[Path(name)] = FileValues(*values)
+        """Check like ``saved_checkpoint.check_saved``; all ranks read the values."""
+        check_states(checkpoint)
+        for model, training in _trained(checkpoint, weights):
+            saved = SavedModel(weights[model], training, self._base)
+            if not self._values:
+                continue
+            files = sorted({tensor.file for tensor in saved.tensors})
+            opened = [str(weights[model]), None if training is None else str(training), self._base]
+            request = {"values": [[file.stat().st_size, str(file)] for file in files], "model": opened}
+            answers = [answer for answer in self._ask(request) if answer]
+            _refuse(min((problem for _, problem in answers if problem), default=None))
+            read = {name for names, _ in answers for name in names}
+            _refuse(saved.find_problem([n for n, t in enumerate(saved.tensors) if str(t.file) not in read]))
 
     def _restore(self, files: Sequence[Restored]) -> None:
         request = [[index.stat().st_size, str(target), str(index), str(base)] for index, base, target in files]
@@ -130,13 +121,22 @@ def serve(request: Any) -> list[Any]:
 
 
 def answer(request: Any, rank: int, num_ranks: int) -> list[Any]:
-    """Read or restore a rank's share of the files of a request. Returns the files that could be read or restored."""
+    """Hash, check or restore a rank's share of the files of a request.
+
+    Return the path and hash of each file; the files whose values were checked, with the first problem; or the paths of the
+    restored files.
+    """
     if "restore" in request:
         return [
             name for _, name, *sources in share(request["restore"], rank, num_ranks) if _is_restored(name, *sources)
         ]
-    files = share(request["read"], rank, num_ranks)
-    found = spread(lambda file: _read_file(file, request["compared"]), files, sum(size for size, *_ in files))
+    if "values" in request:
+        weights, training, base = request["model"]
+        saved = SavedModel(Path(weights), None if training is None else Path(training), base, check=False)
+        mine = {name for _, name in share(request["values"], rank, num_ranks)}
+        return [sorted(mine), saved.find_problem([n for n, t in enumerate(saved.tensors) if str(t.file) in mine])]
+    files = share(request["hash"], rank, num_ranks)
+    found = spread(lambda file: _hash(file[1]), files, sum(size for size, _ in files))
     return [file for file in found if file is not None]
 
 
@@ -155,15 +155,10 @@ def share(files: Sequence[Sequence[Any]], rank: int, num_ranks: int) -> list[Seq
     return mine
 
 
-def _read_file(file: Sequence[Any], compared: Mapping[str, Types]) -> list[Any] | None:
-    """Return path, hash and values of a file; the values are None if they are not checked. Returns None if reading fails."""
-    size, name, model = file
+def _hash(name: str) -> list[Any] | None:
+    """Return path and hash of a file, or None if it cannot be read."""
     try:
-        with open_unbuffered(Path(name)) as content:
-            if not model:
-                return [name, astuple(hash_content(content, size)), None]
-            reader = ValueReader(content, compared.get(model, {}))
-            return [name, astuple(hash_content(reader, size)), astuple(reader.values) if reader.values else None]
+        return [name, astuple(hash_file(Path(name)))]
     except OSError:
         return None
 
@@ -176,8 +171,8 @@ def _is_restored(target: str, index: str, base: str) -> bool:
     return True
 
 
-def _list_files(checkpoint: Path) -> list[tuple[Path, int, str]]:
-    """List the files of a checkpoint and of its base whose content ``verify_chain`` compares."""
+def _list_files(checkpoint: Path) -> list[tuple[int, Path]]:
+    """List size and path of the files of a checkpoint and of its base whose content ``verify_chain`` compares."""
     try:
         manifest = read_manifest(checkpoint)
     except ConfigError:
@@ -185,10 +180,7 @@ def _list_files(checkpoint: Path) -> list[tuple[Path, int, str]]:
     files = []
     for root, names in [(checkpoint, manifest), *_base(checkpoint, manifest)]:
         flawed = {problem.path for problem in compare(root, names, hashes=False)}
-        for name, entry in names.files.items():
-            has_values = root is checkpoint and "/" in name and name.endswith(".safetensors")
-            if name not in flawed:
-                files.append((root.resolve() / name, entry.size, name.split("/")[0] if has_values else ""))
+        files += [(e.size, root.resolve() / name) for name, e in names.files.items() if name not in flawed]
     return files
 
 
@@ -198,31 +190,3 @@ def _base(checkpoint: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
         return [(base, read_manifest(base))] if base is not None else []
     except ConfigError:
         return []
-
-
-def _compared_types(checkpoint: Path) -> dict[str, Types]:
-    """Return dtype and shape of each tensor with master weights, for each model of a checkpoint that may be damaged."""
-    found = {}
-    for path in sorted(checkpoint.glob(f"*/{TRAINING}/{STATE_INDEX}")):
-        model = path.parent.parent
-        try:
-            tensors = read_json(path, limits=INDEX).object("tensors").content
-            types = _stored_types(model)
-            found[model.name] = {name: types[name] for name, entry in tensors.items() if MASTER in entry["kinds"]}
-        except Exception:  # the first rank compares these values, if it finds no other error
-            continue
-    return {model: types for model, types in found.items() if types}
-
-
-def _stored_types(model: Path) -> Types:
-    """Return dtype and shape of each tensor of a model, from full files and from deltas."""
-    types: dict[str, tuple[str, Sequence[int]]] = {}
-    for path in model.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                part = file.get_slice(name)
-                types[name] = (part.get_dtype(), part.get_shape())
-    for path in model.glob(f"*{DELTA_INDEX}"):
-        header = json.loads(read_json(path, limits=INDEX).text("header"))
-        types |= {name: (part["dtype"], part["shape"]) for name, part in header.items() if name != "__metadata__"}
-    return types

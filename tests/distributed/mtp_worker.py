@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.gather import Gatherer
-from rlhf_mcore.bridge.files.saved_model import check_saved_model
+from rlhf_mcore.bridge.files.saved_model import SavedModel
 from rlhf_mcore.bridge.map.rules import hf_shapes, part_of
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.data.examples import example_batch
@@ -308,5 +308,6 @@ def circle(directory: Path, name: str, groups: dict[str, ModelGroups], platform:
     before = load_file(source / "model.safetensors")
     found["moved"] = float((tensors[0][f"{first}eh_proj.weight"] - before[f"{first}eh_proj.weight"]).abs().max())
     found["count"] = json.loads((saved[0] / "actor/config.json").read_text())["num_nextn_predict_layers"]
-    check_saved_model(saved[0] / "actor", saved[0] / "actor/training")
+    model = SavedModel(saved[0] / "actor", saved[0] / "actor/training")
+    assert model.find_problem(range(len(model.tensors))) is None
     return found

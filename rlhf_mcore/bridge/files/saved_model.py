@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import cache
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from rlhf_mcore.bridge.files.file_values import FileValues
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.state_files import MASTER, SECOND_MOMENT, STATE_INDEX, region_key
+from rlhf_mcore.bridge.files.hf_files import HFReader, open_adapters
+from rlhf_mcore.bridge.files.state_files import MASTER, SECOND_MOMENT, STATE_INDEX
 from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars, value_problem
-from rlhf_mcore.bridge.map.rectangles import Rectangle
+from rlhf_mcore.bridge.map.rectangles import Rectangle, whole
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families.mtp import num_mtp_layers
@@ -28,57 +25,91 @@ from rlhf_mcore.readers.model_files import WEIGHT_DTYPES, read_config, read_geom
 _MAX_THREADS = min(8, os.cpu_count() or 1)
 
 
-Known = Callable[[Path], FileValues | None]
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file: a weight, or a rectangle of the optimizer's state. ``kind`` is "" for a weight."""
+
+    file: Path
+    name: str
+    rectangle: Rectangle
+    kind: str = ""
 
 
-def check_saved_model(
-    weights: Path,
-    training: Path | None,
-    *,
-    values: bool = True,
-    base: str | None = None,
-    known: Known = lambda path: None,
-) -> None:
-    """Compare a model's weights and optimizer state with its config.json, and check every value of both.
+class SavedModel:
+    """A model's weights and optimizer state in a checkpoint.
+
+    Names, shapes and places are compared with config.json when the model is opened. :meth:`find_problem` checks
+    the values.
 
     Args:
         weights: the Hugging Face directory.
         training: the directory of the optimizer's state; None: the model is not trained.
-        values: False compares names, shapes and places only. It reads headers and indexes, but no tensors.
         base: the adapters' model, if the model that they name is not available here.
-        known: returns the value check of a file that was read earlier, or None. If it returns None, the tensors
-            are read here.
+        check: False skips the comparison, because another process has made it.
 
     Raises:
-        ConfigError: a tensor is missing, has another shape or is stored twice; a value is not finite; or no
-            optimizer could have reached the state. The message names file and tensor.
+        ConfigError: a tensor is missing, has another shape or is stored twice, or no optimizer could have the state's
+            counts. The message names file and tensor.
     """
-    if holds_adapter(weights):
-        from rlhf_mcore.bridge.files.hf_files import open_adapters
 
-        reader, geometry = open_adapters(weights, adapted_model(weights, base_model(weights, base)))
-    else:
-        geometry = _trained_geometry(weights, training)
-        reader = _open_weights(weights, geometry)
-    state = StateReader(training, geometry) if training is not None else None
-    if state is not None:
-        check_scalars(state.scalars)
-        state.check_whole()
-    if values:
-        _check_values(reader, sorted(hf_shapes(geometry)), state, known)
+    def __init__(self, weights: Path, training: Path | None, base: str | None = None, *, check: bool = True) -> None:
+        if holds_adapter(weights):
+            self._reader, geometry = open_adapters(weights, adapted_model(weights, base_model(weights, base)))
+        else:
+            geometry = _trained_geometry(weights, training)
+            self._reader = HFReader(weights)
+            if check:
+                _check_weights(self._reader, hf_shapes(geometry))
+        self._state = StateReader(training, geometry) if training is not None else None
+        if self._state is not None and check:
+            check_scalars(self._state.scalars)
+            self._state.check_whole()
+        self.tensors = [
+            StoredTensor(self._reader.directory / self._reader.shard(name), name, whole(shape))
+            for name, shape in sorted(hf_shapes(geometry).items())
+        ]
+        if self._state is not None:
+            directory = self._state.directory
+            self.tensors += [
+                StoredTensor(directory / f, name, part, kind) for f, kind, name, part in self._state.regions()
+            ]
+
+    def find_problem(self, numbers: Sequence[int]) -> tuple[int, str] | None:
+        """Return the first of some ``tensors`` with a value that no run saves: its number, and the problem.
+
+        Such a value is not finite, no optimizer could have reached it, or a master weight does not round to the weight.
+        """
+        with ThreadPoolExecutor(_MAX_THREADS) as pool:
+            try:
+                problems = pool.map(lambda number: self._problem(self.tensors[number]), numbers)
+                return next(((n, text) for n, text in zip(numbers, problems, strict=True) if text is not None), None)
+            finally:  # after the first problem, and on Ctrl-C: cancel the reads that have not started
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def _problem(self, stored: StoredTensor) -> str | None:
+        name, kind = stored.name, stored.kind
+        if not kind:
+            values = self._reader.read(name, stored.rectangle.slices())
+            return value_problem(f"{self._reader.directory}: tensor {name}", values)
+        assert self._state is not None
+        called = f"{self._reader.directory}: {kind} of tensor {name}"
+        values = self._state.read_region(stored.file.name, kind, name, stored.rectangle)
+        if kind == MASTER:
+            weights = self._reader.read(name, stored.rectangle.slices())
+            if not torch.equal(values.to(weights.dtype), weights):
+                return f"{called} does not round to the weights; choose another checkpoint"
+        return value_problem(called, values, kind == SECOND_MOMENT)
 
 
-def _open_weights(weights: Path, geometry: ModelGeometry) -> HFReader:
-    reader = HFReader(weights)
+def _check_weights(reader: HFReader, shapes: dict[str, tuple[int, ...]]) -> None:
     reader.check_index()
-    for name, shape in hf_shapes(geometry).items():
+    for name, shape in shapes.items():
         stored = reader.shape(name)
         if stored != shape or reader.dtype(name) not in WEIGHT_DTYPES:
             raise ConfigError(
-                f"{weights}: tensor {name} is {reader.dtype(name)} {list(stored)}, but config.json requires {list(shape)} in "
+                f"{reader.directory}: tensor {name} is {reader.dtype(name)} {list(stored)}, but config.json requires {list(shape)} in "
                 f"{', '.join(WEIGHT_DTYPES)}; choose another checkpoint"
             )
-    return reader
 
 
 def _trained_geometry(weights: Path, training: Path | None) -> ModelGeometry:
@@ -91,54 +122,3 @@ def _trained_geometry(weights: Path, training: Path | None) -> ModelGeometry:
     names = index.object("tensors").content
     first = f"model.layers.{geometry.num_layers}."
     return replace(geometry, mtp_layers=count) if any(name.startswith(first) for name in names) else geometry
-
-
-def _check_values(reader: HFReader, names: Sequence[str], state: StateReader | None, known: Known) -> None:
-    def look_at_weights(name: str) -> str | None:
-        called = f"{reader.directory}: tensor {name}"
-        if (file := known(reader.directory / reader.shard(name))) is not None:
-            return file.problem(called, name)
-        whole = (slice(None),) * len(reader.shape(name))
-        return value_problem(called, reader.read(name, whole))
-
-    @cache
-    def sums_are_equal(name: str) -> bool | None:
-        """Compare a whole tensor with all its master weights. Return None if any of them was not read earlier."""
-        assert state is not None
-        weights = known(reader.directory / reader.shard(name))
-        if weights is None or name not in weights.sums:
-            return None
-        total = -weights.sums[name]
-        for file, rectangle in state.regions_of(name):
-            part, key = known(state.directory / file), region_key(MASTER, name, rectangle)
-            if part is None or key not in part.sums:
-                return None
-            total += part.sums[key]
-        return total % 2**64 == 0
-
-    def is_rounded(file: str, name: str, rectangle: Rectangle) -> bool:
-        if (equal := sums_are_equal(name)) is not None:
-            return equal
-        assert state is not None
-        weights = reader.read(name, rectangle.slices((0,) * len(rectangle.shape)))
-        return torch.equal(state.read_region(file, MASTER, name, rectangle).to(weights.dtype), weights)
-
-    def look_at_state(file: str, kind: str, name: str, rectangle: Rectangle) -> str | None:
-        assert state is not None
-        called = f"{reader.directory}: {kind} of tensor {name}"
-        if kind == MASTER and not is_rounded(file, name, rectangle):
-            return f"{called} does not round to the weights; choose another checkpoint"
-        if (part := known(state.directory / file)) is not None:
-            return part.problem(called, region_key(kind, name, rectangle))
-        return value_problem(called, state.read_region(file, kind, name, rectangle), kind == SECOND_MOMENT)
-
-    with ThreadPoolExecutor(_MAX_THREADS) as pool:
-        try:
-            of_weights = pool.map(look_at_weights, names)
-            stored = pool.map(lambda region: look_at_state(*region), state.regions() if state is not None else ())
-            for problem in chain(of_weights, stored):
-                if problem is not None:
-                    raise ConfigError(problem)
-        except BaseException:  # also on Ctrl-C: cancel the reads that have not started
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
