@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from rlhf_mcore.cli.preflight import check_world
 from rlhf_mcore.cli.rank import torchrun_world_size
 from rlhf_mcore.cli.terminal import say, working
 from rlhf_mcore.commands.doctor import hardware, software
-from rlhf_mcore.commands.doctor.findings import Finding, as_json, as_text, judge, worst
+from rlhf_mcore.commands.doctor.findings import Finding, as_json, as_text, worst
 from rlhf_mcore.config.engine_kinds import engine_packages
 from rlhf_mcore.sandbox.run import machine_level
 
@@ -41,9 +42,9 @@ exit codes:
 
 def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding]:
     """Run the checks of one node, which need no other rank."""
-    wanted, megatron = software.requirements(), software.megatron_requirements()
+    wanted, megatron = software.requirements("rlhf_mcore"), software.requirements("megatron-core")
     names = [requirement.name for requirement in (*wanted, *megatron)]
-    installed = machine.installed_versions([*names, *chain.from_iterable(engine_packages().values())])
+    installed = machine.installed_versions([*names, *chain(*engine_packages().values())])
     yield from software.check_versions(wanted, installed)
     yield from software.check_transformer_engine(megatron, installed)
     gpus = machine.query_gpus()
@@ -62,7 +63,9 @@ def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding
         yield hardware.check_products(os.environ, machine.processor())
     yield hardware.check_memory()
     yield hardware.check_shared_memory(bool(gpus))
-    yield from hardware.check_limits(machine.has_infiniband(), torchrun_world_size() or num_ranks)
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # ranks raise their limit to the hard limit
+    yield hardware.open_files(most_files, torchrun_world_size() or num_ranks)
+    yield hardware.locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], machine.has_infiniband())
     yield hardware.check_isolation(machine_level())
     yield from hardware.check_storage(Path(args.run_dir), QUICK_BYTES if args.quick else FULL_BYTES)
 
@@ -123,7 +126,9 @@ def _start_ranks(args: argparse.Namespace) -> list[Finding]:
         code = launch(["--traffic-file", str(out)], args.ranks, 1, module="rlhf_mcore.commands.doctor.command")
         if code == exit_codes.DONE and out.is_file():
             return [Finding(**entry) for entry in json.loads(out.read_text(encoding="utf-8"))["findings"]]
-    return [judge("network", "error", f"{args.ranks} ranks ended with code {code}", "ranks do not start")]
+    remedy = "read the message above; check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and that ports are free"
+    ended = f"{args.ranks} ranks ended with code {code}"
+    return [Finding("network", "error", ended, "runs with several processes do not start", remedy)]
 
 
 def _as_rank(args: argparse.Namespace) -> list[Finding] | None:

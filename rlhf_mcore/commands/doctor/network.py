@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.commands.doctor.findings import Finding, judge
+from rlhf_mcore.commands.doctor.findings import SYNCHRONISE, Finding, judge
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import Platform
 
@@ -75,11 +75,21 @@ def judge_traffic(traffic: Traffic, backend: str, nodes: Sequence[str]) -> Itera
     links = traffic.link_bytes_per_s
     slowest = min(range(len(links)), key=lambda rank: links[rank])
     following, shown = (slowest + 1) % len(nodes), f"{links[slowest] / 1e9:.2f} GB/s"
-    yield judge(f"{backend}, {len(nodes)} ranks", "ok", f"{rates}; slowest link {shown}")
+    yield Finding(f"{backend}, {len(nodes)} ranks", "ok", f"{rates}; slowest link {shown}")
     if backend == "nccl" and links[slowest] < _SLOW_GPU_LINK:
-        between = f"rank {slowest} on {nodes[slowest]} to rank {following} on {nodes[following]}"
-        yield judge("network", "warning", f"{between}: {shown}")
-    if traffic.clock_spread_s > _SPREAD_S:
-        yield judge("clocks of the ranks", "warning", f"{traffic.clock_spread_s:.1f} s apart")
-    else:
-        yield judge("clocks of the ranks", "ok", f"{traffic.clock_spread_s * 1e3:.1f} ms apart at most")
+        yield Finding(
+            "network",
+            "warning",
+            f"rank {slowest} on {nodes[slowest]} to rank {following} on {nodes[following]}: {shown}",
+            "syncs, pipeline exchanges and gradient reductions wait for this link",
+            "look for 'via NET/Socket' in NCCL_DEBUG=INFO: InfiniBand or NVLink is not used; set NCCL_IB_HCA or "
+            "NCCL_SOCKET_IFNAME",
+        )
+    spread = traffic.clock_spread_s
+    yield judge(
+        "clocks of the ranks",
+        "warning" if spread > _SPREAD_S else None,
+        f"{spread:.1f} s apart" if spread > _SPREAD_S else f"{spread * 1e3:.1f} ms apart at most",
+        "times in logs and traces of different nodes cannot be compared",
+        SYNCHRONISE,
+    )

