@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -122,28 +121,30 @@ def _image_reader(cfg: Config) -> ImageReader | None:
 def _load_prompts(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, note: Note, group: Group
 ) -> tuple[list[Prompt], list[Prompt]]:
-    data, reward = cfg.data, cfg.reward
+    load, reward = prompt_loader(cfg, tokenizer, note, group), cfg.reward
+    train = load(cfg.data.train, "data.train")
+    held_out = load(cfg.data.eval, "data.eval") if cfg.data.eval else []
+    if not scores_alone(reward) and grades(cfg):
+        check_sources(train, reward.sources, "data.train")
+        check_sources(held_out, reward.sources, "data.eval")
+    return train, held_out
+
+
+def prompt_loader(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, note: Note, group: Group
+) -> Callable[[list[str], str], list[Prompt]]:
+    """Return a function that loads the prompts of files. Its second argument is the key that names the files."""
     tools = []
     if (path := cfg.environment.tools) is not None:
         from rlhf_mcore.config.rules.environment import read_tools
 
         tools = _together(lambda: read_tools(path), group)
     images = _together(lambda: _image_reader(cfg), group)
-    load = partial(
-        load_prompts,
-        tokenizer=tokenizer,
-        cfg=data,
-        tools=tools,
-        note=note,
-        group=group,
-        images=images,
-    )
-    train = load(data.train)
-    held_out = load(data.eval, field="data.eval") if data.eval else []
-    if not scores_alone(reward) and grades(cfg):
-        check_sources(train, reward.sources, "data.train")
-        check_sources(held_out, reward.sources, "data.eval")
-    return train, held_out
+
+    def load(files: list[str], field: str) -> list[Prompt]:
+        return load_prompts(files, tokenizer, cfg.data, field=field, tools=tools, note=note, group=group, images=images)
+
+    return load
 
 
 def _load_examples(

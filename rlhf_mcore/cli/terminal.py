@@ -36,24 +36,30 @@ def aligned(rows: Iterable[Sequence[str]], indent: str = "") -> Iterator[str]:
 
 
 @contextmanager
-def progress_bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar over ``total`` bytes.
+def progress_bar(console: Console, what: str, total: int, unit: str = "bytes") -> Iterator[Callable[[int], None]]:
+    """Show a progress bar over ``total`` units: bytes, or other things of which the bar shows the count.
 
-    Yields a function that advances the bar by a number of bytes. Any thread may call it.
+    Yields a function that advances the bar by a number of units. Any thread may call it.
     """
     from rich.progress import (
         BarColumn,
         DownloadColumn,
         Progress,
+        ProgressColumn,
+        TaskProgressColumn,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
 
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    name, left = TextColumn(what, markup=False), TimeRemainingColumn()
+    columns: tuple[ProgressColumn, ...] = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), left)
+    if unit != "bytes":
+        count = TextColumn(f"{{task.completed}}/{{task.total}} {unit}")
+        columns = (name, BarColumn(bar_width=16), TaskProgressColumn(), count, left)
     with Progress(*columns, console=console, disable=not console.is_terminal) as display:
         task = display.add_task(what, total=total)
-        yield lambda num_bytes: display.advance(task, num_bytes)
+        yield lambda number: display.advance(task, number)
 
 
 @contextmanager

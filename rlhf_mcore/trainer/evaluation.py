@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,28 +93,6 @@ def grade(
     return [(t, s, graded(t, s)) for t, s in zip(trajectories, scores, strict=True)]
 
 
-def evaluate(
-    prompts: Sequence[Prompt],
-    draw: Callable[[Sequence[Prompt]], list[Record]],
-    engine: EngineRank,
-    size: int,
-    done: Collection[int],
-    keep: Callable[[Sequence[list[Record]]], None],
-) -> None:
-    """Sample and score the prompts whose index is not in ``done``; pass the records of each batch to ``keep``, one list per prompt.
-
-    Batch boundaries do not depend on ``done``, so a resumed evaluation uses the same batches. Collective over the ranks of an
-    engine. Only the engine's lead rank keeps records.
-    """
-    for batch in batches(prompts, engine, size):
-        missing = [prompt for prompt in batch if prompt.index not in done]
-        if not missing:
-            continue
-        records = draw(missing)
-        if engine.is_lead:
-            keep([list(group) for _, group in groupby(records, key=lambda record: record["index"])])
-
-
 def without_score(what: str, count: int, causes: Sequence[Sequence[str]]) -> str:
     """Return a line that reports ``count`` responses without a score. ``causes``: at most the first cause of each rank."""
     first = next(cause for own in causes for cause in own)
@@ -171,6 +148,18 @@ def batches(prompts: Sequence[Prompt], engine: EngineRank, size: int) -> Iterato
     longest = len(prompts[:: engine.num_engines])
     for start in range(0, longest, size):
         yield mine[start : start + size]
+
+
+def missing_batches(
+    prompts: Sequence[Prompt], engine: EngineRank, size: int, done: Collection[int]
+) -> Iterator[list[Prompt]]:
+    """Yield the prompts of each batch whose index is not in ``done``, except for batches without such a prompt.
+
+    Batch boundaries do not depend on ``done``, so a resumed evaluation uses the same batches.
+    """
+    for batch in batches(prompts, engine, size):
+        if missing := [prompt for prompt in batch if prompt.index not in done]:
+            yield missing
 
 
 def graded(trajectory: Trajectory, verdict: Score) -> Graded:

@@ -33,61 +33,62 @@ _MEGATRON = (".metadata", "latest_checkpointed_iteration.txt")
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedModel:
-    """A model whose weights are another trainer's shards, or adapters. ``rlhf-mcore convert`` contains the readers."""
+class EvaluatedModel:
+    """The directories of a model to evaluate."""
 
-    format: str  # fsdp | megatron | adapter
-    weights: str  # directory of the shards, or of the adapters
+    format: str  # hf | adapter | fsdp | megatron
+    weights: str  # directory of the weights, shards or adapters
     files: str  # directory of config.json and possibly of the tokenizer
 
+    @property
+    def subject(self) -> Path:
+        """Return the directory that results are named after: for checkpoint-7/actor the checkpoint."""
+        folder = Path(self.weights).resolve()
+        return folder.parent if folder.name == "actor" else folder
 
-def find_sharded(path: str, field: str, base: str) -> ShardedModel | None:
-    """Return the shards or adapters in ``path``, or None if it contains none.
+
+def find_model(path: str, field: str, base: str) -> EvaluatedModel:
+    """Find the model in ``path``: a Hugging Face directory, a checkpoint, a run directory, or another trainer's shards.
 
     ``base``: the Hugging Face model that was trained, for a directory without config.json.
 
     Raises:
-        ConfigError: there are shards, but no config.json for them.
+        ConfigError: there is none, or there are shards, but no config.json for them.
     """
-    for folder in (Path(path, inside) for inside in CANDIDATES):
+    folders = [Path(path, inside) for inside in CANDIDATES]
+    for folder in folders:
         if holds_adapter(folder):
-            return ShardedModel("adapter", str(folder), base_model(str(folder), base))
+            return EvaluatedModel("adapter", str(folder), base_model(str(folder), base))
         if isfile(folder / "config.json"):
             break
-    for folder in (Path(path), Path(path, "actor")):
-        if not isdir(folder) or any(folder.glob("*.safetensors")):
-            continue
-        names = {file.name for file in folder.iterdir()}
-        kind = (
-            "fsdp" if any(map(_FSDP_SHARD.fullmatch, names)) else "megatron" if names.intersection(_MEGATRON) else None
-        )
-        if kind is None:
+    for folder in folders[:2]:
+        if (kind := _shard_format(folder)) is None:
             continue
         for files in (folder, folder / COMPANIONS, folder.parent / COMPANIONS, Path(base)):
             if isfile(files / "config.json"):
-                return ShardedModel(kind, str(folder), str(files))
+                return EvaluatedModel(kind, str(folder), str(files))
         raise ConfigError(
             f"{field}={path} contains {kind} shards, but neither it nor model.path={base} contains a config.json; "
             f"copy the model's config.json to {folder / COMPANIONS}, or set model.path"
         )
-    return None
-
-
-def find_model(path: str, field: str) -> str:
-    """Return the Hugging Face directory in ``path``, which may be that directory, a checkpoint or a run directory.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    for inside in CANDIDATES:
-        folder = Path(path, inside)
+    for folder in folders:
         if isfile(folder / "config.json"):
-            return str(folder)
+            return EvaluatedModel("hf", str(folder), str(folder))
     problem = "contains no config.json" if isdir(path) else f"is not a directory (looked from {Path.cwd()})"
     raise ConfigError(
         f"{field}={path} {problem}; give a Hugging Face directory, a checkpoint (checkpoint-N), a run directory, or a directory "
         f"with shards of FSDP (model_world_size_X_rank_Y.pt) or Megatron (torch_dist){absent_hint(path)}"
     )
+
+
+def _shard_format(folder: Path) -> str | None:
+    """Return the format of the shards of another trainer in a directory, or None if it contains none."""
+    names = {file.name for file in folder.iterdir()} if isdir(folder) else set()
+    if any(name.endswith(".safetensors") for name in names):
+        return None
+    if any(map(_FSDP_SHARD.fullmatch, names)):
+        return "fsdp"
+    return "megatron" if names.intersection(_MEGATRON) else None
 
 
 def default_checkpoint(cfg: Config) -> str | None:
@@ -100,14 +101,13 @@ def default_checkpoint(cfg: Config) -> str | None:
     return None
 
 
-def checkpoint_config(cfg: Config, path: str, field: str) -> Config:
-    """Return the resolved configuration for the model at ``path``, with the tokenizer of that model if it has one."""
-    sharded = find_sharded(path, field, cfg.model.path)
-    folder = sharded.files if sharded is not None else find_model(path, field)
-    adapters = [sharded.weights] if sharded is not None and sharded.format == "adapter" else []
-    own = (place for place in (*adapters, folder) if any(isfile(Path(place, name)) for name in TOKENIZER_FILES))
+def checkpoint_config(cfg: Config, model: EvaluatedModel) -> Config:
+    """Return the resolved configuration for a model, with the tokenizer of that model if it has one."""
+    own = (
+        place for place in (model.weights, model.files) if any(isfile(Path(place, name)) for name in TOKENIZER_FILES)
+    )
     tokenizer = next(own, cfg.model.tokenizer_path or cfg.model.path)
-    return resolve(with_values(cfg, {"model.path": folder, "model.tokenizer_path": tokenizer}))
+    return resolve(with_values(cfg, {"model.path": model.files, "model.tokenizer_path": tokenizer}))
 
 
 def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
@@ -148,17 +148,17 @@ def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
 
 def _checkpoint_problems(cfg: Config, path: str, field: str) -> Iterator[str]:
     try:
-        own = checkpoint_config(cfg, path, field)
+        model = find_model(path, field, cfg.model.path)
+        own = checkpoint_config(cfg, model)
     except ConfigError as error:
         yield str(error)
         return
-    folder, tokenizer = own.model.path, own.model.tokenizer_path or own.model.path
-    is_sharded = find_sharded(path, field, cfg.model.path) is not None
+    tokenizer = own.model.tokenizer_path or model.files
     # Only files in a checkpoint's manifest are loaded. An index file that was added later is ignored.
-    needs_weights = not is_sharded and not _is_added(Path(folder, INDEX_FILE))
-    geometry, problems = inspect_generator(folder, field, needs_weights=needs_weights)
+    needs_weights = model.format == "hf" and not _is_added(Path(model.files, INDEX_FILE))
+    geometry, problems = inspect_generator(model.files, field, needs_weights=needs_weights)
     yield from [*problems, *tokenizer_problems(tokenizer, "model.tokenizer_path")]
-    yield from token_problems(folder, tokenizer_size(tokenizer), field, tokenizer)
+    yield from token_problems(model.files, tokenizer_size(tokenizer), field, tokenizer)
     if geometry is None:
         return
     yield from engine_cut_problems(own.rollout, geometry, field)

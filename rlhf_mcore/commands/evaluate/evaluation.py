@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from rlhf_mcore.checkpoint.delta import checked_model
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.checkpoint.manifest import Problem
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
-from rlhf_mcore.cli.terminal import find_console, say, working
-from rlhf_mcore.commands.evaluate.checkpoints import ShardedModel, checkpoint_config, find_model, find_sharded
+from rlhf_mcore.cli.run_context import prompt_loader
+from rlhf_mcore.cli.terminal import find_console, progress_bar, say, working
+from rlhf_mcore.commands.evaluate.checkpoints import EvaluatedModel, checkpoint_config, find_model
 from rlhf_mcore.commands.evaluate.results import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.commands.evaluate.weights import (
     Engines,
@@ -29,10 +28,8 @@ from rlhf_mcore.commands.evaluate.weights import (
     weight_sketches,
 )
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.config.rules.environment import read_tools
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
-from rlhf_mcore.data.source import image_reader, load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.files import digest_of_file, digest_of_json, pretty_json, write_atomically
@@ -46,10 +43,10 @@ from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.redaction import redact
 from rlhf_mcore.trainer.evaluation import (
     TOKENS,
-    evaluate,
     evaluation_sampling,
     grade,
     graded_of,
+    missing_batches,
     prompts_per_batch,
     sample_record,
     score_records,
@@ -67,12 +64,12 @@ from rlhf_mcore.trainer.evaluation_results import (
 from rlhf_mcore.trainer.inputs import own_files
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.scores import OnError
-from rlhf_mcore.types import Prompt
+from rlhf_mcore.trainer.statistics import Graded
+from rlhf_mcore.types import Prompt, Score, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_mcore.data.image_rows import ImageReader
 
 # Engines work independently, and at the end wait for the slowest engine. If a rank dies, the whole job ends.
 TIMEOUT = timedelta(days=2)
@@ -108,10 +105,10 @@ class _Task:
     cfg: Config
     given: str  # the name from the user
     subject: Path  # directory that the results are named after; by default they are written next to it
+    model: EvaluatedModel
     prompts: list[Prompt]
-    output: Path | None  # None: next to the checkpoint
-    sharded: ShardedModel | None = None  # the weights, if they are not in ``cfg.model.path``
-    adds_adapters: bool = False  # whether the engine adds adapters to the weights of ``cfg.model.path``
+    output: Path | None = None  # None: next to the checkpoint
+    adds_adapters: bool = False  # whether the engine adds adapters to the weights of the base model
     settings: dict[str, Any] = field(default_factory=dict)  # on rank 0 only, like the directory
     directory: EvaluationDirectory | None = None
 
@@ -130,11 +127,11 @@ def run(cfg: Config) -> tuple[list[Evaluated], dict[str, Any]]:
         pools = reward_pools(cfg.reward)
         reward = on_every_rank(lambda: build_graders(cfg, pools))
         on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
-        folders = broadcast_json(on_every_rank(lambda: _model_folders(cfg) if dist.get_rank() == 0 else None), 0)
-        tasks = _tasks(cfg, folders)
-        adapters = on_every_rank(lambda: engine_adapters(cfg, [task.sharded for task in tasks]))
+        found = broadcast_json(on_every_rank(lambda: _find_models(cfg) if dist.get_rank() == 0 else None), 0)
+        tasks = [_task(cfg, name, subject, EvaluatedModel(*model)) for name, subject, model in found]
+        adapters = on_every_rank(lambda: engine_adapters(cfg, [task.model for task in tasks]))
         for task in tasks:
-            task.adds_adapters = adapters is not None and adapters.adds(task.sharded)
+            task.adds_adapters = adapters is not None and task.model.weights in adapters.directories
         engines = stack.enter_context(closing(Engines(process.platform.dtype(cfg.model.dtype), adapters)))
         samples = [_evaluate(task, engines, reward, stack, watchdog) for task in tasks]
         if cfg.reward.model.path is not None:
@@ -143,24 +140,22 @@ def run(cfg: Config) -> tuple[list[Evaluated], dict[str, Any]]:
         return _report(cfg, tasks, samples) if dist.get_rank() == 0 else ([], {})
 
 
-def _model_folders(cfg: Config) -> dict[str, str]:
-    """Return the Hugging Face directory for each key of ``evaluate`` that names a model.
+def _find_models(cfg: Config) -> list[tuple[str, str, tuple[str, str, str]]]:
+    """Return for each key of ``evaluate`` that names a model: the key, the directory to name results after, and the model.
 
     Checkpoints are verified. The weights of a delta are restored next to it.
     """
-    folders = {}
+    models = []
     for name in ("checkpoint", "compare"):
-        path = getattr(cfg.evaluate, name)
-        if path is None:
+        if (path := getattr(cfg.evaluate, name)) is None:
             continue
-        sharded = find_sharded(path, f"evaluate.{name}", cfg.model.path)
-        if sharded is not None and sharded.format == "adapter":
-            folders[name] = checked_folder(Path(sharded.weights), hashes=cfg.checkpoint.verify)
-        elif sharded is not None:
-            folders[name] = path
-        else:
-            folders[name] = checked_folder(Path(find_model(path, f"evaluate.{name}")), hashes=cfg.checkpoint.verify)
-    return folders
+        model = find_model(path, f"evaluate.{name}", cfg.model.path)
+        subject = model.subject
+        if model.format in ("hf", "adapter"):
+            folder = checked_folder(Path(model.weights), hashes=cfg.checkpoint.verify)
+            model = replace(model, weights=folder, files=folder if model.format == "hf" else model.files)
+        models.append((name, str(subject), astuple(model)))
+    return models
 
 
 def checked_folder(folder: Path, *, hashes: bool) -> str:
@@ -180,61 +175,32 @@ def checked_folder(folder: Path, *, hashes: bool) -> str:
     return str(checked_model(checkpoint, folder.resolve().name, hashes=hashes, report=report))
 
 
-def _tasks(cfg: Config, folders: Mapping[str, str]) -> list[_Task]:
-    """Build one task per model, with its prompts. Collective over the world."""
+def _task(cfg: Config, name: str, subject: str, model: EvaluatedModel) -> _Task:
+    """Build the task for a model, with its prompts. Collective over the world."""
+    own = on_every_rank(lambda: checkpoint_config(cfg, model))
     output = Path(cfg.evaluate.output_dir) if cfg.evaluate.output_dir else None
-    tasks: list[_Task] = []
-    for name, folder in folders.items():
-        place = output / "compare" if output and tasks else output
-        task = on_every_rank(partial(_task, cfg, name, folder, place))
-        task.prompts = _load_prompts(task.cfg, f"evaluate.{name}")
-        tasks.append(task)
-    return tasks
-
-
-def _task(cfg: Config, name: str, folder: str, output: Path | None) -> _Task:
-    given = getattr(cfg.evaluate, name)
-    model_cfg = checkpoint_config(cfg, folder, f"evaluate.{name}")
-    sharded = find_sharded(folder, f"evaluate.{name}", cfg.model.path)
-    named = find_sharded(given, f"evaluate.{name}", cfg.model.path)
-    subject = _subject(named.weights if named is not None else find_model(given, f"evaluate.{name}"))
-    return _Task(model_cfg, given, subject, [], output, sharded)
-
-
-def _subject(model: str) -> Path:
-    """Return the directory that a model's results are named after: for checkpoint-7/actor the checkpoint."""
-    folder = Path(model).resolve()
-    return folder.parent if folder.name == "actor" else folder
+    if output is not None and name == "compare":
+        output /= "compare"
+    return _Task(own, getattr(cfg.evaluate, name), Path(subject), model, _load_prompts(own, f"evaluate.{name}"), output)
 
 
 def _load_prompts(cfg: Config, field: str) -> list[Prompt]:
     """Load the prompts of ``data.eval`` with the model's tokenizer. Collective over the world."""
+    where = cfg.model.tokenizer_path or cfg.model.path
 
-    def read() -> tuple[PreTrainedTokenizerBase, list[dict[str, Any]], ImageReader | None]:
-        where = cfg.model.tokenizer_path or cfg.model.path
+    def read() -> PreTrainedTokenizerBase:
         tokenizer = load_tokenizer(where)
         num_tokens = max(tokenizer.get_vocab().values()) + 1
         if problems := list(token_problems(cfg.model.path, num_tokens, field, where)):
             raise ConfigError.many(problems)
-        images = image_reader(cfg.run_directory, cfg.model.path, cfg.data, cfg.environment.function)
-        return tokenizer, read_tools(cfg.environment.tools), images
+        return tokenizer
 
     def tell(text: str) -> None:
         if dist.get_rank() == 0:
             say(text, file=sys.stderr)
 
-    tokenizer, tools, images = on_every_rank(read)
-    prompts = load_prompts(
-        cfg.data.eval,
-        tokenizer,
-        cfg.data,
-        field="data.eval",
-        tools=tools,
-        note=tell,
-        group=world_group(),
-        images=images,
-    )
-    return prompts[: cfg.evaluate.max_prompts]
+    load = prompt_loader(cfg, on_every_rank(read), tell, world_group())
+    return load(cfg.data.eval, "data.eval")[: cfg.evaluate.max_prompts]
 
 
 def _evaluate(
@@ -242,37 +208,29 @@ def _evaluate(
 ) -> list[Sample]:
     """Score the prompts that are not scored yet. Returns all samples on rank 0, [] on the others. Collective."""
     cfg = task.cfg
-    opened = on_every_rank(partial(_open, task, engines.dtype, stack))
-    path, done = broadcast_json(opened, 0)
+    path, done = broadcast_json(on_every_rank(lambda: _open(task, engines.dtype, stack)), 0)
     causes: list[str] = []  # reasons for responses without a score, on this rank
     if len(done) < len(task.prompts):
         watchdog.progress("start_engine")
         with working(f"{task.given}: starting the engine", console=find_console(cfg.logging.console)):
-            sampler = engines.start(cfg, task.sharded, watchdog.beat)
+            sampler = engines.start(cfg, task.model, watchdog.beat)
         sampling = evaluation_sampling(cfg.evaluate, cfg.rollout.sampling.max_new_tokens, cfg.seed)
-        engine = sampler.rank
+        engine, size = sampler.rank, prompts_per_batch(cfg.evaluate.samples, cfg.rollout.slots)
         part = PartFile(Path(path), engine.engine_index, engine.num_engines) if engine.is_lead else None
-        line = progress(cfg.logging.console, task.given, len(task.prompts), len(done), engine.num_engines)
+        console, name = find_console(cfg.logging.console), task.given
+        shown = f"…{name[1 - MAX_SHOWN :]}" if len(name) > MAX_SHOWN else name
+        line = progress_bar(console, shown, len(task.prompts), "prompts")
         with nullcontext() if part is None else closing(part), line as advance:
-
-            def keep(batch: Sequence[list[Sample]]) -> None:
-                assert part is not None
-                part.append(batch)
-                advance(len(batch))
-
-            def draw(prompts: Sequence[Prompt]) -> list[Sample]:
+            advance(len(done))
+            for prompts in missing_batches(task.prompts, engine, size, done):
                 watchdog.progress("generate")
                 rows = grade(sampler, reward, sampling, prompts)
                 failures = [score.cause or score.failure for _, score, _ in rows if score.failure is not None]
                 OnError.of(cfg.reward).refuse_too_many(len(failures), len(rows), "".join(failures[:1]))
-                causes.extend(failures)
-                records = [(sample_record(*row), row[0]) for row in rows]
-                waits = cfg.reward.model.path is not None
-                return [with_tokens(record, drawn) if waits else record for record, drawn in records]
-
-            evaluate(
-                task.prompts, draw, engine, prompts_per_batch(cfg.evaluate.samples, cfg.rollout.slots), set(done), keep
-            )
+                causes += failures
+                if part is not None:
+                    part.append([_record(cfg, *row) for row in rows])
+                    advance(len(prompts) * engine.num_engines)  # all engines get equal shares
     watchdog.pause()  # waiting for slower engines is not a stall
     dist.barrier()
     watchdog.progress("report")
@@ -280,6 +238,12 @@ def _evaluate(
     if without := sum(count for count, _ in parts):
         say(without_score(task.given, without, [first for _, first in parts]), file=sys.stderr)
     return task.directory.samples() if task.directory is not None else []
+
+
+def _record(cfg: Config, trajectory: Trajectory, score: Score, row: Graded) -> Sample:
+    """Return the record of a response, with its tokens if a reward model will score it."""
+    record = sample_record(trajectory, score, row)
+    return record if cfg.reward.model.path is None else with_tokens(record, trajectory)
 
 
 def _score_by_model(tasks: Sequence[_Task], samples: Sequence[list[Sample]], platform: Platform) -> list[list[Sample]]:
@@ -345,11 +309,13 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
             key: entry["content"] for key, entry in own_files(cfg).items() if key in _OTHERS or key.startswith(_TOOLS)
         }
         environment = {**described, "code": digest_of_file(Path(file)) if file else None, **others}
+    path = cfg.reward.model.path
+    scorer = [] if path is None else weight_sketches(EvaluatedModel("hf", path, path))
     return {
         **({} if environment is None else {"environment": redact(environment)}),
         **({"functions": functions} if functions else {}),
         "model": {
-            "weights": weight_sketches(cfg.model.path, task.sharded),
+            "weights": weight_sketches(task.model),
             "files": companion_digests(cfg.model.path),
             "tokenizer": companion_digests(cfg.model.tokenizer_path or cfg.model.path),
         },
@@ -372,7 +338,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
             },
         },
         "sampling": asdict(evaluation_sampling(cfg.evaluate, cfg.rollout.sampling.max_new_tokens, cfg.seed)),
-        "reward": {**redact(reward), "code": code, "weights": weight_sketches(cfg.reward.model.path)},
+        "reward": {**redact(reward), "code": code, "weights": scorer},
         "engine": {
             "name": cfg.rollout.engine,
             "dtype": dtype,
@@ -414,32 +380,3 @@ def _report(
 def _show(console: Console, title: str, table: Table) -> None:
     header, rows = table
     console.summary(title, rows, header, [])
-
-
-def progress_columns() -> tuple[ProgressColumn, ...]:
-    """Return the columns of the progress line, which takes 80 characters with a name of ``MAX_SHOWN`` letters."""
-    count = TextColumn("{task.completed}/{task.total} prompts")
-    name = TextColumn("{task.description}", markup=False)
-    return name, BarColumn(bar_width=16), TaskProgressColumn(), count, TimeRemainingColumn()
-
-
-@contextmanager
-def progress(mode: str, name: str, total: int, done: int, share: int) -> Iterator[Callable[[int], None]]:
-    """Show the number of scored prompts on rank 0. Yields a function to call with a number of newly scored prompts.
-
-    Rank 0 estimates the progress of all engines from its own engine, because all engines get equal shares.
-
-    Args:
-        mode: ``logging.console``.
-        name: name of the evaluated model.
-        total: number of prompts.
-        done: number of prompts that were scored before.
-        share: number of engines.
-    """
-    if dist.get_rank() != 0 or mode == "off" or (mode != "rich" and not sys.stdout.isatty()):
-        yield lambda count: None
-        return
-    with Progress(*progress_columns()) as bar:
-        row = bar.add_task(f"…{name[1 - MAX_SHOWN :]}" if len(name) > MAX_SHOWN else name, total=total)
-        bar.advance(row, done)
-        yield lambda count: bar.advance(row, count * share)

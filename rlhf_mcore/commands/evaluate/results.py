@@ -12,6 +12,8 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +110,14 @@ class PartFile:
         self._path = path
         self._file = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def append(self, prompts: Sequence[Sequence[Sample]]) -> None:
-        """Write one line per prompt, with all its samples.
+    def append(self, samples: Sequence[Sample]) -> None:
+        """Write one line per prompt, with all its samples. ``samples`` of a prompt must follow each other.
 
         Raises:
             FullDiskError: the disk is full.
         """
-        content = memoryview(b"".join(json_line({"samples": samples}) for samples in prompts))
+        prompts = groupby(samples, key=itemgetter("index"))
+        content = memoryview(b"".join(json_line({"samples": list(own)}) for _, own in prompts))
         with full_disk_named(self._path, len(content)):
             while content:
                 content = content[os.write(self._file, content) :]

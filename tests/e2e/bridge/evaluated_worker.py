@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from rlhf_mcore.commands.evaluate import weights
-from rlhf_mcore.commands.evaluate.checkpoints import checkpoint_config, find_sharded
+from rlhf_mcore.commands.evaluate.checkpoints import checkpoint_config, find_model
 from rlhf_mcore.commands.evaluate.weights import engine_adapters
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.geometry import AdapterSizes
@@ -54,7 +54,7 @@ def evaluate(directory: Path) -> None:
         (directory / name).mkdir()
         save_file(adapters[name], directory / name / ADAPTER_WEIGHTS)
         (directory / name / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(geometry, str(base))))
-    models = {name: find_sharded(str(directory / name), "evaluate.checkpoint", str(base)) for name in adapters}
+    models = {name: find_model(str(directory / name), "evaluate.checkpoint", str(base)) for name in adapters}
     found = []
     with (
         mock.patch.object(weights, "build_engine", wraps=weights.build_engine) as built,
@@ -62,7 +62,7 @@ def evaluate(directory: Path) -> None:
     ):
         engines = weights.Engines("fp32", engine_adapters(cfg, list(models.values())))
         for name in ("small", "large", "model", "small"):
-            own = checkpoint_config(cfg, str(directory / name), "evaluate.checkpoint")
+            own = checkpoint_config(cfg, models[name])
             sampler = engines.start(own, models[name], lambda: None)
             found.append({"name": name, **seen(sampler.engine, reference(base, full, adapters[name]))})
         engines.close()

@@ -21,7 +21,7 @@ from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.checkpoint.manifest import files_below, hash_files, read_manifest, write_manifest
 from rlhf_mcore.cli.main import main
 from rlhf_mcore.cli.saved_checkpoint import check_saved
-from rlhf_mcore.commands.evaluate.checkpoints import ShardedModel, find_sharded
+from rlhf_mcore.commands.evaluate.checkpoints import EvaluatedModel, find_model
 from rlhf_mcore.commands.evaluate.weights import open_weights, weight_sketches
 from rlhf_mcore.commands.push import collect
 from rlhf_mcore.config.errors import ConfigError
@@ -150,16 +150,16 @@ def test_what_convert_cannot_do_is_said(checkpoint: Path, tmp_path: Path, capsys
 
 def test_evaluation_reads_the_model_with_its_adapters(checkpoint: Path, tmp_path: Path) -> None:
     actor, base = str(checkpoint / "actor"), str(tmp_path / "base")
-    model = find_sharded(str(checkpoint), "evaluate.checkpoint", "elsewhere")
-    assert model == ShardedModel("adapter", actor, base)
-    assert find_sharded(base, "evaluate.compare", base) is None
-    wanted, weights = merged(checkpoint), open_weights(base, model)
-    assert weights.names == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights.tensors())
-    before = weight_sketches(base, model)
+    model = find_model(str(checkpoint), "evaluate.checkpoint", "elsewhere")
+    assert model == EvaluatedModel("adapter", actor, base)
+    assert find_model(base, "evaluate.compare", base) == EvaluatedModel("hf", base, base)
+    wanted, weights = merged(checkpoint), open_weights(model)
+    assert weights.shapes.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights.read())
+    before = weight_sketches(model)
     content = json.loads((checkpoint / "actor" / ADAPTER_CONFIG).read_text())
     (checkpoint / "actor" / ADAPTER_CONFIG).write_text(json.dumps(content | {"lora_alpha": 13}))
-    assert weight_sketches(base, model) != before
+    assert weight_sketches(model) != before
 
 
 def test_what_is_pushed_names_no_path_of_this_machine(checkpoint: Path, tmp_path: Path) -> None:

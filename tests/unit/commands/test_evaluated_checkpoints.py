@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.commands.evaluate.checkpoints import (
-    ShardedModel,
+    EvaluatedModel,
     checkpoint_config,
     default_checkpoint,
     find_model,
-    find_sharded,
     validate_evaluation,
 )
 from rlhf_mcore.config.errors import ConfigError
@@ -79,12 +78,12 @@ def test_without_a_checkpoint_the_configurations_own_run_is_evaluated(workspace:
 def test_shards_of_other_trainers_are_found(workspace: Any) -> None:
     for rank in (0, 1):
         workspace.write(f"other/model_world_size_2_rank_{rank}.pt", "")
-    assert find_sharded("other", "f", "model") == ShardedModel(
+    assert find_model("other", "f", "model") == EvaluatedModel(
         "fsdp", "other", "model"
     )  # the model it was trained from
     assert problems("evaluate.checkpoint=other") == []
     workspace.write_hf_config("other/huggingface", num_attention_heads=6, num_key_value_heads=6)
-    assert find_sharded("other", "f", "model") == ShardedModel("fsdp", "other", "other/huggingface")
+    assert find_model("other", "f", "model") == EvaluatedModel("fsdp", "other", "other/huggingface")
     assert any("num_attention_heads=6" in p for p in problems("evaluate.checkpoint=other", "rollout.layout.tp=4"))
 
 
@@ -92,7 +91,7 @@ def test_shards_without_any_config_are_refused_with_the_remedy(workspace: Any) -
     workspace.write("other/model_world_size_1_rank_0.pt", "")
     found = problems("evaluate.checkpoint=other", "model.path=gone")
     assert any("other contains fsdp shards, but neither it nor" in p and "other/huggingface" in p for p in found)
-    assert find_sharded("model", "f", "model") is None and find_sharded("gone", "f", "model") is None
+    assert find_model("model", "f", "model").format == "hf"
 
 
 def test_sizes_are_those_of_the_checkpoint(workspace: Any) -> None:
@@ -124,17 +123,19 @@ def test_a_checkpoint_may_be_named_in_three_ways(workspace: Any) -> None:
     workspace.write_hf_config("run/checkpoint-3/actor")
     (workspace.root / "run" / "latest").symlink_to("checkpoint-3")
     for given in ("run/checkpoint-3/actor", "run/checkpoint-3", "run"):
-        assert Path(find_model(given, "x")).resolve() == workspace.root / "run" / "checkpoint-3" / "actor"
+        assert (
+            Path(find_model(given, "x", "base").weights).resolve() == workspace.root / "run" / "checkpoint-3" / "actor"
+        )
 
 
 def test_the_checkpoints_own_tokenizer_wins_and_the_configured_one_stands_in(workspace: Any) -> None:
     workspace.write_hf_config("run/checkpoint-3/actor")
     cfg = load_config("run.yaml", ["model.tokenizer_path=elsewhere"])
-    assert checkpoint_config(cfg, "run/checkpoint-3", "x").model.tokenizer_path == "elsewhere"
+    assert checkpoint_config(cfg, find_model("run/checkpoint-3", "x", "model")).model.tokenizer_path == "elsewhere"
     cfg.model.tokenizer_path = None
-    assert checkpoint_config(cfg, "run/checkpoint-3", "x").model.tokenizer_path == "model"
+    assert checkpoint_config(cfg, find_model("run/checkpoint-3", "x", "model")).model.tokenizer_path == "model"
     workspace.write("run/checkpoint-3/actor/tokenizer.json", "{}")
-    own = checkpoint_config(cfg, "run/checkpoint-3", "x").model
+    own = checkpoint_config(cfg, find_model("run/checkpoint-3", "x", "model")).model
     assert own.tokenizer_path == own.path == "run/checkpoint-3/actor"
     assert cfg.model.path == "model"
 

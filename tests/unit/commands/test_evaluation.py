@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from rlhf_mcore.commands.evaluate.evaluation import _settings, _subject, _Task, checked_folder
+from rlhf_mcore.commands.evaluate.checkpoints import EvaluatedModel
+from rlhf_mcore.commands.evaluate.evaluation import _settings, _Task, checked_folder
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config, ModelConfig, RewardConfig, RuleConfig
@@ -54,7 +55,7 @@ def test_a_directory_that_is_no_checkpoint_is_not_looked_into(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("model", "name"), [("run/checkpoint-10/actor", "checkpoint-10"), ("models/Qwen3", "Qwen3")])
 def test_results_are_called_after_the_checkpoint(tmp_path: Path, model: str, name: str) -> None:
-    assert _subject(str(tmp_path / model)).name == name
+    assert EvaluatedModel("hf", str(tmp_path / model), "").subject.name == name
 
 
 def test_how_rewards_are_computed_starts_no_evaluation_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +63,7 @@ def test_how_rewards_are_computed_starts_no_evaluation_anew(tmp_path: Path, monk
 
     def settings(**reward: object) -> dict[str, object]:
         cfg = resolve(Config(model=ModelConfig(path=str(tmp_path)), reward=RewardConfig(**reward)))  # type: ignore[arg-type]
-        return _settings(_Task(cfg, "model", tmp_path, [], None), "fp32")
+        return _settings(_Task(cfg, "model", tmp_path, EvaluatedModel("hf", "", ""), []), "fp32")
 
     how = settings(workers=3, timeout_s=5.0, memory_gib=1.0, env=["HOME"], on_error="zero")
     assert how == settings() != settings(rules=[RuleConfig(name="boxed")])

@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.commands.evaluate.checkpoints import EvaluatedModel
 from rlhf_mcore.commands.evaluate.weights import open_weights
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
@@ -75,8 +76,11 @@ def test_layers_beyond_those_of_config_json_are_refused_unless_they_are_mtp_laye
     add_mtp_layer(tmp_path)
     assert load_spec(tmp_path).config_updates == {}
     # Nor does an engine that evaluates them meet tensors that it does not know.
-    evaluated, wanted = open_weights(str(tmp_path), None), set(hf_shapes(load_spec(tmp_path).geometry))
-    assert evaluated.names == {name for name, _ in evaluated.tensors()} == wanted
+    evaluated, wanted = (
+        open_weights(EvaluatedModel("hf", str(tmp_path), str(tmp_path))),
+        set(hf_shapes(load_spec(tmp_path).geometry)),
+    )
+    assert set(evaluated.shapes) == {name for name, _ in evaluated.read()} == wanted
     assert load_spec(tmp_path, head="token").config_updates["num_nextn_predict_layers"] == 0
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}))

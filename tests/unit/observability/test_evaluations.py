@@ -32,7 +32,7 @@ def half_done(tmp_path: Path) -> Path:
     for engine, batches in ((0, [[0, 2]]), (1, [[1]])):
         part = PartFile(tmp_path, engine, 2)
         for batch in batches:
-            part.append([records(index) for index in batch])
+            part.append([sample for index in batch for sample in records(index)])
         part.close()
     return tmp_path
 
@@ -46,12 +46,12 @@ def test_a_line_that_was_cut_short_is_removed(half_done: Path, cut: int) -> None
     part = half_done / "parts" / "engine-00000-of-00002.jsonl"
     part.write_bytes(part.read_bytes()[:-cut])
     assert reopened(half_done) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    PartFile(half_done, 0, 2).append([records(2)])
+    PartFile(half_done, 0, 2).append(records(2))
     assert reopened(half_done) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 def test_another_number_of_engines_goes_on_too(half_done: Path) -> None:
-    PartFile(half_done, 0, 1).append([records(3)])
+    PartFile(half_done, 0, 1).append(records(3))
     assert reopened(half_done)[-1] == (3, 1)
 
 

@@ -60,7 +60,7 @@ def test_fault_28_a_rollout_file(disk: Path) -> None:
 def test_fault_28_what_an_evaluation_has_scored(disk: Path) -> None:
     (disk / "parts").mkdir()
     part = PartFile(disk, 0, 1)
-    error = until_it_is_full(lambda: part.append([[RECORD]]))
+    error = until_it_is_full(lambda: part.append([RECORD | {"index": 0}]))
     part.close()
     assert "engine-00000-of-00001.jsonl needs" in str(error)
 

@@ -3,25 +3,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import pytest
 
 from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.sampling.seeds import request_seed
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.evaluation import (
     TOKENS,
     PolicyEvaluator,
     Record,
     batches,
-    evaluate,
     grade,
     graded,
     graded_of,
     is_correct,
     metrics,
+    missing_batches,
     sample_record,
     score_records,
     with_tokens,
@@ -154,20 +154,15 @@ def test_every_prompt_is_in_one_batch_of_one_engine() -> None:
     assert found == [[0, 2, 4], [6], [1, 3, 5], []], "all engines have equally many batches"
 
 
-def records_of(by: BatchSampler, sampling: Sampling, asked: Sequence[Prompt]) -> list[dict[str, Any]]:
-    return [sample_record(*row) for row in grade(by, Reward(), sampling, asked)]
-
-
 def run_command(engine: Engine, kept: list[list[dict[str, Any]]], stop_after: int | None = None) -> None:
     """The evaluation of seven prompts, two samples each, in batches of three; killed while a batch is being kept."""
-
-    def keep(batch: Sequence[list[dict[str, Any]]]) -> None:
-        kept.extend(batch)
+    done = {records[0]["index"] for records in kept}
+    for asked in missing_batches(prompts(7), EngineRank(), 3, done):
+        rows = grade(batch_sampler(engine), Reward(), Sampling(n=2, temperature=1.0), asked)
+        records = [sample_record(*row) for row in rows]
+        kept += [list(own) for _, own in groupby(records, key=itemgetter("index"))]
         if stop_after is not None and len(kept) >= stop_after:
             raise KeyboardInterrupt
-
-    draw = partial(records_of, batch_sampler(engine), Sampling(n=2, temperature=1.0))
-    evaluate(prompts(7), draw, EngineRank(), 3, {records[0]["index"] for records in kept}, keep)
 
 
 def test_a_batch_is_kept_prompt_by_prompt_with_all_samples() -> None:
@@ -189,11 +184,10 @@ def test_killed_and_started_again_no_prompt_is_drawn_twice_and_batches_are_cut_a
     assert sorted(kept, key=lambda records: records[0]["index"]) == whole
 
 
-def test_ranks_that_do_not_lead_keep_nothing() -> None:
+def test_ranks_that_do_not_lead_grade_nothing() -> None:
     engine, rank = Engine(), EngineRank(1, 2, is_lead=False)
-    kept: list[Any] = []
-    evaluate(prompts(4), partial(records_of, batch_sampler(engine, rank), Sampling()), rank, 8, set(), kept.append)
-    assert (engine.asked, kept) == ([], [])
+    assert grade(batch_sampler(engine, rank), Reward(), Sampling(), prompts(4)) == []
+    assert engine.asked == []
 
 
 def test_a_record_is_what_statistics_need() -> None:
