@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.data.images import ImageStore
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.foreign import Fields, read_json
 from rlhf_mcore.protocols import MEMORY, EngineRank
@@ -86,8 +87,6 @@ class EngineModel:
         )
         if not sees_images(cfg.model.path):
             return model
-        from rlhf_mcore.data.images import ImageStore
-
         images = ImageStore.of(cfg.run_directory, cfg.model.path, cfg.data.image_pixels)
         return replace(model, images=str(images.patches), max_images=cfg.data.max_images)
 

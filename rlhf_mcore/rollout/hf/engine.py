@@ -14,14 +14,15 @@ from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import DTYPES, current_platform
+from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 from rlhf_mcore.platform.transformers_models import checkpoint_tensors
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, LiveEngine, preserved_rng, ragged_ids
+from rlhf_mcore.rollout.hf.images import BatchImages
 from rlhf_mcore.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
-    from rlhf_mcore.rollout.hf.images import BatchImages
 
 
 class HFEngine(LiveEngine):
@@ -82,8 +83,6 @@ class HFEngine(LiveEngine):
         ]
 
     def _images_of(self, batch: _Batch) -> BatchImages:
-        from rlhf_mcore.rollout.hf.images import BatchImages
-
         assert self._model_images is not None, "requests with images require a vision model"
         return BatchImages(self._model, batch, self._model_images)
 
@@ -215,8 +214,6 @@ def _build_model(model: EngineModel) -> torch.nn.Module:
 
     config = AutoConfig.from_pretrained(model.model_dir, trust_remote_code=False, local_files_only=True)
     if model.images is not None:
-        from rlhf_mcore.platform.cpu_libraries import declare_image_operators
-
         declare_image_operators()
     kind = AutoModelForCausalLM if model.images is None else AutoModelForImageTextToText
     with preserved_rng():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rlhf_mcore.config.engine_kinds import EngineKind
+from rlhf_mcore.redaction import without_secrets
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import ModelConfig, RolloutConfig
@@ -44,8 +45,6 @@ KIND = _Server(
 
 def _problems(cfg: RolloutConfig) -> Iterator[str]:
     """Yield the problems of settings that servers do not support. No request is sent to a server."""
-    from rlhf_mcore.redaction import without_secrets  # imports the schema, which imports this package
-
     urls = cfg.server.urls
     if not urls:
         yield "rollout.engine=server needs rollout.server.urls; list the servers, such as [http://10.0.0.7:8000]"

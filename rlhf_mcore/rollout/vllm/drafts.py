@@ -11,8 +11,10 @@ from torch import nn
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families.mtp import mtp_tensors
+from rlhf_mcore.families.quantised import QUANTISATIONS
 from rlhf_mcore.readers.model_files import read_config
 from rlhf_mcore.rollout.vllm.cpu import verify_drafts_at_their_temperature
+from rlhf_mcore.rollout.vllm.stages import share_drafts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,8 +34,6 @@ def learned_names(cfg: RolloutConfig, model: EngineModel) -> frozenset[str]:
     names = mtp_tensors(model.shapes, read_config(model.model_dir, model.model_dir))
     if cfg.quantization is None:
         return frozenset(names)
-    from rlhf_mcore.families.quantised import QUANTISATIONS
-
     return frozenset(QUANTISATIONS[cfg.quantization].with_scales({name: model.shapes[name] for name in names}))
 
 
@@ -67,8 +67,6 @@ class Drafts:
             # Starts numba's threads; otherwise the first draft would, and would change torch's number of threads.
             numba.get_num_threads()
         if self._in_stages:
-            from rlhf_mcore.rollout.vllm.stages import share_drafts
-
             share_drafts(worker.model_runner, core)
         if self._learned and (draft := worker.get_draft_model()) is not None:  # on the last stage only
             self.model = DraftedModel(worker.get_model(), draft, self._learned)

@@ -14,9 +14,13 @@ import numpy as np
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.platform import current_platform
+from rlhf_mcore.platform.cpu_libraries import declare_image_operators
+from rlhf_mcore.platform.wrapped_layers import base_layers, set_adapter
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import AddsAdapters, EngineModel, ExpectedTensors, LiveEngine
-from rlhf_mcore.rollout.vllm import cpu
+from rlhf_mcore.rollout.vllm import adapters, cpu, images, masks, reload, stages
+from rlhf_mcore.rollout.vllm.arguments import live_backends, quantised_options
+from rlhf_mcore.rollout.vllm.drafts import Drafts
 from rlhf_mcore.rollout.vllm.environment import (
     caches_by_engine_rank,
     engine_start,
@@ -26,14 +30,16 @@ from rlhf_mcore.rollout.vllm.environment import (
     remove_quantisation,
     unchanged_classes,
 )
+from rlhf_mcore.rollout.vllm.images import EngineImages
+from rlhf_mcore.rollout.vllm.limits import problem_of
+from rlhf_mcore.rollout.vllm.masks import support_of
+from rlhf_mcore.rollout.vllm.routes import record_routes
 from rlhf_mcore.types import DRAFTS, ROUTES, Completion, Recorded, Request
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rlhf_mcore.config.schema import RolloutConfig
-    from rlhf_mcore.rollout.vllm.drafts import Drafts
-    from rlhf_mcore.rollout.vllm.images import EngineImages
     from rlhf_mcore.rollout.vllm.routes import RouteSource
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -85,14 +91,9 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         self._by_number: dict[int, int] = {}  # vLLM's request number -> request id, for requests in flight
         self._images: EngineImages | None = None
         if model.images is not None:
-            from rlhf_mcore.platform.cpu_libraries import declare_image_operators
-            from rlhf_mcore.rollout.vllm.images import EngineImages
-
             declare_image_operators()
             self._images = EngineImages(model)
         if cfg.speculative.method != "off":
-            from rlhf_mcore.rollout.vllm.drafts import Drafts
-
             self._drafts = Drafts(cfg, model, on_cuda=self._on_cuda)
         options = self._options(cfg, model)
         start = engine_start(rank, world_size, eager=not self._on_cuda)
@@ -106,12 +107,8 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             self._open_slots()
             self.use_adapter(0)
         if self._records:
-            from rlhf_mcore.rollout.vllm import masks
-
             masks.record_masks(self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda)
         if model.records_routes:
-            from rlhf_mcore.rollout.vllm.routes import record_routes
-
             self._routes = record_routes(self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda)
         if not self._on_cuda:
             cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
@@ -148,16 +145,10 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         if self._drafts is not None:
             options |= self._drafts.options
         if cfg.quantization is not None and self._on_cuda:
-            from rlhf_mcore.rollout.vllm.arguments import quantised_options
-
             options |= quantised_options(cfg.quantization, self._expected.shapes)
         if model.images is not None:
-            from rlhf_mcore.rollout.vllm import images
-
             options |= images.options(model)
         if model.adapters:
-            from rlhf_mcore.rollout.vllm import adapters
-
             options |= adapters.options(model.adapters, model.num_adapters)
         if cfg.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = cfg.max_num_batched_tokens
@@ -184,8 +175,6 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             raise RuntimeError("the rollout engine sleeps: call wake() before it generates")
         extra: list[dict[str, Any] | None] = [None] * len(requests)
         if self._records:
-            from rlhf_mcore.rollout.vllm import masks
-
             extra = [masks.extra_args(request) for request in requests]
         params = [
             SamplingParams(
@@ -220,8 +209,6 @@ class VLLMEngine(LiveEngine, AddsAdapters):
 
     def _step(self) -> list[Completion]:
         if self._records and self._on_cuda:
-            from rlhf_mcore.rollout.vllm import masks
-
             masks.record_where_wanted(self._llm.llm_engine, self._worker().model_runner, self._in_flight)
         return [self._completion(output) for output in self._llm.llm_engine.step() if output.finished]
 
@@ -237,8 +224,6 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             raise RuntimeError(f"the engine answered {other or 'an unknown request'}")
         [drawn], support = output.outputs, None
         if in_flight.request.sampling.records_support:
-            from rlhf_mcore.rollout.vllm.masks import support_of
-
             support = support_of(drawn)
         token_ids = list(drawn.token_ids)
         logprobs = [record[token].logprob for token, record in zip(token_ids, drawn.logprobs or [], strict=False)]
@@ -283,8 +268,6 @@ class VLLMEngine(LiveEngine, AddsAdapters):
 
     def kernels(self) -> dict[str, str]:
         """See :class:`Engine`."""
-        from rlhf_mcore.rollout.vllm.arguments import live_backends
-
         return live_backends(self._worker().get_model(), self._worker().vllm_config)
 
     def _count_preemptions(self) -> None:
@@ -348,8 +331,6 @@ class VLLMEngine(LiveEngine, AddsAdapters):
     def _base_layers(self) -> AbstractContextManager[None]:
         if not self._adapters:
             return nullcontext()
-        from rlhf_mcore.platform.wrapped_layers import base_layers
-
         return base_layers(self.model)
 
     def _worker(self) -> Any:
@@ -393,8 +374,6 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         """
         if "weights" in self._asleep:
             raise RuntimeError("the rollout engine sleeps: call wake() before load_weights()")
-        from rlhf_mcore.rollout.vllm import reload  # planned bridges write the live weights and do not need this module
-
         self._settle()
         self.begin_load()
         with preserved_rng(), self._base_layers():
@@ -408,14 +387,10 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         self.commit_load(version)
 
     def _open_slots(self) -> None:
-        from rlhf_mcore.rollout.vllm import adapters
-
         assert self._adapter_shapes is not None
         self._adapters = adapters.open_slots(self._worker().model_runner, self._adapter_shapes, self._num_adapters)
 
     def load_adapter(self, number: int, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        from rlhf_mcore.platform.wrapped_layers import set_adapter
-
         set_adapter(self.model, number, pairs)
         self._reset_prefix_cache()
 
@@ -439,8 +414,6 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             self._llm.wake_up(tags=sorted(due, key=MEMORY.index))
             self._asleep -= due
             if self._adapters:
-                from rlhf_mcore.rollout.vllm import adapters
-
                 adapters.forget_batch(self._worker().model_runner)
 
     def close(self) -> None:
@@ -493,21 +466,13 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
                 around.enter_context(unchanged_classes())
                 around.enter_context(cpu.hide_llvmlite())
                 if "limit_mm_per_prompt" in options:
-                    from rlhf_mcore.rollout.vllm import images
-
                     around.enter_context(images.inspected_here())
             if cfg.layout.pp > 1:
-                from rlhf_mcore.rollout.vllm import stages
-
                 around.enter_context(stages.patch_pipeline_engine(cfg))
             if "enable_lora" in options:
-                from rlhf_mcore.rollout.vllm import adapters
-
                 around.enter_context(adapters.experts_without_adapters())
             llm = llm_class(**options)
     except (ValueError, NotImplementedError) as error:
-        from rlhf_mcore.rollout.vllm.limits import problem_of
-
         if (problem := problem_of(str(error), options, cfg, on_cuda=on_cuda)) is None:
             raise
         destroy_model_parallel()  # otherwise its groups would block the next engine

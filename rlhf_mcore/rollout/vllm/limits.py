@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED
+from rlhf_mcore.families.adapters import EMBEDDING, OUTPUT, is_target
+from rlhf_mcore.families.quantised import cut_problems
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.geometry import LatentSizes
 from rlhf_mcore.machine import has_gpu, processor
+from rlhf_mcore.readers.adapter_files import adapted_modules
+from rlhf_mcore.rollout.vllm import masks
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import ModelConfig, RolloutConfig
@@ -64,8 +68,6 @@ def _grid_problems(cfg: RolloutConfig, geometry: ModelGeometry, records_routes: 
 def adapter_problems(cfg: RolloutConfig, geometry: ModelGeometry) -> Iterator[str]:
     """Yield reasons why vLLM cannot add adapters. ``geometry`` includes the adapters."""
     assert geometry.adapter is not None
-    from rlhf_mcore.families.adapters import EMBEDDING, OUTPUT, is_target
-
     if any(is_target(module, geometry) for module in (EMBEDDING, OUTPUT)):
         yield "vLLM does not support adapters of the embedding or the output layer"
     if geometry.experts is not None:
@@ -89,8 +91,6 @@ def adapter_problems(cfg: RolloutConfig, geometry: ModelGeometry) -> Iterator[st
 
 def _quantised_problems(cfg: RolloutConfig, model: ModelConfig, geometry: ModelGeometry) -> Iterator[str]:
     """Yield problems with 8-bit weights of vLLM on a GPU."""
-    from rlhf_mcore.families.quantised import cut_problems
-
     name, layout = f"rollout.quantization={cfg.quantization}", cfg.layout
     if model.dtype == "fp32":
         yield f"{name}: vLLM's 8-bit layers do not support model.dtype=fp32; set it to bf16"
@@ -106,8 +106,6 @@ def _quantised_problems(cfg: RolloutConfig, model: ModelConfig, geometry: ModelG
 
 
 def _mixture_problems(geometry: ModelGeometry) -> Iterator[str]:
-    from rlhf_mcore.readers.adapter_files import adapted_modules
-
     others = [module for module in adapted_modules(geometry) if ".self_attn." not in module]
     if others:
         yield f"in models with experts, vLLM supports adapters in attention only, not in {others[0]}"
@@ -162,8 +160,6 @@ def problem_of(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, 
             "set it to old_logprobs or off"
         )
     if "requires Model Runner V2" in message:
-        from rlhf_mcore.rollout.vllm import masks
-
         return masks.not_recorded(cfg.sampling, options["model"])
     if "MoE backend supports the deployment" in message:
         return (

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig, SpeculativeConfig
 from rlhf_mcore.rollout.engine import EngineModel
-from rlhf_mcore.rollout.vllm import stages
 from rlhf_mcore.rollout.vllm.cpu import _repeat
 from rlhf_mcore.rollout.vllm.drafts import DraftedModel, DraftRecord, Drafts, learned_names
 from tests.messages import refused
@@ -128,7 +127,7 @@ def test_what_is_loaded_is_the_draft_too_where_one_is_and_learns(
     made, model = Drafts(cfg, engine_model(tmp_path, shapes), on_cuda=True), Loader()
     runner, core = object(), SimpleNamespace(scheduler=SimpleNamespace(make_spec_decoding_stats=None))
     worker = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: draft, model_runner=runner)
-    with mock.patch.object(stages, "share_drafts") as share:
+    with mock.patch("rlhf_mcore.rollout.vllm.drafts.share_drafts") as share:
         made.attach(worker, core)
     assert share.mock_calls == ([mock.call(runner, core)] if pp == 2 else [])
     if draft is None or shapes is None:
