@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 
 _MATRIX = re.compile(r"model\.layers\.\d+\.(self_attn|mlp|block_sparse_moe)\.(.+\.)?(\w+_proj|w[123])\.weight")
@@ -65,8 +66,6 @@ def quantisation(name: str) -> Quantisation:
 
 def quantisation_problems(geometry: ModelGeometry) -> Iterator[str]:
     """Yield the parts of a model for which quantisation is not supported."""
-    from rlhf_mcore.families import FAMILIES
-
     if FAMILIES[geometry.family].has_stacked_experts:
         yield f"the experts of a layer of {geometry.family} are one tensor"
     if geometry.vision is not None:

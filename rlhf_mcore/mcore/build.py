@@ -31,6 +31,7 @@ from rlhf_mcore.mcore.mtp import add_mtp_layers
 from rlhf_mcore.mcore.needs import make_buffers
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.packed import rotate_packed, tell_of_padding
+from rlhf_mcore.mcore.vision import add_vision
 from rlhf_mcore.mcore.weights import mark_tensor_parallel
 from rlhf_mcore.platform import Platform
 
@@ -108,8 +109,6 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         chunks = [_build_chunk(spec, groups, config, options, stage) for stage in stages]
         vision = None
         if spec.geometry.vision is not None:
-            from rlhf_mcore.mcore.vision import add_vision  # imports transformers' models
-
             vision = add_vision(chunks, spec, groups, config, platform, options.images, options.kept)
         if options.freeze is not None:
             options.freeze(chunks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -34,9 +34,6 @@ from rlhf_mcore.mcore.mixture import routers
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.norms import RMSNorm
 from rlhf_mcore.mcore.weights import unwrap
-
-if TYPE_CHECKING:
-    from rlhf_mcore.mcore.delta_net import DeltaKernels
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -36,6 +36,8 @@ from torch.autograd.function import FunctionCtx
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.geometry import AdapterSizes
+from rlhf_mcore.mcore import lora_te
+from rlhf_mcore.mcore.latent import WholeLinear
 from rlhf_mcore.mcore.layers import HAVE_TE
 from rlhf_mcore.plugins import load_plugin
 
@@ -339,13 +341,9 @@ def _form_of(layer: Any, name: str, role: str) -> _Form:
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         kind = _ColumnPath if isinstance(layer, ColumnParallelLinear) else _RowPath
         return _Form(kind(layer.tp_group, bool(layer.sequence_parallel), bool(layer.explicit_expert_comm)), _parts_of)
-    from rlhf_mcore.mcore.latent import WholeLinear
-
     if isinstance(layer, WholeLinear):
         return _Form(_Path(layer.tp_group, layer.sequence_parallel, False), _parts_of)
     if HAVE_TE:
-        from rlhf_mcore.mcore import lora_te
-
         lora_te.return_normed(layer)
         if isinstance(layer, (*lora_te.COLUMN, *lora_te.ROW)):
             kind = _ColumnPath if isinstance(layer, lora_te.COLUMN) else _RowPath

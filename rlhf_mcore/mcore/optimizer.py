@@ -37,7 +37,7 @@ from rlhf_mcore.residency.ledger import OPTIMIZER
 from rlhf_mcore.residency.sharing import Movable
 
 if TYPE_CHECKING:
-    from rlhf_mcore.mcore.momentum import Locate, MomentumSteps, MuonRange
+    from rlhf_mcore.mcore.momentum import Locate
 
 
 @dataclass(frozen=True, slots=True)

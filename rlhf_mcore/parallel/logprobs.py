@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf_mcore.parallel import fused_softmax
+
 if TYPE_CHECKING:
     from rlhf_mcore.parallel.subsets import Subsets
     from rlhf_mcore.parallel.top_tokens import TeacherTopTokens
@@ -113,8 +115,6 @@ def _fused(hidden: Tensor, wanted: Wanted) -> ModuleType | None:
     """
     if not hidden.is_cuda or wanted[1:] != (None, None) or torch.are_deterministic_algorithms_enabled():
         return None
-    from rlhf_mcore.parallel import fused_softmax
-
     return fused_softmax if fused_softmax.can_compile() else None
 
 

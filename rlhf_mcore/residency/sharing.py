@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -18,9 +18,6 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import MEMORY, Sleeper
 from rlhf_mcore.residency.ledger import ENGINE_CACHE, ENGINE_WEIGHTS, OPTIMIZER, WEIGHTS, Ledger
 from rlhf_mcore.residency.parts import MovablePart
-
-if TYPE_CHECKING:
-    from rlhf_mcore.residency.parts import MovablePart
 
 _OF_ENGINES = dict(zip(MEMORY, (ENGINE_WEIGHTS, ENGINE_CACHE), strict=True))
 

@@ -22,7 +22,15 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.file_parts import Part, assembled_bytes, parts_of, plan_parts, spans, unfinished_parts
-from rlhf_mcore.bridge.files.hf_files import COMPANIONS, INDEX, SHARD_BYTES, SINGLE, companion_files, copy_companions
+from rlhf_mcore.bridge.files.hf_files import (
+    COMPANIONS,
+    INDEX,
+    SHARD_BYTES,
+    SINGLE,
+    companion_files,
+    copy_companions,
+    write_companions,
+)
 from rlhf_mcore.bridge.files.tensor_files import (
     FileImage,
     FileLayout,
@@ -40,6 +48,7 @@ from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, Sources
 from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
+from rlhf_mcore.readers.adapter_files import ADAPTER_WEIGHTS
 
 
 class Exporter:
@@ -100,8 +109,6 @@ class Exporter:
         sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in self._types.items()}
         single = SINGLE
         if adapters_of is not None:
-            from rlhf_mcore.readers.adapter_files import ADAPTER_WEIGHTS
-
             single, shard_bytes = ADAPTER_WEIGHTS, sum(sizes.values())  # PEFT reads one file
         self.shards = cut_into_shards(sizes, group.size(), shard_bytes, beside, single)
         mine = [shard for shard in self.shards if shard.rank == group.rank()]
@@ -175,8 +182,6 @@ class Exporter:
         if self._group.rank() != 0:
             return paths
         if self._base is not None:
-            from rlhf_mcore.bridge.files.hf_files import write_companions
-
             return paths + write_companions(self._companions, directory, self.geometry, self._base, self._dropout)
         write_index(directory, self.shards, self._types)
         copy_companions(self._companions, directory, next(iter(self._types.values()))[0], self._config_updates)

@@ -14,7 +14,17 @@ from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES, HEADS, Shapes, embedding_name, end_rules, hf_shapes, layer_rules
-from rlhf_mcore.families.adapters import A, B, hf_module
+from rlhf_mcore.families.adapters import (
+    A,
+    B,
+    M,
+    adapter_rules,
+    base_name,
+    hf_module,
+    hf_name,
+    is_trained_whole,
+    whole_rules,
+)
 from rlhf_mcore.families.base import Rule
 from rlhf_mcore.families.mtp import EMBEDDING, EMBEDDING_COPY
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
@@ -84,8 +94,6 @@ def _rows_of_weight(name: str, shapes: Shapes, geometry: ModelGeometry, shard: S
 
     The rank holds the same rows as of the weight, in the same order.
     """
-    from rlhf_mcore.families.adapters import base_name, hf_name
-
     whole, side = base_name(name)
     weight = pieces(whole, replace(geometry, adapter=None), shard)
     rows, described = 0, []
@@ -174,8 +182,6 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
         return _rule_of_tower(geometry, name), 0, 0
     if geometry.adapter is None:
         return _find_rule(geometry.family, geometry.head, name)
-    from rlhf_mcore.families.adapters import A, B, M, base_name, is_trained_whole, whole_rules
-
     if is_trained_whole(name, geometry):
         rule, layer, expert = _find_rule(geometry.family, geometry.head, name)
         return whole_rules(rule, geometry)[0], layer, expert
@@ -189,8 +195,6 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
 @lru_cache(maxsize=4096)
 def _adapter_rules(geometry: ModelGeometry, weight: str, layer: int) -> list[Rule]:
     """Return the rules for the adapters of a weight in one layer. All experts share them."""
-    from rlhf_mcore.families.adapters import adapter_rules
-
     return adapter_rules(_rules(geometry.family, geometry.head)[weight], geometry, layer)
 
 
