@@ -21,9 +21,13 @@ from rlhf_mcore.api.inputs import run_config
 from rlhf_mcore.api.training import Reward, Rows, checked_world_size, one_process
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.preflight import check_engine, check_packages
+from rlhf_mcore.commands.convert.command import DTYPES, FORMATS, ROLES, TARGETS, check_destination, num_bytes
+from rlhf_mcore.commands.evaluate.checkpoints import default_checkpoint, validate_evaluation
 from rlhf_mcore.config.resolve import default_world_size, resolve
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
+from rlhf_mcore.planning.inputs import GPUS, device_and_assumptions
+from rlhf_mcore.planning.plan import make_plan
 from rlhf_mcore.readers.hub import MODEL_KEYS, localize
 
 if TYPE_CHECKING:
@@ -69,8 +73,6 @@ def evaluate(
     Raises:
         ConfigError: the configuration, the data, the reward or the checkpoint is invalid.
     """
-    from rlhf_mcore.commands.evaluate.checkpoints import default_checkpoint, validate_evaluation
-
     if cfg is None:
         raise refusal("cfg", cfg, "give a configuration from rm.load_config or rm.Config")
     cfg = run_config(cfg, {}, reward=reward, eval_prompts=prompts)
@@ -113,7 +115,6 @@ def convert(
     Raises:
         ConfigError: the source is incomplete, unsafe or of an unknown family, or the destination cannot be created.
     """
-    from rlhf_mcore.commands.convert.command import DTYPES, FORMATS, ROLES, TARGETS, check_destination, num_bytes
     from rlhf_mcore.commands.convert.conversion import Conversion, run
 
     allowed = {"source_format": FORMATS, "target_format": TARGETS, "role": ROLES, "dtype": (None, *DTYPES)}
@@ -151,9 +152,6 @@ def plan(cfg: Config, world_size: int | None = None, gpu: str = "H100") -> RunPl
     Raises:
         ConfigError: the configuration is invalid, or the GPU model is unknown.
     """
-    from rlhf_mcore.planning.inputs import GPUS, device_and_assumptions
-    from rlhf_mcore.planning.plan import make_plan
-
     checked_choice("gpu", gpu, tuple(GPUS))
     cfg = checked_config(cfg)
     size = default_world_size(cfg) if world_size is None else checked_count("world_size", world_size)

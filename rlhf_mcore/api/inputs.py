@@ -17,6 +17,7 @@ from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.observability.files import FullDiskError, json_line, write_atomically
 from rlhf_mcore.readers.user_functions import OwnFunction, is_file_spec
 from rlhf_mcore.rewards.user_function import load_reward
+from rlhf_mcore.trainer.inputs import own_files
 
 _COLUMNS = ("data_source", "reward_model", "extra_info", "ability", "answer")  # these are always read
 DATA_FILES = (".parquet", ".jsonl")
@@ -64,8 +65,6 @@ def run_config(
 
 def _digest(cfg: Config, given: Mapping[str, list[str] | bytes]) -> str:
     """Return a digest of a run's inputs, which is equal on every rank and in every process."""
-    from rlhf_mcore.trainer.inputs import own_files
-
     values = {key: value for key, value in leaves(to_dict(cfg)) if not key.startswith(_NOT_THE_RUN)}
     parts: list[Any] = [sorted(values.items(), key=lambda item: item[0])]
     parts.append(sorted((name, entry["content"]) for name, entry in own_files(cfg).items()))

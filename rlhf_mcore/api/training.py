@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from rlhf_mcore.api import display
 from rlhf_mcore.api.arguments import checked_callback, checked_list, checked_path
 from rlhf_mcore.api.inputs import run_config
+from rlhf_mcore.checkpoint.layout import BEST, LATEST
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.preflight import check_engine, check_packages
 from rlhf_mcore.cli.rank import torchrun_world_size
@@ -200,8 +201,6 @@ class Trainer:
 
     def trained(self) -> Trained:
         """Return the result of the run so far."""
-        from rlhf_mcore.checkpoint.layout import BEST, LATEST
-
         cfg = self.cfg
         directory = cfg.run_directory
         chosen = BEST if cfg.checkpoint.load_best_model_at_end else LATEST

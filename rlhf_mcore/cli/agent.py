@@ -25,6 +25,7 @@ from rlhf_mcore.cli.launch import FORWARDED, TRAIN, build_environment, run_child
 from rlhf_mcore.cli.preflight import KEPT_STARTS
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.own_files import refuse_link
@@ -37,8 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start this node's ranks and wait for them. Returns the exit code of the rank that failed first, or 0."""
     args = _parser().parse_intermixed_args(argv)
     try:
-        from rlhf_mcore.config.load import load_config
-
         cfg = load_config(args.config, args.overrides)
         if args.meet is not None:
             address = meeting_address(args.meet, args.interface)

@@ -6,7 +6,11 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from rlhf_mcore.cli.document import receive
 from rlhf_mcore.cli.exit_codes import TOOL_EPILOG
+from rlhf_mcore.config.keys import DESCRIPTIONS
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.other_names import hint
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
@@ -27,9 +31,6 @@ class _SettingsParser(argparse.ArgumentParser):
 
 
 def _meant_setting(unknown: Sequence[str]) -> str:
-    from rlhf_mcore.config.keys import DESCRIPTIONS
-    from rlhf_mcore.config.other_names import hint
-
     option, has_value, value = unknown[0].partition("=")
     key = option.lstrip("-").replace("-", "_")
     value = value if has_value else next((word for word in unknown[1:2] if not word.startswith("-")), "VALUE")
@@ -69,9 +70,5 @@ def accept_document(parser: argparse.ArgumentParser) -> None:
 def configuration(args: argparse.Namespace) -> Config:
     """Return the resolved configuration of the parent process, else load CONFIG with the overrides."""
     if args.resolved:
-        from rlhf_mcore.cli.document import receive
-
         return receive(args.resolved)
-    from rlhf_mcore.config.load import load_config
-
     return load_config(args.config, args.overrides)

@@ -14,8 +14,9 @@ from typing import Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-
-ASKED = "_ARGCOMPLETE"  # the shell sets this variable when it asks for completions
+from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, is_group
+from rlhf_mcore.config.schema.key import Choices
+from rlhf_mcore.metrics.catalogue import GROUPS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,9 +78,6 @@ def _teach(parser: argparse.ArgumentParser) -> None:
 
 def _settings(prefix: str, **_: object) -> Iterable[str]:
     """List ``key=`` for every key, or ``key=value`` for every allowed value if ``prefix`` contains a key."""
-    from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, is_group
-    from rlhf_mcore.config.schema.key import Choices
-
     key, equals, _value = prefix.partition("=")
     if not equals:
         return [f"{name}=" for name in DESCRIPTIONS if not is_group(name)]
@@ -91,14 +89,10 @@ def _settings(prefix: str, **_: object) -> Iterable[str]:
 
 
 def _keys(**_: object) -> Iterable[str]:
-    from rlhf_mcore.config.keys import KEYS
-
     return KEYS
 
 
 def _metrics(**_: object) -> Iterable[str]:
-    from rlhf_mcore.metrics.catalogue import GROUPS
-
     return [metric.name for metrics in GROUPS.values() for metric in metrics]
 
 

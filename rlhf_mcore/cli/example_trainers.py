@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from rlhf_mcore.cli.models import ModelBuilder
 from rlhf_mcore.cli.run_context import Data, RunContext, load_example_data
@@ -39,9 +38,6 @@ from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.trainer.work import StepWork
 from rlhf_mcore.types import TrainBatch
-
-if TYPE_CHECKING:
-    from rlhf_mcore.roles.preference import PreferenceActor
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import rlhf_mcore
-from rlhf_mcore.cli import completion
 from rlhf_mcore.cli.exit_codes import EPILOG, INTERRUPTED, OF_OUTPUT, USER_ERROR, report_of_tool
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.foreign import shorten
@@ -41,6 +40,7 @@ COMMANDS = {
     "verify-checkpoint": "name every damaged file of a checkpoint, or of all checkpoints of a run",
     "watch": "show the page of report in a browser during a run",
 }
+ASKED = "_ARGCOMPLETE"  # the shell sets this variable when it asks for completions
 PLUGINS = {name: point.value for name, point in find_plugins("commands").items()}  # commands of other packages
 COMMANDS |= {name: import_module(package).SUMMARY for name, package in PLUGINS.items()}
 COMMANDS = dict(sorted(COMMANDS.items(), key=lambda item: (item[0] != "train", item[0])))
@@ -49,7 +49,9 @@ COMMANDS = dict(sorted(COMMANDS.items(), key=lambda item: (item[0] != "train", i
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` names, with the remaining arguments. Returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if completion.ASKED in os.environ:
+    if ASKED in os.environ:
+        from rlhf_mcore.cli import completion  # imports the schema
+
         completion.answer(COMMANDS, module_of)
     if not args:
         _parser().print_help(sys.stderr)

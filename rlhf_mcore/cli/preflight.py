@@ -18,6 +18,7 @@ from pathlib import Path
 
 import rlhf_mcore
 from rlhf_mcore.checkpoint.config_changes import compare_configs, refuse
+from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.checkpoint.housekeeping import best_rule, find_best
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.cli import terminal
@@ -25,11 +26,13 @@ from rlhf_mcore.cli.terminal import find_console, working
 from rlhf_mcore.config.engine_kinds import ENGINES, engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.questions import max_new_tokens
+from rlhf_mcore.config.rules.fp8 import machine_problem
 from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import NEVER
 from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.environments.sessions import check_loads
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.machine import count_gpus, has_driver, has_gpu, is_torch_for_cpu, memory_bytes
@@ -43,8 +46,11 @@ from rlhf_mcore.observability.files import (
 )
 from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METRICS, DirectoryLock, RunDirectory
 from rlhf_mcore.own_files import shown_path
+from rlhf_mcore.planning.engines import kv_bytes_per_token
+from rlhf_mcore.planning.inputs import engine_grid
 from rlhf_mcore.readers.model_files import inspect_model, read_config
 from rlhf_mcore.redaction import redact_arguments
+from rlhf_mcore.trainer.inputs import fingerprints
 
 LAUNCH_LOCK = "launch.lock"  # locked while a launcher of the run is alive
 KEPT_STARTS = 20  # number of starts whose logs are kept
@@ -60,11 +66,8 @@ def check_packages(cfg: Config) -> None:
     Raises:
         ConfigError: a package is missing; the message names the key, the package and the command that installs it.
     """
-    if cfg.actor.fp8 is not None:
-        from rlhf_mcore.config.rules.fp8 import machine_problem
-
-        if (problem := machine_problem(cfg)) is not None:
-            raise ConfigError(problem)
+    if cfg.actor.fp8 is not None and (problem := machine_problem(cfg)) is not None:
+        raise ConfigError(problem)
     rollout, stack = cfg.rollout, "gpu" if has_gpu() else "cpu"
     without = next(f"rollout.engine={kind.name}" for kind in ENGINES.values() if not kind.packages)
     requirements = [
@@ -113,9 +116,6 @@ def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
     Raises:
         ConfigError: the cache is too small.
     """
-    from rlhf_mcore.planning.engines import kv_bytes_per_token
-    from rlhf_mcore.planning.inputs import engine_grid
-
     hf_config = read_config(cfg.model.path, "model.path")
     has_windows = hf_config.content.get("sliding_window") is not None and hf_config.content.get(
         "use_sliding_window", True
@@ -157,8 +157,6 @@ def announce(cfg: Config, directory: Path) -> int | None:
     own, resume = scan(directory), cfg.checkpoint.resume
     if not own or resume == NEVER or Path(resume).resolve().parent == directory:
         return 0
-    from rlhf_mcore.checkpoint.delta import verify_chain
-    from rlhf_mcore.trainer.inputs import fingerprints
     from rlhf_mcore.trainer.resume import compare_inputs  # imports torch
     from rlhf_mcore.trainer.run_state import read_inputs
 
@@ -216,8 +214,6 @@ def check_environment(cfg: Config) -> None:
         ConfigError: it cannot be loaded; the message names ``environment.function`` or its options.
     """
     if cfg.environment.function is not None:
-        from rlhf_mcore.environments.sessions import check_loads
-
         with working("loading the environment", console=find_console(cfg.logging.console)):
             check_loads(cfg.environment)
     if cfg.environment.container.kind is not None:

@@ -19,11 +19,11 @@ from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability import rank_file
+from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.own_processes import end_with_parent, raise_open_files
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
-    from rlhf_mcore.observability.watchdog import Watchdog
     from rlhf_mcore.platform import Platform
 
 DUMP_STACKS = signal.SIGQUIT
@@ -119,7 +119,6 @@ def join_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
     import torch.distributed as dist
 
     from rlhf_mcore.cli.rendezvous import connect
-    from rlhf_mcore.observability.watchdog import Watchdog
     from rlhf_mcore.parallel.joint_group import connect_device
     from rlhf_mcore.platform import current_platform
 

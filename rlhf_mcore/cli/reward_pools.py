@@ -7,9 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from rlhf_mcore.config.schema import Config, RewardConfig
+from rlhf_mcore.data.images import ImageStore
+from rlhf_mcore.environments.sessions import check_loads
 from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.pool import Pools, local_pool
+from rlhf_mcore.rewards.ray_pool import RayPools
 from rlhf_mcore.rewards.reward import build_reward
+from rlhf_mcore.rollout.remote.cluster import TOKEN_VARIABLE, Cluster
+from rlhf_mcore.rollout.remote.head import SETTINGS
+from rlhf_mcore.rollout.vllm.tool_calls import check_tool_parser
 
 KEY = "reward.pool"
 
@@ -22,8 +28,6 @@ def build_graders(cfg: Config, pools: Pools = local_pool) -> RewardFunction:
     """
     images = None
     if cfg.reward.judge.images:
-        from rlhf_mcore.data.images import ImageStore
-
         images = ImageStore.of(cfg.run_directory, cfg.model.path, cfg.data.image_pixels).directory
     build = partial(build_reward, cfg.reward, pools, validated=True, images=images)
     if cfg.environment.function is None:
@@ -42,9 +46,6 @@ def check_environment(cfg: Config) -> None:
     """
     if cfg.environment.function is None:
         return
-    from rlhf_mcore.environments.sessions import check_loads
-    from rlhf_mcore.rollout.vllm.tool_calls import check_tool_parser
-
     if cfg.environment.tool_parser is not None:
         check_tool_parser(cfg.environment.tool_parser)
     check_loads(cfg.environment)
@@ -63,9 +64,6 @@ def reward_pools(cfg: RewardConfig) -> Pools:
     import torch.distributed as dist
 
     from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
-    from rlhf_mcore.rewards.ray_pool import RayPools
-    from rlhf_mcore.rollout.remote.cluster import TOKEN_VARIABLE, Cluster
-    from rlhf_mcore.rollout.remote.head import SETTINGS
 
     def connect(address: str | None) -> Cluster:
         cluster = Cluster(address, 1, key=KEY)

@@ -15,6 +15,7 @@ from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.questions import grades, longest_example
 from rlhf_mcore.config.reward_sources import scores_alone
+from rlhf_mcore.config.rules.environment import read_tools
 from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.examples import TokenizedExample, load_examples
@@ -136,8 +137,6 @@ def prompt_loader(
     """Return a function that loads the prompts of files. Its second argument is the key that names the files."""
     tools = []
     if (path := cfg.environment.tools) is not None:
-        from rlhf_mcore.config.rules.environment import read_tools
-
         tools = _together(lambda: read_tools(path), group)
     images = _together(lambda: _image_reader(cfg), group)
 

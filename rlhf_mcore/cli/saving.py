@@ -36,6 +36,7 @@ from rlhf_mcore.mcore.model import rng_tracker_states, set_rng_tracker_states
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import Ask, broadcast_json, lead, on_every_rank, world_group
 from rlhf_mcore.plugins import load_plugin
+from rlhf_mcore.roles.adapters import load_adapters
 from rlhf_mcore.roles.model import RoleModel, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
 from rlhf_mcore.trainer.checkpointer import RunCheckpointer
@@ -274,8 +275,6 @@ def _load_weights(model: RoleModel, directory: str) -> None:
     if model.model is not None:  # offloaded tensors are loaded into their copy on the host
         parameters = [replace(each, tensor=model.model.movable.current(each.tensor)) for each in parameters]
     if model.adapter_geometry is not None:
-        from rlhf_mcore.roles.adapters import load_adapters
-
         load_adapters(parameters, model.adapter_geometry, directory)
     else:
         load(parameters, model.spec.geometry, HFReader(directory))

@@ -28,6 +28,7 @@ from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import report_all, validate, warnings_of
 from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.data.first_rows import check_first_rows
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.readers.hub import localize, notes_of
 
@@ -85,7 +86,6 @@ def _start(args: argparse.Namespace) -> int:
 
 def _launch(cfg: Config, arguments: Sequence[str], *, is_dry: bool) -> int:
     """Check everything that needs no ranks, then start the ranks unless this is a dry run."""
-    from rlhf_mcore.data.first_rows import check_first_rows
     from rlhf_mcore.rewards.start_trial import check_reward
 
     world_size = default_world_size(cfg)

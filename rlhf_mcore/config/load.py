@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import nearest
+from rlhf_mcore.config.problems import problems_of
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.schema.tree import merge, nest, with_preset
@@ -85,8 +86,6 @@ def _read(values: dict[str, Any], places: Mapping[str, str], wrong: dict[str, li
         try:
             return Config.read(tree)
         except ValidationError as error:
-            from rlhf_mcore.config.problems import problems_of
-
             found = problems_of(Config, error, lambda key: _begin(places, _setting_of(key, values)))
             for key, problem in found.items():
                 wrong.setdefault(_setting_of(key.partition("[")[0], values), []).append(problem)

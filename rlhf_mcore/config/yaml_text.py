@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.foreign import read_text, shorten
 from rlhf_mcore.redaction import redact
 
@@ -81,8 +82,6 @@ def load_yaml(text: str, name: str) -> Any:
 
 def to_yaml(cfg: Config) -> str:
     """Return a configuration as YAML without its secrets, in the order of the schema. The text is a valid config file."""
-    from rlhf_mcore.config.schema.group import to_dict  # imported here, because `--help` does not need the schema
-
     return str(yaml.safe_dump(redact(to_dict(cfg)), sort_keys=False, allow_unicode=True, default_flow_style=False))
 
 

@@ -44,6 +44,7 @@ from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.machine import memory_bytes
 from rlhf_mcore.observability.files import full_disk_named
 from rlhf_mcore.platform import DTYPES
+from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 from rlhf_mcore.readers.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -400,8 +401,6 @@ def compare_logits(source: Reading, written: Reading, total_bytes: int) -> str:
 def _outputs(reading: Reading, *, reads_directory: bool = False) -> Tensor:
     """Compute outputs [1, tokens, vocabulary or labels] with transformers, from the model's directory or from its tensors."""
     import transformers
-
-    from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 
     declare_image_operators()
     files = reading.source.companions
