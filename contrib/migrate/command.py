@@ -11,6 +11,14 @@ from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import default_world_size, resolve
+from rlhf_mcore.config.validate import validate
+from rlhf_mcore.planning.inputs import GPUS, Assumptions
+from rlhf_mcore.planning.known_models import with_known_configs
+from rlhf_mcore.planning.plan import make_plan
+from rlhf_mcore.planning.report import as_text, refusal
+from rlhf_mcore_contrib.migrate.convert import migrate, shown, to_text
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
@@ -42,10 +50,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _migrate(source: Path, output: Path, kind: str) -> int:
-    from rlhf_mcore.config.load import load_config
-    from rlhf_mcore.config.validate import validate
-    from rlhf_mcore_contrib.migrate.convert import migrate, shown, to_text
-
     if output.exists():
         raise ConfigError(f"-o {output}: the file exists; remove it or name another file")
     migration = migrate(source, kind)
@@ -72,8 +76,6 @@ def _migrate(source: Path, output: Path, kind: str) -> int:
 
 def _plan(cfg: Config, output: Path) -> str:
     """Plan the run if its model is here or well known. Otherwise describe how to plan it."""
-    from rlhf_mcore.planning.known_models import with_known_configs
-
     command = f"rlhf-mcore plan {output}"
     with with_known_configs(cfg) as notes:
         text = _plan_text(cfg, command)
@@ -81,12 +83,6 @@ def _plan(cfg: Config, output: Path) -> str:
 
 
 def _plan_text(cfg: Config, command: str) -> str:
-    from rlhf_mcore.config.resolve import default_world_size, resolve
-    from rlhf_mcore.config.validate import validate
-    from rlhf_mcore.planning.inputs import GPUS, Assumptions
-    from rlhf_mcore.planning.plan import make_plan
-    from rlhf_mcore.planning.report import as_text, refusal
-
     if not Path(cfg.model.path, "config.json").is_file():
         return (
             f"plan: not made, because {cfg.model.path} is not here; a directory with its config.json is enough: `{command} "

@@ -8,7 +8,13 @@ from contextlib import closing
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.reward_pools import reward_pools
 from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.rewards.http_pool import token_of
+from rlhf_mcore.rewards.reward import build_reward, scoring_keys
+from rlhf_mcore_contrib.serve_reward.server import RewardServer
+from rlhf_mcore_contrib.serving import check_host, serve
 
 EXITS = """\
 exit codes:
@@ -49,13 +55,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(path: str, overrides: Sequence[str], host: str, port: int, token_env: str | None) -> None:
-    from rlhf_mcore.cli.reward_pools import reward_pools
-    from rlhf_mcore.config.load import load_config
-    from rlhf_mcore.rewards.http_pool import token_of
-    from rlhf_mcore.rewards.reward import build_reward, scoring_keys
-    from rlhf_mcore_contrib.serve_reward.server import RewardServer
-    from rlhf_mcore_contrib.serving import check_host, serve
-
     cfg = load_config(path, overrides, without_model=True).reward  # the file may contain only the reward
     token = token_of(token_env, "--token-env")
     check_host(host, token is not None)

@@ -9,11 +9,22 @@ from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.cli.terminal import say, working
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.resolve import default_world_size, resolve
+from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.validate import validate
+from rlhf_mcore.observability.files import pretty_json, write_atomically
 from rlhf_mcore.own_files import check_output
 from rlhf_mcore.planning.inputs import GPUS, device_and_assumptions, num_devices
+from rlhf_mcore_contrib.simulate.compare import as_json, compare, configured, schedules
+from rlhf_mcore_contrib.simulate.lengths import read_lengths
+from rlhf_mcore_contrib.simulate.measured import fit_runs
+from rlhf_mcore_contrib.simulate.picture import check_can_draw, draw
+from rlhf_mcore_contrib.simulate.report import WIDTH, tables
+from rlhf_mcore_contrib.simulate.times import configured_split, measured_times, planned_times, splits
 
 
 @exit_codes.report_errors
@@ -83,15 +94,6 @@ def _parser() -> argparse.ArgumentParser:
 def _simulate(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from rlhf_mcore.cli.terminal import working
-    from rlhf_mcore.observability.files import pretty_json, write_atomically
-    from rlhf_mcore_contrib.simulate.compare import as_json, compare, configured, schedules
-    from rlhf_mcore_contrib.simulate.lengths import read_lengths
-    from rlhf_mcore_contrib.simulate.measured import fit_runs
-    from rlhf_mcore_contrib.simulate.picture import check_can_draw, draw
-    from rlhf_mcore_contrib.simulate.report import WIDTH, tables
-    from rlhf_mcore_contrib.simulate.times import configured_split, measured_times, planned_times, splits
-
     bounds = _check(args)
     if args.png:
         check_can_draw()
@@ -154,11 +156,6 @@ def _check(args: argparse.Namespace) -> list[int]:
 
 def _configuration(args: argparse.Namespace) -> tuple[Config, int]:
     """Load and resolve the configuration. Returns it and the number of trainer ranks."""
-    from rlhf_mcore.config.load import load_config
-    from rlhf_mcore.config.resolve import default_world_size, resolve
-    from rlhf_mcore.config.run_kinds import run_kind
-    from rlhf_mcore.config.validate import validate
-
     cfg = load_config(args.config, args.overrides)
     if not run_kind(cfg).generates:
         raise ConfigError(

@@ -9,6 +9,11 @@ from collections.abc import Sequence
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.environments.containers.kinds import Containers
+from rlhf_mcore.environments.containers.task import ContainerLimits
+from rlhf_mcore.rewards.http_pool import token_of
+from rlhf_mcore_contrib.containers.service import Service
+from rlhf_mcore_contrib.serving import check_host, serve
 
 KINDS = ("sandbox", "docker", "podman")
 _HOUR = 3600.0
@@ -64,12 +69,6 @@ def _amount(text: str) -> float:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    from rlhf_mcore.environments.containers.kinds import Containers
-    from rlhf_mcore.environments.containers.task import ContainerLimits
-    from rlhf_mcore.rewards.http_pool import token_of
-    from rlhf_mcore_contrib.containers.service import Service
-    from rlhf_mcore_contrib.serving import check_host, serve
-
     token = token_of(args.token_env, "--token-env")
     check_host(args.host, token is not None)
     most = ContainerLimits(_HOUR, _HOUR, int(args.memory_gib * 2**30), args.cpus, args.network, 24 * _HOUR)
