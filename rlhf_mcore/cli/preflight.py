@@ -18,7 +18,6 @@ from pathlib import Path
 
 import rlhf_mcore
 from rlhf_mcore.checkpoint.config_changes import compare_configs, refuse
-from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.checkpoint.housekeeping import best_rule, find_best
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.cli import terminal
@@ -46,11 +45,9 @@ from rlhf_mcore.observability.files import (
 )
 from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METRICS, DirectoryLock, RunDirectory
 from rlhf_mcore.own_files import shown_path
-from rlhf_mcore.planning.engines import kv_bytes_per_token
 from rlhf_mcore.planning.inputs import engine_grid
 from rlhf_mcore.readers.model_files import inspect_model, read_config
 from rlhf_mcore.redaction import redact_arguments
-from rlhf_mcore.trainer.inputs import fingerprints
 
 LAUNCH_LOCK = "launch.lock"  # locked while a launcher of the run is alive
 KEPT_STARTS = 20  # number of starts whose logs are kept
@@ -116,6 +113,8 @@ def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
     Raises:
         ConfigError: the cache is too small.
     """
+    from rlhf_mcore.planning.engines import kv_bytes_per_token  # imports numpy
+
     hf_config = read_config(cfg.model.path, "model.path")
     has_windows = hf_config.content.get("sliding_window") is not None and hf_config.content.get(
         "use_sliding_window", True
@@ -157,6 +156,8 @@ def announce(cfg: Config, directory: Path) -> int | None:
     own, resume = scan(directory), cfg.checkpoint.resume
     if not own or resume == NEVER or Path(resume).resolve().parent == directory:
         return 0
+    from rlhf_mcore.checkpoint.delta import verify_chain
+    from rlhf_mcore.trainer.inputs import fingerprints
     from rlhf_mcore.trainer.resume import compare_inputs  # imports torch
     from rlhf_mcore.trainer.run_state import read_inputs
 

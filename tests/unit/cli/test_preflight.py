@@ -29,7 +29,7 @@ def launched(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The directories of logs of the launches, none of which is made."""
     calls: list[Path] = []
     monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *given, logs, **more: calls.append(logs) or 0)
-    monkeypatch.setattr("rlhf_mcore.cli.preflight.verify_chain", lambda path, hashes: [])
+    monkeypatch.setattr("rlhf_mcore.checkpoint.delta.verify_chain", lambda path, hashes: [])
     return calls
 
 
@@ -85,7 +85,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(
     launched: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint(100)
-    monkeypatch.setattr("rlhf_mcore.cli.preflight.verify_chain", verify_chain)
+    monkeypatch.setattr("rlhf_mcore.checkpoint.delta.verify_chain", verify_chain)
     assert train() == 0 and len(launched) == 1  # the ranks fall back to the one before it, or refuse
     assert capsys.readouterr().out.startswith("starting one process; ")
 
