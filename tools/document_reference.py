@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the pages of docs/reference/ from the code: configuration keys, commands, metrics, presets, exit codes, faults, Python.
+"""Write the pages of docs/reference/ from the code: keys (also of other trainers), commands, metrics, exit codes, faults, Python.
 
     .venv/bin/python tools/document_reference.py
 
@@ -27,6 +27,8 @@ from rlhf_mcore.cli.main import COMMANDS, PLUGINS, module_of  # noqa: E402
 from rlhf_mcore.config.choices import PRESETS  # noqa: E402
 from rlhf_mcore.metrics.catalogue import GROUPS, Metric  # noqa: E402
 from rlhf_mcore.metrics.rules import MEASURES, RULES, MetricRule  # noqa: E402
+from rlhf_mcore_contrib.migrate.pages import PAGES as TRAINERS  # noqa: E402
+from rlhf_mcore_contrib.migrate.pages import key_rows  # noqa: E402
 from tests.faults import FAULTS, find_fault_tests  # noqa: E402
 from tools import document_config  # noqa: E402
 from tools.doc_links import GENERATED, WIDE, relative_links  # noqa: E402
@@ -48,6 +50,7 @@ def pages() -> dict[str, str]:
         "faults.md": faults_page(),
         "python.md": python_page(),
     }
+    made |= {f"migration/{name}.md": migration_page(name) for name in TRAINERS}
     return {path: relative_links(text, f"reference/{path}") for path, text in made.items()}
 
 
@@ -204,6 +207,16 @@ def python_page() -> str:
     return _page("Python API", intro, *(f"::: rlhf_mcore.api.{name}" for name in sorted(names, key=str.lower)))
 
 
+def migration_page(name: str) -> str:
+    """List the keys of another trainer that ``migrate`` converts."""
+    trainer = TRAINERS[name][0].name
+    intro = (
+        f"`rlhf-mcore migrate` converts these keys of {trainer} ([guide](migrating/{name}.md)). Keys in one row are converted "
+        f"together. `default` is {trainer}'s, of the first key, if it differs from ours. `migrate` lists other keys with a reason."
+    )
+    return WIDE + _page(f"Keys of {trainer}", intro, _table((trainer, "default", "here"), list(key_rows(name))))
+
+
 def index_page() -> str:
     """List the pages of the reference."""
     keys = " · ".join(f"[`{name}`](reference/config/{name}.md)" for name in document_config.pages())
@@ -214,6 +227,10 @@ def index_page() -> str:
         ("[Health rules](reference/health-rules.md)", "bounds of the report's health checks and of the default alarms"),
         ("[Exit codes](reference/exit-codes.md)", "what a command returns to the shell"),
         ("[Faults](reference/faults.md)", "faults that tests inject, and the expected outcomes"),
+        *(
+            (f"[Keys of {TRAINERS[name][0].name}](reference/migration/{name}.md)", "and our counterparts")
+            for name in TRAINERS
+        ),
         ("[Python API](reference/python.md)", "`import rlhf_mcore as rm`"),
     ]
     return _page(
