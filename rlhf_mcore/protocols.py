@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rlhf_mcore.types import Completion, Job, Request, Score, TrainBatch, Trajectory, UpdateResult
+    from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling, Score, TrainBatch, Trajectory, UpdateResult
 
 
 MEMORY = ("weights", "kv_cache")  # memory of an engine, in the order in which it is needed after a sleep
@@ -95,6 +95,28 @@ class Player(Protocol):
 
     def begin(self, jobs: Sequence[Job]) -> Sequence[Awaitable[Trajectory]]:
         """Start the rollouts of jobs, and return a future of each trajectory. An engine starts with all jobs of a call."""
+        ...
+
+
+class ResponseSampler(Protocol):
+    """Samples responses to prompts outside of training steps."""
+
+    @property
+    def rank(self) -> EngineRank:
+        """Return the position of this rank in the engines."""
+        ...
+
+    @property
+    def decode(self) -> Callable[[Sequence[Sequence[int]]], list[str]]:
+        """Return the function from token ids of responses to their texts."""
+        ...
+
+    def sample(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
+        """Return all responses to each prompt, in prompt order. Returns [] on ranks that do not lead their engine."""
+        ...
+
+    def wait(self) -> object:
+        """Wait until all ranks have finished sampling, without a timeout. Collective over the world."""
         ...
 
 

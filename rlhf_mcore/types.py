@@ -91,18 +91,27 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A rollout to run: response ``sample`` to ``prompt`` at ``step``. ``number`` is unique among the open jobs of an engine."""
+    """A rollout to run: response ``sample`` to ``prompt`` at ``step``. ``number`` is unique among the open jobs of an engine.
+
+    ``is_single_turn``: sample one response, even in a run with an environment.
+    """
 
     number: int
     prompt: Prompt
     sample: int
     sampling: Sampling
     step: int
+    is_single_turn: bool = False
 
     @property
     def name(self) -> str:
         """Return the name for messages."""
         return f"prompt {self.prompt.prompt_id!r}, sample {self.sample}"
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """Return the tokens of the prompt."""
+        return self.prompt.prompt_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,12 @@ from rlhf_mcore.config.questions import sent_geometry, sent_quantisation
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.environments.build import EpisodeSpec
-from rlhf_mcore.environments.generator import sample_episode
 from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.geometry import AdapterSizes
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
 from rlhf_mcore.parallel.collectives import world_group
-from rlhf_mcore.protocols import EngineRank, SyncStats
+from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout.engine import EngineModel
@@ -45,10 +44,8 @@ from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import RESTARTS, FleetPlan
 from rlhf_mcore.rollout.remote.host import EngineSpec
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
-from rlhf_mcore.sampling.requests import episode_request, request_of
 from rlhf_mcore.trainer.ahead import SamplingAhead, SamplingSchedule
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
-from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
+from rlhf_mcore.trainer.pipeline import FirstRank, FleetSampler, PipelinedBatches, RemotePublisher
 from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.types import Prompt
 
@@ -66,12 +63,10 @@ def build_disaggregated(
     in_order, drain, bound = rollout.deterministic_order, rollout.at_publish == "drain", cfg.trainer.max_staleness
     last = cfg.trainer.num_steps
     schedule = SamplingSchedule(cfg.trainer.prompts_per_step, bound, rollout.oversample, in_order, drain, last)
-    plays = cfg.environment.function is not None
-    make_request = episode_request if plays else request_of
     first = None
     if fleet is not None:
         sampling = training_sampling(cfg)
-        ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, rewards.begin, make_request)
+        ahead = SamplingAhead(data.train, sampler, fleet, sampling, schedule, rewards.begin)
         run.stack.enter_context(ahead.run())
         first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work, fleet.tokens_drawn)
     kind = engine_kind(rollout.engine)
@@ -104,21 +99,16 @@ def build_disaggregated(
         with actor.model.on_device():
             return remote.sync_again()
 
-    engines = SharedEngines(first, sync_again, run.record.beat)
-    ranks = world_group() if world_group().size() > 1 else None
-    rank = EngineRank(0, 1, is_lead=fleet is not None)
-    batch_sampler = BatchSampler(engines, rank, data.decode, ranks=ranks)
+    fleet_sampler = FleetSampler(first, data.decode, sync_again, run.record.beat)
     on_error = OnError.of(cfg.reward)
     exchange = build_exchange(cfg, on_error)
     fill_step = choose_fill_step(cfg, on_error)
     resync = bridge.sync if copies is None else lambda _version: sync_again()
     source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, fill_step)
-    canary = build_canary(run, actor, batch_sampler, NoTarget())
-    if plays:
-        batch_sampler = replace(batch_sampler, rollout=sample_episode)
+    canary = build_canary(run, actor, replace(fleet_sampler, single_turn=True), NoTarget())
     trained = OnDeviceBridge(changed_only(cfg, actor, remote, NoTarget()), actor.model)
     publisher = RemotePublisher(trained, run.record, source.drain if drain else None, canary)
-    return Generation(source, publisher, batch_sampler, None if first is None else first.ahead)
+    return Generation(source, publisher, fleet_sampler, None if first is None else first.ahead)
 
 
 def _side(cfg: Config, model: RoleModel, keeps: bool) -> tuple[Side, KeptSources | None, AdapterSizes | None]:
@@ -156,6 +146,7 @@ def start_fleet(run: RunContext) -> Fleet:
         RESTARTS,
         rollout.deterministic_order,
         rollout.slots,
+        sends_rows=episodes is not None,
     )
     fleet = Fleet(cluster, plan, run.record.note)
     count = "an engine" if plan.num_engines == 1 else f"{plan.num_engines} engines"

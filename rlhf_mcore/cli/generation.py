@@ -34,7 +34,15 @@ from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.parallel.shared_store import SharedProgress, StoreClaims
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.plugins import load_plugin
-from rlhf_mcore.protocols import Publisher, RewardFunction, Source, SyncStats, WeightBridge, WeightTarget
+from rlhf_mcore.protocols import (
+    Publisher,
+    ResponseSampler,
+    RewardFunction,
+    Source,
+    SyncStats,
+    WeightBridge,
+    WeightTarget,
+)
 from rlhf_mcore.residency.sharing import DeviceSharing, storage_bytes
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
@@ -43,7 +51,7 @@ from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, OF_8_BITS, TOLERANCE, Canary, canary_prompts
-from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
+from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer, ExpectedLengths
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.reinforcement import AddScores, ColocatedBatches, EnginePublisher
@@ -78,8 +86,9 @@ class Generation:
 
     source: Source
     publisher: Publisher
-    sampler: BatchSampler
+    sampler: ResponseSampler
     ahead: SamplingAhead | None = None
+    lengths: ExpectedLengths | None = None  # of a dealer, which a checkpoint stores
     room: Callable[[], AbstractContextManager[None]] = nullcontext
     kernels: Mapping[str, str] = field(default_factory=dict)  # kernels of this rank's engine, by part
 
@@ -132,7 +141,7 @@ def build_colocated(
     with actor.model.on_device():  # a bridge makes views of the tensors on the device
         bridge = OnDeviceBridge(_build_bridge(cfg, actor, engine, traced), actor.model)
     publisher = EnginePublisher(engine, bridge, record, sharing, canary)
-    return Generation(source, publisher, batch_sampler, room=publisher.asleep, kernels=engine.kernels())
+    return Generation(source, publisher, batch_sampler, None, dealer.lengths, publisher.asleep, engine.kernels())
 
 
 @contextmanager
@@ -177,7 +186,7 @@ def choose_fill_step(cfg: Config, on_error: OnError) -> FillStep:
     return DynamicSampling(dynamic.max_batches, drop=on_error.drop).fill_step
 
 
-def build_canary(run: RunContext, actor: Actor, sampler: BatchSampler, target: WeightTarget) -> Canary | None:
+def build_canary(run: RunContext, actor: Actor, sampler: ResponseSampler, target: WeightTarget) -> Canary | None:
     cfg, drawn = run.cfg, run.cfg.rollout.sampling
     if not cfg.bridge.canary:
         return None

@@ -30,7 +30,7 @@ from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, worl
 from rlhf_mcore.planning.counts import model_flops, mtp_flops
 from rlhf_mcore.planning.inputs import GPUS, roles_of
 from rlhf_mcore.planning.plan import with_offload
-from rlhf_mcore.protocols import Evaluator, RewardFunction
+from rlhf_mcore.protocols import Evaluator, ResponseSampler, RewardFunction
 from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
@@ -38,7 +38,6 @@ from rlhf_mcore.roles.reward_model import RewardModel
 from rlhf_mcore.roles.teacher import Teacher
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.trainer.advantages import AdvantageComputer
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.metrics import Counters
@@ -138,9 +137,8 @@ def rl_trainer(run: RunContext) -> TrainingLoop:
     holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
     if models.critic is not None and models.critic.normalizer is not None:
         holders["return_normalizer"] = models.critic.normalizer
-    lengths = generation.sampler.dealer.lengths if cfg.rollout.placement == "colocated" else None
     checkpointer = build_checkpointer(
-        run, models.saved(cfg), holders, sampler, generation.ahead, lengths, generation.room
+        run, models.saved(cfg), holders, sampler, generation.ahead, generation.lengths, generation.room
     )
     if cfg.environment.function is not None:
         record.episodes = episode_files(cfg.logging.episode_traces)
@@ -188,7 +186,7 @@ def _build_generation(
 
 
 def _build_evaluator(
-    run: RunContext, held_out: Sequence[Prompt], sampler: BatchSampler, reward: RewardFunction
+    run: RunContext, held_out: Sequence[Prompt], sampler: ResponseSampler, reward: RewardFunction
 ) -> Evaluator:
     if not held_out:
         return NoEvaluator()

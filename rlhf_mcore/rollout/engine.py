@@ -337,6 +337,10 @@ class Engine(VersionedWeights, ABC):
         """Return the tokens sampled so far for the requests in flight; {} if the engine does not report them."""
         return {}
 
+    def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of responses, without special tokens."""
+        return self._tokenizer.batch_decode(responses, skip_special_tokens=True)
+
     @property
     def num_ranks(self) -> int:
         """Return the number of ranks of this engine."""

@@ -36,8 +36,13 @@ RolloutFunction = Callable[["Policy", "Prompt", Context], Awaitable[Trajectory]]
 async def sample_single_turn(policy: Policy, prompt: Prompt, ctx: Context) -> Trajectory:
     """Sample one response to a prompt."""
     completion = await policy.sample(prompt.prompt_ids, images=prompt.images)
-    [text] = ctx.decode([completion.token_ids.tolist()])
-    return episode(prompt, ctx.job.sample, [completion], text)
+    return single_turn_trajectory(ctx.job, completion, ctx.decode)
+
+
+def single_turn_trajectory(job: Job, completion: Completion, decode: Decode) -> Trajectory:
+    """Build the trajectory of one response."""
+    [text] = decode([completion.token_ids.tolist()])
+    return episode(job.prompt, job.sample, [completion], text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +61,3 @@ class LocalPlayer:
     async def _run(self, job: Job) -> Trajectory:
         context = Context(job, task_seed(job), self.limits, self.decode)
         return await self.rollout(Policy(self.engine, job, self.limits), job.prompt, context)
-
-
-def build_trajectories(
-    asked: Sequence[tuple[Prompt, int]], completions: Sequence[Completion], decode: Decode
-) -> list[Trajectory]:
-    """Build the trajectory of each completion. ``asked``: prompt and sample of each completion.
-
-    Completions of multi-turn episodes already contain a trajectory.
-    """
-    single = [completion.token_ids.tolist() for completion in completions if completion.trajectory is None]
-    texts = iter(decode(single) if single else [])
-    return [
-        completion.trajectory or episode(prompt, sample, [completion], next(texts))
-        for (prompt, sample), completion in zip(asked, completions, strict=True)
-    ]

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Condition, Event, Thread
-from typing import Any
+from typing import Any, Protocol
 
 from rlhf_mcore.data.sampler import Sampler
-from rlhf_mcore.protocols import Generator
-from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory, check_completion
-from rlhf_mcore.sampling.requests import request_of
-from rlhf_mcore.sampling.rollouts import Decode, build_trajectories
+from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory
 from rlhf_mcore.sampling.seeds import sampling_of_batch
 from rlhf_mcore.trainer.sampled import BeginScores
-from rlhf_mcore.types import DRAFTS, ROUTES, Completion, Job, Prompt, Request, Sampling, Score, Trajectory
+from rlhf_mcore.types import DRAFTS, ROUTES, Job, Prompt, Sampling, Score, Trajectory
 
 POLL_S, IDLE_S = 1.0, 0.05  # wait of the thread: at most for a response, and if no request is in flight
 _KEPT = ("number", "place", "step", "attempt")  # fields of a group that a checkpoint stores
@@ -70,22 +67,32 @@ class PromptGroup:
     prompt: Prompt
     step: int  # step for the seeds of its responses
     attempt: int = 0  # number of restarts, plus the index of its batch within the step in synchronous runs
-    version: int | None = None  # policy version when its requests were submitted; None: not submitted
-    requests: dict[int, Request] = field(default_factory=dict)  # unanswered requests by request id
-    completions: dict[int, Completion] = field(default_factory=dict)  # by sample
+    version: int | None = None  # policy version when its jobs were submitted; None: not submitted
+    jobs: dict[int, Job] = field(default_factory=dict)  # unfinished jobs by number
+    finished: dict[int, Trajectory] = field(default_factory=dict)  # by sample
     trajectories: list[Trajectory] = field(default_factory=list)  # empty until the last sample has finished
     scores: Future[list[Score]] | None = None  # scores of the trajectories
 
     @property
     def oldest_version(self) -> int | None:
-        """Version of the oldest policy that sampled its tokens. While requests are in flight, this is a lower bound."""
+        """Version of the oldest policy that sampled its tokens. While jobs are in flight, this is a lower bound."""
         if not self.trajectories:
             return self.version
         return min(version for trajectory in self.trajectories for _, version in trajectory.versions)
 
 
+class Engines(Protocol):
+    """The engines of a run (:class:`rlhf_mcore.rollout.remote.fleet.Fleet`)."""
+
+    def submit(self, jobs: Sequence[Job]) -> None: ...
+
+    def collect(self, timeout_s: float) -> Sequence[tuple[int, Trajectory]]: ...
+
+    def cancel(self, numbers: Collection[int]) -> None: ...
+
+
 class SamplingAhead:
-    """Keeps a generator busy with prompts of future steps, and starts scoring finished groups.
+    """Keeps engines busy with prompts of future steps, and starts scoring finished groups.
 
     Inside ``run``, a thread collects finished responses while the trainer trains.
 
@@ -100,24 +107,21 @@ class SamplingAhead:
         self,
         prompts: Sequence[Prompt],
         sampler: Sampler,
-        generator: Generator,
-        decode: Decode,
+        engines: Engines,
         sampling: Sampling,
         schedule: SamplingSchedule,
         begin_scores: BeginScores,
-        make_request: Callable[[Job], Request] = request_of,
     ) -> None:
         self.schedule, self.redrawn = schedule, 0
         self._begin_scores = begin_scores
-        self._prompts, self._sampler, self._generator = prompts, sampler, generator
-        self._decode, self._sampling, self._make_request = decode, sampling, make_request
+        self._prompts, self._sampler, self._engines, self._sampling = prompts, sampler, engines, sampling
         self._drawn = 0
         self._batches = (0, 0)  # a step, and the index of its last batch from the sampler
         self._groups: list[PromptGroup] = []  # by rising number
         self._finished: list[PromptGroup] = []  # in finishing order
-        self._asked: dict[int, tuple[PromptGroup, int]] = {}  # request id -> its group and sample
+        self._asked: dict[int, tuple[PromptGroup, int]] = {}  # job number -> its group and sample
         self._cancelled: set[int] = set()
-        self._next_id = 0
+        self._next_number = 0
         self._changed = Condition()  # its lock protects all fields above
         self._error: BaseException | None = None
 
@@ -164,7 +168,7 @@ class SamplingAhead:
         """Return a line for the display about the responses that are started but not trained on."""
         with self._changed:
             lengths = [trajectory.num_sampled for group in self._finished for trajectory in group.trajectories]
-            lengths += [len(c.token_ids) for group in self._groups for c in group.completions.values()]
+            lengths += [each.num_sampled for group in self._groups for each in group.finished.values()]
         return f"{len(lengths)} finished · {self.num_in_flight} waiting · longest {max(lengths, default=0):,} tokens"
 
     def fill(self, step: int) -> None:
@@ -183,10 +187,10 @@ class SamplingAhead:
             self._begin_again(group)
         while len(self._groups) < limit:
             self._draw(step)
-        # Prompts beyond the limit wait. A single submit call lets an engine start with all requests.
+        # Prompts beyond the limit wait. A single submit call lets an engine start with all jobs.
         due = [group for group in self._groups[:limit] if group.version is None]
-        if requests := [request for group in due for request in self._requests(group, version)]:
-            self._generator.submit(requests)
+        if jobs := [job for group in due for job in self._jobs(group, version)]:
+            self._engines.submit(jobs)
 
     def _draw(self, step: int) -> None:
         """Read the next batch of prompts, and choose the step for their seeds.
@@ -207,25 +211,25 @@ class SamplingAhead:
             )
             self._drawn += 1
 
-    def _requests(self, group: PromptGroup, version: int) -> Iterable[Request]:
+    def _jobs(self, group: PromptGroup, version: int) -> Iterable[Job]:
         sampling = sampling_of_batch(self._sampling, group.attempt)
         group.version = version
         for sample in range(sampling.num_drawn):
-            request = self._make_request(Job(self._next_id, group.prompt, sample, sampling, group.step))
-            group.requests[request.request_id] = request
-            self._asked[request.request_id] = group, sample
-            self._next_id += 1
-        return group.requests.values()
+            job = Job(self._next_number, group.prompt, sample, sampling, group.step)
+            group.jobs[job.number] = job
+            self._asked[job.number] = group, sample
+            self._next_number += 1
+        return group.jobs.values()
 
     def _begin_again(self, group: PromptGroup) -> None:
         """Restart a group, because its sampled responses are too old to train on."""
-        self._generator.cancel(group.requests.keys())
-        self._cancelled |= group.requests.keys()
-        for request_id in group.requests:
-            del self._asked[request_id]
+        self._engines.cancel(group.jobs.keys())
+        self._cancelled |= group.jobs.keys()
+        for number in group.jobs:
+            del self._asked[number]
         if group in self._finished:
             self._finished.remove(group)
-        group.requests, group.completions, group.trajectories, group.scores = {}, {}, [], None
+        group.jobs, group.finished, group.trajectories, group.scores = {}, {}, [], None
         group.version, group.attempt = None, group.attempt + 1
         self.redrawn += 1
 
@@ -236,33 +240,31 @@ class SamplingAhead:
             LostTrajectory: an engine answered a request that was not made.
             RuntimeError: a response is not valid for training.
         """
-        completions = self._generator.collect(timeout_s)
+        finished = self._engines.collect(timeout_s)
         with self._changed:
-            for completion in completions:
-                self._accept(completion)
+            for number, trajectory in finished:
+                self._accept(number, trajectory)
             self._changed.notify_all()
-        return len(completions)
+        return len(finished)
 
-    def _accept(self, completion: Completion) -> None:
-        if completion.request_id in self._cancelled:
+    def _accept(self, number: int, trajectory: Trajectory) -> None:
+        if number in self._cancelled:
             return  # it finished before the cancellation took effect
-        if completion.request_id not in self._asked:
+        if number not in self._asked:
             raise LostTrajectory(
-                f"the engines answered request {completion.request_id}, which was not made or had its answer. {REMEDY}"
+                f"the engines answered request {number}, which was not made or had its answer. {REMEDY}"
             )
-        group, sample = self._asked.pop(completion.request_id)
-        check_completion(group.requests.pop(completion.request_id), completion)
-        if self.schedule.in_order and any(version != group.version for _, version in completion.versions):
+        group, sample = self._asked.pop(number)
+        del group.jobs[number]
+        if self.schedule.in_order and any(version != group.version for _, version in trajectory.versions):
             raise RuntimeError(
-                f"a response that version {group.version} was to draw is of versions {completion.versions}"
+                f"a response that version {group.version} was to draw is of versions {trajectory.versions}"
             )
-        group.completions[sample] = completion
-        if group.requests:
+        group.finished[sample] = trajectory
+        if group.jobs:
             return
-        samples = sorted(group.completions.items())
-        asked = [(group.prompt, sample) for sample, _ in samples]
-        group.trajectories = build_trajectories(asked, [completion for _, completion in samples], self._decode)
-        group.completions, group.scores = {}, self._begin_scores(group.trajectories)
+        group.trajectories = [trajectory for _, trajectory in sorted(group.finished.items())]
+        group.finished, group.scores = {}, self._begin_scores(group.trajectories)
         self._finished.append(group)
 
     def is_ready(self, wanted: int) -> bool:

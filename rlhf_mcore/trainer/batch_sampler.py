@@ -10,6 +10,7 @@ from rlhf_mcore.coroutines import run
 from rlhf_mcore.protocols import EngineRank, Generator
 from rlhf_mcore.sampling.engine_loop import EngineLoop
 from rlhf_mcore.sampling.followers import LedEngine, follow
+from rlhf_mcore.sampling.requests import jobs_of
 from rlhf_mcore.sampling.rollouts import Decode, LocalPlayer, RolloutFunction, sample_single_turn
 from rlhf_mcore.sampling.seeds import number_occurrences
 from rlhf_mcore.trainer.dealing import Dealer
@@ -68,7 +69,7 @@ class BatchSampler:
         numbered = number_occurrences(prompts)
 
         async def sample_group(engine: EngineLoop, place: int) -> tuple[int, list[Trajectory]]:
-            jobs = _jobs_of(place, numbered[place], sampling, step)
+            jobs = jobs_of(place, numbered[place], sampling, step)
             trajectories = await self._run_rollouts(engine, jobs)
             finished(place, trajectories, engine.num_in_flight)
             return place, trajectories
@@ -92,7 +93,7 @@ class BatchSampler:
         Raises:
             LostTrajectory, RuntimeError: same conditions as in ``sample_step``.
         """
-        jobs = [job for place, prompt in enumerate(prompts) for job in _jobs_of(place, prompt, sampling, step)]
+        jobs = [job for place, prompt in enumerate(prompts) for job in jobs_of(place, prompt, sampling, step)]
         return self._run(lambda engine: self._run_rollouts(engine, jobs))
 
     async def _run_rollouts(self, engine: EngineLoop, jobs: Sequence[Job]) -> list[Trajectory]:
@@ -111,9 +112,3 @@ class BatchSampler:
         finally:
             if led is not None:
                 led.release()
-
-
-def _jobs_of(place: int, prompt: Prompt, sampling: Sampling, step: int) -> list[Job]:
-    """Return the sampling jobs of the prompt at index ``place``. Job numbers increase with the index, then with the sample."""
-    count = sampling.num_drawn
-    return [Job(place * count + sample, prompt, sample, sampling, step) for sample in range(count)]

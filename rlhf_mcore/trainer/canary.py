@@ -14,8 +14,7 @@ import torch
 
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.parallel.rows import merge_rows
-from rlhf_mcore.protocols import LogprobModel, SyncMismatch, WeightTarget
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
+from rlhf_mcore.protocols import LogprobModel, ResponseSampler, SyncMismatch, WeightTarget
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
@@ -34,7 +33,7 @@ class Canary:
     ``sampling`` must use the temperature at which ``actor`` computes logprobs, and must sample from the whole vocabulary.
     """
 
-    sampler: BatchSampler
+    sampler: ResponseSampler
     target: WeightTarget
     actor: LogprobModel
     prompts: Sequence[Prompt]

@@ -12,10 +12,9 @@ from rlhf_mcore.config.choices import GRADERS
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.protocols import EngineRank, RewardFunction
+from rlhf_mcore.protocols import EngineRank, ResponseSampler, RewardFunction
 from rlhf_mcore.rewards.graders import answer_of
 from rlhf_mcore.trainer import statistics
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.trainer.statistics import Graded
 from rlhf_mcore.types import Completion, Prompt, Sampling, Score, Trajectory
@@ -36,7 +35,7 @@ class PolicyEvaluator:
     """Samples responses to ``prompts`` with the engine's current policy, and scores them."""
 
     prompts: Sequence[Prompt]
-    sampler: BatchSampler
+    sampler: ResponseSampler
     reward: RewardFunction
     sampling: Sampling
     every: int
@@ -84,7 +83,7 @@ class PolicyEvaluator:
 
 
 def grade(
-    sampler: BatchSampler, reward: RewardFunction, sampling: Sampling, prompts: Sequence[Prompt]
+    sampler: ResponseSampler, reward: RewardFunction, sampling: Sampling, prompts: Sequence[Prompt]
 ) -> list[tuple[Trajectory, Score, Graded]]:
     """Sample and score ``sampling.n`` responses per prompt. Returns [] on ranks that do not lead their engine."""
     trajectories = sampler.sample(prompts, sampling, step=SEED_STEP) if prompts else []

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
+from rlhf_mcore.protocols import EngineRank
+from rlhf_mcore.sampling.requests import jobs_of
 from rlhf_mcore.trainer.reinforcement import AddScores, keep_scores, scored_batch
 from rlhf_mcore.trainer.sampled import FillStep, Rollout, SampledBatch, take_next_batch
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import WeightBridge
+    from rlhf_mcore.sampling.rollouts import Decode
     from rlhf_mcore.trainer.ahead import SamplingAhead
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.record import RunRecord
-    from rlhf_mcore.types import Completion, Prompt, Request, TrainBatch
+    from rlhf_mcore.types import Job, Prompt, Sampling, TrainBatch, Trajectory
 
 # Longest time between collectives while all ranks wait for responses. It bounds the wait of the other ranks in a collective.
 TURN_S = 10.0
@@ -34,8 +36,8 @@ _COUNTED = (
 )
 
 
-# Waits at most the given seconds for the completions. None: they are not complete yet, or engines need weights first.
-Wait = Callable[[float], "list[Completion] | None"]
+# Waits at most the given seconds for the trajectories. None: they are not complete yet, or engines need weights first.
+Wait = Callable[[float], "list[Trajectory] | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class FirstRank:
 
     ahead: SamplingAhead
     needs_weights: Callable[[], bool]  # whether engines wait for weights and no engine has weights
-    begin: Callable[[Sequence[Request]], Wait]  # submits requests
+    begin: Callable[[Sequence[Job]], Wait]  # starts jobs
     # Work of all engines since the last call, and the number of responses by another version than at their submission.
     pop_work: Callable[[], tuple[EngineWork, int]]
     tokens_drawn: Callable[[], int]  # total sampled tokens of all engines; changes while they make progress
@@ -135,52 +137,48 @@ class PipelinedBatches:
         together(self.first, turn, lambda: self.resync(version), self.recorder.beat)
 
 
-@dataclass(slots=True)
-class SharedEngines:
-    """A generator that all ranks share for evaluation. At most one batch of requests is in flight.
+@dataclass(frozen=True, slots=True)
+class FleetSampler:
+    """Samples responses for evaluation with disaggregated engines: a :class:`rlhf_mcore.protocols.ResponseSampler`.
 
-    ``resync`` sends the last published weights to the engines again.
+    ``resync`` sends the last published weights to the engines again. ``beat`` reports progress to the watchdog. ``single_turn``:
+    sample responses instead of episodes.
     """
 
     first: FirstRank | None
+    decode: Decode
     resync: Callable[[], object]
-    beat: Callable[[], object]  # reports progress to the watchdog
-    num_in_flight: int = field(default=0, init=False)
-    _wait: Wait | None = field(default=None, init=False)  # waits for the completions, on the first rank
+    beat: Callable[[], object]
+    single_turn: bool = False
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Start sampling. Collective over the world."""
-        first = self.first
-        assert not self.num_in_flight, "one batch at a time"
-        self._wait = on_every_rank(lambda: None if first is None else first.begin(requests))
-        self.num_in_flight = len(requests)
+    @property
+    def rank(self) -> EngineRank:
+        """Return the position of the engines. They count as one, which the first rank leads."""
+        return EngineRank(is_lead=self.first is not None)
 
-    def collect(self, timeout_s: float) -> list[Completion]:
-        """Return the completions of all requests on the first rank, and [] on other ranks. Collective over the world.
+    def sample(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
+        """Return all responses to each prompt, in prompt order. Returns [] on other ranks than the first. Collective over the world.
 
         If all engines are lost during the wait, the new engines get weights.
         """
-        wait, completions = self._wait, list["Completion"]()
+        jobs = [job for place, prompt in enumerate(prompts) for job in jobs_of(place, prompt, sampling, step)]
+        jobs = [replace(job, is_single_turn=self.single_turn) for job in jobs]
+        first, trajectories = self.first, list["Trajectory"]()
+        wait = on_every_rank(lambda: None if first is None else first.begin(jobs))
 
         def turn(first: FirstRank) -> str:
             assert wait is not None
             found = wait(TURN_S)
             if found is None:
                 return "publish" if first.needs_weights() else ""
-            completions.extend(found)
+            trajectories.extend(found)
             return "done"
 
-        together(self.first, turn, self.resync, self.beat)
-        self.num_in_flight = 0
-        return completions
+        together(first, turn, self.resync, self.beat)
+        return trajectories
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Submit the requests, and return their completions. Collective over the world."""
-        self.submit(requests)
-        return self.collect(math.inf)
-
-    def cancel(self, request_ids: Collection[int]) -> None:
-        """Do nothing, because ``collect`` returns all requests in flight."""
+    def wait(self) -> None:
+        """Do nothing, because ``sample`` is collective."""
 
 
 @dataclass(slots=True)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from rlhf_mcore.data.sampler import PromptSampler
+from rlhf_mcore.sampling.rollouts import single_turn_trajectory
 from rlhf_mcore.trainer.ahead import SamplingAhead
 from rlhf_mcore.trainer.ahead import SamplingSchedule as TrainersSchedule
-from rlhf_mcore.types import Completion, Sampling, Score, Trajectory
-from rlhf_mcore.types import Request as Asked
+from rlhf_mcore.types import Completion, Job, Sampling, Score, Trajectory
 from rlhf_mcore_contrib.simulate.engine import Engine, EngineTimes, Group, Request
 from rlhf_mcore_contrib.simulate.lengths import read_lengths
 from rlhf_mcore_contrib.simulate.schedule import CONTINUE, DRAIN, RESUBMIT, Scenario, Schedule, TrainTimes, simulate
@@ -24,41 +24,38 @@ SAMPLES, STEPS = 2, 12
 
 
 class PlayedEngines:
-    """A Generator over simulated engines. The samples of a prompt go to the engine with the fewest requests."""
+    """Simulated engines. The samples of a prompt go to the engine with the fewest requests."""
 
     def __init__(self, scenario: Scenario, draw: Callable[[int], list[int]]) -> None:
         self.engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]
         self.draw, self.drawn, self.now, self.version = draw, 0, 0.0, 0
         self.asked: dict[int, Group] = {}
-        self.ids: dict[int, int] = {}  # id() of a simulated request -> id of the request
-        self.done: list[Completion] = []
+        self.jobs: dict[int, Job] = {}  # by id() of a simulated request
+        self.done: list[tuple[int, Trajectory]] = []
         self.kept: list[Request] = []
 
-    def submit(self, requests: Sequence[Asked]) -> None:
+    def submit(self, jobs: Sequence[Job]) -> None:
         loads = [engine.load for engine in self.engines]
-        for start in range(0, len(requests), SAMPLES):
+        for start in range(0, len(jobs), SAMPLES):
             group = Group(SAMPLES, self.version, self.drawn)
             mine = [Request(group, length) for length in self.draw(self.drawn)]
             self.drawn += 1
             self.kept += mine
-            for request, asked in zip(mine, requests[start : start + SAMPLES], strict=True):
-                self.ids[id(request)], self.asked[asked.request_id] = asked.request_id, group
+            for request, job in zip(mine, jobs[start : start + SAMPLES], strict=True):
+                self.jobs[id(request)], self.asked[job.number] = job, group
             number = loads.index(min(loads))
             loads[number] += SAMPLES
             self.engines[number].submit(mine, self.now)
 
-    def cancel(self, request_ids: Collection[int]) -> None:
-        for request_id in request_ids:
-            self.asked[request_id].cancelled = True
+    def cancel(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            self.asked[number].cancelled = True
         for engine in self.engines:
             engine.cancel(self.now)
 
-    def collect(self, timeout_s: float) -> list[Completion]:
-        found, self.done = sorted(self.done, key=lambda completion: completion.request_id), []
+    def collect(self, timeout_s: float) -> list[tuple[int, Trajectory]]:
+        found, self.done = sorted(self.done, key=lambda done: done[0]), []
         return found
-
-    def generate(self, requests: Sequence[Asked]) -> list[Completion]:
-        raise AssertionError("it samples ahead by submit and collect")
 
     def play(self, until: float) -> bool:
         """Process the next event, if it is not after ``until``."""
@@ -68,16 +65,16 @@ class PlayedEngines:
         self.now = at
         for engine in self.engines:
             if engine.next_at == at:
-                self.done += [self._completion(engine, request) for request in engine.settle()]
+                self.done += [self._outcome(engine, request) for request in engine.settle()]
         return True
 
-    def _completion(self, engine: Engine, request: Request) -> Completion:
+    def _outcome(self, engine: Engine, request: Request) -> tuple[int, Trajectory]:
         places = [max(0, at - request.first_step) for at in engine.publishes]
         runs = {place: version for version, place in enumerate([0, *places])}  # the newest version at each place
         ids = np.zeros(request.length, np.int32)
-        return Completion(
-            self.ids[id(request)], ids, np.zeros(len(ids), np.float32), tuple(sorted(runs.items())), "stop"
-        )
+        job, logprobs = self.jobs[id(request)], np.zeros(len(ids), np.float32)
+        completion = Completion(job.number, ids, logprobs, tuple(sorted(runs.items())), "stop")
+        return job.number, single_turn_trajectory(job, completion, lambda rows: [""])
 
 
 def scores_of(trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
@@ -97,7 +94,7 @@ def trained(
     drains = schedule.at_publish == DRAIN
     own = TrainersSchedule(scenario.prompts, schedule.max_staleness, schedule.oversample, drain=drains)
     sampling = Sampling(n=SAMPLES, seed=1)
-    ahead = SamplingAhead(PROMPTS, sampler, engines, lambda rows: [""] * len(rows), sampling, own, scores_of)
+    ahead = SamplingAhead(PROMPTS, sampler, engines, sampling, own, scores_of)
     ends, redrawn, oldest, lengths = [0.0], list[int](), list[list[int]](), list[int]()
 
     def take_until(is_done: Callable[[], bool], until: float = float("inf")) -> None:

@@ -1,4 +1,4 @@
-"""Queue requests and assign them to engines."""
+"""Queue jobs and assign them to engines."""
 
 from __future__ import annotations
 
@@ -10,85 +10,86 @@ from typing import TYPE_CHECKING
 from rlhf_mcore.rollout.remote.fleet_state import FleetEngine, Share
 
 if TYPE_CHECKING:
-    from rlhf_mcore.types import Completion, Request
+    from rlhf_mcore.rollout.remote.host import Outcome, Work
+    from rlhf_mcore.types import Job
 
 
 class FreeBacklog:
-    """Assigns each request to an engine at once. All samples of a prompt go to the engine with the fewest requests.
+    """Assigns each job to an engine at once. All samples of a prompt go to the engine with the fewest jobs.
 
-    ``FleetEngine.requests`` contains the engine's requests until it answers them.
+    ``FleetEngine.jobs`` contains the engine's jobs until it finishes them.
     """
 
     def __init__(self) -> None:
-        self._requests: deque[Request] = deque()
+        self._jobs: deque[Work] = deque()
 
-    def add(self, requests: Sequence[Request], version: int) -> None:
-        """Add requests for a version of the weights."""
-        self._requests.extend(requests)
+    def add(self, jobs: Sequence[Work], version: int) -> None:
+        """Add jobs for a version of the weights."""
+        self._jobs.extend(jobs)
 
-    def deal(self, serving: Sequence[FleetEngine]) -> list[tuple[FleetEngine, list[Request]]]:
-        """Assign waiting requests to engines that may sample them. Return the requests of each engine that receives some."""
+    def deal(self, serving: Sequence[FleetEngine]) -> list[tuple[FleetEngine, list[Work]]]:
+        """Assign waiting jobs to engines that may run them. Return the jobs of each engine that receives some."""
         if not serving:
             return []
-        counts = [len(engine.requests) for engine in serving]
-        shares = _share_out(self._requests, counts)
-        self._requests.clear()
-        for engine, requests in zip(serving, shares, strict=True):
-            engine.requests |= _by_id(requests)
-        return [(engine, requests) for engine, requests in zip(serving, shares, strict=True) if requests]
+        counts = [len(engine.jobs) for engine in serving]
+        shares = _share_out(self._jobs, counts)
+        self._jobs.clear()
+        for engine, jobs in zip(serving, shares, strict=True):
+            engine.jobs |= _by_number(jobs)
+        return [(engine, jobs) for engine, jobs in zip(serving, shares, strict=True) if jobs]
 
-    def take(self, engine: FleetEngine, completions: Sequence[Completion]) -> list[Completion]:
-        """Return the answers among an engine's completions. Call this for each report, even without completions."""
-        return _take_own(engine, completions)
+    def take(self, engine: FleetEngine, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return the outcomes of an engine's jobs. Call this for each report, even without outcomes."""
+        return _take_own(engine, outcomes)
 
     def put_back(self, engine: FleetEngine) -> None:
-        """Queue the requests of a lost engine again, for other engines."""
-        self._requests.extendleft(reversed(engine.requests.values()))
-        engine.requests = {}
+        """Queue the jobs of a lost engine again, for other engines."""
+        self._jobs.extendleft(reversed(engine.jobs.values()))
+        engine.jobs = {}
 
-    def drop(self, request_ids: Collection[int]) -> None:
-        """Remove these requests from the queue."""
-        self._requests = deque(request for request in self._requests if request.request_id not in request_ids)
+    def drop(self, numbers: Collection[int]) -> None:
+        """Remove these jobs from the queue."""
+        self._jobs = deque(job for job in self._jobs if job.number not in numbers)
 
 
 class SharedBacklog:
-    """Assigns requests so that engine failures do not change any bit of a response.
+    """Assigns jobs so that engine failures do not change any bit of a response.
 
-    The last bits of a response depend on the other requests in the engine's batch. Requests that are submitted together are therefore
-    split into ``num_shares``, regardless of the number of engines. An engine samples one share at a time, with the weights of the
-    share's version. If the engine is lost, the whole share is sampled again, including its answered requests.
+    The last bits of a response depend on the other requests in the engine's batch. Jobs that begin together are therefore split into
+    ``num_shares``, regardless of the number of engines. An engine runs one share at a time, with the weights of the share's version.
+    If the engine is lost, the whole share is run again, including its finished jobs.
     """
 
     def __init__(self, num_shares: int) -> None:
         self._num_shares = num_shares
         self._shares: deque[Share] = deque()
 
-    def add(self, requests: Sequence[Request], version: int) -> None:
+    def add(self, jobs: Sequence[Work], version: int) -> None:
         """See :class:`FreeBacklog`, also for the following methods."""
-        shares = _share_out(requests, [0] * self._num_shares)
-        self._shares.extend(Share(_by_id(share), version) for share in shares if share)
+        shares = _share_out(jobs, [0] * self._num_shares)
+        self._shares.extend(Share(_by_number(share), version) for share in shares if share)
 
-    def deal(self, serving: Sequence[FleetEngine]) -> list[tuple[FleetEngine, list[Request]]]:
+    def deal(self, serving: Sequence[FleetEngine]) -> list[tuple[FleetEngine, list[Work]]]:
         dealt = []
         for engine in serving:
             share = next((share for share in self._shares if share.version == engine.version), None)
             if share is not None and engine.share is None:
                 self._shares.remove(share)
-                engine.share, engine.requests = share, dict(share.requests)
-                dealt.append((engine, list(share.requests.values())))
+                engine.share, engine.jobs = share, dict(share.jobs)
+                dealt.append((engine, list(share.jobs.values())))
         return dealt
 
-    def take(self, engine: FleetEngine, completions: Sequence[Completion]) -> list[Completion]:
-        """Return answers. A repeated share returns all its answers together, when its engine has answered every request."""
-        share, drawn = engine.share, _take_own(engine, completions)
+    def take(self, engine: FleetEngine, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return outcomes. A repeated share returns all its outcomes together, when its engine has finished every job."""
+        share, drawn = engine.share, _take_own(engine, outcomes)
         if share is None:
             return []
-        share.held += [completion for completion in drawn if completion.request_id not in share.answered]
-        answers: list[Completion] = []
-        if not (share.is_repeated and engine.requests):
+        share.held += [outcome for outcome in drawn if outcome.number not in share.answered]
+        answers: list[Outcome] = []
+        if not (share.is_repeated and engine.jobs):
             answers, share.held = share.held, []
-        share.answered |= {completion.request_id for completion in answers}
-        if not engine.requests:
+        share.answered |= {outcome.number for outcome in answers}
+        if not engine.jobs:
             engine.share = None
         return answers
 
@@ -96,50 +97,53 @@ class SharedBacklog:
         if engine.share is not None:
             engine.share.is_repeated, engine.share.held = True, []
             self._shares.appendleft(engine.share)
-        engine.share, engine.requests = None, {}
+        engine.share, engine.jobs = None, {}
 
-    def drop(self, request_ids: Collection[int]) -> None:
+    def drop(self, numbers: Collection[int]) -> None:
         for share in self._shares:
-            share.drop(request_ids)
-        self._shares = deque(share for share in self._shares if share.requests)
+            share.drop(numbers)
+        self._shares = deque(share for share in self._shares if share.jobs)
 
 
-class OpenRequests:
-    """Requests without an answer, each with the version of the weights at its submission.
+class OpenJobs:
+    """Jobs without an outcome, each with the version of the weights at its start.
 
     ``note`` receives a message with the number of responses that another version sampled because their engine was lost.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        self.versions: dict[int, int] = {}  # by request id
+        self.versions: dict[int, int] = {}  # by number
+        self._jobs: dict[int, Job] = {}
         self._note = note
-        self._lost: set[int] = set()  # ids whose engine was lost
+        self._lost: set[int] = set()  # numbers whose engine was lost
         self._noted = self._popped = self._other = 0  # counts of responses that another version sampled
 
-    def submit(self, requests: Sequence[Request], version: int) -> None:
-        """Open requests that this version of the weights shall sample."""
-        self.versions |= {request.request_id: version for request in requests}
+    def add(self, jobs: Sequence[Job], version: int) -> None:
+        """Open jobs that this version of the weights shall sample."""
+        self.versions |= {job.number: version for job in jobs}
+        self._jobs |= {job.number: job for job in jobs}
 
-    def lose(self, request_ids: Iterable[int]) -> None:
-        """Mark requests whose engine is lost."""
-        self._lost |= self.versions.keys() & set(request_ids)
+    def lose(self, numbers: Iterable[int]) -> None:
+        """Mark jobs whose engine is lost."""
+        self._lost |= self.versions.keys() & set(numbers)
 
-    def drop(self, request_ids: Collection[int]) -> None:
-        """Drop cancelled requests."""
-        self.versions = {number: version for number, version in self.versions.items() if number not in request_ids}
-        self._lost -= set(request_ids)
+    def drop(self, numbers: Collection[int]) -> None:
+        """Drop cancelled jobs."""
+        self.versions = {number: version for number, version in self.versions.items() if number not in numbers}
+        self._jobs = {number: self._jobs[number] for number in self.versions}
+        self._lost -= set(numbers)
         self._tell()
 
-    def answer(self, completion: Completion) -> bool:
-        """Close an answered request. Return whether it was open."""
-        number = completion.request_id
+    def close(self, outcome: Outcome) -> Job | None:
+        """Close a finished job and return it. None if it is not open."""
+        number = outcome.number
         if (version := self.versions.pop(number, None)) is None:
-            return False
+            return None
         if number in self._lost:
             self._lost.remove(number)
-            self._other += completion.versions[0][1] != version
+            self._other += outcome.version != version
             self._tell()
-        return True
+        return self._jobs.pop(number)
 
     def pop_other(self) -> int:
         """Return the number of responses that another version has sampled since the last call."""
@@ -147,7 +151,7 @@ class OpenRequests:
         return count
 
     def _tell(self) -> None:
-        """Write one note for all lost requests, after the last of them is answered."""
+        """Write one note for all lost jobs, after the last of them has finished."""
         if not self._lost and (count := self._other - self._noted):
             self._noted = self._other
             self._note(
@@ -155,10 +159,10 @@ class OpenRequests:
             )
 
 
-def _share_out(requests: Iterable[Request], counts: list[int]) -> list[list[Request]]:
-    """Split requests into shares. All samples of a prompt join the share with the lowest of ``counts``, which are updated."""
-    shares: list[list[Request]] = [[] for _ in counts]
-    for _, group in groupby(requests, key=lambda request: list(request.prompt_ids)):
+def _share_out(jobs: Iterable[Work], counts: list[int]) -> list[list[Work]]:
+    """Split jobs into shares. All samples of a prompt join the share with the lowest of ``counts``, which are updated."""
+    shares: list[list[Work]] = [[] for _ in counts]
+    for _, group in groupby(jobs, key=lambda job: list(job.prompt_ids)):
         samples = list(group)
         fewest = counts.index(min(counts))
         shares[fewest] += samples
@@ -166,10 +170,10 @@ def _share_out(requests: Iterable[Request], counts: list[int]) -> list[list[Requ
     return shares
 
 
-def _by_id(requests: Iterable[Request]) -> dict[int, Request]:
-    return {request.request_id: request for request in requests}
+def _by_number(jobs: Iterable[Work]) -> dict[int, Work]:
+    return {job.number: job for job in jobs}
 
 
-def _take_own(engine: FleetEngine, completions: Sequence[Completion]) -> list[Completion]:
-    """Return the completions of the engine's requests and close these requests. Other completions were cancelled."""
-    return [each for each in completions if engine.requests.pop(each.request_id, None) is not None]
+def _take_own(engine: FleetEngine, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the outcomes of the engine's jobs and close these jobs. Other outcomes are of cancelled jobs."""
+    return [outcome for outcome in outcomes if engine.jobs.pop(outcome.number, None) is not None]

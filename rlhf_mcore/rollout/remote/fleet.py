@@ -1,8 +1,7 @@
-"""Manage the disaggregated engines of a run: requests, health, and weights."""
+"""Manage the disaggregated engines of a run: jobs, health, and weights."""
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -12,17 +11,17 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.protocols import EngineProcess, EngineRank, PeersLost
-from rlhf_mcore.rollout.remote.backlog import FreeBacklog, OpenRequests, SharedBacklog
+from rlhf_mcore.protocols import EngineProcess, PeersLost
+from rlhf_mcore.rollout.remote.backlog import FreeBacklog, OpenJobs, SharedBacklog
 from rlhf_mcore.rollout.remote.fleet_state import REMEDY, STARTING, EnginesLost, EngineStatus, FleetEngine, FleetPlan
-from rlhf_mcore.rollout.remote.host import EngineReport, RankRendezvous
+from rlhf_mcore.rollout.remote.host import EngineReport, RankRendezvous, without_rows
 from rlhf_mcore.rollout.remote.lending import Lending
-from rlhf_mcore.types import EngineWork
+from rlhf_mcore.types import EngineWork, Trajectory
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import GroupSpec
     from rlhf_mcore.rollout.remote.cluster import Cluster, RayCall, RayProcess
-    from rlhf_mcore.types import Completion, Request
+    from rlhf_mcore.types import Job
 
 START_TIMEOUT_S = 900.0  # timeout for the start of an engine, including imports, memory and graphs
 _TICK_S = 0.25
@@ -31,14 +30,13 @@ _ROOM_S = 120.0  # wait for nodes that have not joined the cluster yet
 
 
 class Fleet:
-    """A Generator over all engines, and RemoteEngines for the bridge.
+    """Runs jobs on all engines, and is RemoteEngines for the bridge.
 
-    A separate thread starts the engines, checks them and reads their reports. The caller's thread submits and cancels requests, and
+    A separate thread starts the engines, checks them and reads their reports. The caller's thread submits and cancels jobs, and
     transfers weights. ``clock`` returns seconds.
 
-    Every request is answered once. If an engine fails, another engine samples its requests again from the start, with the same
-    seeds. The backlog assigns these requests. An engine that starts or restarts receives weights at the next sync, and requests only
-    after that.
+    Every job has one outcome. If an engine fails, another engine runs its jobs again from the start, with the same seeds. The
+    backlog assigns these jobs. An engine that starts or restarts receives weights at the next sync, and jobs only after that.
     """
 
     def __init__(
@@ -55,10 +53,10 @@ class Fleet:
         self._backlog: FreeBacklog | SharedBacklog = SharedBacklog(plan.num_engines) if plan.in_order else FreeBacklog()
         self._lending = Lending(0 if plan.in_order else plan.slots)
         self._version = -1  # policy version of the newest weights
-        self._open = OpenRequests(lambda text: self._notes.append(text))
-        self._finished: list[Completion] = []
-        self._generated: dict[int, Completion] = {}  # by id; ``generate`` waits for these
-        self._own_ids = count(-1, -1)  # ids for requests of ``generate``; other ids count up from 0
+        self._open = OpenJobs(lambda text: self._notes.append(text))
+        self._finished: list[tuple[int, Trajectory]] = []
+        self._generated: dict[int, Trajectory] = {}  # by number; the function of ``begin`` waits for these
+        self._own_numbers = count(-1, -1)  # numbers for jobs of ``begin``; other numbers count up from 0
         self._work = EngineWork()  # since ``pop_work``
         self._participants: list[tuple[FleetEngine, RayProcess]] | None = None  # while paused
         self._calls: list[tuple[FleetEngine, RayProcess, str, RayCall]] = []
@@ -194,11 +192,11 @@ class Fleet:
                     self._take(engine, report, now)
             elif now - engine.answered[rank] > self._plan.timeout_s:
                 raise EnginesLost(f"{engine.processes[rank].process} has not answered for {self._plan.timeout_s:g} s")
-        if engine.state != "serving" or self._participants is not None or not engine.requests:
+        if engine.state != "serving" or self._participants is not None or not engine.jobs:
             engine.progressed = now
         elif now - engine.progressed > self._plan.timeout_s:
             raise EnginesLost(f"it has drawn no token for {self._plan.timeout_s:g} s, although it has requests")
-        if engine.draining and not engine.requests:
+        if engine.draining and not engine.jobs:
             self._leave(engine)
 
     def _take(self, engine: FleetEngine, report: EngineReport, now: float) -> None:
@@ -208,14 +206,17 @@ class Fleet:
         self._work += report.work - (before.work if before is not None else EngineWork())
         engine.last_report = report
         self._work += EngineWork(lent=self._lending.note(engine, report, self._serving()))
-        for completion in self._backlog.take(engine, report.completions):
-            if self._lending.answer(completion, self._engines):
-                continue
-            if self._open.answer(completion):
-                if completion.request_id < 0:
-                    self._generated[completion.request_id] = completion
+        for outcome in self._backlog.take(engine, report.outcomes):
+            if isinstance(outcome.result, Exception):
+                self._error = self._error or outcome.result
+            elif not self._lending.answer(outcome, self._engines) and (job := self._open.close(outcome)):
+                trajectory = outcome.result
+                assert isinstance(trajectory, Trajectory), "only lent turns have completions"
+                trajectory.prompt = trajectory.prompt or job.prompt
+                if job.number < 0:
+                    self._generated[job.number] = trajectory
                 else:
-                    self._finished.append(completion)
+                    self._finished.append((job.number, trajectory))
                 engine.failures = 0
 
     def _fail(self, engine: FleetEngine, reason: str) -> None:
@@ -230,17 +231,17 @@ class Fleet:
         if engine.draining:
             self._leave(engine)
             return
-        again = f", its {len(engine.requests)} requests are drawn again" if engine.requests else ""
+        again = f", its {len(engine.jobs)} requests are drawn again" if engine.jobs else ""
         self._notes.append(f"engine {engine.name} has failed and is started again{again}: {reason}")
         self._release(engine)
         engine.state, engine.attempt = "due", engine.attempt + 1
 
     def _release(self, engine: FleetEngine) -> None:
-        """Kill the processes of an engine, and queue its requests for other engines."""
+        """Kill the processes of an engine, and queue its jobs for other engines."""
         if engine.processes:
             self._ended.append((engine.key, engine.processes))
         engine.processes, engine.starting, engine.reports, engine.answered = (), [], [], []
-        self._open.lose(engine.requests)
+        self._open.lose(engine.jobs)
         self._backlog.put_back(engine)
         self.cancel(self._lending.lose(engine.key))
         engine.version = -1
@@ -251,50 +252,41 @@ class Fleet:
         self._notes.append(f"engine {engine.name} has left")
 
     # ------------------------------------------------------------------------------------------ generation
-    rank = EngineRank()
+    def begin(self, jobs: Sequence[Job]) -> Callable[[float], list[Trajectory] | None]:
+        """Start jobs and return a function that waits for their trajectories. Job numbers may equal numbers of open jobs.
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See :class:`rlhf_mcore.protocols.Generator`. Request ids may equal ids of requests in flight."""
-        if (completions := self.begin(requests)(math.inf)) is None:
-            raise EnginesLost("all engines were lost, and nobody brings weights to others")
-        return completions
-
-    def begin(self, requests: Sequence[Request]) -> Callable[[float], list[Completion] | None]:
-        """Start generation and return a function that waits for the completions.
-
-        The function waits at most the given seconds. It returns None if completions are missing or all engines wait for weights.
+        The function waits at most the given seconds. It returns None if trajectories are missing or all engines wait for weights.
         """
-        own = {next(self._own_ids): request for request in requests}
-        self.submit([replace(request, request_id=number) for number, request in own.items()])
+        own = [replace(job, number=next(self._own_numbers)) for job in jobs]
+        self.submit(own)
 
-        def wait(timeout_s: float) -> list[Completion] | None:
+        def wait(timeout_s: float) -> list[Trajectory] | None:
             end = self._clock() + timeout_s
             with self._check_and_lock():
-                while not own.keys() <= self._generated.keys():
+                while not all(job.number in self._generated for job in own):
                     if (rest := end - self._clock()) <= 0 or self.needs_weights():
                         return None
                     self._changed.wait(min(rest, 1.0))
                     self._check()
-                answers = [(self._generated.pop(number), request.request_id) for number, request in own.items()]
-                return [replace(completion, request_id=number) for completion, number in answers]
+                return [self._generated.pop(job.number) for job in own]
 
         return wait
 
     @property
-    def num_in_flight(self) -> int:
-        """The number of requests without an answer."""
+    def num_open(self) -> int:
+        """The number of jobs without an outcome."""
         with self._changed:
             return len(self._open.versions)
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Start sampling these requests."""
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Start jobs."""
         with self._check_and_lock():
-            self._open.submit(requests, self._version)
-            self._backlog.add(requests, self._version)
+            self._open.add(jobs, self._version)
+            self._backlog.add(jobs, self._version)
             self._dispatch()
 
-    def collect(self, timeout_s: float) -> list[Completion]:
-        """Return the completions since the last call.
+    def collect(self, timeout_s: float) -> list[tuple[int, Trajectory]]:
+        """Return the numbers and trajectories of the jobs that have finished since the last call.
 
         Returns [] after ``timeout_s``, or if all engines wait for weights.
 
@@ -309,21 +301,21 @@ class Fleet:
             finished, self._finished = self._finished, []
             return finished
 
-    def cancel(self, request_ids: Collection[int]) -> None:
-        """Stop sampling these requests and drop their completions."""
-        dropped = set(request_ids)
+    def cancel(self, numbers: Collection[int]) -> None:
+        """Stop these jobs and drop their trajectories."""
+        dropped = set(numbers)
         with self._changed:
             self._backlog.drop(dropped)
             self._open.drop(dropped)
-            self._finished = [completion for completion in self._finished if completion.request_id not in dropped]
+            self._finished = [finished for finished in self._finished if finished[0] not in dropped]
             for number in dropped & self._generated.keys():
                 del self._generated[number]
             for engine in self._engines:
                 if engine.share is not None:
                     engine.share.drop(dropped)
-                if mine := dropped & engine.requests.keys():
-                    for request_id in mine:
-                        del engine.requests[request_id]
+                if mine := dropped & engine.jobs.keys():
+                    for number in mine:
+                        del engine.jobs[number]
                     engine.processes[0].call("cancel", sorted(mine))
 
     def needs_weights(self) -> bool:
@@ -333,11 +325,12 @@ class Fleet:
             return self._begun and self._participants is None and "serving" not in states and "ready" in states
 
     def _dispatch(self) -> None:
-        """Assign waiting requests to serving engines."""
+        """Assign waiting jobs to serving engines."""
         if self._participants is not None:
             return
-        for engine, requests in self._backlog.deal(self._serving()):
-            engine.processes[0].call("submit", requests, self._plan.in_order)
+        for engine, jobs in self._backlog.deal(self._serving()):
+            sent = jobs if self._plan.sends_rows else without_rows(jobs)
+            engine.processes[0].call("submit", sent, self._plan.in_order)
         self._lending.balance(self._serving())
 
     def _serving(self) -> list[FleetEngine]:
@@ -457,7 +450,7 @@ class Fleet:
             return [engine.name for engine in added]
 
     def drain(self, name: str) -> None:
-        """Let an engine finish its requests, and then stop it.
+        """Let an engine finish its jobs, and then stop it.
 
         Raises:
             ConfigError: no engine has this name, or it is the last engine.
@@ -469,7 +462,7 @@ class Fleet:
                 self._leave(engine)
 
     def remove(self, name: str) -> None:
-        """Stop an engine at once. Other engines sample its requests. Raises the errors of ``drain``."""
+        """Stop an engine at once. Other engines run its jobs. Raises the errors of ``drain``."""
         with self._changed:
             self._leave(self._find_leaving(name))
             self._dispatch()

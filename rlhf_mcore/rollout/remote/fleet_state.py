@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlhf_mcore.rollout.remote.cluster import RayCall, RayProcess
-    from rlhf_mcore.rollout.remote.host import EngineReport, EngineSpec
-    from rlhf_mcore.types import Completion, Request
+    from rlhf_mcore.rollout.remote.host import EngineReport, EngineSpec, Outcome, Work
 
 
 class EnginesLost(RuntimeError):
@@ -33,6 +32,7 @@ class FleetPlan:
     restarts: int  # see RESTARTS
     in_order: bool = False  # responses depend neither on timing nor on engine failures
     slots: int = 0  # maximum number of concurrent requests per engine
+    sends_rows: bool = False  # whether jobs need the whole rows of their prompts, for environments
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +52,22 @@ class EngineStatus:
         state = "draining" if engine.draining else "starting" if engine.state in STARTING else engine.state
         report = engine.last_report
         version, tokens = (report.version, report.tokens_drawn) if report else (-1, 0)
-        return cls(engine.name, state, version, len(engine.requests), tokens, engine.failures)
+        return cls(engine.name, state, version, len(engine.jobs), tokens, engine.failures)
 
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """Requests that an engine samples together, without other requests."""
+    """Jobs that an engine runs together, without other jobs."""
 
-    requests: dict[int, Request]  # by their ids
+    jobs: dict[int, Work]  # by number
     version: int  # version of the weights that sample them
     answered: set[int] = field(default_factory=set)
     is_repeated: bool = False  # an engine was lost while it sampled this share
-    held: list[Completion] = field(default_factory=list)  # answers that are not yet returned
+    held: list[Outcome] = field(default_factory=list)  # outcomes that are not yet returned
 
-    def drop(self, request_ids: Collection[int]) -> None:
-        """Remove these requests."""
-        self.requests = {number: each for number, each in self.requests.items() if number not in request_ids}
+    def drop(self, numbers: Collection[int]) -> None:
+        """Remove these jobs."""
+        self.jobs = {number: job for number, job in self.jobs.items() if number not in numbers}
 
 
 @dataclass(slots=True, eq=False)
@@ -87,11 +87,11 @@ class FleetEngine:
     starting: list[RayCall] = field(default_factory=list)
     reports: list[RayCall] = field(default_factory=list)  # one call per process, in flight
     answered: list[float] = field(default_factory=list)
-    requests: dict[int, Request] = field(default_factory=dict)  # assigned and not yet answered
-    share: Share | None = None  # the share of ``requests``, with a SharedBacklog
+    jobs: dict[int, Work] = field(default_factory=dict)  # assigned and not finished, by number
+    share: Share | None = None  # the share of ``jobs``, with a SharedBacklog
     version: int = -1  # policy version of its weights; -1: no weights
     last_report: EngineReport | None = None
-    progressed: float = 0.0  # time of the last token, or of the last check without requests
+    progressed: float = 0.0  # time of the last token, or of the last check without jobs
 
     @property
     def key(self) -> str:

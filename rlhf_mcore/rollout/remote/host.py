@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.expected_kernels import kernels_text
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from rlhf_mcore.protocols import GroupSpec, LiveWeights, WeightReceiver
     from rlhf_mcore.rollout.engine import EngineModel, LiveEngine
     from rlhf_mcore.sampling.followers import EnginePass
-    from rlhf_mcore.types import Completion, Request
+    from rlhf_mcore.types import Completion, Job, Prompt, Request, Trajectory
 
-# ("submit", requests), ("cancel", request ids), ("forget", []) for cached prefixes, or ("pause", []). A lead with episodes also
+# ("submit", work), ("cancel", numbers), ("forget", []) for cached prefixes, or ("pause", []). A lead with episodes also
 # receives ("lend", number of turns) and ("take_back", completion of a turn).
 Order = tuple[str, Any]
 
@@ -94,14 +94,60 @@ class RankRendezvous:
 
 
 @dataclass(frozen=True, slots=True)
+class BorrowedTurn:
+    """A turn of a rollout of another engine. ``number``: as in ``Job``."""
+
+    number: int
+    request: Request
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """Return the tokens before the turn."""
+        return self.request.prompt_ids
+
+
+Work = Union["Job", BorrowedTurn]
+
+
+def without_rows(work: Sequence[Work]) -> list[Work]:
+    """Return the work without the parts of prompts that only environments need. Samples still share their prompt."""
+    prompts: dict[int, Prompt] = {}
+    sent: list[Work] = []
+    for each in work:
+        if isinstance(each, BorrowedTurn):
+            sent.append(each)
+            continue
+        key = id(each.prompt)
+        if key not in prompts:
+            more: dict[str, Any] = {"ground_truth": None, "extra_info": {}, "messages": None, "question": None}
+            prompts[key] = replace(each.prompt, text="", **more)
+        sent.append(replace(each, prompt=prompts[key]))
+    return sent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """The trajectory of the job ``number``, the completion of a borrowed turn, or the error that ended it."""
+
+    number: int
+    result: Trajectory | Completion | Exception
+
+    @property
+    def version(self) -> int:
+        """Return the version of the policy that sampled the first token."""
+        assert not isinstance(self.result, Exception), "it has tokens"
+        return self.result.versions[0][1]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineReport:
-    """The report of a rank: completions since its last report, and its progress. Only the lead reports completions.
+    """The report of a rank: outcomes since its last report, and its progress. Only the lead reports outcomes.
 
     ``work`` is the total since the start, including cancelled requests. ``num_held``: turns of episodes that wait for a free slot.
     ``lent``: turns that another engine shall sample.
     """
 
-    completions: list[Completion]
+    outcomes: list[Outcome]
     tokens_drawn: int
     num_in_flight: int
     version: int
@@ -137,7 +183,8 @@ class EngineHost:
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()  # while paused
         self._paused, self._failed = threading.Event(), threading.Event()
         self._news = threading.Condition()
-        self._completions: list[Completion] = []
+        self._outcomes: list[Outcome] = []
+        self._work: dict[int, Work] = {}  # jobs and turns in progress, by number
         self._progress, self._num_waits = (0, 0, -1, 0, EngineWork(), 0), 0
         self._lent: list[Request] = []
         self._error: BaseException | None = None
@@ -216,40 +263,40 @@ class EngineHost:
             self._episodes.watch(engine.drawn, None if order.deterministic else order.cfg.slots)
 
     # ------------------------------------------------------------------------------------------ generation
-    def submit(self, requests: Sequence[Request], afresh: bool = False) -> None:
-        """Start sampling requests. For leads; returns at once.
+    def submit(self, work: Sequence[Work], afresh: bool = False) -> None:
+        """Start jobs and turns. For leads; returns at once.
 
-        ``afresh``: forget cached prefixes first. The idle engine then samples as if these were the first requests with its weights.
+        ``afresh``: forget cached prefixes first. The idle engine then samples as if these were the first jobs with its weights.
         """
         if afresh:
             self._orders.put(("forget", []))
-        self._orders.put(("submit", requests))
+        self._orders.put(("submit", work))
 
-    def cancel(self, request_ids: Collection[int]) -> None:
-        """Stop sampling these requests. For leads; returns at once."""
-        self._orders.put(("cancel", list(request_ids)))
+    def cancel(self, numbers: Collection[int]) -> None:
+        """Stop these jobs and turns. For leads; returns at once."""
+        self._orders.put(("cancel", list(numbers)))
 
     def lend(self, number: int) -> None:
         """Lend at most ``number`` held turns. A later report contains them. For leads; returns at once."""
         self._orders.put(("lend", number))
 
-    def take_back(self, turn: Completion) -> None:
+    def take_back(self, request_id: int, turn: Completion) -> None:
         """Receive a turn that another engine has sampled. For leads; returns at once."""
-        self._orders.put(("take_back", turn))
+        self._orders.put(("take_back", replace(turn, request_id=request_id)))
 
     def report(self, wait_s: float) -> EngineReport:
-        """Wait for a completion or a lent turn, at most ``wait_s`` seconds, and return a report. Do not call it concurrently.
+        """Wait for an outcome or a lent turn, at most ``wait_s`` seconds, and return a report. Do not call it concurrently.
 
         Raises:
             BaseException: the error that has ended the engine's thread.
         """
         with self._news:
-            self._news.wait_for(lambda: self._completions or self._lent or self._error is not None, wait_s)
+            self._news.wait_for(lambda: self._outcomes or self._lent or self._error is not None, wait_s)
             if self._error is not None:
                 raise self._error
-            completions, self._completions = self._completions, []
+            outcomes, self._outcomes = self._outcomes, []
             lent, self._lent = self._lent, []
-            return EngineReport(completions, *self._progress, lent)
+            return EngineReport(outcomes, *self._progress, lent)
 
     # ------------------------------------------------------------------------------------------ weights
     def pause(self) -> None:
@@ -359,9 +406,13 @@ class EngineHost:
         kinds = {kind for kind, _ in orders}
         for kind, what in orders:
             if kind == "submit":
-                requests += what if episodes is None else episodes.begin(what)
+                self._work |= {work.number: work for work in what}
+                asked = [self._request_of(work) for work in what]
+                requests += asked if episodes is None else episodes.begin(asked)
             elif kind == "cancel":
                 cancelled += what
+                for number in what:
+                    self._work.pop(number, None)
                 requests = [request for request in requests if request.request_id not in what]
                 if episodes is not None:
                     episodes.cancel(what)
@@ -379,6 +430,34 @@ class EngineHost:
                 requests += turns or []
         return EnginePass(cancelled, requests, "forget" in kinds, pauses, waits)
 
+    def _request_of(self, work: Work) -> Request:
+        from rlhf_mcore.sampling.requests import episode_request, request_of
+        from rlhf_mcore.types import Job
+
+        if not isinstance(work, Job):
+            return replace(work.request, request_id=work.number)
+        return request_of(work) if self._episodes is None or work.is_single_turn else episode_request(work)
+
+    def _outcome(self, completion: Completion) -> Outcome:
+        from rlhf_mcore.sampling.checks import check_completion
+        from rlhf_mcore.sampling.requests import request_of
+        from rlhf_mcore.sampling.rollouts import single_turn_trajectory
+        from rlhf_mcore.types import Job
+
+        work = self._work.pop(completion.request_id)
+        if not isinstance(work, Job):
+            return Outcome(work.number, completion)
+        trajectory = completion.trajectory
+        if trajectory is None:
+            try:
+                check_completion(request_of(work), completion)
+            except RuntimeError as error:
+                return Outcome(work.number, error)
+            trajectory = single_turn_trajectory(work, completion, self._engine.decode)
+        if trajectory.prompt is work.prompt:
+            trajectory = replace(trajectory, prompt=None)  # the fleet has it
+        return Outcome(work.number, trajectory)
+
     def _waiting_orders(self, *, block: bool) -> list[Order]:
         orders = [self._orders.get()] if block else []
         while not self._orders.empty():
@@ -389,7 +468,7 @@ class EngineHost:
         engine, done = self._engine, self._progress[4] + work
         held = self._episodes.num_held if self._episodes is not None else 0
         with self._news:
-            self._completions += completions
+            self._outcomes += map(self._outcome, completions)
             self._progress = (
                 engine.tokens_drawn,
                 engine.num_in_flight,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.rollout.remote.fleet_state import FleetEngine
+from rlhf_mcore.rollout.remote.host import BorrowedTurn
 
 if TYPE_CHECKING:
-    from rlhf_mcore.rollout.remote.host import EngineReport
-    from rlhf_mcore.types import Completion, Request
+    from rlhf_mcore.rollout.remote.host import EngineReport, Outcome
 
-_FIRST_ID = -(2**50)  # id of the first lent turn; other negative request ids count down from -1
+_FIRST_NUMBER = -(2**50)  # number of the first lent turn; other negative numbers count down from -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Lending:
     An engine runs its episodes and samples their turns, because their history is in its cache. It samples at most ``slots`` turns
     at a time and holds back the others. It lends held turns with the least history first. A sampled turn returns to the engine
     that runs its episode. If an engine with borrowed turns is lost, the backlog assigns these turns to other engines like any other
-    request. If the lending engine is lost, the turns are cancelled.
+    job. If the lending engine is lost, the turns are cancelled.
     """
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        self._ids = count(_FIRST_ID, -1)
-        self._lent: dict[int, _Lent] = {}  # by id in the fleet
+        self._ids = count(_FIRST_NUMBER, -1)
+        self._lent: dict[int, _Lent] = {}  # by number in the fleet
         self._asked: set[str] = set()  # engines that were asked to lend and have not reported since then
         # Turns lent to an engine after and before its last report. They may have arrived after the engine wrote this report.
         self._given: dict[str, tuple[int, int]] = {}
@@ -49,7 +49,7 @@ class Lending:
             number = next(self._ids)
             self._lent[number] = _Lent(engine.key, request.request_id)
             others = [other for other in serving if other is not engine] or [engine]
-            self._give(max(others, key=self._room), replace(request, request_id=number))
+            self._give(max(others, key=self._room), BorrowedTurn(number, request))
         return len(report.lent)
 
     def balance(self, serving: Sequence[FleetEngine]) -> None:
@@ -61,11 +61,11 @@ class Lending:
                 self._asked.add(engine.key)
                 engine.processes[0].call("lend", min(held, room))
 
-    def _give(self, engine: FleetEngine, request: Request) -> None:
+    def _give(self, engine: FleetEngine, turn: BorrowedTurn) -> None:
         now, before = self._given.get(engine.key, (0, 0))
         self._given[engine.key] = now + 1, before
-        engine.requests[request.request_id] = request
-        engine.processes[0].call("submit", [request], False)
+        engine.jobs[turn.number] = turn
+        engine.processes[0].call("submit", [turn], False)
 
     def _room(self, engine: FleetEngine) -> int:
         report = engine.last_report
@@ -73,18 +73,18 @@ class Lending:
             return 0
         return self._slots - report.num_in_flight - report.num_held - sum(self._given.get(engine.key, (0, 0)))
 
-    def answer(self, completion: Completion, engines: Iterable[FleetEngine]) -> bool:
-        """Send a sampled lent turn to the engine that runs its episode. Return False if the completion is not a lent turn."""
-        lent = self._lent.pop(completion.request_id, None)
+    def answer(self, outcome: Outcome, engines: Iterable[FleetEngine]) -> bool:
+        """Send a sampled lent turn to the engine that runs its episode. Return False if the outcome is not of a lent turn."""
+        lent = self._lent.pop(outcome.number, None)
         if lent is None:
             return False
         for engine in engines:
             if engine.key == lent.owner and engine.processes:
-                engine.processes[0].call("take_back", replace(completion, request_id=lent.number))
+                engine.processes[0].call("take_back", lent.number, outcome.result)
         return True
 
     def lose(self, owner: str | None = None) -> list[int]:
-        """Forget the turns that the engine with key ``owner`` has lent; None: all lent turns. Return their ids, to cancel them."""
+        """Forget the turns that the engine with key ``owner`` has lent; None: all lent turns. Return their numbers, to cancel them."""
         lost = [number for number, lent in self._lent.items() if owner in (None, lent.owner)]
         for number in lost:
             del self._lent[number]

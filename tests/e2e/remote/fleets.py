@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rlhf_mcore.rollout.remote.cluster import Cluster
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import FleetPlan
 from rlhf_mcore.rollout.remote.host import EngineSpec
-from rlhf_mcore.types import Request, Sampling
+from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 
 MAX_MODEL_LEN = 160
 
@@ -70,7 +70,7 @@ def plan(directory: Path, engine: str = "hf", num_engines: int = 1, tp: int = 1,
     cfg = RolloutConfig(engine=engine, layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.125, **settings)
     model = EngineModel(str(directory), str(directory), "fp32", MAX_MODEL_LEN, seed=0)
     order = EngineSpec(cfg, model, FileReceiver, episodes)
-    return FleetPlan(order, num_engines, tp, 1, slots=cfg.slots, **limits)
+    return FleetPlan(order, num_engines, tp, 1, slots=cfg.slots, sends_rows=episodes is not None, **limits)
 
 
 @contextmanager
@@ -97,27 +97,29 @@ def publish(fleet: Fleet, version: int, *directories: Path, name: str = "group")
     return [member.process for member in members]
 
 
-def requests(prompts: int, samples: int, max_new_tokens: int = 24, first_id: int = 0) -> list[Request]:
-    """Return requests for ``prompts`` prompts with ``samples`` samples each."""
+def jobs(prompts: int, samples: int, max_new_tokens: int = 24, first: int = 0, temperature: float = 1.0) -> list[Job]:
+    """Return single-turn jobs for ``prompts`` prompts with ``samples`` samples each. Numbers count from ``first``."""
+    sampling = Sampling(n=samples, max_new_tokens=max_new_tokens, temperature=temperature)
+    rows = [[3 + (11 * row + 5 * i) % 90 for i in range(8 + row)] for row in range(prompts)]
+    made = [Prompt(f"{row}", row, ids, "") for row, ids in enumerate(rows)]
     return [
-        Request(
-            first_id + row * samples + sample,
-            f"prompt {row}, sample {sample}",
-            [3 + (11 * row + 5 * i) % 90 for i in range(8 + row)],
-            Sampling(max_new_tokens=max_new_tokens),
-            seed=100 * row + sample,
-        )
-        for row in range(prompts)
+        Job(first + prompt.index * samples + sample, prompt, sample, sampling, 1, is_single_turn=True)
+        for prompt in made
         for sample in range(samples)
     ]
 
 
-def collected(fleet: Fleet, number: int, *directories: Path, version: int = 0) -> dict[int, Any]:
-    """Collect at least ``number`` completions. If all engines are lost, their successors receive the weights of ``version``."""
-    completions: list[Any] = []
-    while len(completions) < number:
+def collected(fleet: Fleet, count: int, *directories: Path, version: int = 0) -> dict[int, Trajectory]:
+    """Collect at least ``count`` trajectories. If all engines are lost, their successors receive the weights of ``version``."""
+    finished: list[tuple[int, Trajectory]] = []
+    while len(finished) < count:
         if fleet.needs_weights():
             publish(fleet, version, *directories)
-        completions += fleet.collect(5.0)
-    assert len({found.request_id for found in completions}) == len(completions) >= number
-    return {found.request_id: found for found in completions}
+        finished += fleet.collect(5.0)
+    assert len({number for number, _ in finished}) == len(finished) >= count
+    return dict(finished)
+
+
+def tokens(finished: Mapping[int, Trajectory]) -> dict[int, list[int]]:
+    """Return the sampled tokens by number."""
+    return {number: trajectory.sampled_ids.tolist() for number, trajectory in finished.items()}

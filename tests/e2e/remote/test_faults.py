@@ -16,10 +16,9 @@ from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import EnginesLost
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
-from rlhf_mcore.sampling.requests import episode_request
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 from tests.commands import descendants, wait_for
-from tests.e2e.remote.fleets import MAX_MODEL_LEN, collected, plan, publish, requests, running
+from tests.e2e.remote.fleets import MAX_MODEL_LEN, collected, jobs, plan, publish, running, tokens
 from tests.e2e.rollout.tiny import save_model
 
 NEW_TOKENS = 100
@@ -85,8 +84,9 @@ def undisturbed(pair: tuple[Fleet, list[str]], directories: tuple[Path, Path]) -
     fleet, notes = pair
     publish(fleet, 0, *directories)
     notes.clear()
-    drawn = fleet.generate(requests(6, 4, NEW_TOKENS))
-    return {completion.request_id: completion.token_ids.tolist() for completion in drawn}
+    drawn = fleet.begin(jobs(6, 4, NEW_TOKENS))(600)
+    assert drawn is not None
+    return tokens(dict(enumerate(drawn)))
 
 
 def pids(fleet: Fleet, directories: tuple[Path, Path], name: str) -> list[int]:
@@ -120,10 +120,10 @@ def test_fault_18_and_19_and_25_every_request_is_answered_once_whatever_happens_
 ) -> None:
     fleet, notes = pair
     victim = pids(fleet, directories, fault.__name__)[0]
-    fleet.submit(requests(6, 4, NEW_TOKENS))
+    fleet.submit(jobs(6, 4, NEW_TOKENS))
     fault(victim, directories[0].parent)
     drawn = collected(fleet, 24, *directories)
-    assert {number: found.token_ids.tolist() for number, found in drawn.items()} == undisturbed
+    assert tokens(drawn) == undisturbed
     [note] = [note for note in notes if "is ready" not in note]
     assert "has failed and is started again" in note and reason in note
     while any(found.state == "starting" for found in fleet.status()):
@@ -149,10 +149,10 @@ def play(fleet: Fleet, samples: range, meanwhile: Callable[[], None] = lambda: N
     text = "Which-number?"
     prompt = Prompt("p", 0, [5, 6, 7], text, messages=[{"role": "user", "content": text}])
     sampling = Sampling(max_new_tokens=30, seed=3)
-    fleet.submit([episode_request(Job(sample, prompt, sample, sampling, step=0)) for sample in samples])
+    fleet.submit([Job(sample, prompt, sample, sampling, step=0) for sample in samples])
     meanwhile()
     drawn = collected(fleet, len(samples))
-    return [drawn[sample].trajectory for sample in samples]
+    return [drawn[sample] for sample in samples]
 
 
 @pytest.mark.parametrize("lost", ["nobody", "the engine that they were lent to", "the engine of the episodes"])
@@ -207,13 +207,13 @@ def test_fault_18_where_all_engines_are_killed_weights_come_first(
 ) -> None:
     fleet, _ = pair
     victims = pids(fleet, directories, "all")
-    fleet.submit(requests(6, 4, NEW_TOKENS))
+    fleet.submit(jobs(6, 4, NEW_TOKENS))
     for victim in victims:
         kill(victim, directories[0])
-    generated = fleet.begin(requests(6, 4, NEW_TOKENS))  # an evaluation at the same time
+    generated = fleet.begin(jobs(6, 4, NEW_TOKENS))  # an evaluation at the same time
     drawn = collected(fleet, 24, *directories)
-    assert {number: found.token_ids.tolist() for number, found in drawn.items()} == undisturbed
-    assert {found.request_id: found.token_ids.tolist() for found in generated(300) or ()} == undisturbed
+    assert tokens(drawn) == undisturbed
+    assert tokens(dict(enumerate(generated(300) or ()))) == undisturbed
 
 
 def test_fault_33_engines_come_and_go_while_they_generate(
@@ -224,18 +224,17 @@ def test_fault_33_engines_come_and_go_while_they_generate(
     while any(found.state != "serving" for found in fleet.status()):
         fleet.collect(0.5)
         publish(fleet, 0, *directories)
-    fleet.submit(requests(6, 4, NEW_TOKENS))
+    fleet.submit(jobs(6, 4, NEW_TOKENS))
     [added] = fleet.add(1)
     fleet.drain(before[0])
     first = collected(fleet, 12, *directories)
     while next(found for found in fleet.status() if found.name == added).state == "starting":
-        first |= {found.request_id: found for found in fleet.collect(0.2)}
+        first |= dict(fleet.collect(0.2))
     publish(fleet, 0, *directories)
-    fleet.submit(requests(6, 4, NEW_TOKENS, first_id=100))
+    fleet.submit(jobs(6, 4, NEW_TOKENS, first=100))
     fleet.remove(before[1])
     drawn = first | collected(fleet, 48 - len(first), *directories)
-    tokens = {number: found.token_ids.tolist() for number, found in drawn.items()}
-    assert tokens == undisturbed | {100 + number: found for number, found in undisturbed.items()}
+    assert tokens(drawn) == undisturbed | {100 + number: found for number, found in undisturbed.items()}
     assert [found.name for found in fleet.status()] == [added]
 
 
@@ -245,7 +244,7 @@ def test_fault_32_without_ray_there_is_one_message_and_no_wait(
     """The last one: nothing is left of it."""
     fleet, _ = pair
     publish(fleet, 0, *directories)
-    fleet.submit(requests(6, 4, NEW_TOKENS))
+    fleet.submit(jobs(6, 4, NEW_TOKENS))
     head: Any = fleet._machines._head  # type: ignore[attr-defined]
     [raylet] = [pid for pid in descendants(head.pid) if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet"]
     everything = descendants(head.pid)

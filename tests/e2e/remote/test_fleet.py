@@ -17,7 +17,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from tests.commands import ROOT, descendants, started, wait_for
-from tests.e2e.remote.fleets import collected, plan, publish, requests, running
+from tests.e2e.remote.fleets import collected, jobs, plan, publish, running
 from tests.e2e.rollout.drawing import logprobs_across_a_sync
 from tests.e2e.rollout.tiny import save_model
 from tests.messages import refused
@@ -62,7 +62,7 @@ def test_an_engine_of_two_ranks_goes_on_with_new_weights(
             ("0", "0", "2", "127.0.0.1"),
             ("1", "1", "2", "127.0.0.1"),
         ]
-        asked = requests(3, 2, NEW_TOKENS)
+        asked = jobs(3, 2, NEW_TOKENS)
         fleet.submit(asked)
         while fleet.status()[0].tokens < 60:  # told every second at least
             time.sleep(0.05)
@@ -74,17 +74,17 @@ def test_an_engine_of_two_ranks_goes_on_with_new_weights(
     assert capfd.readouterr() == ("", "")
     before, after = (AutoModelForCausalLM.from_pretrained(found).eval() for found in directories)
     synced = 0
-    for request in asked:
-        found = drawn[request.request_id]
+    for job in asked:
+        found, start = drawn[job.number], len(job.prompt_ids)
         if len(found.versions) == 1:  # it has ended before
-            assert found.versions == ((0, 0),)
+            assert found.versions == ((start, 0),)
             continue
         [(_, old), (first, new)] = found.versions
         assert (old, new) == (0, 1)
         expected = logprobs_across_a_sync(
-            before, after, request.prompt_ids, found.token_ids.tolist(), first, recompute=True
+            before, after, job.prompt_ids, found.sampled_ids.tolist(), first - start, recompute=True
         )
-        assert found.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
+        assert found.sampled_logprobs.tolist() == pytest.approx(expected, abs=1e-4)
         synced += 1
     assert synced > 0
 
@@ -93,12 +93,12 @@ TRAINER = """
 import os, sys, time
 from pathlib import Path
 from tests.commands import descendants
-from tests.e2e.remote.fleets import plan, publish, requests, running
+from tests.e2e.remote.fleets import jobs, plan, publish, running
 
 directory = Path(sys.argv[1])
 with running(plan(directory, num_engines=2)) as (fleet, _):
     publish(fleet, 0, directory)
-    fleet.submit(requests(4, 4, 140))
+    fleet.submit(jobs(4, 4, 140))
     (directory / "unfinished").write_text(str(fleet._machines._head.pid))
     (directory / "unfinished").rename(directory / "head")
     time.sleep(600)

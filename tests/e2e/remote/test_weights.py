@@ -27,9 +27,9 @@ from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.remote.fleet import Fleet
-from rlhf_mcore.types import Sampling
+from rlhf_mcore.sampling.requests import request_of
 from tests.commands import wait_for
-from tests.e2e.remote.fleets import MAX_MODEL_LEN, plan, requests, running
+from tests.e2e.remote.fleets import MAX_MODEL_LEN, jobs, plan, running
 from tests.e2e.rollout.tiny import save_model
 from tests.unit.bridge.geometry import mcore_tensors
 from tests.unit.parallel.world import world
@@ -38,7 +38,6 @@ __all__ = ["world"]
 
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 TIMEOUT_S = 15.0  # a busy machine may keep an engine that is well waiting for seconds
-GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
 
 
 class TroubledEnd(EngineEnd):
@@ -85,12 +84,11 @@ class Setting:
     def drawn(self) -> list[list[list[int]]]:
         """What the fleet says, and what the engine in this process says with the trainer's weights."""
         self.reference.load_weights(iter(self.hf.items()), version=1)
-        found = []
-        for generator in (self.fleet, self.reference):
-            wanted = [replace(request, sampling=GREEDY) for request in requests(6, 1)]
-            drawn = {completion.request_id: completion.token_ids.tolist() for completion in generator.generate(wanted)}
-            found.append([drawn[number] for number in sorted(drawn)])
-        return found
+        wanted = jobs(6, 1, 12, temperature=0.0)
+        drawn = self.fleet.begin(wanted)(600)
+        assert drawn is not None
+        here = self.reference.generate([request_of(job) for job in wanted])
+        return [[found.sampled_ids.tolist() for found in drawn], [found.token_ids.tolist() for found in here]]
 
 
 @pytest.fixture

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
 from rlhf_mcore.sampling.checks import LostTrajectory
+from rlhf_mcore.sampling.requests import request_of
+from rlhf_mcore.sampling.rollouts import single_turn_trajectory
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingAhead, SamplingSchedule
-from rlhf_mcore.types import Completion, Ragged, Request, Sampling, Score, Trajectory
+from rlhf_mcore.types import Completion, Job, Ragged, Sampling, Score, Trajectory
 from tests.messages import refused
 from tests.unit.trainer.records import prompt, resolved_future
 
@@ -25,43 +27,37 @@ PROMPTS = [prompt(index) for index in range(7)]
 
 
 class Engines:
-    """A Generator that finishes a few requests a call, in the order of ``order``. A response holds its seed and versions."""
+    """Engines that finish a few jobs a call, in the order of ``order``. A response holds its seed and versions."""
 
     def __init__(self, order: random.Random, at_once: int = 3) -> None:
         self.order, self.at_once, self.version = order, at_once, 0
-        self.begun: dict[int, tuple[Request, list[int]]] = {}  # with the versions of its tokens so far
+        self.begun: dict[int, tuple[Job, list[int]]] = {}  # with the versions of its tokens so far
         self.submitted: list[list[int]] = []
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        assert not self.begun.keys() & {request.request_id for request in requests}
-        self.submitted.append([request.request_id for request in requests])
-        self.begun |= {request.request_id: (request, [self.version]) for request in requests}
+    def submit(self, jobs: Sequence[Job]) -> None:
+        assert not self.begun.keys() & {job.number for job in jobs}
+        self.submitted.append([job.number for job in jobs])
+        self.begun |= {job.number: (job, [self.version]) for job in jobs}
 
-    def cancel(self, request_ids: Collection[int]) -> None:
-        for request_id in list(request_ids):
-            del self.begun[request_id]
+    def cancel(self, numbers: Collection[int]) -> None:
+        for number in list(numbers):
+            del self.begun[number]
 
     def publish(self, version: int) -> None:
         self.version = version
         for _, versions in self.begun.values():
             versions.append(version)
 
-    def collect(self, timeout_s: float) -> list[Completion]:
-        ids = self.order.sample(sorted(self.begun), min(self.at_once, len(self.begun)))
-        return [completion(*self.begun.pop(request_id)) for request_id in ids]
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self.begun)
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        raise AssertionError("it samples ahead by submit and collect")
+    def collect(self, timeout_s: float) -> list[tuple[int, Trajectory]]:
+        numbers = self.order.sample(sorted(self.begun), min(self.at_once, len(self.begun)))
+        return [(number, trajectory(*self.begun.pop(number))) for number in numbers]
 
 
-def completion(request: Request, versions: list[int]) -> Completion:
-    ids = np.array([request.seed % 1000, *versions], np.int32)
+def trajectory(job: Job, versions: list[int]) -> Trajectory:
+    ids = np.array([request_of(job).seed % 1000, *versions], np.int32)
     runs = ((0, versions[0]), *((place + 1, version) for place, version in enumerate(versions) if place))
-    return Completion(request.request_id, ids, np.full(len(ids), -0.5, np.float32), runs, "stop")
+    completion = Completion(job.number, ids, np.full(len(ids), -0.5, np.float32), runs, "stop")
+    return single_turn_trajectory(job, completion, lambda rows: ["text"])
 
 
 def scores_of(trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
@@ -73,9 +69,7 @@ def ahead_of(
 ) -> tuple[SamplingAhead, PromptSampler]:
     sampler = PromptSampler(len(PROMPTS), schedule.prompts_per_step, seed=5, shuffle=True)
     sampling = sampling or Sampling(n=SAMPLES, seed=9)
-    return SamplingAhead(
-        PROMPTS, sampler, engines, lambda rows: ["text"] * len(rows), sampling, schedule, scores_of
-    ), sampler
+    return SamplingAhead(PROMPTS, sampler, engines, sampling, schedule, scores_of), sampler
 
 
 def step_with(ahead: SamplingAhead, engines: Engines, step: int) -> list[PromptGroup]:
@@ -176,8 +170,8 @@ def test_what_waits_longest_is_learned_from_first() -> None:
     taken = []
     for step, finish in enumerate(([1], [3, 0, 2], [], []), 1):
         ahead.fill(step)
-        for request_id in (group * SAMPLES + sample for group in finish for sample in range(SAMPLES)):
-            done = completion(*engines.begun.pop(request_id))
+        for number in (group * SAMPLES + sample for group in finish for sample in range(SAMPLES)):
+            done = number, trajectory(*engines.begun.pop(number))
             engines.collect = lambda timeout_s, done=done: [done]  # type: ignore[method-assign]
             ahead.poll(0.0)
         taken += [group.number for group in ahead.take(1)]
@@ -214,15 +208,15 @@ def test_greedy_responses_are_drawn_ahead_and_wait_in_a_checkpoint_with_the_samp
     sampling = Sampling(n=1, top_k=3, seed=9, records_support=True, baseline=True)
     ahead, _ = ahead_of(engines := Engines(random.Random(1), at_once=99), SamplingSchedule(2, 1), sampling)
 
-    def with_support(request: Request, versions: list[int]) -> Completion:
-        made = completion(request, versions)
-        if request.sampling.records_support:
-            made.support = Ragged(np.ones(len(made.token_ids), np.int32), made.token_ids)
+    def with_support(job: Job, versions: list[int]) -> Trajectory:
+        made, is_greedy = trajectory(job, versions), job.sample == 1
+        if not is_greedy:
+            made.support = Ragged(made.loss_mask.astype(np.int32), made.sampled_ids)
         return made
 
     ahead.fill(1)
-    assert sorted(r.sampling.temperature for r, _ in engines.begun.values()) == [0.0] * 4 + [1.0] * 4
-    engines.collect = lambda timeout_s: [with_support(*engines.begun.pop(k)) for k in sorted(engines.begun)]  # type: ignore[method-assign]
+    assert sorted(request_of(job).sampling.temperature for job, _ in engines.begun.values()) == [0.0] * 4 + [1.0] * 4
+    engines.collect = lambda timeout_s: [(k, with_support(*engines.begun.pop(k))) for k in sorted(engines.begun)]  # type: ignore[method-assign]
     ahead.poll(1.0)
     waiting = told(ahead.take(2))
     assert [len(samples) for *_, samples in waiting] == [2, 2]
@@ -237,13 +231,13 @@ def test_what_is_too_old_is_begun_again_with_other_seeds() -> None:
     engines = Engines(random.Random(0), at_once=0)  # nothing finishes
     ahead, _ = ahead_of(engines, SamplingSchedule(1, 1))
     ahead.fill(1)
-    first = {request_id: request.seed for request_id, (request, _) in engines.begun.items()}
+    first = {number: request_of(job).seed for number, (job, _) in engines.begun.items()}
     for version in (1, 2):
         engines.publish(version)
         ahead.fill(version + 1)
     assert ahead.redrawn == 2 and not engines.begun.keys() & first.keys()
-    assert not {request.seed for request, _ in engines.begun.values()} & set(first.values())
-    assert {request.name for request, _ in engines.begun.values()} == {
+    assert not {request_of(job).seed for job, _ in engines.begun.values()} & set(first.values())
+    assert {job.name for job, _ in engines.begun.values()} == {
         f"prompt {asked.prompt_id!r}, sample {sample}"
         for asked in ahead.prompts_by_number().values()
         for sample in range(SAMPLES)
@@ -258,7 +252,7 @@ def test_a_thread_takes_what_finishes_while_the_trainer_learns() -> None:
         ahead.wait(lambda: not ahead.num_in_flight, 30.0)
         assert ahead.is_ready(2) and len(ahead.finished()) == 4
 
-        def lose(timeout_s: float) -> list[Completion]:
+        def lose(timeout_s: float) -> list[tuple[int, Trajectory]]:
             raise RuntimeError("all engines are lost")
 
         engines.collect = lose  # type: ignore[method-assign]
@@ -272,8 +266,8 @@ def test_an_answer_to_nothing_ends_the_run() -> None:
     engines = Engines(random.Random(0))
     ahead, _ = ahead_of(engines, SamplingSchedule(1, 0))
     ahead.fill(1)
-    [(request, versions), *_] = engines.begun.values()
-    engines.collect = lambda timeout_s: [completion(request, versions)] * 2  # type: ignore[method-assign]
+    [(job, versions), *_] = engines.begun.values()
+    engines.collect = lambda timeout_s: [(job.number, trajectory(job, versions))] * 2  # type: ignore[method-assign]
     with refused(LostTrajectory, field="request 0", remedy="trainer.max_restarts"):
         ahead.poll(1.0)
 
@@ -283,7 +277,7 @@ def test_fault_36_in_order_a_response_of_another_version_ends_the_run() -> None:
     ahead, _ = ahead_of(engines, SamplingSchedule(1, 1, in_order=True, drain=True))
     ahead.fill(1)
     engines.publish(1)  # while it is drawn
-    with refused(RuntimeError, field=("version 0", "versions"), value="((0, 0), (2, 1))"):
+    with refused(RuntimeError, field=("version 0", "versions"), value="((2, 0), (4, 1))"):
         ahead.poll(1.0)
 
 

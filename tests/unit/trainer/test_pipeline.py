@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf_mcore.data.sampler import PromptSampler
@@ -18,13 +19,14 @@ from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingSchedule
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
+from rlhf_mcore.trainer.pipeline import FirstRank, FleetSampler, PipelinedBatches, RemotePublisher
 from rlhf_mcore.trainer.reinforcement import ColocatedBatches
 from rlhf_mcore.trainer.sampled import FillStep, Rollout, take_next_batch
 from rlhf_mcore.types import Completion, EngineWork, Job, Request, Sampling, Score, Trajectory
 from tests.unit.trainer.records import Streaming, batch_sampler, resolved_future
-from tests.unit.trainer.test_ahead import PROMPTS, SAMPLES, Engines, ahead_of, completion
+from tests.unit.trainer.test_ahead import PROMPTS, SAMPLES, Engines, ahead_of, trajectory
 
+NO_TEXT: Any = None
 pytestmark = pytest.mark.usefixtures("world")
 
 
@@ -73,7 +75,7 @@ def pipeline(
     first = FirstRank(
         ahead,
         lambda: bridge.is_lost,
-        lambda requests: lambda _: None if bridge.is_lost else drawn(requests),
+        lambda jobs: lambda _: None if bridge.is_lost else drawn(jobs),
         lambda: (EngineWork(3, 40, 0.5, preemptions=7), 2),
         lambda: 0,
     )
@@ -89,8 +91,8 @@ def pipeline(
         yield source, publisher, bridge
 
 
-def drawn(requests: Sequence[Request]) -> list[Completion]:
-    return [completion(request, [0]) for request in requests]
+def drawn(jobs: Sequence[Job]) -> list[Trajectory]:
+    return [trajectory(job, [0]) for job in jobs]
 
 
 def test_rows_and_metrics_of_steps_that_were_sampled_ahead() -> None:
@@ -133,9 +135,9 @@ def test_fault_18_all_engines_are_lost_in_the_middle_of_an_evaluation() -> None:
     with pipeline(SamplingSchedule(2, 1)) as (source, publisher, bridge):
         publisher.publish(4)
         bridge.lose_all()
-        engines = SharedEngines(source.first, lambda: bridge.sync(4), lambda: None)
-        requests = [request_of(Job(number, PROMPTS[number], 0, Sampling(), 1)) for number in range(3)]
-        assert [found.request_id for found in engines.generate(requests)] == [0, 1, 2]
+        sampler = FleetSampler(source.first, NO_TEXT, lambda: bridge.sync(4), lambda: None)
+        found = sampler.sample(PROMPTS[:3], Sampling(n=2), step=1)
+        assert [(each.prompt.index, each.sample) for each in found] == [(p, s) for p in range(3) for s in range(2)]
     assert bridge.synced == [4, 4]
 
 
@@ -146,12 +148,12 @@ def test_tokens_of_engines_are_progress_of_every_rank() -> None:
         tokens, beats = iter([5, 9, 9, 9]), list[int]()
         answers = iter([None, None, None])
 
-        def begin(requests: Sequence[Request]) -> Callable[[float], list[Completion] | None]:
-            return lambda _: next(answers, drawn(requests))
+        def begin(jobs: Sequence[Job]) -> Callable[[float], list[Trajectory] | None]:
+            return lambda _: next(answers, drawn(jobs))
 
         first = replace(source.first, begin=begin, tokens_drawn=lambda: next(tokens))
-        engines = SharedEngines(first, lambda: None, lambda: beats.append(1))
-        assert len(engines.generate([request_of(Job(0, PROMPTS[0], 0, Sampling(), 1))])) == 1
+        sampler = FleetSampler(first, NO_TEXT, lambda: None, lambda: beats.append(1))
+        assert len(sampler.sample(PROMPTS[:1], Sampling(n=1), step=1)) == 1
     assert len(beats) == 2
 
 
@@ -193,15 +195,19 @@ def test_without_staleness_prompts_and_seeds_are_those_of_colocated_engines() ->
     class Beside(Streaming):
         def draw(self, requests: Sequence[Request]) -> list[Completion]:
             asked["beside"].append([(list(request.prompt_ids), request.seed) for request in requests])
-            return drawn(requests)
+            return [completion(request) for request in requests]
+
+    def completion(request: Request) -> Completion:
+        ids = np.array([request.seed % 1000, 0], np.int32)
+        return Completion(request.request_id, ids, np.full(2, -0.5, np.float32), ((0, 0),), "stop")
 
     with pipeline(SamplingSchedule(2, 0), DynamicSampling(10).fill_step) as (source, publisher, bridge):
         assert source.first is not None
         source.first.ahead._begin_scores, submit = half_teach, bridge.engines.submit
 
-        def recorded(requests: Sequence[Request]) -> None:
-            asked["apart"].append([(list(request.prompt_ids), request.seed) for request in requests])
-            submit(requests)
+        def recorded(jobs: Sequence[Job]) -> None:
+            asked["apart"].append([(list(job.prompt_ids), request_of(job).seed) for job in jobs])
+            submit(jobs)
 
         bridge.engines.submit = recorded  # type: ignore[method-assign]
         sampler = PromptSampler(len(PROMPTS), 2, seed=5, shuffle=True)

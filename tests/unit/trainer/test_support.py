@@ -102,10 +102,7 @@ def test_what_an_older_run_sampled_without_is_drawn_again(needed: dict[str, Any]
 
     def ahead_of(engines: Engines, sampling: Sampling) -> tuple[SamplingAhead, PromptSampler]:
         sampler = PromptSampler(len(AHEAD_PROMPTS), 3, seed=5, shuffle=True)
-        texts = lambda rows: ["text"] * len(rows)  # noqa: E731
-        return SamplingAhead(
-            AHEAD_PROMPTS, sampler, engines, texts, sampling, SamplingSchedule(3, 2), scores_of
-        ), sampler
+        return SamplingAhead(AHEAD_PROMPTS, sampler, engines, sampling, SamplingSchedule(3, 2), scores_of), sampler
 
     plain, engines = Sampling(n=2, seed=9), Engines(random.Random(1), at_once=99)
     ahead, sampler = ahead_of(engines, plain)

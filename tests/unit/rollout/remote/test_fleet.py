@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import EnginesLost, FleetPlan
-from rlhf_mcore.rollout.remote.host import EngineReport, Location, RankRendezvous
-from rlhf_mcore.types import Completion, EngineWork, Request, Sampling
+from rlhf_mcore.rollout.remote.host import EngineReport, Location, Outcome, RankRendezvous, Work, without_rows
+from rlhf_mcore.types import Completion, EngineWork, Job, Prompt, Request, Sampling, Trajectory
 from tests.messages import refused
 
 TIMEOUT_S = 10.0
@@ -45,7 +46,7 @@ class Engine:
 
     process: str
     calls: list[Call] = field(default_factory=list)
-    drawing: dict[int, Request] = field(default_factory=dict)
+    drawing: dict[int, Work] = field(default_factory=dict)
     tokens: int = 0
     reported: int = 0  # of them
     lost: bool = False
@@ -53,22 +54,22 @@ class Engine:
     draws: bool = True
     raises: dict[str, Exception] = field(default_factory=dict)
     location: Location = field(default_factory=lambda: Location("127.0.0.1", 1))
-    finished: list[Completion] = field(default_factory=list)
+    finished: list[Outcome] = field(default_factory=list)
     held: list[Request] = field(default_factory=list)  # turns of episodes that wait for room
     lent: list[Request] = field(default_factory=list)
-    came_back: list[Completion] = field(default_factory=list)
+    came_back: list[tuple[int, Completion]] = field(default_factory=list)
 
     def call(self, method: str, *arguments: Any) -> Call:
         call = Call(method, arguments)
         self.calls.append(call)
         if method == "submit":
-            self.drawing |= {request.request_id: request for request in arguments[0]}
+            self.drawing |= {work.number: work for work in arguments[0]}
         elif method == "cancel":
             self.drawing = {number: found for number, found in self.drawing.items() if number not in arguments[0]}
         elif method == "lend":
             self.lent, self.held = self.held[: arguments[0]], self.held[arguments[0] :]
         elif method == "take_back":
-            self.came_back.append(arguments[0])
+            self.came_back.append((arguments[0], arguments[1]))
         if self.lost:
             call.answer, call.done = RuntimeError("the process is gone"), True
         elif method != "report" and self.answers:
@@ -82,9 +83,8 @@ class Engine:
         """Finish these requests, by the weights that came last."""
         version = self.told("sync")[-1][1] if self.told("sync") else 0
         for number in request_ids:
-            request = self.drawing.pop(number)
-            ids = np.array([request.seed], np.int32)
-            self.finished.append(Completion(number, ids, np.zeros(1, np.float32), ((0, version),), "stop"))
+            work = self.drawing.pop(number)
+            self.finished.append(Outcome(number, result_of(work, version)))
             self.tokens += 1
 
     def look(self) -> None:
@@ -192,28 +192,33 @@ def start() -> Start:
     return started
 
 
-def requests(*prompts: int, samples: int = 2) -> list[Request]:
-    """Ids and seeds are 10 * prompt + sample."""
-    return [
-        Request(10 * prompt + sample, f"p{prompt}", [prompt, 7], Sampling(), seed=10 * prompt + sample)
-        for prompt in prompts
-        for sample in range(samples)
-    ]
+def result_of(work: Work, version: int) -> Trajectory | Completion:
+    """A job's response has its number as its token, and a turn its seed."""
+    token = work.number if isinstance(work, Job) else work.request.seed
+    drawn = Completion(0, np.array([token], np.int32), np.zeros(1, np.float32), ((0, version),), "stop")
+    return episode(work.prompt, work.sample, [drawn], "") if isinstance(work, Job) else drawn
 
 
-def ids(completions: Sequence[Completion]) -> list[int]:
-    return sorted(completion.request_id for completion in completions)
+def jobs(*prompts: int, samples: int = 2) -> list[Job]:
+    """Numbers are 10 * prompt + sample."""
+    made = [Prompt(f"p{prompt}", prompt, [prompt, 7], "") for prompt in prompts]
+    return [Job(10 * p.index + sample, p, sample, Sampling(n=samples), 1) for p in made for sample in range(samples)]
+
+
+def numbers(finished: Sequence[tuple[int, Trajectory]]) -> list[int]:
+    assert all(trajectory.sampled_ids.tolist() == [number] for number, trajectory in finished)
+    return sorted(number for number, _ in finished)
 
 
 def test_samples_of_a_prompt_share_an_engine_and_engines_share_the_prompts(start: Start) -> None:
     run = start()
-    run.fleet.submit(requests(1, 2, 3))
+    run.fleet.submit(jobs(1, 2, 3))
     assert [sorted(run.engine(name).drawing) for name in ("0.0.0", "1.0.0")] == [[10, 11, 30, 31], [20, 21]]
-    run.fleet.submit(requests(4))
+    run.fleet.submit(jobs(4))
     assert sorted(run.engine("1.0.0").drawing) == [20, 21, 40, 41]
     run.engine("0.0.0").draw(11, 30)
     run.turn()
-    assert ids(run.fleet.collect(1)) == [11, 30] and run.fleet.collect(1) == []
+    assert numbers(run.fleet.collect(1)) == [11, 30] and run.fleet.collect(1) == []
 
 
 TURN = 2**40  # ids of turns are above it, and the same in two engines
@@ -225,9 +230,9 @@ def turns(count: int) -> list[Request]:
 
 def loaded(run: Run) -> tuple[Engine, Engine]:
     """Two engines with an episode each. The first draws four turns, and holds six back; the second draws one."""
-    run.fleet.submit(requests(1, 2, samples=1))
+    run.fleet.submit(jobs(1, 2, samples=1))
     first, second = run.engine("0.0.0"), run.engine("1.0.0")
-    first.drawing |= {number: requests(1)[0] for number in (901, 902, 903)}
+    first.drawing |= {number: jobs(1)[0] for number in (901, 902, 903)}
     first.held = turns(6)
     return first, second
 
@@ -247,8 +252,8 @@ def test_an_engine_with_room_draws_turns_that_wait_in_another(start: Start) -> N
     assert len(first.told("lend")) == 1 and len(first.held) == 3  # the second has no room any more
     second.draw(*lent[1:], 20)
     run.turn()
-    assert ids(run.fleet.collect(1)) == [20]  # a turn is no answer to the trainer
-    assert sorted((each.request_id, int(each.token_ids[0])) for each in first.came_back) == [(TURN, 0), (2 * TURN, 1)]
+    assert numbers(run.fleet.collect(1)) == [20]  # a turn is no answer to the trainer
+    assert sorted((number, int(turn.token_ids[0])) for number, turn in first.came_back) == [(TURN, 0), (2 * TURN, 1)]
     run.turn(), run.turn()
     assert [call[1] for call in first.told("lend")] == [3, 3] and not first.held
     assert run.fleet.pop_work()[0].lent == 6
@@ -256,10 +261,10 @@ def test_an_engine_with_room_draws_turns_that_wait_in_another(start: Start) -> N
 
 def test_turns_go_on_where_the_engine_is_lost_that_they_were_lent_to(start: Start) -> None:
     run = start(engines=3)
-    run.fleet.submit(requests(1, 2, 3, samples=1))
+    run.fleet.submit(jobs(1, 2, 3, samples=1))
     first, second, third = (run.engine(f"{number}.0.0") for number in range(3))
-    first.drawing |= {number: requests(1)[0] for number in (901, 902, 903)}
-    third.drawing |= {number: requests(1)[0] for number in (901, 902, 903)}
+    first.drawing |= {number: jobs(1)[0] for number in (901, 902, 903)}
+    third.drawing |= {number: jobs(1)[0] for number in (901, 902, 903)}
     first.held = turns(2)
     run.turn(), run.turn()
     lent = [number for number in second.drawing if number < 0]
@@ -271,7 +276,7 @@ def test_turns_go_on_where_the_engine_is_lost_that_they_were_lent_to(start: Star
     for engine, number in drawn:
         engine.draw(number)
     run.turn()
-    assert sorted(each.request_id for each in first.came_back) == [TURN, 2 * TURN]
+    assert sorted(number for number, _ in first.came_back) == [TURN, 2 * TURN]
 
 
 def test_turns_of_an_engine_that_is_lost_are_drawn_for_nobody(start: Start) -> None:
@@ -284,7 +289,7 @@ def test_turns_of_an_engine_that_is_lost_are_drawn_for_nobody(start: Start) -> N
     assert len(lent) == 3 and sorted(second.drawing) == [10, 20]  # its episode is played again
     second.draw(10, 20)
     run.turn()
-    assert ids(run.fleet.collect(1)) == [10, 20] and not first.came_back
+    assert numbers(run.fleet.collect(1)) == [10, 20] and not first.came_back
 
 
 def test_nothing_is_lent_where_responses_must_not_depend_on_time(start: Start) -> None:
@@ -296,11 +301,11 @@ def test_nothing_is_lent_where_responses_must_not_depend_on_time(start: Start) -
 
 def test_what_is_cancelled_is_not_returned(start: Start) -> None:
     run = start(engines=1)
-    run.fleet.submit(requests(1, 2))
+    run.fleet.submit(jobs(1, 2))
     run.engine("0.0.0").draw(10, 20)
     run.fleet.cancel([10, 11, 99])
     run.turn()
-    assert ids(run.fleet.collect(1)) == [20]
+    assert numbers(run.fleet.collect(1)) == [20]
     assert run.engine("0.0.0").told("cancel") == [("cancel", [10, 11])]
 
 
@@ -328,7 +333,7 @@ def test_fault_18_and_19_requests_of_an_engine_that_fails_are_drawn_by_another(
     start: Start, fault: Callable[[Engine], None], reason: str
 ) -> None:
     run = start()
-    run.fleet.submit(requests(1, 2))
+    run.fleet.submit(jobs(1, 2))
     first, second = run.engine("0.0.0"), run.engine("1.0.0")
     first.draw(10)
     run.turn()
@@ -337,10 +342,10 @@ def test_fault_18_and_19_requests_of_an_engine_that_fails_are_drawn_by_another(
     run.turn()
     run.pass_time(TIMEOUT_S + 4)
     assert run.machines.ended == ["0.0"]
-    assert sorted(second.drawing) == [11] and second.drawing[11].seed == 11
+    assert sorted(second.drawing) == [11] and second.drawing[11] == jobs(1)[1]
     second.draw(11)
     run.turn()
-    assert ids(run.fleet.collect(1)) == [10, 11, 20, 21]
+    assert numbers(run.fleet.collect(1)) == [10, 11, 20, 21]
     failed, *others = run.notes
     assert failed == f"engine 0 has failed and is started again, its 1 requests are drawn again: {reason}"
     assert all(note.startswith("engine 0 is ready after ") and note.endswith("the next publish") for note in others)
@@ -348,7 +353,7 @@ def test_fault_18_and_19_requests_of_an_engine_that_fails_are_drawn_by_another(
     assert run.fleet.pop_work() == (EngineWork(6, tokens, 1.5), 0) and run.fleet.pop_work() == (EngineWork(), 0)
     if fault is not lose:
         first.answers = True
-        first.drawing = {11: requests(1)[1]}
+        first.drawing = {11: jobs(1)[1]}
         first.draw(11)  # too late: it has an answer
         run.turn()
         assert run.fleet.collect(0.5) == []
@@ -362,7 +367,7 @@ def test_an_idle_engine_that_draws_nothing_is_well(start: Start) -> None:
 
 def test_a_trainer_that_stood_still_blames_no_engine(start: Start) -> None:
     run = start()
-    run.fleet.submit(requests(1))
+    run.fleet.submit(jobs(1))
     run.machines.now += 100 * TIMEOUT_S
     run.fleet.tick()
     run.turn()
@@ -374,46 +379,46 @@ def test_a_new_engine_draws_nothing_before_it_has_weights(start: Start) -> None:
     lose(run.engine("1.0.0"))
     for _ in range(5):
         run.turn()
-    run.fleet.submit(requests(1, 2))
+    run.fleet.submit(jobs(1, 2))
     assert sorted(run.engine("0.0.0").drawing) == [10, 11, 20, 21]
     assert [found.state for found in run.fleet.status()] == ["serving", "ready"]
     assert run.publish(3) == ["0.0.0", "1.1.0"]
     assert run.engine("1.1.0").told("start", "join", "sync", "resume")[-2:] == [("sync", 3, None), ("resume",)]
-    run.fleet.submit(requests(3))
+    run.fleet.submit(jobs(3))
     assert sorted(run.engine("1.1.0").drawing) == [30, 31]
 
 
 def test_where_all_engines_were_lost_their_successors_wait_for_weights(start: Start) -> None:
     run = start(engines=1)
-    run.fleet.submit(requests(1))
+    run.fleet.submit(jobs(1))
     assert not run.fleet.needs_weights()
     lose(run.engine("0.0.0"))
     run.turn()
     assert not run.fleet.needs_weights()  # nobody is there yet to get any
     run.turn(), run.turn(), run.turn()
     assert run.fleet.needs_weights() and run.fleet.collect(60) == []
-    generated = run.fleet.begin(requests(2))  # an evaluation, say
+    generated = run.fleet.begin(jobs(2))  # an evaluation, say
     assert generated(60) is None
     run.publish(2)
     assert sorted(run.engine("0.1.0").drawing) == [-2, -1, 10, 11] and not run.fleet.needs_weights()
     run.engine("0.1.0").draw(-2, -1)
     run.turn()
     found = generated(60)
-    assert found is not None and ids(found) == [20, 21] and [each.token_ids.tolist() for each in found] == [[20], [21]]
+    assert found is not None and [(each.prompt.index, each.sample) for each in found] == [(2, 0), (2, 1)]
 
 
 def test_nothing_is_drawn_between_pause_and_resume(start: Start) -> None:
     run = start()
     members = run.fleet.pause()
     assert members == [EngineProcess("0", "0.0.0"), EngineProcess("1", "1.0.0")]
-    run.fleet.submit(requests(1))
+    run.fleet.submit(jobs(1))
     run.pass_time(3 * TIMEOUT_S)
     assert not run.engine("0.0.0").drawing and run.machines.ended == []
     run.fleet.resume(1)
     assert sorted(run.engine("0.0.0").drawing) == [10, 11]
 
 
-def test_all_ranks_of_an_engine_join_and_the_lead_alone_gets_requests(start: Start) -> None:
+def test_all_ranks_of_an_engine_join_and_the_lead_alone_gets_jobs(start: Start) -> None:
     run = start(engines=2, tp=2)
     assert run.publish(1) == ["0.0.0", "0.0.1", "1.0.0", "1.0.1"]
     follower = run.engine("1.0.1")
@@ -489,10 +494,10 @@ def test_an_engine_that_fails_too_often_ends_the_run(start: Start) -> None:
 def test_a_completion_ends_a_row_of_failures(start: Start) -> None:
     run = start(engines=1, restarts=1)
     for attempt in range(4):
-        run.fleet.submit([requests(attempt)[0]])
+        run.fleet.submit([jobs(attempt)[0]])
         run.engine(f"0.{attempt}.0").draw(10 * attempt)
         run.turn()
-        assert ids(run.fleet.collect(1)) == [10 * attempt]
+        assert numbers(run.fleet.collect(1)) == [10 * attempt]
         lose(run.engine(f"0.{attempt}.0"))
         for _ in range(5):
             run.turn()
@@ -510,7 +515,7 @@ def test_fault_32_without_ray_the_run_ends_with_one_message(start: Start) -> Non
 
 def test_fault_33_engines_come_and_go(start: Start) -> None:
     run = start(engines=1)
-    run.fleet.submit(requests(1, 2))
+    run.fleet.submit(jobs(1, 2))
     with refused(ConfigError, field="engine '0'", remedy="add another"):
         run.fleet.drain("0")
     assert run.fleet.add(2) == ["1", "2"]
@@ -519,10 +524,10 @@ def test_fault_33_engines_come_and_go(start: Start) -> None:
     for _ in range(4):
         run.turn()
     run.publish()
-    run.fleet.submit(requests(3))
+    run.fleet.submit(jobs(3))
     assert sorted(run.engine("1.0.0").drawing) == [30, 31]
     run.fleet.drain("0")
-    run.fleet.submit(requests(4, 5, 6))
+    run.fleet.submit(jobs(4, 5, 6))
     assert sorted(run.engine("0.0.0").drawing) == [10, 11, 20, 21]
     run.fleet.remove("1")  # others draw its requests
     assert sorted(run.engine("2.0.0").drawing) == [30, 31, 40, 41, 50, 51, 60, 61]
@@ -535,7 +540,7 @@ def test_fault_33_engines_come_and_go(start: Start) -> None:
 
 def test_a_generation_between_others_gets_its_own(start: Start) -> None:
     run = start(engines=1)
-    run.fleet.submit(requests(1))
+    run.fleet.submit(jobs(1))
     engine = run.engine("0.0.0")
     draw = engine.call
 
@@ -547,10 +552,33 @@ def test_a_generation_between_others_gets_its_own(start: Start) -> None:
         return call
 
     engine.call = at_once  # type: ignore[method-assign]
-    drawn = run.fleet.generate(requests(1, 5))
-    assert [completion.request_id for completion in drawn] == [10, 11, 50, 51]
-    assert [completion.token_ids.tolist() for completion in drawn] == [[10], [11], [50], [51]]
-    assert ids(run.fleet.collect(1)) == [10, 11]
+    drawn = run.fleet.begin(jobs(1, 5))(1)
+    assert drawn is not None
+    assert [(each.prompt.index, each.sample) for each in drawn] == [(1, 0), (1, 1), (5, 0), (5, 1)]
+    assert numbers(run.fleet.collect(1)) == [10, 11]
+
+
+def test_an_error_of_a_job_ends_the_run(start: Start) -> None:
+    run = start()
+    run.fleet.submit(jobs(1, 2))
+    run.engine("0.0.0").finished.append(Outcome(10, ConfigError("environment.function raises")))
+    run.turn()
+    with pytest.raises(ConfigError, match=r"environment\.function raises"):
+        run.fleet.collect(1)
+
+
+def test_rows_are_sent_to_environments_only(start: Start) -> None:
+    prompt = Prompt("p", 3, [1, 2], "text", ground_truth="42", extra_info={"tests": [1] * 1000}, occurrence=1)
+    sent = without_rows([Job(sample, prompt, sample, Sampling(), 1) for sample in range(2)])
+    assert all(isinstance(work, Job) and work.prompt == Prompt("p", 3, [1, 2], "", occurrence=1) for work in sent)
+    assert isinstance(sent[0], Job) and isinstance(sent[1], Job) and sent[0].prompt is sent[1].prompt
+    run = start(engines=1)
+    run.fleet.submit([Job(0, prompt, 0, Sampling(), 1)])
+    run.engine("0.0.0").draw(0)
+    run.engine("0.0.0").finished[0].result.prompt = None  # type: ignore[union-attr,assignment]
+    run.turn()
+    [(_, found)] = run.fleet.collect(1)
+    assert found.prompt is prompt
 
 
 # ---------------------------------------------------------------------------------------------- versions, and order
@@ -563,25 +591,25 @@ def restarted(run: Run, *names: str) -> None:
 
 
 def begun(engine: Engine) -> list[list[int]]:
-    """Ids of the requests that it was given, by submission."""
-    return [[request.request_id for request in asked] for _, asked, _ in engine.told("submit")]
+    """Numbers of the jobs that it was given, by submission."""
+    return [[work.number for work in asked] for _, asked, _ in engine.told("submit")]
 
 
 def test_fault_36_what_newer_weights_draw_is_counted_and_told_in_one_line(start: Start) -> None:
     run = start(engines=1)
-    run.fleet.submit(requests(1, 2))
+    run.fleet.submit(jobs(1, 2))
     run.engine("0.0.0").draw(10)
     run.turn()
     restarted(run, "0.0.0")
     run.publish(1)
-    run.fleet.submit(requests(3))
+    run.fleet.submit(jobs(3))
     run.fleet.cancel([20])
     run.engine("0.1.0").draw(11, 30)
     run.turn()
     assert run.fleet.pop_work()[1] == 1  # of request 30 nothing was lost
     run.engine("0.1.0").draw(21, 31)
     run.turn()
-    assert ids(run.fleet.collect(1)) == [10, 11, 21, 30, 31] and run.fleet.num_in_flight == 0
+    assert numbers(run.fleet.collect(1)) == [10, 11, 21, 30, 31] and run.fleet.num_open == 0
     assert run.fleet.pop_work()[1] == 1 and run.fleet.pop_work()[1] == 0
     assert (
         run.notes[0] == "engine 0 has failed and is started again, its 3 requests are drawn again: the process is gone"
@@ -591,11 +619,11 @@ def test_fault_36_what_newer_weights_draw_is_counted_and_told_in_one_line(start:
 
 def test_what_another_engine_draws_with_the_same_weights_is_not_counted(start: Start) -> None:
     run = start(engines=2)
-    run.fleet.submit(requests(1, 2))
+    run.fleet.submit(jobs(1, 2))
     run.fleet.remove("0")
     run.engine("1.0.0").draw(10, 11, 20, 21)
     run.turn()
-    assert ids(run.fleet.collect(1)) == [10, 11, 20, 21]
+    assert numbers(run.fleet.collect(1)) == [10, 11, 20, 21]
     assert run.fleet.pop_work()[1] == 0 and run.notes == ["engine 0 has left"]
 
 
@@ -603,14 +631,14 @@ def test_what_another_engine_draws_with_the_same_weights_is_not_counted(start: S
 def test_fault_36_in_order_a_share_is_drawn_again_as_a_whole(start: Start, fault: Callable[[Engine], None]) -> None:
     """With what was answered, so that the rest has the same beside it; answers to it come once, those to the rest together."""
     run = start(engines=1, in_order=True)
-    run.fleet.submit(requests(1, 2))
+    run.fleet.submit(jobs(1, 2))
     first = run.engine("0.0.0")
     first.draw(20, 10)
     run.turn()
-    assert ids(run.fleet.collect(1)) == [10, 20]
+    assert numbers(run.fleet.collect(1)) == [10, 20]
     fault(first)
     run.pass_time(TIMEOUT_S + 8)
-    assert run.fleet.needs_weights() and run.fleet.num_in_flight == 2
+    assert run.fleet.needs_weights() and run.fleet.num_open == 2
     run.publish(0)
     second = run.engine("0.1.0")
     assert begun(second) == begun(first) == [[10, 11, 20, 21]]
@@ -623,11 +651,11 @@ def test_fault_36_in_order_a_share_is_drawn_again_as_a_whole(start: Start, fault
     assert begun(third) == [[10, 11, 20, 21]]
     third.draw(20, 21, 11)
     run.turn()
-    assert run.fleet.collect(0.5) == [] and run.fleet.num_in_flight == 2
+    assert run.fleet.collect(0.5) == [] and run.fleet.num_open == 2
     third.draw(10)
     run.turn()
-    assert ids(run.fleet.collect(1)) == [11, 21] and run.fleet.num_in_flight == 0
-    run.fleet.submit(requests(3))
+    assert numbers(run.fleet.collect(1)) == [11, 21] and run.fleet.num_open == 0
+    run.fleet.submit(jobs(3))
     assert sorted(third.drawing) == [30, 31]
     assert run.fleet.pop_work()[1] == 0
 
@@ -635,11 +663,11 @@ def test_fault_36_in_order_a_share_is_drawn_again_as_a_whole(start: Start, fault
 def test_fault_36_in_order_shares_are_those_of_a_run_whose_engines_are_all_well(start: Start) -> None:
     """They do not depend on how many engines there are, nor on what these draw: an engine has one after the other."""
     run = start(engines=2, in_order=True)
-    run.fleet.submit(requests(1, 2, 3))
+    run.fleet.submit(jobs(1, 2, 3))
     assert [begun(run.engine(name)) for name in ("0.0.0", "1.0.0")] == [[[10, 11, 30, 31]], [[20, 21]]]
     run.fleet.remove("0")
     second = run.engine("1.0.0")
-    run.fleet.submit(requests(4))  # as a step does that has dropped prompts
+    run.fleet.submit(jobs(4))  # as a step does that has dropped prompts
     assert begun(second) == [[20, 21]]
     second.draw(21)
     run.turn()
@@ -651,21 +679,21 @@ def test_fault_36_in_order_shares_are_those_of_a_run_whose_engines_are_all_well(
     run.turn()
     second.draw(40, 41)
     run.turn()
-    assert begun(second)[2:] == [[40, 41]] and len(ids(run.fleet.collect(1))) == 8
+    assert begun(second)[2:] == [[40, 41]] and len(numbers(run.fleet.collect(1))) == 8
     run.fleet.add(2)
     for _ in range(4):
         run.turn()
     run.publish(1)
-    run.fleet.submit(requests(5, 6, 7))
+    run.fleet.submit(jobs(5, 6, 7))
     assert [sorted(engine.drawing) for engine in run.machines.engines.values()][2:] == [[60, 61], []]
     assert sorted(second.drawing) == [50, 51, 70, 71]
 
 
 def test_fault_36_in_order_an_engine_that_leaves_finishes_its_share(start: Start) -> None:
     run = start(engines=2, in_order=True)
-    run.fleet.submit(requests(1, 2))
+    run.fleet.submit(jobs(1, 2))
     run.fleet.drain("0")
-    run.fleet.submit(requests(3))
+    run.fleet.submit(jobs(3))
     run.engine("0.0.0").draw(10, 11)
     run.turn()
     assert run.machines.ended == ["0.0"] and run.fleet.collect(1) != []
@@ -678,7 +706,7 @@ def test_fault_36_in_order_requests_wait_for_their_version(start: Start) -> None
     run = start(engines=2, in_order=True)
     run.publish(3)
     restarted(run, "1.0.0")
-    run.fleet.submit(requests(1, 2))
+    run.fleet.submit(jobs(1, 2))
     assert begun(run.engine("0.0.0")) == [[10, 11]]
     run.fleet.pause()
     with refused(RuntimeError, field="version", value=4):
@@ -690,7 +718,7 @@ def test_fault_36_in_order_requests_wait_for_their_version(start: Start) -> None
 def test_fault_36_in_order_an_evaluation_is_drawn_again_too(start: Start) -> None:
     run = start(engines=1, in_order=True)
     run.publish(2)
-    wait = run.fleet.begin(requests(1, 2))
+    wait = run.fleet.begin(jobs(1, 2))
     run.engine("0.0.0").draw(-2)
     run.turn()
     restarted(run, "0.0.0")
@@ -700,14 +728,15 @@ def test_fault_36_in_order_an_evaluation_is_drawn_again_too(start: Start) -> Non
     run.engine("0.1.0").draw(-4, -3, -1, -2)
     run.turn()
     drawn = wait(5)
-    assert drawn is not None and ids(drawn) == [10, 11, 20, 21]
-    assert [each.versions for each in drawn] == [((0, 2),)] * 4
+    assert drawn is not None
+    assert [(each.prompt.index, each.sample) for each in drawn] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [each.policy_version for each in drawn] == [2] * 4
 
 
 def test_a_share_on_which_engines_fail_again_and_again_ends_the_run(start: Start) -> None:
     """What was answered before is drawn again each time: that is no progress."""
     run = start(engines=1, restarts=2, in_order=True)
-    run.fleet.submit(requests(1))
+    run.fleet.submit(jobs(1))
     run.engine("0.0.0").draw(10)
     run.turn()
     for attempt in range(2):
@@ -722,8 +751,8 @@ def test_a_share_on_which_engines_fail_again_and_again_ends_the_run(start: Start
 
 def test_in_order_what_is_cancelled_is_not_returned(start: Start) -> None:
     run = start(engines=1, in_order=True)
-    run.fleet.submit(requests(1))
-    run.fleet.submit(requests(2, 3))
+    run.fleet.submit(jobs(1))
+    run.fleet.submit(jobs(2, 3))
     run.fleet.cancel([10, 20, 21])
     restarted(run, "0.0.0")
     run.publish(0)
@@ -731,4 +760,4 @@ def test_in_order_what_is_cancelled_is_not_returned(start: Start) -> None:
     assert begun(engine) == [[11]]
     engine.draw(11)
     run.turn()
-    assert begun(engine) == [[11], [30, 31]] and ids(run.fleet.collect(1)) == [11]
+    assert begun(engine) == [[11], [30, 31]] and numbers(run.fleet.collect(1)) == [11]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from rlhf_mcore.rollout import engine as engines
 from rlhf_mcore.rollout.engine import EngineRank, VersionedWeights
 from rlhf_mcore.rollout.remote import host as module
 from rlhf_mcore.rollout.remote.host import EngineHost, Location, RankRendezvous
-from rlhf_mcore.types import Completion, Request, Sampling
+from rlhf_mcore.sampling.requests import request_of
+from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling
 from tests.commands import wait_for
 
 ORDER: Any = None
@@ -41,6 +43,9 @@ class Engine:
 
     def pop_preemptions(self) -> int:
         return 2
+
+    def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
+        return ["text"] * len(responses)
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.told.append([request.request_id for request in requests])
@@ -101,7 +106,7 @@ class Driver:
         return ()
 
     def lend(self, most: int) -> list[Request]:
-        return [request(2 * number, 1) for number in range(most)]
+        return [request_of(job(2 * number, 1)) for number in range(most)]
 
     def take(self, completions: Sequence[Completion]) -> list[Completion]:
         self.cancel([found.request_id for found in completions])
@@ -141,8 +146,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineHost, Engin
     engine.allowed.release(100)
 
 
-def request(number: int, tokens: int) -> Request:
-    return Request(number, f"p{number}", [5], Sampling(max_new_tokens=tokens), seed=number)
+def job(number: int, tokens: int) -> Job:
+    return Job(
+        number,
+        Prompt(f"p{number}", number, [5], ""),
+        0,
+        Sampling(max_new_tokens=tokens),
+        1,
+        is_single_turn=number % 2 == 1,
+    )
 
 
 TRAINER = {
@@ -203,15 +215,15 @@ def test_a_rank_on_another_machine_has_the_devices_and_the_interface_of_that_one
 
 def test_weights_come_between_two_steps_and_requests_after_them(started: tuple[EngineHost, Engine]) -> None:
     host, engine = started
-    host.submit([request(1, 1), request(2, 2)])
+    host.submit([job(1, 1), job(2, 2)])
     engine.allowed.release()
     report = host.report(20)
-    assert [found.request_id for found in report.completions] == [1]
+    assert [found.number for found in report.outcomes] == [1]
     assert (report.tokens_drawn, report.num_in_flight, report.version) == (2, 1, 3)
     assert (report.work.steps, report.work.preemptions) == (1, 2)
     engine.allowed.release()  # of the step that it may have begun: pause waits for its end
     host.pause()
-    host.submit([request(3, 1)])
+    host.submit([job(3, 1)])
     host.join(ORDER, "{}")
     host.sync(4)
     with pytest.raises(ValueError, match="no such version"):
@@ -220,7 +232,7 @@ def test_weights_come_between_two_steps_and_requests_after_them(started: tuple[E
     host.resume()
     finished: list[int] = []
     while len(finished) < 2:
-        finished += [found.request_id for found in host.report(20).completions]
+        finished += [found.number for found in host.report(20).outcomes]
     assert sorted(finished) == [2, 3]
     work = host.report(0).work
     assert (work.steps, work.tokens) == (engine.told.count("step"), 4) and work.busy_s > 0
@@ -236,6 +248,7 @@ class AheadEngine(engines.Engine):
         VersionedWeights.__init__(self)
         self.rank, self._max_model_len, self._at_publish = EngineRank(), 100, "continue"
         self._in_flight, self._finished, self._tokens_of_finished = {}, [], 0
+        self._tokenizer = SimpleNamespace(batch_decode=lambda rows, skip_special_tokens: ["text"] * len(rows))
         self.commit_load(3)
 
     def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
@@ -274,14 +287,14 @@ def test_a_response_that_finishes_while_weights_arrive_is_reported(monkeypatch: 
     host = EngineHost()
     host.start(ORDER, RankRendezvous((Location("", 0),), 0), 1)
     host.resume()
-    host.submit([request(1, 1), request(2, 1)])
+    host.submit([job(1, 1), job(2, 1)])
     wait_for(lambda: engine.num_in_flight == 2, 60)
     host.pause()
     host.sync(4)
     host.resume()
     finished: list[int] = []
     for _ in range(3):
-        finished += [found.request_id for found in host.report(2).completions]
+        finished += [found.number for found in host.report(2).outcomes]
     assert sorted(finished) == [1, 2] and engine.num_in_flight == 0
 
 
@@ -291,7 +304,7 @@ def test_an_engine_waits_for_environments_and_is_paused_meanwhile(started: tuple
     host.pause()
     host._episodes = driver = Driver()  # type: ignore[assignment]
     host.resume()
-    host.submit([request(1, 1), request(2, 1), request(4, 1)])
+    host.submit([job(1, 1), job(2, 1), job(4, 1)])
     waits = 0
     while waits < 2:  # and counts as progress
         waits = host.report(0.1).num_waits
@@ -303,24 +316,24 @@ def test_an_engine_waits_for_environments_and_is_paused_meanwhile(started: tuple
     host.resume()
     finished: list[int] = []
     while len(finished) < 2:
-        finished += [found.request_id for found in host.report(20).completions]
+        finished += [found.number for found in host.report(20).outcomes]
     assert sorted(finished) == [1, 2] and [told for told in engine.told if told] == [[1], ("sync", 4), [2], "step"]
 
 
 def test_fault_36_what_is_drawn_afresh_finds_nothing_of_what_came_before(started: tuple[EngineHost, Engine]) -> None:
     host, engine = started
     engine.allowed.release(100)
-    host.submit([request(1, 1)])
-    assert [found.request_id for found in host.report(20).completions] == [1]
-    host.submit([request(2, 1), request(4, 1)], True)
-    assert [found.request_id for found in host.report(20).completions] == [2, 4]
+    host.submit([job(1, 1)])
+    assert [found.number for found in host.report(20).outcomes] == [1]
+    host.submit([job(2, 1), job(4, 1)], True)
+    assert [found.number for found in host.report(20).outcomes] == [2, 4]
     assert engine.told == [[1], "step", "forget", [2, 4], "step"]
 
 
 def test_what_ends_the_engine_is_reported(started: tuple[EngineHost, Engine]) -> None:
     host, engine = started
     engine.step = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
-    host.submit([request(1, 1)])
+    host.submit([job(1, 1)])
     with pytest.raises(ZeroDivisionError):
         host.report(20)
     with pytest.raises(RuntimeError, match="the engine has failed"):
@@ -333,16 +346,17 @@ def test_a_lead_lends_turns_and_takes_them_back(started: tuple[EngineHost, Engin
     host._episodes = driver
     driver.answers.set()
     engine.allowed.release(100)
-    host.submit([request(1, 1)])  # the thread that waits for it does not know of the driver
-    assert len(host.report(20).completions) == 1
+    host.submit([job(1, 1)])  # the thread that waits for it does not know of the driver
+    assert len(host.report(20).outcomes) == 1
     host.lend(2)
     report = host.report(20)
-    assert [turn.request_id for turn in report.lent] == [0, 2] and not report.completions
-    host.take_back(Completion(2, np.zeros(1, np.int32), np.zeros(1, np.float32), ((0, 3),), "stop"))
-    [back] = host.report(20).completions
-    assert back.request_id == 2 and not host.report(0).lent
-    host.submit([request(4, 1)])
-    assert [each.request_id for each in host.report(20).completions] == [4] and host.report(0).num_held == 3
+    assert [turn.request_id for turn in report.lent] == [0, 2] and not report.outcomes
+    host._work[2] = job(2, 1)
+    host.take_back(2, Completion(0, np.zeros(1, np.int32), np.zeros(1, np.float32), ((0, 3),), "stop"))
+    [back] = host.report(20).outcomes
+    assert back.number == 2 and not host.report(0).lent
+    host.submit([job(4, 1)])
+    assert [each.number for each in host.report(20).outcomes] == [4] and host.report(0).num_held == 3
 
 
 def test_a_rank_that_is_lost_is_told_without_the_source_of_gloo(
@@ -355,7 +369,7 @@ def test_a_rank_that_is_lost_is_told_without_the_source_of_gloo(
         raise RuntimeError(text)
 
     monkeypatch.setattr(engine, "step", lose)
-    host.submit([request(1, 1)])
+    host.submit([job(1, 1)])
     with pytest.raises(PeersLost) as raised:
         host.report(20)
     told = "one of its ranks is lost to the others (Read error [127.0.0.1]:56724: Connection reset by peer)"
