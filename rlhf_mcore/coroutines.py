@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Coroutine
 from concurrent.futures import Future
-from threading import Lock, Thread
+from contextlib import AsyncExitStack
+from threading import Lock, Thread, current_thread
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -35,10 +36,13 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Background:
-    """A thread that runs coroutines while other threads compute. It starts with the first coroutine."""
+    """A thread that runs coroutines while other threads compute. It starts with the first coroutine.
+
+    Coroutines register what must be closed with the thread in ``resources``.
+    """
 
     def __init__(self, name: str) -> None:
-        self._name, self._lock = name, Lock()
+        self._name, self._lock, self.resources = name, Lock(), AsyncExitStack()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: Thread | None = None
 
@@ -52,7 +56,10 @@ class Background:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Cancel the running coroutines and end the thread. A later ``start`` starts a new thread."""
+        """Cancel the running coroutines, close the resources and end the thread. A later ``start`` starts a new thread."""
+        if current_thread() is self._thread:  # the garbage collector may call this in any thread
+            Thread(target=self.close).start()
+            return
         with self._lock:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is None or thread is None:
@@ -60,6 +67,7 @@ class Background:
 
         async def end() -> None:
             await cancel_all([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
+            await self.resources.aclose()
 
         asyncio.run_coroutine_threadsafe(end(), loop).result()
         loop.call_soon_threadsafe(loop.stop)

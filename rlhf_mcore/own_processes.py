@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import resource
 import select
@@ -21,7 +20,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -261,41 +259,11 @@ class WorkerProcess:
         self._connection, self._printed = ours, self.process.stdout.fileno()
         self._exit = os.pidfd_open(self.process.pid)  # readable when the process has ended
         self._outgoing, self._incoming = bytearray(order), bytearray()
-        self._messages: deque[dict[str, Any]] = deque()  # messages that ``receive`` has not returned yet
-        self._disconnected = False
         self.tail, self._shown_chars = "", 0
 
     def send(self, frame: bytes) -> None:
         """Queue a frame, which the next calls of ``exchange`` send."""
         self._outgoing += frame
-
-    def receive(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for the next message.
-
-        Raises:
-            ProcessLost: the process has ended or was disconnected, or no message has arrived within ``timeout_s``.
-        """
-        deadline = time.monotonic() + timeout_s
-        while not self._messages:
-            poll = select.poll()
-            for descriptor, wanted in self.interests():
-                poll.register(descriptor, wanted)
-            poll.poll(max(0, math.ceil(1000 * min(deadline - time.monotonic(), 60.0))))
-            ending = self.ending()  # check this before reading the last messages, so that no message is lost
-            self._messages += self.exchange()
-            if self._messages:
-                break
-            if ending is not None or self._disconnected:
-                raise ProcessLost(ending or "was disconnected")
-            if time.monotonic() >= deadline:
-                raise ProcessLost("", timed_out=True)
-        return self._messages.popleft()
-
-    def disconnect(self) -> None:
-        """Close the connection, which ends the process group. Any thread may call it."""
-        self._disconnected = True
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
 
     def interests(self) -> list[tuple[int, int]]:
         """Return the descriptors to poll, with their events."""

@@ -1,4 +1,4 @@
-"""A pool whose workers are on a server. A thread with its own event loop sends items over HTTP.
+"""A pool whose workers are on a server, which gets items over HTTP.
 
 A request is retried with growing pauses until its deadline, if a retry may help. After several failures in a row, a circuit
 breaker pauses all requests to the server. Then one request tests the server before the others continue. Redirects are rejected,
@@ -18,16 +18,13 @@ import math
 import os
 import random
 import time
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock, Thread, current_thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, Outcome
+from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, BackgroundPool, Outcome
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -44,8 +41,6 @@ MAX_ERROR_CHARS = 2000
 _MAX_PARTS = 64
 _MAX_NAME_CHARS = 100
 _MAX_FLOAT32 = 3.4e38  # scores are sent as float32
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -79,7 +74,7 @@ def token_of(variable: str | None, key: str) -> str | None:
     return token
 
 
-class HttpPool(ABC):
+class HttpPool(BackgroundPool):
     """Sends items to a server, ``batch_size`` per request.
 
     Args:
@@ -103,16 +98,15 @@ class HttpPool(ABC):
         longest_s: float = math.inf,
     ) -> None:
         assert cfg.url is not None
-        self.name = f"{key}.url={cfg.url}"
-        self._key, self._cfg, self._batch_size = key, cfg, batch_size
+        super().__init__(f"{key}.url={cfg.url}", batch_size)
+        self._key, self._cfg = key, cfg
         self._deadline_s = min(TRIES * cfg.timeout_s, longest_s)
         self._url = f"{cfg.url.rstrip('/')}{path}" if path else cfg.url
         self._token = token_of(cfg.token_env, f"{key}.token_env")
         self._slots, self._breaker = asyncio.Semaphore(cfg.concurrency), _Breaker()
         self._random = random.Random()  # a separate generator, to keep the random numbers of training reproducible
         self._lost_in_a_row = 0
-        self._client = _Client(self.name, self._token, cfg.concurrency)
-        self.close = weakref.finalize(self, self._client.close)
+        self._session: ClientSession | None = None  # used in the pool's thread only
 
     @abstractmethod
     def encode(self, items: Sequence[bytes]) -> bytes:
@@ -126,42 +120,7 @@ class HttpPool(ABC):
             WireError: the answer has another format.
         """
 
-    async def answer_all(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
-        """Return the outcomes of items; see :class:`rlhf_mcore.rewards.pool.Pool`.
-
-        Raises:
-            ConfigError: no request can succeed, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
-        """
-        wait = asyncio.wrap_future(self._client.run(self._outcomes(items, stop_at_failure)))
-        try:
-            await asyncio.wait([wait])
-        finally:
-            wait.cancel()
-        if wait.cancelled():
-            raise RuntimeError(f"the client of {self.name} was closed")
-        return wait.result()
-
-    # --------------------------------------------------------------------------------------------------- in the thread
-    async def _outcomes(self, items: Sequence[bytes], stop_at_failure: bool) -> list[Outcome | None]:
-        outcomes: list[Outcome | None] = [None] * len(items)
-
-        async def send(start: int) -> bool:
-            batch = await self._batch(items[start : start + self._batch_size], stop_at_failure)
-            outcomes[start : start + len(batch)] = batch
-            return any(outcome.problem for outcome in batch)
-
-        tasks = [asyncio.create_task(send(start)) for start in range(0, len(items), self._batch_size)]
-        try:
-            for task in asyncio.as_completed(tasks):
-                if await task and stop_at_failure:
-                    break
-        finally:
-            for each in tasks:
-                each.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return outcomes
-
-    async def _batch(self, items: Sequence[bytes], stop_at_failure: bool) -> list[Outcome]:
+    async def _answer(self, items: Sequence[bytes], stop_at_failure: bool) -> list[Outcome]:
         """Return the outcomes of a batch. If the server rejects it, send its items one by one."""
         async with self._slots:
             deadline = time.monotonic() + self._deadline_s
@@ -224,7 +183,7 @@ class HttpPool(ABC):
         from aiohttp import ClientError, ClientTimeout
 
         timeout_s = max(min(self._cfg.timeout_s, deadline - time.monotonic()), 0.001)
-        session, timeout = self._client.session(), ClientTimeout(total=timeout_s)
+        session, timeout = await self._open_session(), ClientTimeout(total=timeout_s)
         try:
             async with session.post(self._url, data=body, allow_redirects=False, timeout=timeout) as response:
                 content = await _read_bounded(response.content, 2**16 + count * self.max_answer_bytes)
@@ -239,6 +198,21 @@ class HttpPool(ABC):
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise WireError("is compressed, although the request allows identity encoding only")
         return read_json(content)
+
+    async def _open_session(self) -> ClientSession:
+        """Return the session, which is closed with the pool's thread."""
+        from aiohttp import ClientSession, DummyCookieJar, TCPConnector
+
+        if self._session is None:
+            headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+            if self._token is not None:
+                headers["Authorization"] = f"Bearer {self._token}"
+            connector = TCPConnector(limit=self._cfg.concurrency)
+            self._session = ClientSession(
+                connector=connector, headers=headers, cookie_jar=DummyCookieJar(), auto_decompress=False
+            )
+            self._background.resources.push_async_callback(self._session.close)
+        return self._session
 
     def _check_status(self, response: ClientResponse, shown: str) -> None:
         """Raise the error for a status, unless it is a success."""
@@ -275,65 +249,6 @@ class ScorePool(HttpPool):
     def decode(self, answer: Any, count: int) -> list[Outcome]:
         """Return the scores in an answer."""
         return read_scores(answer, count)
-
-
-class _Client:
-    """A thread with an event loop and an aiohttp session. It starts on the first use."""
-
-    def __init__(self, name: str, token: str | None, concurrency: int) -> None:
-        self._name, self._token, self._concurrency = name, token, concurrency
-        self._lock, self._closed = Lock(), False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: Thread | None = None
-        self._session: ClientSession | None = None
-
-    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine, from any thread."""
-        with self._lock:
-            if self._closed:
-                work.close()
-                raise RuntimeError(f"the client of {self._name} is closed")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = Thread(target=self._loop.run_forever, name="reward-client", daemon=True)
-                self._thread.start()
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def session(self) -> ClientSession:
-        """Return the session. Call it in the client's thread only."""
-        from aiohttp import ClientSession, DummyCookieJar, TCPConnector
-
-        if self._session is None:
-            headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-            if self._token is not None:
-                headers["Authorization"] = f"Bearer {self._token}"
-            connector = TCPConnector(limit=self._concurrency)
-            self._session = ClientSession(
-                connector=connector, headers=headers, cookie_jar=DummyCookieJar(), auto_decompress=False
-            )
-        return self._session
-
-    def close(self) -> None:
-        """Cancel all work and stop the thread."""
-        with self._lock:
-            self._closed = True
-        if self._loop is None or self._thread is None:
-            return
-        if self._thread is current_thread():  # the last reference to the pool was in this thread
-            self._loop.stop()
-        elif self._thread.is_alive():  # the thread does not exist in a forked process
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
 
 
 class _Breaker:

@@ -1,6 +1,6 @@
 """Worker pools for code that must not run in the trainer. Items are JSON texts.
 
-A pool runs one thread per worker, which gives the worker one item at a time. A worker is a process next to the trainer
+A pool runs in a background thread, which gives each worker one item at a time. A worker is a process next to the trainer
 (``LocalWorker``) or an actor in a Ray cluster (``ray_pool``). A worker that ends or exceeds the time limit of an item is
 replaced. Answers are JSON and never unpickled, because a worker runs code from a user or a model.
 """
@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
+import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
-from threading import Lock, RLock, Thread, current_thread
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.coroutines import Background, cancel_all, run
 from rlhf_mcore.machine import usable_cores
 from rlhf_mcore.own_processes import (
     MAX_STARTS,
@@ -35,8 +37,9 @@ from rlhf_mcore.own_processes import (
 PROGRAM = "rlhf_mcore.rewards.worker"
 MAX_WORKERS = 8  # default limit; a function that waits for a server needs more workers
 MAX_LOST_IN_A_ROW = 10  # after this many lost items in a row, the remaining items are unlikely to succeed
-CLOSE_TIMEOUT_S = 30.0  # to stop a worker; a dead Ray cluster may never answer
 ASK = b"null"  # an item that asks for a description of the loaded function; see ``worker.main``
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +99,6 @@ class NoResults(ConfigError):
         self.timed_out = timed_out
 
 
-class Interrupted(Exception):
-    """The item of a worker was cancelled."""
-
-
 class WorkerLost(Exception):
     """An actor was lost together with its item."""
 
@@ -109,11 +108,9 @@ class PoolEnded(RuntimeError):
 
 
 class PoolWorker(Protocol):
-    """A worker for one thread of a pool."""
+    """A worker of a pool. If a call is cancelled, the pool stops the worker."""
 
-    interrupted: bool  # set by another thread; the running call then raises ``Interrupted``
-
-    def load(self) -> None:
+    async def load(self) -> None:
         """Start the worker and wait until it has loaded its function. Do nothing if it is loaded.
 
         Raises:
@@ -121,12 +118,8 @@ class PoolWorker(Protocol):
         """
         ...
 
-    def answer(self, item: bytes) -> Outcome:
+    async def answer(self, item: bytes) -> Outcome:
         """Wait for the outcome of an item. If the item is lost, the next item gets a fresh process."""
-        ...
-
-    def interrupt(self) -> None:
-        """Cancel the running call. Called by another thread."""
         ...
 
     def stop(self) -> None:
@@ -141,21 +134,20 @@ class LocalWorker:
         self._name, self._limits = name, limits
         self._order = encode({"load": load, "options": dict(options), "memory_bytes": limits.memory_bytes})
         self._process: WorkerProcess | None = None
-        self._lock, self.interrupted = Lock(), False
 
-    def load(self) -> None:
+    async def load(self) -> None:
         """See ``PoolWorker``."""
         if self._process is None or self._process.ending() is not None:
             self.stop()
-            self._start()
+            await self._start()
 
-    def answer(self, item: bytes) -> Outcome:
+    async def answer(self, item: bytes) -> Outcome:
         """See ``PoolWorker``."""
-        self.load()
+        await self.load()
         assert self._process is not None
         self._process.send(pack(item))
         try:
-            message = self._receive(self._limits.timeout_s)
+            message = await _receive(self._process, self._limits.timeout_s)
             if "lost" in message:
                 raise ProcessLost(f"{message['lost']} (reward.memory_gib={self._limits.memory_gib:g})")
         except ProcessLost as lost:
@@ -163,27 +155,17 @@ class LocalWorker:
             return Outcome(lost=self._end(late if lost.timed_out else lost.cause), timed_out=lost.timed_out)
         return Outcome(message)
 
-    def interrupt(self) -> None:
-        """See ``PoolWorker``. The process ends when it loses its connection."""
-        with self._lock:
-            self.interrupted = True
-            if self._process is not None:
-                self._process.disconnect()
-
     def stop(self) -> None:
         """See ``PoolWorker``."""
-        with self._lock:
-            process, self._process = self._process, None
+        process, self._process = self._process, None
         if process is not None:
             process.stop()
 
-    def _start(self) -> None:
+    async def _start(self) -> None:
         for number in range(1, MAX_STARTS + 1):
-            process = WorkerProcess(self._order, self._limits.env, PROGRAM)
-            with self._lock:
-                self._process = process
+            self._process = process = WorkerProcess(self._order, self._limits.env, PROGRAM)
             try:
-                message = self._receive(START_TIMEOUT_S)
+                message = await _receive(process, START_TIMEOUT_S)
                 break
             except ProcessLost as lost:
                 was_killed = not lost.timed_out and process.was_killed
@@ -195,16 +177,6 @@ class LocalWorker:
             self.stop()
             raise ConfigError(message["problem"])
 
-    def _receive(self, timeout_s: float) -> dict[str, Any]:
-        try:
-            if self._process is not None and not self.interrupted:
-                return self._process.receive(timeout_s)
-        except ProcessLost:
-            if not self.interrupted:
-                raise
-        self.stop()
-        raise Interrupted
-
     def _end(self, cause: str) -> str:
         """Stop a lost process. Return the cause with the last output of the process."""
         tail = self._process.tail.strip() if self._process is not None else ""
@@ -212,157 +184,107 @@ class LocalWorker:
         return f"{cause}; it last printed: {tail!r}" if tail else cause
 
 
-@dataclass(eq=False, slots=True)
-class _QueuedItem:
-    """An item in the queue of a pool."""
+async def _receive(process: WorkerProcess, timeout_s: float) -> dict[str, Any]:
+    """Send what is queued for a process, and wait for its next message.
 
-    item: bytes
-    future: Future[Outcome] = field(default_factory=Future)
-    tries: int = 0  # lost tries
+    Raises:
+        ProcessLost: the process has ended, or no message has arrived within ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        ending = process.ending()  # check this before reading the last messages, so that no message is lost
+        if messages := process.exchange():
+            return messages[0]
+        if ending is not None:
+            raise ProcessLost(ending)
+        if (left_s := deadline - time.monotonic()) <= 0:
+            raise ProcessLost("", timed_out=True)
+        await _wait_for_any(process.interests(), left_s)
 
 
-class _Threads:
-    """The threads of a pool, one per worker. They hold no reference to the pool, so that dropping the last reference closes it."""
+async def _wait_for_any(interests: Sequence[tuple[int, int]], timeout_s: float) -> None:
+    """Wait at most ``timeout_s`` for an event of one of the descriptors."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
 
-    def __init__(self, name: str, limits: WorkerLimits, make_worker: Callable[[], PoolWorker]) -> None:
-        self._name, self._limits, self._make_worker = name, limits, make_worker
-        self._tasks: SimpleQueue[_QueuedItem | None] = SimpleQueue()  # None stops a thread
-        self._lock = RLock()  # guards the fields below
-        self._threads: dict[Thread, PoolWorker] = {}
-        self._running: dict[Future[Outcome], PoolWorker] = {}
-        self._lost_in_a_row = 0
-        self.num_answered = 0  # items, without those equal to ``ASK``
-        self._error: Exception | None = None  # why the pool has ended
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
 
-    def submit(self, items: Sequence[bytes]) -> list[Future[Outcome]]:
-        """Submit items. Start workers until there is one per queued item, or the limit is reached."""
-        tasks = [_QueuedItem(item) for item in items]
-        with self._lock:
-            if self._error is not None:
-                raise RuntimeError(str(self._error))
-            for task in tasks:
-                self._tasks.put(task)
-            for _ in range(min(self._limits.workers - len(self._threads), self._tasks.qsize())):
-                worker = self._make_worker()
-                thread = Thread(target=self._serve, args=(worker,), name="reward-pool", daemon=True)
-                self._threads[thread] = worker
-                thread.start()
-        return [task.future for task in tasks]
+    timer = loop.call_later(timeout_s, wake)
+    for descriptor, wanted in interests:
+        loop.add_reader(descriptor, wake)
+        if wanted & select.POLLOUT:
+            loop.add_writer(descriptor, wake)
+    try:
+        await ready
+    finally:
+        timer.cancel()
+        for descriptor, _ in interests:
+            loop.remove_reader(descriptor)
+            loop.remove_writer(descriptor)
 
-    def cancel(self, futures: Sequence[Future[Outcome]]) -> None:
-        """Cancel items that have no outcome yet, and interrupt the workers that run them."""
-        for future in futures:
-            if not future.cancel():
-                with self._lock:
-                    if future in self._running:
-                        self._running[future].interrupt()
 
-    def close(self, error: Exception | None = None) -> None:
-        """Stop the workers. Waiting callers get an error."""
-        with self._lock:
-            self._error = self._error or error or RuntimeError(f"the workers of {self._name} were closed")
-            self._fail_waiting(self._error)
-            threads = dict(self._threads)
-            for worker in threads.values():
-                self._tasks.put(None)
-                worker.interrupt()
-        for thread in threads:
-            if current_thread() not in threads:
-                thread.join(CLOSE_TIMEOUT_S)
+class BackgroundPool(ABC):
+    """A pool whose items are answered in a background thread, because an engine blocks the loop of the caller.
 
-    def _fail_waiting(self, error: Exception) -> None:
-        with suppress(Empty):
-            while task := self._tasks.get_nowait():
-                if task.tries or task.future.set_running_or_notify_cancel():
-                    task.future.set_exception(error)
-            self._tasks.put(None)
+    Without references it is closed.
+    """
 
-    # --------------------------------------------------------------------------------------------- in a worker's thread
-    def _serve(self, worker: PoolWorker) -> None:
+    def __init__(self, name: str, batch_size: int = 1) -> None:
+        self.name, self._batch_size = name, batch_size
+        self._background = Background(type(self).__name__)
+        self.close = weakref.finalize(self, _close, self._background, os.getpid())
+
+    @abstractmethod
+    async def _answer(self, items: Sequence[bytes], stop_at_failure: bool) -> list[Outcome]:
+        """Return the outcomes of a batch of items."""
+
+    async def answer_all(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
+        """Return the outcomes of items; see :class:`Pool`.
+
+        Raises:
+            ConfigError: no item can be answered, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
+        """
+        wait = asyncio.wrap_future(self._begin(self._answer_all(items, stop_at_failure)))
         try:
-            while self._error is None:
-                self._load(worker)  # before it takes an item, because Ray may have no capacity for the worker
-                task = self._tasks.get()
-                if task is not None and (task.tries or task.future.set_running_or_notify_cancel()):
-                    self._work(worker, task)
-        except ConfigError as error:
-            self._fail_waiting(error)
-        except (WorkerLost, Interrupted):
-            pass  # other workers continue, or the pool is closed
-        except Exception as error:  # Ray is gone or this code has a bug; waiting callers must get an error
-            self.close(error)
+            await asyncio.wait([wait])
         finally:
-            worker.stop()
-            with self._lock:
-                self._threads.pop(current_thread(), None)
+            wait.cancel()
+        if wait.cancelled():
+            raise RuntimeError(f"the workers of {self.name} were closed")
+        return wait.result()
 
-    def _load(self, worker: PoolWorker) -> None:
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if not self.close.alive:
+            work.close()
+            raise RuntimeError(f"the workers of {self.name} were closed")
+        return self._background.start(work)
+
+    async def _answer_all(self, items: Sequence[bytes], stop_at_failure: bool) -> list[Outcome | None]:
+        outcomes: list[Outcome | None] = [None] * len(items)
+
+        async def answer(start: int) -> bool:
+            batch = await self._answer(items[start : start + self._batch_size], stop_at_failure)
+            outcomes[start : start + len(batch)] = batch
+            return any(outcome.problem for outcome in batch)
+
+        tasks = [asyncio.create_task(answer(start)) for start in range(0, len(items), self._batch_size)]
         try:
-            worker.load()
-        except WorkerLost as lost:
-            if len(self._threads) > 1:
-                raise
-            raise ConfigError(f"{self._name} {lost}") from lost
-
-    def _work(self, worker: PoolWorker, task: _QueuedItem) -> None:
-        """Let a worker answer an item, and set the item's future. If an actor was lost, put the item back into the queue."""
-        with self._lock:
-            self._running[task.future] = worker
-        try:
-            outcome = self._answer(worker, task)
-        except Exception as error:
-            self._release(worker, task)
-            if isinstance(error, Interrupted):
-                task.future.set_exception(self._error or RuntimeError("the item was cancelled"))
-                return
-            task.future.set_exception(error)
-            raise
-        self._release(worker, task)
-        if outcome is None:
-            self._tasks.put(task)
-        elif task.item == ASK or (no_results := self._count(outcome)) is None:
-            task.future.set_result(outcome)
-        else:
-            task.future.set_exception(no_results)
-            self._fail_waiting(no_results)
-
-    def _answer(self, worker: PoolWorker, task: _QueuedItem) -> Outcome | None:
-        """Return the outcome of an item, or None if its actor was lost and the item may be retried."""
-        tries_before = task.tries
-        while True:
-            try:
-                outcome = worker.answer(task.item)
-            except WorkerLost as lost:
-                # Ray kills the process of an actor before the actor ends. Count both as one loss.
-                task.tries = max(task.tries, tries_before + 1)
-                return None if task.tries <= self._limits.retries else Outcome(lost=str(lost))
-            task.tries += bool(outcome.lost)
-            if not outcome.lost or task.tries > self._limits.retries:
-                return outcome
-
-    def _release(self, worker: PoolWorker, task: _QueuedItem) -> None:
-        with self._lock:
-            del self._running[task.future]
-            if worker.interrupted and self._error is None:
-                worker.stop()
-                worker.interrupted = False
-
-    def _count(self, outcome: Outcome) -> NoResults | None:
-        """Count lost items. Return an error after ``MAX_LOST_IN_A_ROW`` in a row."""
-        with self._lock:
-            self._lost_in_a_row = self._lost_in_a_row + 1 if outcome.lost else 0
-            self.num_answered += not outcome.lost
-            if not self._limits.retries or self._lost_in_a_row < MAX_LOST_IN_A_ROW:
-                return None
-            self._lost_in_a_row = 0
-        return NoResults(
-            f"{self._name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row; for the last response it {outcome.lost}. "
-            "Correct it, or raise reward.timeout_s or reward.memory_gib",
-            outcome.timed_out,
-        )
+            for task in asyncio.as_completed(tasks):
+                if await task and stop_at_failure:
+                    break
+        finally:
+            await cancel_all(tasks)
+        return outcomes
 
 
-class WorkerPool:
+def _close(background: Background, owner: int) -> None:
+    if os.getpid() == owner:  # not in a process that was forked from the owner
+        background.close()
+
+
+class WorkerPool(BackgroundPool):
     """Runs items on workers that have all loaded the same function. Workers are started on demand.
 
     Args:
@@ -380,8 +302,15 @@ class WorkerPool:
         limits: WorkerLimits,
         make_worker: Callable[[], PoolWorker] | None = None,
     ) -> None:
-        self._threads = _Threads(name, limits, make_worker or partial(LocalWorker, name, load, options, limits))
-        self.close = weakref.finalize(self, _close, self._threads, os.getpid())
+        super().__init__(name)
+        self._limits, self._make_worker = limits, make_worker or partial(LocalWorker, name, load, options, limits)
+        self._num_workers = 0
+        self._idle: list[PoolWorker] = []  # loaded workers
+        self._waiting: deque[asyncio.Future[PoolWorker]] = deque()  # items without a worker
+        self._loading: set[asyncio.Task[None]] = set()
+        self._lost_in_a_row = 0
+        self._ended: PoolEnded | None = None
+        self.num_answered = 0  # items, without those equal to ``ASK``
 
     def check(self) -> dict[str, Any]:
         """Start a worker, so that loading errors appear now. Return the worker's description of the loaded function.
@@ -389,43 +318,106 @@ class WorkerPool:
         Raises:
             ConfigError: the function cannot be loaded.
         """
-        futures = self._threads.submit([ASK])
+        [outcome] = run(self.answer_all([ASK]))
+        assert outcome is not None
+        return outcome.answer
+
+    async def _answer(self, items: Sequence[bytes], stop_at_failure: bool) -> list[Outcome]:
+        [item] = items
+        tries = 0  # lost tries
+        while True:
+            worker, tries_before = await self._take_worker(), tries
+            try:
+                outcome = await worker.answer(item)
+                while outcome.lost and (tries := tries + 1) <= self._limits.retries:
+                    outcome = await worker.answer(item)
+            except WorkerLost as lost:
+                # Ray kills the process of an actor before the actor ends. Count both as one loss.
+                tries = max(tries, tries_before + 1)
+                if tries <= self._limits.retries:
+                    continue
+                outcome = Outcome(lost=str(lost))
+            except PoolEnded as error:
+                self._fail_waiting(error)
+                raise
+            except BaseException:  # for example, the item was cancelled
+                worker.stop()
+                raise
+            finally:
+                self._load_soon(worker)
+            if item != ASK:
+                self._count(outcome)
+            return [outcome]
+
+    async def _take_worker(self) -> PoolWorker:
+        """Return a loaded worker. If none is idle and their number is below the limit, start one."""
+        if self._ended is not None:
+            raise self._ended
+        if self._idle:
+            return self._idle.pop()
+        waiting: asyncio.Future[PoolWorker] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        if self._num_workers < self._limits.workers:
+            self._num_workers += 1
+            worker = self._make_worker()
+            self._background.resources.callback(worker.stop)
+            self._load_soon(worker)
         try:
-            return futures[0].result().answer
-        finally:  # also after Ctrl-C
-            self._threads.cancel(futures)
+            return await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and not waiting.exception():
+                self._load_soon(waiting.result())
+            raise
 
-    @property
-    def num_answered(self) -> int:
-        """Return the number of items answered so far."""
-        return self._threads.num_answered
+    def _load_soon(self, worker: PoolWorker) -> None:
+        """Load a worker and give it to an item. A loaded worker does not hold an item, because Ray may have no capacity for it."""
+        if self.close.alive and self._ended is None:
+            task = asyncio.create_task(self._load(worker))
+            self._loading.add(task)
+            task.add_done_callback(self._loading.discard)
 
-    async def answer_all(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
-        """Return the outcomes of items; see :class:`Pool`.
+    async def _load(self, worker: PoolWorker) -> None:
+        try:
+            await worker.load()
+        except Exception as error:
+            worker.stop()
+            self._num_workers -= 1
+            if not isinstance(error, WorkerLost):
+                self._fail_waiting(error)
+            elif not self._num_workers:  # otherwise the other workers continue
+                self._fail_waiting(ConfigError(f"{self.name} {error}"))
+            return
+        while self._waiting:
+            if not (first := self._waiting.popleft()).done():
+                first.set_result(worker)
+                return
+        self._idle.append(worker)
+
+    def _fail_waiting(self, error: Exception) -> None:
+        """Report an error to the items without a worker. After ``PoolEnded``, no worker is started."""
+        if isinstance(error, PoolEnded):
+            self._ended = error
+        while self._waiting:
+            if not (first := self._waiting.popleft()).done():
+                first.set_exception(error)
+
+    def _count(self, outcome: Outcome) -> None:
+        """Count lost items.
 
         Raises:
-            ConfigError: the function cannot be loaded, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
+            NoResults: ``MAX_LOST_IN_A_ROW`` items in a row were lost.
         """
-        futures = self._threads.submit(items)
-        waits = [asyncio.wrap_future(future) for future in futures]
-        for wait in waits:
-            wait.add_done_callback(
-                lambda done: done.cancelled() or done.exception()
-            )  # otherwise asyncio logs errors that the caller does not read
-        try:
-            for wait in asyncio.as_completed(waits):
-                if (await wait).problem and stop_at_failure:
-                    break
-            return [future.result() if future.done() else None for future in futures]
-        finally:
-            self._threads.cancel(futures)
-            for wait in waits:
-                wait.cancel()
-
-
-def _close(threads: _Threads, owner: int) -> None:
-    if os.getpid() == owner:  # not in a process that was forked from the owner
-        threads.close()
+        self._lost_in_a_row = self._lost_in_a_row + 1 if outcome.lost else 0
+        self.num_answered += not outcome.lost
+        if self._limits.retries and self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
+            self._lost_in_a_row = 0
+            error = NoResults(
+                f"{self.name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row; for the last response it {outcome.lost}. "
+                "Correct it, or raise reward.timeout_s or reward.memory_gib",
+                outcome.timed_out,
+            )
+            self._fail_waiting(error)
+            raise error
 
 
 def encode_item(value: Any) -> bytes:

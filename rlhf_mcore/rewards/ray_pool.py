@@ -7,6 +7,7 @@ item is retried on another worker.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
@@ -14,12 +15,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from threading import Event
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import START_TIMEOUT_S
-from rlhf_mcore.rewards.pool import Interrupted, LocalWorker, Outcome, PoolEnded, WorkerLimits, WorkerLost, WorkerPool
+from rlhf_mcore.rewards.pool import LocalWorker, Outcome, PoolEnded, WorkerLimits, WorkerLost, WorkerPool
 
 _LOOK_S = 1.0  # seconds between checks of deadlines and of Ray
 
@@ -66,18 +66,18 @@ class Host:
         os.environ.update(variables)
         self._worker = LocalWorker(name, load, options, WorkerLimits(**{**limits, "env": tuple(limits["env"])}))
 
-    def load(self) -> str | None:
+    async def load(self) -> str | None:
         """Load the function. Return the problem, or None."""
         try:
-            self._worker.load()
+            await self._worker.load()
         except ConfigError as error:
             return str(error)
         return None
 
-    def answer(self, item: bytes) -> tuple[dict[str, Any], str, bool] | str:
+    async def answer(self, item: bytes) -> tuple[dict[str, Any], str, bool] | str:
         """Return the fields of an item's outcome, or the problem if the function cannot be loaded."""
         try:
-            outcome = self._worker.answer(item)
+            outcome = await self._worker.answer(item)
         except ConfigError as error:
             return str(error)
         return outcome.answer, outcome.lost, outcome.timed_out
@@ -98,9 +98,8 @@ class RayWorker:
     ) -> None:
         self._name, self._limits, self._problem, self._start = name, limits, problem, start
         self._actor: Any = None
-        self._changed, self.interrupted = Event(), False
 
-    def load(self) -> None:
+    async def load(self) -> None:
         """See ``rlhf_mcore.rewards.pool.PoolWorker``."""
         if self._actor is not None:
             return
@@ -110,7 +109,7 @@ class RayWorker:
         for is_last in (False, True):
             self._actor = self._start()
             try:
-                problem = self._get(self._actor.load.remote(), START_TIMEOUT_S, late)
+                problem = await self._get(self._actor.load.remote(), START_TIMEOUT_S, late)
                 break
             except WorkerLost as lost:
                 if str(lost) == late:
@@ -120,23 +119,18 @@ class RayWorker:
         if problem is not None:
             raise ConfigError(problem)
 
-    def answer(self, item: bytes) -> Outcome:
+    async def answer(self, item: bytes) -> Outcome:
         """See ``rlhf_mcore.rewards.pool.PoolWorker``."""
-        self.load()
+        await self.load()
         try:
             late = "lost its Ray actor, which does not answer"
-            answer = self._get(self._actor.answer.remote(item), self._limits.timeout_s + START_TIMEOUT_S, late)
+            answer = await self._get(self._actor.answer.remote(item), self._limits.timeout_s + START_TIMEOUT_S, late)
         except WorkerLost as lost:
             sys.stderr.write(f"{self._name} {lost}; another worker scores its response\n")
             raise
         if isinstance(answer, str):
             raise ConfigError(answer)
         return Outcome(*answer)
-
-    def interrupt(self) -> None:
-        """See ``rlhf_mcore.rewards.pool.PoolWorker``."""
-        self.interrupted = True
-        self._changed.set()
 
     def stop(self) -> None:
         """See ``rlhf_mcore.rewards.pool.PoolWorker``."""
@@ -148,22 +142,18 @@ class RayWorker:
             if actor is not None and ray.is_initialized():
                 ray.kill(actor)
 
-    def _get(self, reference: Any, timeout_s: float, late: str) -> Any:
+    async def _get(self, reference: Any, timeout_s: float, late: str) -> Any:
         """Wait for the result of an actor call. Stop the actor if there is no result."""
-        future, deadline = reference.future(), time.monotonic() + timeout_s
-        future.add_done_callback(lambda _: self._changed.set())
+        future, deadline = asyncio.wrap_future(reference.future()), time.monotonic() + timeout_s
         try:
             while not future.done():
-                if self.interrupted:
-                    raise Interrupted
                 if problem := self._problem():
                     raise PoolEnded(f"{self._name}: {problem}; start the run again")
                 if time.monotonic() > deadline:
                     raise WorkerLost(late)
-                self._changed.wait(_LOOK_S)
-                self._changed.clear()
+                await asyncio.wait([future], timeout=_LOOK_S)
             return future.result()
-        except (Interrupted, PoolEnded, WorkerLost):
+        except (PoolEnded, WorkerLost):
             self.stop()
             raise
         except Exception as error:

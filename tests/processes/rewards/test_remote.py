@@ -189,7 +189,7 @@ def test_groups_are_sent_while_others_are_waited_for() -> None:
         assert [score.value for score in slow.result()] == [0.0]
         thread.close()
         reward.close()
-        assert not [thread for thread in threading.enumerate() if thread.name == "reward-client"]
+        assert not [thread for thread in threading.enumerate() if thread.name == "ScorePool"]
 
 
 def test_retries_do_not_touch_the_random_numbers_of_training() -> None:

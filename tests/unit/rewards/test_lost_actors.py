@@ -10,15 +10,13 @@ class Dying:
     """A worker that gives the listed outcomes in turn; a text is the loss of its actor."""
 
     def __init__(self, outcomes: list[Outcome | str]) -> None:
-        self.outcomes, self.interrupted = outcomes, False
+        self.outcomes = outcomes
 
-    def load(self) -> None: ...
-
-    def interrupt(self) -> None: ...
+    async def load(self) -> None: ...
 
     def stop(self) -> None: ...
 
-    def answer(self, item: bytes) -> Outcome:
+    async def answer(self, item: bytes) -> Outcome:
         outcome = self.outcomes.pop(0)
         if isinstance(outcome, str):
             raise WorkerLost(outcome)
