@@ -23,10 +23,10 @@ sys.path.insert(0, str(ROOT))
 
 from rlhf_mcore.commands.config import json_schema  # noqa: E402
 from rlhf_mcore.config.choices import PRESETS  # noqa: E402
-from rlhf_mcore.config.keys import KEYS, type_name, walk  # noqa: E402
+from rlhf_mcore.config.keys import KEYS, type_name  # noqa: E402
 from rlhf_mcore.config.schema import Config  # noqa: E402
-from rlhf_mcore.config.schema.group import Group  # noqa: E402
-from rlhf_mcore.config.schema.key import Choices, Description, Range, description_of  # noqa: E402
+from rlhf_mcore.config.schema.group import Group, described, text_below  # noqa: E402
+from rlhf_mcore.config.schema.key import Description  # noqa: E402
 from tools.doc_links import GENERATED, WIDE, relative_links  # noqa: E402
 
 BASE, SCHEMA = ROOT / "configs" / "base.yaml", ROOT / "configs" / "schema.json"
@@ -49,12 +49,13 @@ class Item(NamedTuple):
     name: str
     value: Any
     described: Description
+    more: str  # further sentences
 
 
 def items(group: Group) -> list[Item]:
     """List the keys of a group."""
     kind = type(group)
-    return [Item(name, value, description_of(kind.model_fields[name])) for name, value in group]
+    return [Item(name, value, described(kind)[name][1], text_below(kind, name)) for name, value in group]
 
 
 # -------------------------------------------------------------------------------------------------------------- base.yaml
@@ -62,21 +63,21 @@ def base_yaml() -> str:
     """Write the text of configs/base.yaml."""
     cfg, lines = Config(), []
     for item in items(cfg):
-        value, described = getattr(cfg, item.name), item.described
+        value, about = getattr(cfg, item.name), item.described
         if isinstance(value, Group):
-            words = f"{described.help[0].upper()}{described.help[1:]}. {_plain(described.more)}".strip()
+            words = f"{about.help[0].upper()}{about.help[1:]}. {_plain(item.more)}".strip()
             lines += ["", *(f"# {line}" for line in _wrapped(words, WIDTH - 2)), f"{item.name}:"]
             lines += _block(value, f"{item.name}.", "  ")
         else:
-            lines += _entry(item.name, _scalar(value), comment(described), "", is_preset=False)
+            lines += _entry(item.name, _scalar(value), comment(about), "", is_preset=False)
     return BASE_HEAD + "\n" + "\n".join(lines) + "\n"
 
 
 def _block(group: Any, prefix: str, indent: str, like: str = "") -> Iterator[str]:
     """Return the lines for a group. ``like``: a key that already describes the same keys, so that comments are not repeated."""
     for item in items(group):
-        key, value, described = f"{prefix}{item.name}", getattr(group, item.name), item.described
-        is_preset, remark = key in OF_PRESETS, comment(described)
+        key, value = f"{prefix}{item.name}", getattr(group, item.name)
+        is_preset, remark = key in OF_PRESETS, comment(item.described)
         if isinstance(value, Group):
             repeats = like or (
                 f"actor.{item.name}" if type(value) in _ACTOR and not prefix.startswith("actor.") else ""
@@ -114,14 +115,10 @@ def _entry(name: str, value: str, remark: str, indent: str, *, is_preset: bool) 
     yield line + (f" # {remark}" if remark else "")
 
 
-def comment(described: Description) -> str:
-    """Describe a key in a comment: what it is, its choices, what null means."""
-    parts = [_plain(described.help) + (f", in {described.unit}" if described.unit else "")] if described.help else []
-    if isinstance(described.allowed, Choices):
-        names = [f"{name} ({meaning})" if meaning else name for name, meaning in described.allowed.meanings.items()]
-        choices = " | ".join([*names, *(["path/to/file.py:name"] if described.allowed.or_function else [])])
-        parts = [f"{parts[0]}: {choices}" if parts else choices]
-    return _plain("; ".join(parts + ([f"null: {described.null}"] if described.null else [])))
+def comment(about: Description) -> str:
+    """Describe a key in a comment: its meaning, and its choices."""
+    choices = " | ".join(filter(None, (*about.choices.names, about.choices.form))) if about.choices is not None else ""
+    return _plain(": ".join(filter(None, (about.help, choices))))
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -153,9 +150,9 @@ def pages() -> dict[str, str]:
     single = [item for item in items(cfg) if not isinstance(getattr(cfg, item.name), Group)]
     made = {RUN: _page("Keys outside groups", "", _table(single, cfg, ""))}
     for item in items(cfg):
-        value, described = getattr(cfg, item.name), item.described
+        value, about = getattr(cfg, item.name), item.described
         if isinstance(value, Group):
-            intro = f"{described.help[0].upper()}{described.help[1:]}. {described.more}".strip()
+            intro = f"{about.help[0].upper()}{about.help[1:]}. {item.more}".strip()
             made[item.name] = _page(f"`{item.name}`", intro, _table(items(value), value, f"{item.name}."))
     return {name: relative_links(text, f"reference/config/{name}.md") for name, text in made.items()}
 
@@ -165,26 +162,27 @@ def _page(title: str, intro: str, table: str) -> str:
     return WIDE + "\n\n".join(parts)
 
 
-def _table(described: list[Item], group: Group, prefix: str) -> str:
-    rows = [row for item in described for row in _rows(item, getattr(group, item.name), prefix)]
+def _table(listed: list[Item], group: Group, prefix: str) -> str:
+    rows = [row for item in listed for row in _rows(item, getattr(group, item.name), prefix)]
     head = ["| key | default | values | fixed on resume | meaning |", "|---|---|---|---|---|"]
     return "\n".join([*head, *rows]) + "\n"
 
 
-def _row(key: str, shown: str, allowed: str, described: Description) -> str:
-    return f"| `{key}` | `{shown}` | {allowed} | {'yes' if described.is_fixed else ''} | {meaning(described)} |"
+def _row(key: str, hint: Any, value: Any, item: Item) -> str:
+    about, meaning = item.described, ". ".join(filter(None, (item.described.help, item.more)))
+    return f"| `{key}` | `{default(value)}` | {values(hint, about)} | {'yes' if about.is_fixed else ''} | {meaning} |"
 
 
 def _rows(item: Item, value: Any, prefix: str) -> Iterator[str]:
-    key, described = f"{prefix}{item.name}", item.described
+    key = f"{prefix}{item.name}"
     if not isinstance(value, Group):
-        yield _row(key, default(value), values(KEYS[key], described), described)
+        yield _row(key, KEYS[key], value, item)
         if isinstance(value, list) and value and isinstance(value[0], Group):
-            for name, hint, inner in walk(type(value[0]), f"{key}[*]."):
-                shown = default(getattr(type(value[0])(), name.rpartition(".")[2]))
-                yield _row(name, shown, values(hint, inner), inner)
+            kind = type(value[0])
+            for inner in items(kind()):
+                yield _row(f"{key}[*].{inner.name}", described(kind)[inner.name][0], inner.value, inner)
     elif type(value) in _ACTOR and not prefix.startswith("actor."):
-        yield f"| `{key}.*` | as `actor.{item.name}.*` | | | {described.help} |"
+        yield f"| `{key}.*` | as `actor.{item.name}.*` | | | {item.described.help} |"
         yield from (row for child in _changed(value) for row in _rows(child, getattr(value, child.name), f"{key}."))
     else:
         yield from (row for child in items(value) for row in _rows(child, getattr(value, child.name), f"{key}."))
@@ -207,28 +205,14 @@ def default(value: Any) -> str:
     return "required" if value == "???" else "null" if value is None else str(value)
 
 
-def values(hint: Any, described: Description) -> str:
-    """Describe the allowed values of a key: its choices, or its type, range and unit."""
-    if isinstance(described.allowed, Choices):
-        names = [f"`{name}`" for name in described.allowed.meanings]
-        names += ["`path/to/file.py:name`"] if described.allowed.or_function else []
+def values(hint: Any, about: Description) -> str:
+    """Describe the allowed values of a key: its choices, or its type and range."""
+    if about.choices is not None:
+        names = [f"`{name}`" for name in (*about.choices.names, about.choices.form) if name]
         names += ["`null`"] if type_name(hint).endswith("null") else []
         return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
     words = "true or false" if hint is bool else re.sub(r"\{.*\}", "rules", type_name(hint))
-    if isinstance(described.allowed, Range):
-        words += f", {described.allowed}" if described.allowed.low > float("-inf") else ", finite"
-    return words + (f" ({described.unit})" if described.unit else "")
-
-
-def meaning(described: Description) -> str:
-    """Join the help, the meanings of choices and of null, and further sentences."""
-    text = described.help
-    if isinstance(described.allowed, Choices):
-        choices = [f"`{name}`: {meaning}" for name, meaning in described.allowed.meanings.items() if meaning]
-        text = "; ".join([text] * bool(text) + choices)
-    if described.null:
-        text += f"{'; ' if text else ''}null: {described.null}"
-    return f"{text}. {described.more}" if described.more and text else text or described.more
+    return words + (f", {about.range}" if about.bounds else "")
 
 
 def schema_text() -> str:

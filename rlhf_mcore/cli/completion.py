@@ -15,7 +15,6 @@ from typing import Any
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, is_group
-from rlhf_mcore.config.schema.key import Choices
 from rlhf_mcore.metrics.catalogue import GROUPS
 
 
@@ -83,7 +82,7 @@ def _settings(prefix: str, **_: object) -> Iterable[str]:
         return [f"{name}=" for name in DESCRIPTIONS if not is_group(name)]
     if key not in DESCRIPTIONS:
         return []
-    if isinstance(DESCRIPTIONS[key].allowed, Choices):
+    if DESCRIPTIONS[key].choices is not None:
         return [f"{key}={choice}" for choice in choices_of(key)]
     return [f"{key}={value}" for value in ("true", "false")] if KEYS[key] is bool else []
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -28,12 +29,13 @@ from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.other_names import hint
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.schema.group import Group, Item, inner_types, is_group_type, to_dict
-from rlhf_mcore.config.schema.key import Choices, Description, Range, description_of
+from rlhf_mcore.config.schema.group import Group, Item, described, inner_types, is_group_type, text_below, to_dict
+from rlhf_mcore.config.schema.key import Description
 from rlhf_mcore.config.yaml_text import to_yaml
 from rlhf_mcore.redaction import redact
 
 _REFERENCE = {"type": "string", "pattern": r"\$\{"}  # a reference to another key or to an environment variable
+_LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _SCALARS = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
@@ -132,31 +134,22 @@ def _group(key: str) -> Iterator[str]:
 
 
 def _meaning(key: str) -> str:
-    """Return the description of a key or a group: its help, its allowed values, or the first line of its class."""
-    described = DESCRIPTIONS[key]
-    own = (KEYS[key].__doc__ or "").partition("\n")[0].rstrip(".") if is_group(key) else ""
-    return _plain(described.help or str(described.allowed or own))
+    return _plain(DESCRIPTIONS[key].help)
 
 
 def _key(key: str) -> Iterator[str]:
     described, default = DESCRIPTIONS[key], value_of(Config(), key)
-    yield f"{key}: {_plain(described.help) or 'one of several'}"
-    if isinstance(described.allowed, Choices):
-        yield "  one of"
-        meanings = described.allowed.meanings.items()
-        yield from aligned(((name, _plain(text)) for name, text in meanings), indent="    ")
-        if described.allowed.or_function:
-            yield "    path/to/file.py:name"
+    owner, _, last = key.rpartition(".")
+    yield f"{key}: {_plain(described.help)}"
+    if described.choices is not None:
+        yield f"  one of   {described.choices}"
     else:
-        limits = f", {described.allowed}" if isinstance(described.allowed, Range) else ""
-        yield f"  type     {type_name(KEYS[key])}{limits}{f' ({described.unit})' if described.unit else ''}"
+        yield f"  type     {type_name(KEYS[key])}{f', {described.range}' if described.bounds else ''}"
     item = item_type(KEYS[key])
     inner = list(walk(item)) if is_group_type(item) else []
-    yield from aligned(((name, _plain(about.help) or str(about.allowed)) for name, _, about in inner), indent="    ")
+    yield from aligned(((name, _plain(about.help)) for name, _, about in inner), indent="    ")
     shown = f"{len(default)} of them" if inner else "has to be set" if default == "???" else _show_value(default)
-    yield f"  default  {shown}{f' ({_plain(described.null)})' if default is None and described.null else ''}"
-    if default is not None and described.null:
-        yield f"  null     {_plain(described.null)}"
+    yield f"  default  {shown}"
     of_algorithm = key.removeprefix("algorithm.")
     for name, preset in PRESETS.items():
         if of_algorithm != key and of_algorithm in preset:
@@ -165,8 +158,8 @@ def _key(key: str) -> Iterator[str]:
         yield f"  only with {described.only_with}"
     if described.is_fixed:
         yield "  must not change when a run resumes"
-    if described.more:
-        yield f"  {_plain(described.more)}"
+    if more := text_below(KEYS[owner] if owner else Config, last):
+        yield f"  {_plain(more)}"
 
 
 def _plain(markdown: str) -> str:
@@ -193,13 +186,13 @@ def json_schema() -> dict[str, Any]:
 
 def _schema_of_group(kind: type[Group]) -> dict[str, Any]:
     properties = {}
-    for name, item in kind.model_fields.items():
-        about = description_of(item)
-        default = item.get_default(call_default_factory=True)
-        property_ = _type(item.annotation, about)
+    for name, (type_, about) in described(kind).items():
+        default = kind.model_fields[name].get_default(call_default_factory=True)
+        property_ = _type(type_, about)
         if not isinstance(default, Group) and default != "???":
             property_["default"] = _plain_default(default)
-        properties[name] = {"description": _describe(about), **property_}
+        words = ". ".join(filter(None, (about.help, text_below(kind, name))))
+        properties[name] = {"description": re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", words), **property_}
     return {"type": ["object", "null"], "additionalProperties": False, "properties": properties}
 
 
@@ -220,13 +213,12 @@ def _type(hint: Any, about: Description) -> dict[str, Any]:
 
 def _options(kind: Any, about: Description) -> list[dict[str, Any]]:
     """Return one schema for each notation that YAML files may use for a type."""
-    if isinstance(about.allowed, Choices) and kind is str:
-        names = {"enum": list(about.allowed.meanings)}
-        is_open = about.allowed.or_function or about.allowed.adds is not None
-        return [names, *([{"type": "string"}] if is_open else [])]
+    if about.choices is not None:
+        others = [{"type": "string"}] if about.choices.allows is not None else []
+        return [{"enum": list(about.choices.names)}, *others]
     if kind in _SCALARS:
-        bounds = _bounds(about.allowed) if isinstance(about.allowed, Range) else {}
-        return [{"type": _SCALARS[kind], **bounds}]
+        limits = {name: value for bound in about.bounds for name, value in asdict(bound).items() if name in _LIMITS}
+        return [{"type": _SCALARS[kind], **{_LIMITS[name]: value for name, value in limits.items()}}]
     if is_group_type(kind):
         return [_schema_of_group(kind), *([{"type": "string"}] if issubclass(kind, Item) else [])]
     origin, arguments = get_origin(kind), get_args(kind)
@@ -241,15 +233,3 @@ def _options(kind: Any, about: Description) -> list[dict[str, Any]]:
             }
         ]
     return [{}]
-
-
-def _bounds(allowed: Range) -> dict[str, Any]:
-    names = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-    return {names[name]: value for name, value in allowed.bounds().items()}
-
-
-def _describe(about: Description) -> str:
-    parts = [about.help, *([f"null: {about.null}"] if about.null else [])]
-    if isinstance(about.allowed, Choices):
-        parts += [f"{name}: {meaning}" for name, meaning in about.allowed.meanings.items() if meaning]
-    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", "; ".join(filter(None, parts)))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
+from rlhf_mcore.config.engine_kinds import engines_that_read
 from rlhf_mcore.config.schema.group import Group, described, is_group_type, to_dict
-from rlhf_mcore.config.schema.key import Choices, Description
+from rlhf_mcore.config.schema.key import ENGINE, Description
 from rlhf_mcore.config.schema.tree import Config
 from rlhf_mcore.redaction import redact
 
@@ -16,6 +18,8 @@ from rlhf_mcore.redaction import redact
 def walk(group: type[Group], prefix: str = "") -> Iterator[tuple[str, Any, Description]]:
     """Yield (dotted name, type, description) for every key of a group, recursively. A group precedes its keys."""
     for name, (hint, description) in described(group).items():
+        if description.only_with == ENGINE:
+            description = replace(description, only_with=engines_that_read(prefix + name))
         yield prefix + name, hint, description
         if is_group_type(hint):
             yield from walk(hint, f"{prefix}{name}.")
@@ -30,9 +34,9 @@ DESCRIPTIONS: dict[str, Description] = {key: description for key, _, description
 
 def choices_of(key: str) -> tuple[str, ...]:
     """Return the allowed texts of a key."""
-    allowed = DESCRIPTIONS[key].allowed
-    assert isinstance(allowed, Choices), key
-    return tuple(allowed.meanings)
+    choices = DESCRIPTIONS[key].choices
+    assert choices is not None, key
+    return choices.names
 
 
 def is_group(key: str) -> bool:
@@ -85,6 +89,8 @@ def type_name(hint: Any) -> str:
         return f"list of {inside.removesuffix(' or null')}"
     if hint is Any:
         return "plain value"
+    if get_origin(hint) is Literal:
+        return "str"
     if inner := [kind for kind in get_args(hint) if kind is not NoneType]:
         return " or ".join(map(type_name, inner)) + " or null" * (NoneType in get_args(hint))
     return "null" if hint is NoneType else str(hint.__name__)

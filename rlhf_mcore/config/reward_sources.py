@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rlhf_mcore.config.choices import GRADERS, Grader
-from rlhf_mcore.config.schema.rollout import FunctionConfig, RewardConfig, RuleConfig
+from rlhf_mcore.config.schema.reward import FunctionConfig, RewardConfig, RuleConfig
 
 _NUMBER, _MATH = [RuleConfig(name="final_number")], [RuleConfig(name="math")]
 _DAPO = [RuleConfig(name="answer_line", incorrect=-1.0)]

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
 
@@ -17,7 +17,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.former import BY_KEY, GROUPS, translate
 from rlhf_mcore.config.keys import KEYS, is_group, table_of
 from rlhf_mcore.config.other_names import hint, is_foreign_group
-from rlhf_mcore.config.schema.group import inner_types, is_group_type
+from rlhf_mcore.config.schema.group import described, inner_types, is_group_type
 from rlhf_mcore.config.schema.tree import SHORT
 from rlhf_mcore.config.yaml_text import Document, read_yaml_text
 from rlhf_mcore.foreign import shorten
@@ -156,13 +156,13 @@ def _value(document: Document, node: yaml.Node, hint: Any) -> Any:
     if is_scalar and node.tag == _NULL:
         return None
     for kind in inner_types(hint):
-        if is_scalar and (kind is str or is_group_type(kind)):
+        if is_scalar and (kind is str or get_origin(kind) is Literal or is_group_type(kind)):
             return node.value
         if get_origin(kind) is list and (is_scalar or isinstance(node, yaml.SequenceNode)):
             item = get_args(kind)[0]
             return _value(document, node, item) if is_scalar else [_value(document, one, item) for one in node.value]
         if is_group_type(kind) and isinstance(node, yaml.MappingNode):
-            types = {name: field.annotation for name, field in kind.model_fields.items()}
+            types = {name: inner for name, (inner, _) in described(kind).items()}
             return {name: _value(document, child, types.get(name, Any)) for name, child in _items(document, node)}
         if get_origin(kind) is dict and isinstance(node, yaml.MappingNode) and get_args(kind)[1] is not Any:
             return {name: _value(document, child, get_args(kind)[1]) for name, child in _items(document, node)}

@@ -48,10 +48,9 @@ from rlhf_mcore.config.rules.trainer import (
 from rlhf_mcore.config.rules.vision import processor_problems, vision_problems
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, TeacherConfig
-from rlhf_mcore.config.schema.key import Choices
 from rlhf_mcore.readers.model_files import inspect_model
 from rlhf_mcore.readers.tokenizer_match import own_tokenizer_problems
-from rlhf_mcore.readers.user_functions import function_problems
+from rlhf_mcore.readers.user_functions import function_problems, is_file_spec
 
 
 def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = True) -> None:
@@ -118,10 +117,10 @@ def named_function_problems(cfg: Config) -> Iterator[str]:
     """List the problems with user functions that replace a named choice."""
     kind = run_kind(cfg)
     for key, description in DESCRIPTIONS.items():
-        allowed = description.allowed
-        if isinstance(allowed, Choices) and allowed.or_function and kind.reads(key):
+        choices = description.choices
+        if choices is not None and choices.allows is is_file_spec and kind.reads(key):
             value = value_of(cfg, key)
-            if value is not None and not allowed.holds(value):
+            if value is not None and value not in choices.names:
                 yield from function_problems(value, key)
 
 

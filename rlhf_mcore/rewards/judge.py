@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.schema.services import RESPONSE
+from rlhf_mcore.config.schema.reward import RESPONSE
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.rewards.http_pool import HttpPool, WireError, excerpt
 from rlhf_mcore.rewards.pool import Outcome

@@ -11,8 +11,8 @@ from rlhf_mcore.config.engine_kinds import ENGINES, EngineKind, engine_kind, is_
 from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, RolloutConfig
+from rlhf_mcore.config.schema.reward import is_address
 from rlhf_mcore.config.schema.rollout import MOST_SUPPORT
-from rlhf_mcore.config.schema.services import is_address
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.plugins import missing_plugin
 

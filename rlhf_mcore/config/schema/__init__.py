@@ -34,15 +34,20 @@ from rlhf_mcore.config.schema.models import (
     ScheduleConfig,
     TeacherConfig,
 )
+from rlhf_mcore.config.schema.reward import (
+    FunctionConfig,
+    JudgeConfig,
+    RemoteRewardConfig,
+    RewardConfig,
+    RewardRayConfig,
+    RuleConfig,
+    SandboxConfig,
+)
 from rlhf_mcore.config.schema.rollout import (
     BridgeConfig,
-    FunctionConfig,
-    RewardConfig,
     RolloutConfig,
     RolloutLayoutConfig,
-    RuleConfig,
     SamplingConfig,
-    SandboxConfig,
     SpeculativeConfig,
 )
 from rlhf_mcore.config.schema.run import (
@@ -54,7 +59,6 @@ from rlhf_mcore.config.schema.run import (
     LoggingConfig,
     TrainerConfig,
 )
-from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardRayConfig
 from rlhf_mcore.config.schema.tree import Config
 
 

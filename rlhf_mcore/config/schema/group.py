@@ -6,10 +6,15 @@ spells. Subclasses of ``str`` are kept, because they mark functions from Python 
 
 from __future__ import annotations
 
+import ast
 import os
+import sys
 from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -22,10 +27,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from rlhf_mcore.config.schema.key import Choices, Description, description_of
-from rlhf_mcore.readers.user_functions import is_file_spec
-
-UNKNOWN, RANGE, CHOICE = "extra_forbidden", "range", "choice"  # types of errors with separate messages
+from rlhf_mcore.config.schema.key import Choices, Description
 
 
 class Group(BaseModel):
@@ -58,16 +60,8 @@ class Group(BaseModel):
         item = cls.model_fields[info.field_name]
         if is_group_type(item.annotation) and isinstance(value, Mapping):
             value = {**_own_defaults(item), **value}
-        prepared = _prepare(value, item.annotation)
-        fitted = _keep_texts(prepared, read(prepared))
-        if (allowed := description_of(item).allowed) is None or fitted is None:
-            return fitted
-        if isinstance(allowed, Choices):
-            if not allowed.holds(fitted) and not (allowed.or_function and is_file_spec(fitted)):
-                raise PydanticCustomError(CHOICE, "not a choice")
-        elif isinstance(fitted, int | float) and not allowed.holds(fitted):
-            raise PydanticCustomError(RANGE, "out of range")
-        return fitted
+        prepared = _prepare(value, plain_type(item.annotation))
+        return _keep_texts(prepared, read(prepared))
 
 
 G = TypeVar("G", bound=Group)
@@ -89,6 +83,16 @@ def with_values(group: G, values: Mapping[str, Any]) -> G:
 
 class Item(Group):
     """Base of groups that are items of a list, such as a rule. A text sets the first key."""
+
+
+def plain_type(hint: Any) -> Any:
+    """Return a type without its annotations, such as bounds."""
+    if get_origin(hint) is Annotated:
+        return plain_type(get_args(hint)[0])
+    if get_origin(hint) in (None, Literal):
+        return hint
+    inner = tuple(map(plain_type, get_args(hint)))
+    return Union[inner] if get_origin(hint) in (Union, UnionType) else get_origin(hint)[inner]
 
 
 def inner_types(hint: Any) -> tuple[Any, ...]:
@@ -190,6 +194,46 @@ def _keep_texts(given: Any, read: Any) -> Any:
     return read
 
 
+@cache
 def described(kind: type[Group]) -> dict[str, tuple[Any, Description]]:
     """Return the type and the description of each key of a group."""
-    return {name: (item.annotation, description_of(item)) for name, item in kind.model_fields.items()}
+    found: dict[str, tuple[Any, Description]] = {}
+    for name, item in kind.model_fields.items():
+        hint, limits = plain_type(item.annotation), _annotations(item)
+        extra: Any = item.json_schema_extra or {}
+        choices = [limit for limit in limits if isinstance(limit, Choices)]
+        choices += [Choices(get_args(inner)) for inner in inner_types(hint) if get_origin(inner) is Literal]
+        found[name] = (
+            hint,
+            Description(
+                help=item.description or "",
+                choices=choices[0] if choices else None,
+                bounds=() if choices else limits,
+                **extra,
+            ),
+        )
+    return found
+
+
+def _annotations(item: FieldInfo) -> tuple[Any, ...]:
+    """Return the annotations of a field's type, also within ``Optional``."""
+    optional = [kind for kind in get_args(item.annotation) if get_origin(kind) is Annotated]
+    return (*item.metadata, *(limit for kind in optional for limit in get_args(kind)[1:]))
+
+
+def text_below(kind: type[Group], name: str) -> str:
+    """Return the text below a field in the source of its class: further sentences about the key, or ""."""
+    owner = [base for base in kind.__mro__ if issubclass(base, Group) and name in base.model_fields][-1]
+    for field, text in pairwise(_class_bodies(owner.__module__)[owner.__name__]):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=found)), ast.Expr(value=ast.Constant(value=str(content))):
+                if found == name:
+                    return " ".join(content.split())
+    return ""
+
+
+@cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    """Return the statements of each class of a module."""
+    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}

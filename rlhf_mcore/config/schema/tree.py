@@ -19,9 +19,10 @@ from rlhf_mcore.config.former import FORMER, translate
 from rlhf_mcore.config.schema.algorithm import AlgorithmConfig
 from rlhf_mcore.config.schema.environment import EnvironmentConfig
 from rlhf_mcore.config.schema.group import Group, is_group_type, to_dict
-from rlhf_mcore.config.schema.key import AT_LEAST_0, group, key
+from rlhf_mcore.config.schema.key import NonNegativeInt, group, key
 from rlhf_mcore.config.schema.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig, TeacherConfig
-from rlhf_mcore.config.schema.rollout import BridgeConfig, RewardConfig, RolloutConfig
+from rlhf_mcore.config.schema.reward import RewardConfig
+from rlhf_mcore.config.schema.rollout import BridgeConfig, RolloutConfig
 from rlhf_mcore.config.schema.run import (
     AlarmsConfig,
     CheckpointConfig,
@@ -81,76 +82,41 @@ class Config(Group):
     output_dir: str = key("outputs", "parent of run directories, `<output_dir>/<project>/<experiment>/`")
     project: str = key("rlhf_mcore", "project; first part of the run directory's name")
     experiment: str = key("default", "experiment; second part of the run directory's name")
-    seed: int = key(
-        0,
-        "seed for the prompt order and for every sampled response",
-        AT_LEAST_0,
-        more="The seed of a response is derived from this seed, the step, the prompt and the sample.",
-        is_fixed=True,
-    )
-    deterministic: bool = key(
-        False,
-        "use deterministic kernels on CUDA (slower); CPU runs are always deterministic",
-        more="Every library is set to its deterministic mode; docs/operations/determinism.md lists the exceptions on CUDA. "
-        "CPU results are equal, bit for bit, on processors of one kind (docs/operations/cpu.md).",
-    )
-    model: ModelConfig = group(
-        ModelConfig, "the model that training starts from", "`model: PATH` is short for `model: {path: PATH}`."
-    )
+    seed: NonNegativeInt = key(0, "seed for the prompt order and for every sampled response", is_fixed=True)
+    """The seed of a response is derived from this seed, the step, the prompt and the sample."""
+    deterministic: bool = key(False, "use deterministic kernels on CUDA (slower); CPU runs are always deterministic")
+    """Every library is set to its deterministic mode; docs/operations/determinism.md lists the exceptions on CUDA. CPU
+    results are equal, bit for bit, on processors of one kind (docs/operations/cpu.md)."""
+    model: ModelConfig = group(ModelConfig, "the model that training starts from")
+    """`model: PATH` is short for `model: {path: PATH}`."""
     actor: ActorConfig = group(ActorConfig, "the policy being trained")
-    critic: CriticConfig = group(
-        CriticConfig,
-        "the value model",
-        "Built only if `algorithm.advantage` needs values (`gae`). Its layout, optimizer and precision are independent "
-        "of the actor's.",
-    )
-    reference: ReferenceConfig = group(
-        ReferenceConfig,
-        "the frozen policy",
-        "Built only if `algorithm.kl.coef` is above 0, or `algorithm.dpo.loss` uses a reference. It has the actor's "
-        "layout.",
-    )
-    teacher: TeacherConfig = group(
-        TeacherConfig,
-        "a policy to learn from",
-        "Built only with `teacher.path`, which has an independent layout and precision, or with `teacher.weights`. See "
-        "[distillation](algorithms/distillation.md).",
-    )
-    rollout: RolloutConfig = group(
-        RolloutConfig,
-        "the engines that generate",
-        "Without `rollout.placement: disaggregated` there are world size / (ranks of an engine) engines.",
-    )
+    critic: CriticConfig = group(CriticConfig, "the value model")
+    """Built only if `algorithm.advantage` needs values (`gae`). Its layout, optimizer and precision are independent of
+    the actor's."""
+    reference: ReferenceConfig = group(ReferenceConfig, "the frozen policy")
+    """Built only if `algorithm.kl.coef` is above 0, or `algorithm.dpo.loss` uses a reference. It has the actor's
+    layout."""
+    teacher: TeacherConfig = group(TeacherConfig, "a policy to learn from")
+    """Built only with `teacher.path`, which has an independent layout and precision, or with `teacher.weights`. See
+    [distillation](algorithms/distillation.md)."""
+    rollout: RolloutConfig = group(RolloutConfig, "the engines that generate")
+    """Without `rollout.placement: disaggregated` there are world size / (ranks of an engine) engines."""
     bridge: BridgeConfig = group(BridgeConfig, "weight sync from the trainer to the engines")
-    algorithm: AlgorithmConfig = group(
-        AlgorithmConfig,
-        "the training objective",
-        "A preset fills in keys that are not set. `algorithm: dr_grpo` is short for `algorithm: {preset: dr_grpo}`. "
-        "`configs/base.yaml` comments out keys that a preset sets.",
-    )
-    reward: RewardConfig = group(
-        RewardConfig,
-        "scores of responses",
-        "The score is a weighted sum of rules or the result of your function, plus the score of a reward model.",
-    )
-    environment: EnvironmentConfig = group(
-        EnvironmentConfig,
-        "the environment that answers the policy between its turns",
-        "Without `environment.function` there is no environment, and a response is one turn. See "
-        "[environments](guide/environments/index.md).",
-    )
+    algorithm: AlgorithmConfig = group(AlgorithmConfig, "the training objective")
+    """A preset fills in keys that are not set. `algorithm: dr_grpo` is short for `algorithm: {preset: dr_grpo}`.
+    `configs/base.yaml` comments out keys that a preset sets."""
+    reward: RewardConfig = group(RewardConfig, "scores of responses")
+    """The score is a weighted sum of rules or the result of your function, plus the score of a reward model."""
+    environment: EnvironmentConfig = group(EnvironmentConfig, "answers the policy between its turns")
+    """Without `environment.function` there is no environment, and a response is one turn. See
+    [environments](guide/environments/index.md)."""
     data: DataConfig = group(DataConfig, "prompts")
     trainer: TrainerConfig = group(TrainerConfig, "size and shape of a training step")
-    checkpoint: CheckpointConfig = group(
-        CheckpointConfig,
-        "checkpoints and resume",
-        "The last step is always saved. See [checkpoints](operations/checkpoints.md).",
-    )
-    evaluate: EvaluateConfig = group(
-        EvaluateConfig,
-        "evaluation on held-out prompts",
-        "The prompts of `data.eval` are evaluated before and after every training. See [evaluation](guide/evaluation.md).",
-    )
+    checkpoint: CheckpointConfig = group(CheckpointConfig, "checkpoints and resume")
+    """The last step is always saved. See [checkpoints](operations/checkpoints.md)."""
+    evaluate: EvaluateConfig = group(EvaluateConfig, "evaluation on held-out prompts")
+    """The prompts of `data.eval` are evaluated before and after every training. See
+    [evaluation](guide/evaluation.md)."""
     logging: LoggingConfig = group(LoggingConfig, "logging of a run")
     alarms: AlarmsConfig = group(AlarmsConfig, "rules on metrics, checked after every step")
 

@@ -55,7 +55,12 @@ def test_two_configurations_are_compared_by_their_keys(file: Path, capsys: pytes
         ("clip_high", ["algorithm.clip_high", "preset   dapo: 0.28"]),
         (
             "rollout.at_publish",
-            ["continue  ", "resubmit  ", "drain  ", "default  null (", "only with trainer.max_staleness"],
+            [
+                "continue, resubmit, drain",
+                "default  null",
+                "`null`: continue".replace("`", ""),
+                "only with trainer.max_staleness",
+            ],
         ),
         ("algorithm.kl", ["algorithm.kl.coef ", "algorithm.kl.controller ", "..."]),
         ("algorithm.kl.placement", ["one of", "loss", "reward"]),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import asdict
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 
@@ -17,13 +18,12 @@ from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, is_group, val
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.rules.data import check_fills_a_step
 from rlhf_mcore.config.schema import Config, DataConfig
-from rlhf_mcore.config.schema.key import Choices, Range
 from rlhf_mcore.config.validate import unused_problems
 from tests.messages import assert_names, refused
 from tests.unit.config.checking import check, only
 
-RANGES = [key for key, described in DESCRIPTIONS.items() if isinstance(described.allowed, Range)]
-CHOICES = [key for key, described in DESCRIPTIONS.items() if isinstance(described.allowed, Choices)]
+NUMBERS = [key for key, hint in KEYS.items() if {int, float} & {hint, *get_args(hint)} and get_origin(hint) is not list]
+CHOICES = [key for key, about in DESCRIPTIONS.items() if about.choices is not None]
 GOOD_ROW = '{"prompt": "1+1=", "answer": "2"}\n'
 
 
@@ -187,7 +187,7 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
     (
         [*GDPO[:1], "algorithm.reward_weights={boxed: .nan}"],
         None,
-        ["reward_weights.boxed=nan is not valid", "float"],
+        ["reward_weights.boxed=nan is out of range", "finite"],
     ),
     (["algorithm.reward_weights={boxed: 1}"], None, ["reward_weights", "advantage=grpo", "gdpo"]),
     ([*GDPO, "algorithm.overlong.enabled=true"], None, ["overlong.enabled=True", "length"]),
@@ -265,40 +265,35 @@ def test_every_choice_is_checked_and_listed(workspace: Any) -> None:
         assert_names(problem, field=key, value="'nonsense'", remedy=(*choices_of(key), *functions, *null))
 
 
-def outside(allowed: Range) -> list[float]:
-    """Return values next to both bounds that the range excludes, and values that no range allows."""
-    values = [math.nan, math.inf, -math.inf]
-    if math.isfinite(allowed.low):
-        values += [allowed.low - 1, *([allowed.low] if allowed.open_low else [])]
-    if math.isfinite(allowed.high):
-        values += [allowed.high + 1, *([allowed.high] if allowed.open_high else [])]
-    return [value for value in values if value != allowed.off]
+def outside(bounds: tuple[Any, ...]) -> list[float]:
+    """Return values next to the bounds that these exclude, and values that no bounds allow."""
+    sides = {"ge": (-1,), "gt": (-1, 0), "le": (1,), "lt": (1, 0)}
+    numbers = [(side, number) for bound in bounds for side, number in asdict(bound).items() if side in sides]
+    return [math.nan, math.inf, -math.inf, *(number + step for side, number in numbers for step in sides[side])]
 
 
 def test_every_number_out_of_range_is_named_with_its_range(workspace: Any) -> None:
     cfg = load_config("run.yaml")
 
-    for key in RANGES:
-        allowed, is_whole, before = DESCRIPTIONS[key].allowed, KEYS[key] in (int, int | None), value_of(cfg, key)
-        assert isinstance(allowed, Range)
-        for value in outside(allowed):
+    for key in NUMBERS:
+        is_whole, before = KEYS[key] in (int, int | None), value_of(cfg, key)
+        for value in outside(DESCRIPTIONS[key].bounds):
             if math.isfinite(value) or not is_whole:
                 given = int(value) if is_whole else float(value)
                 with pytest.raises(ConfigError) as caught:
                     config_with(key, given, cfg)
-                assert str(caught.value).endswith(
-                    f"{key.rpartition('.')[2]}={given} is out of range; it must be {allowed}"
-                )
-        for bound in (allowed.low, allowed.high):
-            if allowed.holds(bound) and not (is_whole and bound % 1):
-                config_with(key, int(bound) if is_whole else bound, cfg)
+                words = f"is out of range; it must be {DESCRIPTIONS[key].range or 'a finite number'}"
+                assert str(caught.value).endswith(f"{key.rpartition('.')[2]}={given} {words}")
+        for bound in DESCRIPTIONS[key].bounds:
+            if (number := asdict(bound).get("ge", asdict(bound).get("le"))) is not None:
+                config_with(key, number, cfg)
         config_with(key, before, cfg)
 
 
 def other_value(key: str) -> Any:
     """Return a value that is not the default."""
     default = value_of(Config(), key)
-    if isinstance(DESCRIPTIONS[key].allowed, Choices):
+    if DESCRIPTIONS[key].choices is not None:
         return next(choice for choice in choices_of(key) if choice != default)
     if isinstance(default, bool):
         return not default
@@ -306,9 +301,15 @@ def other_value(key: str) -> Any:
         return ["a"]
     if dict[str, Any] in get_args(KEYS[key]):
         return {"a": 1}
-    if isinstance(allowed := DESCRIPTIONS[key].allowed, Range):
+    if key in NUMBERS:
         numbers = (7, 2, 1, 3) if KEYS[key] in (int, int | None) else (0.25, 1.5)
-        return next(number for number in numbers if allowed.holds(number) and number != default)
+        limits = {side: number for bound in DESCRIPTIONS[key].bounds for side, number in asdict(bound).items()}
+        fits = [
+            number
+            for number in numbers
+            if limits.get("ge", 0) <= number <= limits.get("le", limits.get("lt", math.inf))
+        ]
+        return next(number for number in fits if number != default)
     return "a"
 
 
@@ -330,17 +331,8 @@ def test_every_key_without_effect_names_the_key_that_it_needs(workspace: Any) ->
 VALUES = [key for key in KEYS if not is_group(key)]
 
 
-def test_every_number_has_a_range_and_only_numbers_have_one() -> None:
-    numbers = {key for key in VALUES if KEYS[key] in (int, float, int | None, float | None)}
-    ranges = {key for key in VALUES if isinstance(DESCRIPTIONS[key].allowed, Range)}
-    assert numbers == ranges
-
-
 def test_every_key_is_described() -> None:
-    silent = [key for key in VALUES if not (DESCRIPTIONS[key].help or DESCRIPTIONS[key].allowed)]
-    assert silent == []
-    nullable = [key for key in VALUES if NoneType in get_args(KEYS[key]) and not DESCRIPTIONS[key].null]
-    assert nullable == ["reward.function"]
+    assert [key for key in VALUES if not DESCRIPTIONS[key].help] == []
 
 
 def test_functions_of_a_users_file_are_accepted_where_they_are_defined(workspace: Any) -> None:
