@@ -9,7 +9,7 @@ import time
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from threading import Thread
 
 from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig
@@ -23,7 +23,8 @@ MEAN, MIN, MAX, DEVIATION, SAMPLES = "reward/mean", "reward/min", "reward/max", 
 LEAST_SHARE = 0.05
 EARLY, RECENT = 20, 200  # numbers of first and last values of a metric that are kept
 QUIET_STEPS = 10  # consecutive healthy steps before the same alarm may be raised again
-MESSAGES = ("webhook", "command")  # actions of ``AlarmMessages``
+TIMEOUT_S = 30.0  # for a post or a command
+CLOSE_S = 10.0  # for unsent messages when the run ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,27 @@ class Alarm:
 
 
 @dataclass(slots=True)
+class _Streak:
+    """Consecutive steps with the same problem. An alarm starts after ``steps`` of them, and again only after healthy steps."""
+
+    steps: int
+    in_a_row: int = 0
+    quiet: int = QUIET_STEPS
+
+    def starts(self, is_bad: bool) -> bool:
+        """Add a step, and return whether an alarm starts with it."""
+        if not is_bad:
+            self.in_a_row, self.quiet = 0, self.quiet + 1
+            return False
+        self.in_a_row += 1
+        is_new = self.quiet >= QUIET_STEPS
+        if is_new and self.in_a_row < self.steps:
+            return False
+        self.quiet = 0
+        return is_new
+
+
+@dataclass(slots=True)
 class _Watch:
     """A rule and the history of its metric. ``trouble`` returns the problem with a measured value, or None."""
 
@@ -46,34 +68,21 @@ class _Watch:
     metric: str
     measure: str
     trouble: Callable[[float], str | None]
-    steps: int
+    streak: _Streak
     actions: tuple[str, ...]
     counts: bool = False
     early: list[float] = field(default_factory=list)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    in_a_row: int = 0
-    quiet: int = QUIET_STEPS
 
     def alarm(self, step: int, value: float) -> Alarm | None:
         """Add a value, and return the alarm that starts with it, or None."""
-        if len(self.early) < EARLY:
-            self.early.append(value)
-        else:
-            self.recent.append(value)
+        (self.early if len(self.early) < EARLY else self.recent).append(value)
         series = [*self.early, *self.recent]
         measure = MEASURES[self.measure]
-        judged = measure.now(Series(series)) if len(series) >= measure.least else None
-        trouble = None if judged is None else self.trouble(judged)
-        if judged is None or trouble is None:
-            self.in_a_row, self.quiet = 0, self.quiet + 1
+        judged = measure.now(Series(series)) if len(series) >= measure.least else 0.0
+        trouble = self.trouble(judged) if len(series) >= measure.least else None
+        if not self.streak.starts(trouble is not None):
             return None
-        self.in_a_row += 1
-        if self.quiet < QUIET_STEPS:
-            self.quiet = 0
-            return None
-        if self.in_a_row < self.steps:
-            return None
-        self.quiet = 0
         return Alarm(step, self.name, self.metric, judged, f"step {step}: alarm: {trouble}", self.actions)
 
 
@@ -81,15 +90,13 @@ class Alarms:
     """All rules of a run: the rules of ``cfg``, and the default rules for other metrics."""
 
     def __init__(self, cfg: AlarmsConfig) -> None:
-        actions = tuple(cfg.actions)
-        self._watches = [_own(rule, actions) for rule in cfg.rules]
-        self._finite: _Watch | None = None
+        self._actions = tuple(cfg.actions)
+        self._watches = [_own(rule, self._actions) for rule in cfg.rules]
+        self._finite = _Streak(1) if cfg.defaults else None
         if cfg.defaults:
             known = {watch.metric for watch in self._watches}
-            self._watches += [
-                _default(rule, actions) for rule in RULES if rule.alarm_steps and rule.metric not in known
-            ]
-            self._finite = _Watch("not finite", "", "value", lambda share: "not finite" if share else None, 1, actions)
+            defaults = [rule for rule in RULES if rule.alarm_steps and rule.metric not in known]
+            self._watches += [_default(rule, self._actions) for rule in defaults]
         self._samples = 0.0
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterator[Alarm]:
@@ -106,13 +113,13 @@ class Alarms:
         bad = [name for name, value in metrics.items() if name.endswith("/skipped_updates") and value]
         skipped = {name.replace("skipped_updates", "grad_norm") for name in bad}
         names = sorted(name for name, value in metrics.items() if not math.isfinite(value) and name not in skipped)
-        if self._finite is not None and (alarm := self._finite.alarm(step, float(bool(names)))) is not None:
+        if self._finite is not None and self._finite.starts(bool(names)):
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             text = (
                 f"step {step}: alarm: not a finite number: {', '.join(names[:3])}{more}: check the rollouts of this step; lower the "
                 "learning rate"
             )
-            yield replace(alarm, metric=names[0], value=metrics[names[0]], text=text)
+            yield Alarm(step, "not finite", names[0], metrics[names[0]], text, self._actions)
 
 
 def _own(rule: AlarmRuleConfig, actions: tuple[str, ...]) -> _Watch:
@@ -127,7 +134,7 @@ def _own(rule: AlarmRuleConfig, actions: tuple[str, ...]) -> _Watch:
         return f"{rule.metric}{of} is {value:.4g}, {' or '.join(bounds)} (alarms.rules)"
 
     own_actions = tuple(rule.actions) if rule.actions is not None else actions
-    return _Watch(rule.metric, rule.metric, rule.measure, trouble, rule.steps, own_actions)
+    return _Watch(rule.metric, rule.metric, rule.measure, trouble, _Streak(rule.steps), own_actions)
 
 
 def _default(rule: MetricRule, actions: tuple[str, ...]) -> _Watch:
@@ -138,13 +145,15 @@ def _default(rule: MetricRule, actions: tuple[str, ...]) -> _Watch:
             return None
         return f"{rule.name} ({rule.metric}) at {rule.shown(value)}, bad from {rule.shown(rule.bad)}: {rule.remedy}"
 
-    return _Watch(rule.name, rule.metric, rule.measure, trouble, rule.alarm_steps, actions, rule.counts)
+    streak = _Streak(rule.alarm_steps)
+    return _Watch(rule.name, rule.metric, rule.measure, trouble, streak, actions, rule.counts)
 
 
 class AlarmBell:
     """Performs the actions for alarms, on the first rank. ``cfg`` defines the receivers of messages.
 
-    ``note`` prints a message. ``save`` requests a checkpoint after the step, and ``stop`` the end of the run.
+    ``note`` prints a message. ``save`` requests a checkpoint after the step, and ``stop`` the end of the run. Posts and commands run
+    in threads. Of each of these two actions, only the first failure is reported.
     """
 
     def __init__(
@@ -157,11 +166,10 @@ class AlarmBell:
     ) -> None:
         self.alarms = Alarms(cfg)
         self.stopped_by = ""  # text of the alarm that has ended the run
-        self._run, self._note, self._save, self._stop = run, note, save, stop
-        self._messages: AlarmMessages | None = None
-        actions = {*cfg.actions, *(action for rule in cfg.rules for action in rule.actions or ())}
-        if actions.intersection(MESSAGES):
-            self._messages = AlarmMessages(cfg, note)
+        self._cfg, self._run, self._note, self._save, self._stop = cfg, run, note, save, stop
+        self._failed: set[str] = set()
+        self._sending: list[Thread] = []
+        self._commands: list[subprocess.Popen[bytes]] = []
 
     def recall(self, metrics: Mapping[str, float]) -> None:
         """Process a step from before a restart, without raising its alarms again."""
@@ -177,14 +185,56 @@ class AlarmBell:
             if "stop" in alarm.actions:
                 self.stopped_by = self.stopped_by or alarm.text
                 self._stop()
-            for action in MESSAGES:
-                if action in alarm.actions and self._messages is not None:
-                    self._messages.send(action, json_line({"run": self._run, **asdict(alarm)}))
+            content = json_line({"run": self._run, **asdict(alarm)})
+            if "webhook" in alarm.actions:
+                self._start("webhook", self._post, content)
+            if "command" in alarm.actions:
+                self._start("command", self._call, content)
 
     def close(self) -> None:
-        """Wait briefly for messages that are being sent."""
-        if self._messages is not None:
-            self._messages.close()
+        """Wait briefly for messages that are being sent. A command that takes longer is killed with all its child processes."""
+        end = time.monotonic() + CLOSE_S
+        for thread in self._sending:
+            thread.join(max(end - time.monotonic(), 0.0))
+        for process in self._commands:
+            if process.poll() is None:
+                kill_group(process)
+
+    def _start(self, action: str, send: Callable[[bytes], None], content: bytes) -> None:
+        thread = Thread(target=self._try, args=(action, send, content), name=f"alarm {action}", daemon=True)
+        self._sending = [other for other in self._sending if other.is_alive()] + [thread]
+        thread.start()
+
+    def _try(self, action: str, send: Callable[[bytes], None], content: bytes) -> None:
+        try:
+            send(content)
+        except Exception as error:
+            if action not in self._failed:
+                self._failed.add(action)
+                secret = self._cfg.webhook or "\0"
+                why = without_secrets(str(error)).replace(secret, "<redacted>").splitlines() or [""]
+                self._note(
+                    f"warning: alarms.{action} failed ({type(error).__name__}: {why[0][:300]}); the run continues"
+                )
+
+    def _post(self, content: bytes) -> None:
+        assert self._cfg.webhook is not None
+        request = urllib.request.Request(self._cfg.webhook, content, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S):
+            pass
+
+    def _call(self, content: bytes) -> None:
+        nothing, program = subprocess.DEVNULL, self._cfg.command[0]  # the arguments may contain secrets
+        process = start(self._cfg.command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing)
+        self._commands = [other for other in self._commands if other.poll() is None] + [process]
+        with process:
+            try:
+                process.communicate(content, TIMEOUT_S)
+            except subprocess.TimeoutExpired as late:
+                kill_group(process)
+                raise subprocess.TimeoutExpired(program, late.timeout) from None
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, program)
 
 
 @dataclass(slots=True)
@@ -222,63 +272,3 @@ class RewardAlarm:
                         f"{len(known)} steps: check the responses under rollouts/"
                     )
             known.append(metrics[name])
-
-
-TIMEOUT_S = 30.0  # for a post or a command
-CLOSE_S = 10.0  # for unsent messages when the run ends
-
-
-class AlarmMessages:
-    """Sends alarms to the targets of ``cfg``. ``note`` prints a message about the first failure of each action."""
-
-    def __init__(self, cfg: AlarmsConfig, note: Callable[[str], None]) -> None:
-        self._cfg, self._note = cfg, note
-        self._failed: set[str] = set()
-        self._sending: list[Thread] = []
-        self._commands: list[subprocess.Popen[bytes]] = []
-
-    def send(self, action: str, content: bytes) -> None:
-        """Start to send. ``action``: webhook or command."""
-        thread = Thread(target=self._try, args=(action, content), name=f"alarm {action}", daemon=True)
-        self._sending = [other for other in self._sending if other.is_alive()] + [thread]
-        thread.start()
-
-    def close(self) -> None:
-        """Wait briefly for messages that are being sent. A command that takes longer is killed with all its child processes."""
-        end = time.monotonic() + CLOSE_S
-        for thread in self._sending:
-            thread.join(max(end - time.monotonic(), 0.0))
-        for process in self._commands:
-            if process.poll() is None:
-                kill_group(process)
-
-    def _try(self, action: str, content: bytes) -> None:
-        try:
-            (self._post if action == "webhook" else self._call)(content)
-        except Exception as error:
-            if action not in self._failed:  # report the first failure only
-                self._failed.add(action)
-                secret = self._cfg.webhook or "\0"
-                why = without_secrets(str(error)).replace(secret, "<redacted>").splitlines() or [""]
-                self._note(
-                    f"warning: alarms.{action} failed ({type(error).__name__}: {why[0][:300]}); the run continues"
-                )
-
-    def _post(self, content: bytes) -> None:
-        assert self._cfg.webhook is not None
-        request = urllib.request.Request(self._cfg.webhook, content, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S):
-            pass
-
-    def _call(self, content: bytes) -> None:
-        nothing, program = subprocess.DEVNULL, self._cfg.command[0]  # the arguments may contain secrets
-        process = start(self._cfg.command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing)
-        self._commands = [other for other in self._commands if other.poll() is None] + [process]
-        with process:
-            try:
-                process.communicate(content, TIMEOUT_S)
-            except subprocess.TimeoutExpired as late:
-                kill_group(process)
-                raise subprocess.TimeoutExpired(program, late.timeout) from None
-        if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, program)
