@@ -221,22 +221,15 @@ def _in_flight(role: PlannedRole, pp: int, num_microbatches: int) -> float:
     stages, chunks = role.layout.pp, role.layout.vpp or 1
     if chunks == 1:
         return min(stages - pp, num_microbatches)
-    group = role.megatron.get("microbatch_group_size_per_vp_stage") or stages
-    return min(2 * (stages - pp - 1) + (chunks - 1) * group + 1, num_microbatches * chunks) / chunks
+    return min(2 * (stages - pp - 1) + (chunks - 1) * stages + 1, num_microbatches * chunks) / chunks
 
 
 def _chunk_bytes(run: Pass, layers: list[int]) -> float:
     """Count the bytes per token that one microbatch keeps in the layers of a chunk, including the chunk's input and output."""
-    recompute, fields = run.role.recompute, run.role.megatron
-    whole = _of_each(run, layers, _layer_bytes)
+    recompute, whole = run.role.recompute, _of_each(run, layers, _layer_bytes)
     inputs = run.width * run.role.geometry.hidden_size / run.share
-    if fields.get("cpu_offloading") and fields.get("cpu_offloading_activations", True):
-        # Activations of earlier layers are on the host. The next layer's activations are being copied.
-        return inputs + sum(whole[max(fields.get("cpu_offloading_num_layers", 0) - 1, 0) :])
     if not recompute.whole_layers:
         return inputs + sum(whole) - sum(_of_each(run, layers, _dropped_bytes))
-    if fields.get("distribute_saved_activations"):
-        inputs = run.width * run.role.geometry.hidden_size / run.role.layout.tp
     if recompute.granularity == "block":
         recomputed = min(recompute.num_layers, len(whole))
         return (1 + recomputed) * inputs + sum(whole[recomputed:])
@@ -264,10 +257,8 @@ def _layer_parts(run: Pass, layer: int) -> dict[str, float]:
     if geometry.experts is None or not is_moe:
         return parts | {"mlp": (wide + input_width) * geometry.ffn_size / layout.tp}
     experts, copies = geometry.experts, run.copies
-    number = 8 if role.megatron.get("moe_router_dtype") == "fp64" else FP32  # logits and probabilities
-    jitter = width * hidden if role.megatron.get("moe_input_jitter_eps") else 0.0
     copied = copies * (input_width * geometry.hidden_size + wide * experts.ffn_size / layout.expert_tp)
-    parts["moe"] = copied + jitter + number * (copies + 2 * experts.count / run.share)
+    parts["moe"] = copied + FP32 * (copies + 2 * experts.count / run.share)  # logits and probabilities
     parts["moe_act"] = input_width * copies * experts.ffn_size / layout.expert_tp
     if experts.shared_ffn_size:  # a gated MLP, its output, and its output times its gate
         mlp = (wide + input_width) * experts.shared_ffn_size / layout.tp
@@ -348,9 +339,7 @@ def _backward_bytes(run: Pass) -> float:
     hidden, ffn = run.role.geometry.hidden_size, run.role.geometry.ffn_size / run.role.layout.tp
     gathered = hidden + 2 * hidden / run.share if run.share > 1 else 0.0
     activation = run.tokens * (hidden + 2 * ffn)
-    # Added to the buffer directly, without a separate tensor.
-    is_added = run.role.megatron.get("gradient_accumulation_fusion")
-    weight = (0 if is_added else 2 * hidden * ffn) + run.tokens * (hidden + gathered - ffn)
+    weight = 2 * hidden * ffn + run.tokens * (hidden + gathered - ffn)
     return run.width * max(activation, weight)
 
 
@@ -362,9 +351,6 @@ def _dispatch_bytes(run: Pass) -> float:
     """
     role, etp = run.role, run.role.layout.expert_tp
     sent, several = run.copies / etp, role.geometry.num_experts > role.layout.ep
-    # Every expert rank receives the tokens of all ranks.
-    if role.megatron.get("moe_token_dispatcher_type") == "allgather":
-        sent = max(sent, role.layout.ep)
     there = run.width * (2 * sent + (2 if several else 1) * run.copies)
     summed = FP32 * (run.copies + sent) if etp > 1 else 0.0
     return run.tokens * role.geometry.hidden_size * (there + summed)
