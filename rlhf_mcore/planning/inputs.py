@@ -85,6 +85,9 @@ class Assumptions:
     expert_imbalance: float = 1.25  # tokens of the busiest expert rank over their mean, for memory
 
 
+CONSERVATIVE = Assumptions()
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedRole:
     """One model of a run.

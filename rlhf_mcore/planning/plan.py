@@ -19,6 +19,7 @@ from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.engines import kv_tokens, state_tokens
 from rlhf_mcore.planning.inputs import (
+    CONSERVATIVE,
     Assumptions,
     GpuType,
     PlanInputs,
@@ -137,13 +138,12 @@ class RunPlan:
         return max(self.phases, key=lambda phase: phase.total / phase.available)
 
 
-def make_plan(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> RunPlan:
+def make_plan(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions = CONSERVATIVE) -> RunPlan:
     """Plan a valid and resolved configuration (``config.validate``, ``config.resolve``).
 
     Raises:
         ConfigError: a model's config.json cannot be read.
     """
-    assumed = assumed or Assumptions()
     cfg = with_offload(cfg, world_size, gpu, assumed)
     inputs = plan_inputs(cfg, world_size, gpu, assumed)
     roles, seconds, generates = inputs.roles, phase_seconds(inputs), run_kind(cfg).generates
@@ -232,13 +232,12 @@ def _route_bytes(cfg: Config, geometry: ModelGeometry) -> int:
     return 2 * len(geometry.moe_layers) * geometry.experts.per_token
 
 
-def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> Config:
+def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions = CONSERVATIVE) -> Config:
     """Choose ``offload`` for every model with ``offload=auto``: the least that makes everything fit, else everything.
 
     If two choices fit, prefer the one that offloads less of the trained models. These stay on the device if no sleeping
     engine shares it.
     """
-    assumed = assumed or Assumptions()
     *ways, last = _ways_to_offload(cfg)
     for trained, frozen in ways:
         candidate = _offloaded(cfg, trained, frozen)

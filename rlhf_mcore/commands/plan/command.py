@@ -8,14 +8,13 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say, working
-from rlhf_mcore.commands.plan.suggest import Suggestion, in_any_world, with_adapters
+from rlhf_mcore.commands.plan.suggest import Offers, find_offers
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import default_world_size, resolve
@@ -108,32 +107,33 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
             "actor.fp8=null, or choose another --gpu"
         )
     cfg = resolve(cfg)
-    offers = _Offers()
+    plan, offers = make_plan(cfg, world_size, gpu, assumed), None
     if args.suggest:
+        is_chosen = args.world_size is not None or cfg.trainer.world_size is not None
         with working("trying layouts"):
-            plan = make_plan(cfg, world_size, gpu, assumed)
-            offers = _find_offers(cfg, plan, assumed, has_world=args.world_size is not None)
-    else:
-        plan = make_plan(cfg, world_size, gpu, assumed)
+            offers = find_offers(cfg, plan, assumed, is_chosen=is_chosen)
     if args.json:
-        say(json.dumps(as_json(plan) | offers.as_json(), indent=1))
+        say(json.dumps(as_json(plan) | (_offers_json(offers) if offers else {}), indent=1))
     else:
         say(as_text(plan))
         if args.trace:
-            warnings.filterwarnings("ignore")  # Megatron warns about kernels, which a trace does not run
-            update = next(phase for phase in plan.phases if phase.phase == "actor update")
-            with working(f"an update of rank {update.rank} on fake tensors"):
-                from rlhf_mcore.commands.plan.trace import traced  # imports torch and Megatron
-
-                table = traced(cfg, world_size, update.rank, plan.dtype, assumed)
-            say(f"\n{table}")
-        for line in offers.lines():
-            say(line)
+            say(f"\n{_trace(cfg, plan, assumed)}")
+        if offers:
+            say("\n".join(_offer_lines(offers)))
     if plan.fits:
         return exit_codes.DONE
     hint = "" if args.suggest else "\nLayouts that fit: add --suggest."
     say(f"error: {refusal(plan)}{hint}", file=sys.stderr)
     return exit_codes.USER_ERROR
+
+
+def _trace(cfg: Config, plan: RunPlan, assumed: Assumptions) -> str:
+    warnings.filterwarnings("ignore")  # Megatron warns about kernels, which a trace does not run
+    update = next(phase for phase in plan.phases if phase.phase == "actor update")
+    with working(f"an update of rank {update.rank} on fake tensors"):
+        from rlhf_mcore.commands.plan.trace import traced  # imports torch and Megatron
+
+        return traced(cfg, plan.world_size, update.rank, plan.dtype, assumed)
 
 
 def _measured_reserve(directory: Path) -> int:
@@ -150,52 +150,33 @@ def _measured_reserve(directory: Path) -> int:
     return int(max(sizes))
 
 
-@dataclass(frozen=True, slots=True)
-class _Offers:
-    """Layouts that fit (None without --suggest), and a run with adapters if no run that trains all weights fits."""
-
-    layouts: list[Suggestion] | None = None
-    adapters: Suggestion | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        if self.layouts is None:
-            return {}
-        layouts = [
-            {"world_size": each.plan.world_size, "overrides": list(each.overrides), "step_s": each.plan.step_s}
-            for each in self.layouts
-        ]
-        if self.adapters is None:
-            return {"suggestions": layouts}
-        fullest = self.adapters.plan.fullest
-        sizes = {"needed": fullest.total, "available": fullest.available}
-        return {"suggestions": layouts, "adapters": {"overrides": list(self.adapters.overrides), **sizes}}
-
-    def lines(self) -> Iterator[str]:
-        if self.layouts is None:
-            return
-        sizes = [each.plan.world_size for each in self.layouts]
-        if not sizes:
-            yield "\nnone of the tried layouts fits"
-        elif len(set(sizes)) < len(sizes) or len(sizes) == 1:
-            yield "\nlayouts that fit, sorted by estimated time of a step:"
-        else:
-            smaller = "" if sizes[0] == 1 else f"; fewer than {sizes[0]} do not fit"
-            yield f"\nthe fastest layout on 1, 2, 4, ... processes, with the estimated time of a step{smaller}:"
-        for each in self.layouts:
-            keys = " ".join(each.overrides) or "(no change)"
-            yield f"  {each.plan.step_s:8.1f} s  {each.plan.world_size} processes  {keys}"
-        if (adapters := self.adapters) is not None:
-            fullest = adapters.plan.fullest
-            yield (
-                f"\nlow-rank adapters fit (processes: {adapters.plan.world_size}): {' '.join(adapters.overrides)} takes "
-                f"{gib(fullest.total)} of {gib(fullest.available)} GiB of a device (docs/algorithms/lora.md)"
-            )
+def _offers_json(offers: Offers) -> dict[str, Any]:
+    layouts = [
+        {"world_size": each.plan.world_size, "overrides": list(each.overrides), "step_s": each.plan.step_s}
+        for each in offers.layouts
+    ]
+    if offers.adapters is None:
+        return {"suggestions": layouts}
+    fullest = offers.adapters.plan.fullest
+    sizes = {"needed": fullest.total, "available": fullest.available}
+    return {"suggestions": layouts, "adapters": {"overrides": list(offers.adapters.overrides), **sizes}}
 
 
-def _find_offers(cfg: Config, plan: RunPlan, assumed: Assumptions, *, has_world: bool) -> _Offers:
-    """Search layouts that fit, including larger worlds. Offer adapters only if no layout fits the world that the user has chosen."""
-    is_chosen = has_world or cfg.trainer.world_size is not None
-    layouts = in_any_world(cfg, plan.world_size if is_chosen else None, plan.gpu, assumed, is_wanted=not plan.fits)
-    if plan.fits or any(not is_chosen or each.plan.world_size == plan.world_size for each in layouts):
-        return _Offers(layouts)
-    return _Offers(layouts, with_adapters(cfg, plan.world_size, plan.gpu, assumed))
+def _offer_lines(offers: Offers) -> Iterator[str]:
+    sizes = [each.plan.world_size for each in offers.layouts]
+    if not sizes:
+        yield "\nnone of the tried layouts fits"
+    elif len(set(sizes)) < len(sizes) or len(sizes) == 1:
+        yield "\nlayouts that fit, sorted by estimated time of a step:"
+    else:
+        smaller = "" if sizes[0] == 1 else f"; fewer than {sizes[0]} do not fit"
+        yield f"\nthe fastest layout on 1, 2, 4, ... processes, with the estimated time of a step{smaller}:"
+    for each in offers.layouts:
+        keys = " ".join(each.overrides) or "(no change)"
+        yield f"  {each.plan.step_s:8.1f} s  {each.plan.world_size} processes  {keys}"
+    if (adapters := offers.adapters) is not None:
+        fullest = adapters.plan.fullest
+        yield (
+            f"\nlow-rank adapters fit (processes: {adapters.plan.world_size}): {' '.join(adapters.overrides)} takes "
+            f"{gib(fullest.total)} of {gib(fullest.available)} GiB of a device (docs/algorithms/lora.md)"
+        )

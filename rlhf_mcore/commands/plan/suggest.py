@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import KEYS, value_of
 from rlhf_mcore.config.questions import balanced_stages, needs_critic
 from rlhf_mcore.config.rules.layouts import cut_problems as layout_problems
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, RolloutLayoutConfig
@@ -17,7 +19,7 @@ from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.families.quantised import QUANTISATIONS, cut_problems
 from rlhf_mcore.geometry import ExpertSizes, ModelGeometry
-from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlanInputs, PlannedRole, plan_inputs
+from rlhf_mcore.planning.inputs import CONSERVATIVE, Assumptions, GpuType, PlanInputs, PlannedRole, plan_inputs
 from rlhf_mcore.planning.phases import GENERATE, SYNC, engines_fit, models_fit
 from rlhf_mcore.planning.plan import (
     RunPlan,
@@ -40,6 +42,9 @@ LONG_TOKENS = 16384
 SHARES = (0.3, 0.5, 0.7, 0.85)
 _ENGINE_PHASES = (GENERATE, SYNC)
 MAX_SHOWN_WORLDS, MAX_SHOWN_SIZE = 6, 1024  # limits of a list of several worlds
+_GROUPS = ("actor.layout", "actor.recompute", "critic.layout", "critic.recompute", "rollout.layout")
+_VARIED = [key for key in KEYS if key.rpartition(".")[0] in _GROUPS]
+_VARIED += ["rollout.num_engines", "rollout.gpu_memory_utilization"]
 ADAPTER_RANK = 8  # rank of suggested adapters; see docs/algorithms/lora.md
 
 
@@ -52,7 +57,7 @@ class Suggestion:
 
 
 def suggest(
-    cfg: Config, world_size: int, gpu: GpuType, count: int = 5, assumed: Assumptions | None = None
+    cfg: Config, world_size: int, gpu: GpuType, count: int = 5, assumed: Assumptions = CONSERVATIVE
 ) -> list[Suggestion]:
     """Return the ``count`` fastest layouts that fit. Among equally fast layouts, the layout that changes fewer keys comes first.
 
@@ -60,7 +65,6 @@ def suggest(
     estimates the time of every candidate. It checks memory from the fastest candidate on, and the configuration's rules only for
     candidates that fit.
     """
-    assumed = assumed or Assumptions()
     search = _Search(cfg, world_size, gpu, assumed)
     found: list[_Candidate] = []
     for layout in search.trained_layouts():
@@ -145,20 +149,27 @@ def _is_cut(role: PlannedRole, cfg: Config) -> bool:
     return layout is None or not any(layout_problems(role.name, layout, role.geometry, "model.path"))
 
 
-def in_any_world(
-    cfg: Config, world_size: int | None, gpu: GpuType, assumed: Assumptions | None = None, *, is_wanted: bool = True
-) -> list[Suggestion]:
-    """Return the fastest layouts that fit in this world. If none fits and ``is_wanted``, return the fastest in a larger world.
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """Layouts that fit, and a run with adapters if no run that trains all weights fits."""
 
-    If ``world_size`` is None, return the fastest layout for each of several worlds.
+    layouts: list[Suggestion]
+    adapters: Suggestion | None = None
+
+
+def find_offers(cfg: Config, plan: RunPlan, assumed: Assumptions, *, is_chosen: bool) -> Offers:
+    """Search layouts that fit: in the plan's world if the user has chosen it (``is_chosen``), else in several worlds.
+
+    If none fits the chosen world, offer the fastest in a larger world, and adapters.
     """
-    if world_size is None:
-        return worlds(cfg, gpu, assumed)
-    found = suggest(cfg, world_size, gpu, assumed=assumed)
-    return found or (smallest_world(cfg, world_size, gpu, assumed) if is_wanted else [])
+    found = suggest(cfg, plan.world_size, plan.gpu, assumed=assumed) if is_chosen else worlds(cfg, plan.gpu, assumed)
+    if found or plan.fits:
+        return Offers(found)
+    larger = smallest_world(cfg, plan.world_size, plan.gpu, assumed) if is_chosen else []
+    return Offers(larger, with_adapters(cfg, plan.world_size, plan.gpu, assumed))
 
 
-def worlds(cfg: Config, gpu: GpuType, assumed: Assumptions | None = None) -> list[Suggestion]:
+def worlds(cfg: Config, gpu: GpuType, assumed: Assumptions) -> list[Suggestion]:
     """Return the fastest layout on 1, 2, 4, 8, ... processes, for the first ``MAX_SHOWN_WORLDS`` worlds with a layout that fits."""
     found: list[Suggestion] = []
     size = 1
@@ -168,26 +179,28 @@ def worlds(cfg: Config, gpu: GpuType, assumed: Assumptions | None = None) -> lis
     return found
 
 
-def smallest_world(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> list[Suggestion]:
+def smallest_world(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions = CONSERVATIVE) -> list[Suggestion]:
     """Return the fastest layout in the smallest of 2, 4, ..., 64 times this world with a layout that fits, or [] if there is none."""
     found = (suggest(cfg, world_size * factor, gpu, 1, assumed) for factor in (2, 4, 8, 16, 32, 64))
     return next(filter(None, found), [])
 
 
-def with_adapters(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> Suggestion | None:
+def with_adapters(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions) -> Suggestion | None:
     """Return the fastest layout that fits if the run trains adapters instead of all weights.
 
     Returns None if the run already trains adapters, or if no layout fits with adapters.
     """
-    overrides, candidate = list[str](), cfg
+    changed: dict[str, Any] = {}
     if cfg.actor.lora.rank is None:
-        # The reference is then the actor without adapters, so it has no weights to offload.
-        candidate = with_values(candidate, {"actor.lora.rank": ADAPTER_RANK, "reference.offload": "auto"})
-        overrides.append(f"actor.lora.rank={ADAPTER_RANK}")
+        changed["actor.lora.rank"] = ADAPTER_RANK
     if needs_critic(cfg) and cfg.critic.lora.rank is None:
-        candidate = with_values(candidate, {"critic.lora.rank": ADAPTER_RANK})
-        overrides.append(f"critic.lora.rank={ADAPTER_RANK}")
-    found = suggest(candidate, world_size, gpu, 1, assumed) if overrides else []
+        changed["critic.lora.rank"] = ADAPTER_RANK
+    if not changed:
+        return None
+    overrides = tuple(f"{key}={rank}" for key, rank in changed.items())
+    if cfg.actor.lora.rank is None:  # the reference is then the actor without adapters, so it has no weights to offload
+        changed["reference.offload"] = "auto"
+    found = suggest(with_values(cfg, changed), world_size, gpu, 1, assumed)
     return replace(found[0], overrides=(*overrides, *found[0].overrides)) if found else None
 
 
@@ -270,23 +283,10 @@ def _layout(cfg: Config, num_layers: int, sizes: tuple[int, int, int, int]) -> L
 
 
 def changes(old: Config, new: Config) -> tuple[str, ...]:
-    """Return the overrides that change the layout of ``old`` to the layout of ``new``."""
+    """Return the overrides that change the layouts of ``old`` to those of ``new``."""
     overrides = []
-    pairs = (
-        ("actor.layout", old.actor.layout, new.actor.layout),
-        ("actor.recompute", old.actor.recompute, new.actor.recompute),
-        ("critic.layout", old.critic.layout, new.critic.layout),
-        ("critic.recompute", old.critic.recompute, new.critic.recompute),
-        ("rollout.layout", old.rollout.layout, new.rollout.layout),
-    )
-    for group, before, after in pairs:
-        for key, value in vars(after).items():
-            if vars(before)[key] != value:
-                overrides.append(
-                    f"{group}.{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
-                )
-    if old.rollout.num_engines != new.rollout.num_engines:
-        overrides.append(f"rollout.num_engines={new.rollout.num_engines}")
-    if old.rollout.gpu_memory_utilization != new.rollout.gpu_memory_utilization:
-        overrides.append(f"rollout.gpu_memory_utilization={new.rollout.gpu_memory_utilization:g}")
+    for key in _VARIED:
+        if (value := value_of(new, key)) != value_of(old, key):
+            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            overrides.append(f"{key}={text}")
     return tuple(overrides)
