@@ -12,14 +12,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
+from rlhf_mcore.checkpoint.layout import MANIFEST, scan
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.foreign import read_bytes, read_json, read_text
+from rlhf_mcore.config.keys import leaves
+from rlhf_mcore.config.yaml_text import load_yaml, read_yaml_text
+from rlhf_mcore.foreign import read_bytes, read_json
 from rlhf_mcore.observability.files import read_lines
 from rlhf_mcore.observability.run_directory import METRICS, ROLLOUTS
 
-MAX_CONFIG_BYTES = 4 * 2**20
 _REMEDY = "name the directory of another run, or move the file away"
 _OF_SAMPLES = (
     "sample",
@@ -86,15 +86,9 @@ def read_run(directory: Path, max_rollouts: int) -> RunData:
             f"give <output_dir>/<project>/<experiment>{hint}"
         )
     groups, num_rollouts = _groups(directory / ROLLOUTS, max_rollouts)
-    checkpoints = sorted(
-        int(path.parent.name.removeprefix("checkpoint-"))
-        for path in directory.glob("checkpoint-*/manifest.json")
-        if path.parent.name.removeprefix("checkpoint-").isdecimal()
-    )
-    software = {}
+    checkpoints, software = scan(directory), {}
     if checkpoints:
-        manifest = directory / f"checkpoint-{checkpoints[-1]}" / "manifest.json"
-        software = read_json(manifest, remedy=_REMEDY).table("libraries")
+        software = read_json(checkpoints[-1].path / MANIFEST, remedy=_REMEDY).table("libraries")
     records = _records(directory / METRICS)
     return RunData(
         name=directory.resolve().name,
@@ -103,10 +97,10 @@ def read_run(directory: Path, max_rollouts: int) -> RunData:
         not_finite=_not_finite(records),
         groups=groups,
         num_rollouts=num_rollouts,
-        images=_images(directory, groups),
-        config=dict(_flat(_config(directory / "config.yaml"))),
+        images=images_of(directory, groups),
+        config=_config(directory / "config.yaml"),
         software=software,
-        checkpoints=checkpoints,
+        checkpoints=[checkpoint.step for checkpoint in checkpoints],
     )
 
 
@@ -148,12 +142,6 @@ def _not_finite(records: Mapping[int, Mapping[str, float | None]]) -> dict[str, 
     return since
 
 
-def _images(directory: Path, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    if not any(group.get(IMAGES) for group in groups):
-        return {}
-    return images_of(directory, groups)
-
-
 def _groups(folder: Path, max_rollouts: int) -> tuple[list[dict[str, Any]], int]:
     """Read the groups of the first step and of as many of the newest steps as fit. Returns them with the number of all rollouts."""
     files = sorted(folder.glob("step-*.jsonl")) if folder.is_dir() else []
@@ -189,12 +177,10 @@ def _groups_of_step(file: Path) -> Iterator[dict[str, Any]]:
 
 def _add_tokens(groups: Sequence[dict[str, Any]], file: Path) -> int:
     """Add the recorded tokens to the samples. Returns the number of tokens."""
-    samples = {(g["prompt_id"], sample.get("sample")): sample for g in groups for sample in g["samples"]}
     total = 0
-    for line in read_lines(file, _REMEDY, is_growing=True) if file.is_file() else ():
-        sample = samples.get((line.content.get("prompt_id"), line.content.get("sample")))
-        columns = [column for name in _OF_TOKENS if isinstance(column := line.content.get(name), list)]
-        if sample is not None and len(columns) == len(_OF_TOKENS) and len(set(map(len, columns))) == 1:
+    for sample, record in _records_of_samples(groups, file):
+        columns = [column for name in _OF_TOKENS if isinstance(column := record.get(name), list)]
+        if len(columns) == len(_OF_TOKENS) and len(set(map(len, columns))) == 1:
             sample |= dict(zip(_OF_TOKENS, columns, strict=True))
             total += len(columns[0])
     return total
@@ -202,30 +188,30 @@ def _add_tokens(groups: Sequence[dict[str, Any]], file: Path) -> int:
 
 def _add_episodes(groups: Sequence[dict[str, Any]], file: Path) -> None:
     """Add the turns of the episodes, with times, to the samples."""
+    for sample, record in _records_of_samples(groups, file):
+        nodes = record.get("nodes")
+        if isinstance(nodes, list) and all(isinstance(node, dict) for node in nodes):
+            sample["episode"] = record
+
+
+def _records_of_samples(
+    groups: Sequence[dict[str, Any]], file: Path
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield (sample, record) for each record of a file that belongs to a sample; nothing if the file does not exist."""
     samples = {(g["prompt_id"], sample.get("sample")): sample for g in groups for sample in g["samples"]}
     for line in read_lines(file, _REMEDY, is_growing=True) if file.is_file() else ():
         sample = samples.get((line.content.get("prompt_id"), line.content.get("sample")))
-        nodes = line.content.get("nodes")
-        if sample is not None and isinstance(nodes, list) and all(isinstance(node, dict) for node in nodes):
-            sample["episode"] = line.content
+        if sample is not None:
+            yield sample, dict(line.content)
 
 
-def _config(path: Path) -> Mapping[str, Any]:
+def _config(path: Path) -> dict[str, Any]:
+    """Return the values of a configuration by dotted key; {} if the file does not exist."""
     if not path.is_file():
         return {}
-    try:
-        content = yaml.safe_load(read_text(path, limit=MAX_CONFIG_BYTES, remedy=_REMEDY))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML ({str(error).splitlines()[0]}); {_REMEDY}") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str | int | float | None) else json.dumps(value)
+    content = load_yaml(read_yaml_text(path, "config file"), str(path))
+    values = leaves(content) if isinstance(content, dict) else ()
+    return {key: value if isinstance(value, str | int | float | None) else json.dumps(value) for key, value in values}
 
 
 _NAMES = {"experiment", "output_dir"}  # these keys differ even between runs of one configuration
