@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from rlhf_mcore.rollout.remote.fleet_state import EngineStatus
 
 PREFIX = "rlhf_mcore_"
+_OF_ENGINES: tuple[tuple[str, Any, str, Callable[[EngineStatus], float]], ...] = (
+    ("up", GaugeMetricFamily, "1: the engine generates", lambda engine: engine.state == "serving"),
+    ("version", GaugeMetricFamily, "policy version of an engine's weights; -1: none", lambda engine: engine.version),
+    ("requests", GaugeMetricFamily, "responses in flight in an engine", lambda engine: engine.requests),
+    ("tokens", CounterMetricFamily, "tokens that an engine has sampled", lambda engine: engine.tokens),
+    ("failures", GaugeMetricFamily, "consecutive failures of an engine", lambda engine: engine.failures),
+)
 
 
 class PrometheusExporter(Collector):
@@ -60,24 +67,11 @@ class PrometheusExporter(Collector):
             family.add_metric(values, value)
             yield family
         engines = self.engines()
-        if not engines:
-            return
-        labels = [*names, "engine"]
-        up = GaugeMetricFamily(f"{PREFIX}engine_up", "1: the engine generates", labels=labels)
-        version = GaugeMetricFamily(
-            f"{PREFIX}engine_version", "policy version of an engine's weights; -1: none", labels=labels
-        )
-        requests = GaugeMetricFamily(f"{PREFIX}engine_requests", "responses in flight in an engine", labels=labels)
-        tokens = CounterMetricFamily(f"{PREFIX}engine_tokens", "tokens that an engine has sampled", labels=labels)
-        failures = GaugeMetricFamily(f"{PREFIX}engine_failures", "consecutive failures of an engine", labels=labels)
-        for engine in engines:
-            of = [*values, engine.name]
-            up.add_metric(of, float(engine.state == "serving"))
-            version.add_metric(of, engine.version)
-            requests.add_metric(of, engine.requests)
-            tokens.add_metric(of, engine.tokens)
-            failures.add_metric(of, engine.failures)
-        yield from (up, version, requests, tokens, failures)
+        for name, kind, meaning, value_of in _OF_ENGINES if engines else ():
+            engine_family = kind(f"{PREFIX}engine_{name}", meaning, labels=[*names, "engine"])
+            for engine in engines:
+                engine_family.add_metric([*values, engine.name], float(value_of(engine)))
+            yield engine_family
 
 
 def metric_name(name: str) -> str:
