@@ -100,44 +100,39 @@ def run(request: Conversion) -> Converted | None:
     for path in (request.source, *request.average):
         if not path.is_dir():
             raise ConfigError(f"{path} is not a directory (looked from {Path.cwd()}); correct the path")
-    given = request.source
     if request.source_format == "checkpoint":
-        average = [newest_checkpoint(path) for path in request.average]
-        request = replace(request, source=newest_checkpoint(request.source), average=average)
+        given, average = request.source, [newest_checkpoint(path) for path in request.average]
+        request = replace(request, source=newest_checkpoint(given), average=average)
+        if request.source != given:
+            _note(f"{given}: a run directory; converting {request.source.name}")
     # Shards contain device meshes of other processes. torch would warn about them, but here they are only read.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
-    console = Console(stderr=True)
-    if request.source != given:
-        say(f"{given}: a run directory; converting {request.source.name}", file=sys.stderr)
-    has_adapters = holds_adapter(_root(request))
+    root = _root(request)
+    has_adapters = holds_adapter(root)
     if request.merge and not has_adapters:
-        raise ConfigError(f"--merge: {_root(request)} holds no adapters; remove --merge")
+        raise ConfigError(f"--merge: {root} holds no adapters; remove --merge")
     with ExitStack() as cleanup:
         if has_adapters and not request.merge:
             _copy_adapters(request, cleanup)
             return None
         companions = _companions(request)
         if request.merge:
-            companions = _with_head(_root(request), companions, cleanup)
-        geometry = read_geometry(companions)
-        return _convert(request, companions, geometry, console, cleanup)
+            companions = _with_head(root, companions, cleanup)
+        return _convert(request, companions, cleanup)
 
 
-def _convert(
-    request: Conversion, companions: Path, geometry: ModelGeometry, console: Console, cleanup: ExitStack
-) -> Converted | None:
+def _convert(request: Conversion, companions: Path, cleanup: ExitStack) -> Converted | None:
+    geometry, hf_config = read_geometry(companions), read_config(companions, str(companions))
     directories = [request.source, *request.average]
     if request.source_format == "checkpoint":
         directories = _checked_models(request, directories, cleanup)
     sources = [_open(request, path, companions, geometry) for path in directories]
     source = AverageSource(sources) if len(sources) > 1 else sources[0]
     types = checked_types(source, geometry)
-    hf_config = read_config(companions, str(companions))
     if request.target_format == "megatron" and (mtp := mtp_tensors(types, hf_config)):
-        say(
+        _note(
             f"note: the MTP layers of {request.source} ({len(mtp)} tensors) are not converted, because this tool has no Megatron "
-            "names for them",
-            file=sys.stderr,
+            "names for them"
         )
         types = {name: kind for name, kind in types.items() if name not in mtp}
     if request.dtype is not None:
@@ -146,12 +141,12 @@ def _convert(
         _print_map(request, source, geometry, types)
         return None
     assert request.destination is not None
-    total = sum(prod(shape) * dtype.itemsize for dtype, shape in types.values())
+    total = _num_bytes(types)
     with (
         full_disk_named(request.destination, total),
         whole_directory(request.destination, overwrite=request.overwrite) as directory,
     ):
-        with progress_bar(console, "converting", total) as advance:
+        with progress_bar(Console(stderr=True), "converting", total) as advance:
             reading = Reading(source, types, advance, is_checked=not request.allow_nonfinite)
             if request.target_format == "hf":
                 write_hf(reading, directory, request.shard_bytes)
@@ -161,21 +156,24 @@ def _convert(
                 write_megatron(reading, geometry, directory, request.shard_bytes)
         written = _check_written(request, directory, geometry, types)
         if request.verify:
-            _verify(console, reading, written)
-    if request.target_format == "megatron":
-        for part in _unnamed_parts(geometry, hf_config):
-            say(
-                f"note: Megatron-LM's arguments have no name for {part}; set it where you load the checkpoint",
-                file=sys.stderr,
-            )
+            _verify(reading, written)
+    for part in _unnamed_parts(geometry, hf_config) if request.target_format == "megatron" else ():
+        _note(f"note: Megatron-LM's arguments have no name for {part}; set it where you load the checkpoint")
     size = f"{total / 1e9:.2f} GB" if total >= 1e8 else f"{total / 1e6:.2f} MB"
+    verified = ", verified" if request.verify else ""
     converted = Converted(request.destination, len(types), num_parameters(types), total)
-    say(
-        f"{converted.directory}: {converted.num_tensors} tensors, {converted.num_parameters:,} parameters, {size}"
-        f"{', verified' if request.verify else ''}",
-        file=sys.stderr,
+    _note(
+        f"{converted.directory}: {converted.num_tensors} tensors, {converted.num_parameters:,} parameters, {size}{verified}"
     )
     return converted
+
+
+def _note(text: str) -> None:
+    say(text, file=sys.stderr)
+
+
+def _num_bytes(types: TensorTypes) -> int:
+    return sum(prod(shape) * dtype.itemsize for dtype, shape in types.values())
 
 
 def _unnamed_parts(geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
@@ -227,10 +225,9 @@ def _copy_adapters(request: Conversion, cleanup: ExitStack) -> None:
         whole_directory(request.destination, overwrite=request.overwrite) as directory,
     ):
         _copy(files, directory)
-    say(
+    _note(
         f"{request.destination}: adapters of {len(adapted_modules(adapters))} layers, {total / 1e6:.2f} MB; --merge writes a whole "
-        "model",
-        file=sys.stderr,
+        "model"
     )
 
 
@@ -341,10 +338,9 @@ def _check_written(request: Conversion, directory: Path, geometry: ModelGeometry
     return written
 
 
-def _verify(console: Console, reading: Reading, written: ModelSource) -> None:
-    again = Reading(written, reading.types)
-    total = sum(prod(shape) * dtype.itemsize for dtype, shape in reading.types.values())
-    with progress_bar(console, "verifying", total) as again.progress:
+def _verify(reading: Reading, written: ModelSource) -> None:
+    again, total = Reading(written, reading.types), _num_bytes(reading.types)
+    with progress_bar(Console(stderr=True), "verifying", total) as again.progress:
         for name in reading.types:
             for _ in again.blocks(name):
                 pass
@@ -352,10 +348,10 @@ def _verify(console: Console, reading: Reading, written: ModelSource) -> None:
     mtp = mtp_tensors(reading.types, read_config(reading.source.companions, str(reading.source.companions)))
     # transformers has no MTP layers.
     types = {name: described for name, described in reading.types.items() if name not in mtp}
-    with working("comparing outputs in transformers", console=console):
+    with working("comparing outputs in transformers"):
         skipped = compare_logits(Reading(reading.source, types), Reading(written, types), total)
     if skipped:
-        say(f"logits were not compared: {skipped}", file=sys.stderr)
+        _note(f"logits were not compared: {skipped}")
 
 
 def _print_map(request: Conversion, source: ModelSource, geometry: ModelGeometry, types: TensorTypes) -> None:
@@ -370,8 +366,7 @@ def _print_map(request: Conversion, source: ModelSource, geometry: ModelGeometry
             where = "".join(f"[{k}]" for k in target.lead)
             origins = ", ".join(f"{name} ({source.origin(name)})" for name in names)
             say(f"{target.key}{where} {list(shape)} {_short(types[next(iter(names))][0])} <- {origins}")
-    total = sum(prod(shape) * dtype.itemsize for dtype, shape in types.values())
-    say(f"{len(types)} tensors, {num_parameters(types)} parameters, {total} bytes")
+    say(f"{len(types)} tensors, {num_parameters(types)} parameters, {_num_bytes(types)} bytes")
 
 
 def _short(dtype: torch.dtype) -> str:
