@@ -14,7 +14,9 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from rlhf_mcore.families.adapters import adapter_rules, whole_rules
 from rlhf_mcore.families.base import DECODER, HIDDEN, ONE, VOCAB, Family, Rule
+from rlhf_mcore.families.mixture import EXPERT_BIAS
 from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.geometry import ModelGeometry
 
@@ -109,8 +111,6 @@ def end_rules(geometry: ModelGeometry, *, tied_head: bool = False) -> tuple[list
     first, last = outer_rules(geometry, tied_head=tied_head)
     if geometry.adapter is None:
         return [first, *_tower_rules(geometry)], last
-    from rlhf_mcore.families.adapters import adapter_rules, whole_rules
-
     derived = [adapter_rules(rule, geometry, 0) or whole_rules(rule, geometry) for rule in last]
     return adapter_rules(first, geometry, 0), [rule for rules in derived for rule in rules]
 
@@ -133,8 +133,6 @@ def layer_rules(geometry: ModelGeometry, layer: int, *, fused: bool = False) -> 
     rules = FAMILIES[geometry.family].layer_rules(geometry, layer, fused=fused)
     if geometry.adapter is None:
         return rules
-    from rlhf_mcore.families.adapters import adapter_rules
-
     return [derived for rule in rules for derived in adapter_rules(rule, geometry, layer)]
 
 
@@ -162,8 +160,6 @@ def has_expert_bias(geometry: ModelGeometry) -> bool:
     """Return whether a model has MoE layers whose router adds a bias to the experts' scores."""
     if geometry.experts is None:
         return False
-    from rlhf_mcore.families.mixture import EXPERT_BIAS
-
     return any(rule in FAMILIES[geometry.family].rules for rule in EXPERT_BIAS)
 
 
