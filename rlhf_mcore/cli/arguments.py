@@ -1,19 +1,43 @@
-"""Parsers and arguments that all commands share."""
+"""Parsers and arguments that all commands share, and the resolved configuration that a run passes to its ranks.
+
+The resolved document is an unnamed file in the memory of the process that starts a run. If that process is killed, no file
+remains, and other users cannot read the secrets in it.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
 
-from rlhf_mcore.cli.document import receive
+import yaml  # type: ignore[import-untyped]
+
 from rlhf_mcore.cli.exit_codes import TOOL_EPILOG
 from rlhf_mcore.config.keys import DESCRIPTIONS
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.other_names import hint
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.group import to_dict
+from rlhf_mcore.redaction import FromEnvironment
 
-if TYPE_CHECKING:
-    from rlhf_mcore.config.schema import Config
+_ENVIRONMENT = "!environment"  # a value from an environment variable, with its original notation
+
+
+class _Dumper(yaml.SafeDumper):
+    """Dump plain values, and values from environment variables."""
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Load documents of ``_Dumper``."""
+
+
+_Dumper.add_representer(
+    FromEnvironment, lambda dumper, text: dumper.represent_sequence(_ENVIRONMENT, [str(text), text.shown])
+)
+_Loader.add_constructor(_ENVIRONMENT, lambda loader, node: FromEnvironment(*loader.construct_sequence(node)))
 
 
 class _SettingsParser(argparse.ArgumentParser):
@@ -72,3 +96,18 @@ def configuration(args: argparse.Namespace) -> Config:
     if args.resolved:
         return receive(args.resolved)
     return load_config(args.config, args.overrides)
+
+
+@contextmanager
+def offer(cfg: Config) -> Iterator[Path]:
+    """Offer ``cfg`` to child processes within the block. Yields the path that they pass to ``receive``."""
+    with os.fdopen(os.memfd_create("rlhf_mcore-config"), "w", encoding="utf-8") as file:
+        yaml.dump(to_dict(cfg), file, _Dumper)
+        file.flush()
+        yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+
+
+def receive(path: str | Path) -> Config:
+    """Return the configuration that the parent process offers at ``path``."""
+    text = Path(path).read_text(encoding="utf-8")
+    return Config.read(yaml.load(text, _Loader))  # noqa: S506 (a SafeLoader with one more tag)

@@ -33,11 +33,10 @@ from rlhf_mcore.cli.exit_codes import (
     to_shell_code,
 )
 from rlhf_mcore.cli.launch import SHOWN, UNSAVED
-from rlhf_mcore.cli.rank_files import RankFiles
 from rlhf_mcore.cli.terminal import say, working
 from rlhf_mcore.config.errors import printable
 from rlhf_mcore.observability.files import FULL, full_disks
-from rlhf_mcore.observability.rank_file import CONSEQUENCE, USER, VARIABLE
+from rlhf_mcore.observability.rank_file import CONSEQUENCE, USER, VARIABLE, RankFiles
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.own_processes import STARTED_BY, children, end_all, end_with_parent, has_ended, signal_name
 

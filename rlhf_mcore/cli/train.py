@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from rlhf_mcore.cli import exit_codes, launch, preflight, rank
-from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration
-from rlhf_mcore.cli.document import offer
+from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration, offer
 from rlhf_mcore.cli.rank import torchrun_world_size
 from rlhf_mcore.cli.terminal import find_console, say, working
 from rlhf_mcore.config.engine_kinds import engine_kind

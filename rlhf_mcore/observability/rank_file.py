@@ -1,7 +1,7 @@
 """Reports from a rank to the process that started it, in the file that torchrun provides for a rank's error.
 
-Under our own commands, the file is one JSON object in memory (``cli.rank_files``) with phases, signs of life, the first step
-and the end. Under the user's own torchrun, only an error is written, as
+Under our own commands, the file is one JSON object in memory with phases, signs of life, the first step and the end.
+:class:`RankFiles` reads the files of all ranks. Under the user's own torchrun, only an error is written, as
 ``torch.distributed.elastic.multiprocessing.errors.record`` does.
 """
 
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ USER, FAILURE, CONSEQUENCE = "user", "failure", "consequence"
 
 _MAX_TEXT = 10_000  # characters, with up to 12 bytes each as JSON
 _ALIVE_S = 1.0
+_POLL_S = 0.5
+_SILENT_S = 10.0  # a rank that is silent for longer holds Python's lock
+_GONE_S = (
+    45.0  # torchrun ends the others within 30 s of a failure. If it has not, it saw the end of this rank as a success.
+)
 _lock = threading.RLock()
 
 
@@ -95,3 +101,107 @@ def _note_life() -> None:
     while True:
         time.sleep(_ALIVE_S)
         _update(lambda told: {"alive": told.get("alive", 0) + 1})
+
+
+@dataclass(slots=True)
+class Standstill:
+    """Seconds since a rank last reported something new. Only the time while this process was running counts."""
+
+    progress: int = -1
+    alive: int = -1
+    since_progress_s: float = 0.0
+    since_alive_s: float = 0.0
+    gone_s: float = 0.0
+
+    def count(self, told: dict[str, Any], seconds: float, is_gone: bool) -> None:
+        """Add ``seconds`` to each counter, or reset the counter to 0 if the rank has reported something new."""
+        alive = told.get("alive", 0)
+        self.since_alive_s = self.since_alive_s + seconds if alive == self.alive else 0.0
+        self.since_progress_s = self.since_progress_s + seconds if told["progress"] == self.progress else 0.0
+        self.gone_s = self.gone_s + seconds if is_gone else 0.0
+        self.progress, self.alive = told["progress"], alive
+
+
+class RankFiles:
+    """The report files of the ranks of this node. They are in memory, so a kill leaves no files and a full disk does not matter.
+
+    Args:
+        has_ended: returns whether a process has ended.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, has_ended: Callable[[int], bool], clock: Callable[[], float] = time.monotonic) -> None:
+        self._has_ended, self._clock = has_ended, clock
+        self._files: dict[int, int] = {}
+        self._still: dict[int, Standstill] = {}
+
+    def make(self, local_rank: int) -> str:
+        """Create the file of a rank, and return its path."""
+        descriptor = os.memfd_create(f"rank-{local_rank}")
+        os.write(
+            descriptor, json.dumps({"message": "", "timestamp": int(time.time()), "local_rank": local_rank}).encode()
+        )
+        self._files[local_rank] = descriptor
+        return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        """Return the reports of the ranks that have started, by global rank."""
+        found = {}
+        for descriptor in self._files.values():
+            with suppress(ValueError):  # the rank is writing at this moment; the next read will succeed
+                told = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+                if "rank" in told:
+                    found[int(told["rank"])] = told
+        return found
+
+    def is_training(self) -> bool:
+        """Return whether a rank has started its first step."""
+        return any(told.get("training") for told in self.read().values())
+
+    def watch(self, stalled: Callable[[str, list[int]], None]) -> None:
+        """Watch the ranks in a thread, and call ``stalled(message, ranks to blame)`` once if the run makes no progress."""
+
+        def look() -> None:
+            last = self._clock()
+            while True:
+                time.sleep(_POLL_S)
+                now = self._clock()
+                # The whole job may have been suspended in the meantime. That time does not count.
+                problem = self.count(min(now - last, 2 * _POLL_S))
+                last = now
+                if problem is not None:
+                    stalled(*problem)
+                    return
+
+        threading.Thread(target=look, name="watch ranks", daemon=True).start()
+
+    def count(self, seconds: float) -> tuple[str, list[int]] | None:
+        """Count ``seconds`` for every rank. Returns a message and the ranks to blame if the run makes no progress, else None."""
+        ranks = self.read()
+        for number, told in ranks.items():
+            self._still.setdefault(number, Standstill()).count(told, seconds, self._has_ended(told["pid"]))
+        living = {number: told for number, told in ranks.items() if not self._still[number].gone_s}
+        ended = [n for n, told in ranks.items() if self._still[n].gone_s > _GONE_S and not told.get("done")]
+        if ended and living and not any("kind" in told for told in ranks.values()):
+            return f"{_name_ranks(ended)} ended in the middle of the run", ended
+        watched = {number: told for number, told in living.items() if told["limit_s"]}
+        # A single rank may be idle for a while. If the others need it, they stop too, so all watched ranks must be stalled.
+        if not watched or any(self._still[n].since_progress_s < told["limit_s"] for n, told in watched.items()):
+            return None
+        return self._blame(watched)
+
+    def _blame(self, ranks: dict[int, dict[str, Any]]) -> tuple[str, list[int]]:
+        """Return a message that blames the silent ranks, else the ranks that are furthest behind."""
+        limit = f"for {max(told['limit_s'] for told in ranks.values())} s (trainer.watchdog_s)"
+        if silent := [number for number in ranks if self._still[number].since_alive_s > _SILENT_S]:
+            verbs = "is stopped, or holds" if len(silent) == 1 else "are stopped, or hold"
+            return f"{_name_ranks(silent)} {verbs} Python's lock in a library: no progress {limit}", silent
+        fewest = min(told["phases"] for told in ranks.values())
+        behind = [number for number, told in ranks.items() if told["phases"] == fewest]
+        if len(behind) < len(ranks):
+            return f"{_name_ranks(behind)} did not finish a phase {limit}, and the others wait", behind
+        return f"no rank has started a new phase or sampled a token {limit}", behind
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from rlhf_mcore.checkpoint.layout import CONFIG
 from rlhf_mcore.cli import exit_codes, preflight, rank
-from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration
-from rlhf_mcore.cli.document import offer
+from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration, offer
 from rlhf_mcore.cli.launch import launch
 from rlhf_mcore.cli.rank import torchrun_world_size
 from rlhf_mcore.cli.terminal import find_console, say, working

@@ -15,7 +15,7 @@ import pytest
 
 from rlhf_mcore.cli import launch, torchrun
 from rlhf_mcore.cli.launch import build_environment, list_rendezvous_options, run_child, torchrun_command, with_restarts
-from rlhf_mcore.cli.rank_files import RankFiles
+from rlhf_mcore.observability.rank_file import RankFiles
 from rlhf_mcore.own_processes import STARTED_BY, has_ended
 from rlhf_mcore.parallel.addresses import interface_of, listener, source_address
 from tests.commands import descendants, wait_for
@@ -332,7 +332,7 @@ def test_only_a_training_saves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 INTERRUPTED = """
-from rlhf_mcore.cli.rank_files import RankFiles
+from rlhf_mcore.observability.rank_file import RankFiles
 from rlhf_mcore.cli.torchrun import Agent
 agent = Agent(RankFiles(lambda pid: True))
 agent.module = "rlhf_mcore.cli.train"

@@ -12,7 +12,7 @@ import yaml
 
 from rlhf_mcore.cli import main as main_module
 from rlhf_mcore.cli import saved_checkpoint, train
-from rlhf_mcore.cli.document import receive
+from rlhf_mcore.cli.arguments import receive
 from tests.messages import assert_names
 from tests.unit.checkpoint.saving import save
 

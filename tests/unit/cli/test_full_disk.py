@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.cli import agent, exit_codes
-from rlhf_mcore.cli.rank_files import RankFiles
 from rlhf_mcore.observability import rank_file
 from rlhf_mcore.observability.files import full_disks
+from rlhf_mcore.observability.rank_file import RankFiles
 from tests.small_disk import small_disk
 
 

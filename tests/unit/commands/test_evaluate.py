@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.cli import main as main_module
-from rlhf_mcore.cli.document import receive
+from rlhf_mcore.cli.arguments import receive
 
 
 def test_without_a_checkpoint_it_says_what_is_missing(workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:

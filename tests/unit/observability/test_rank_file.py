@@ -12,11 +12,10 @@ from unittest.mock import patch
 import pytest
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.rank_files import RankFiles
 from rlhf_mcore.cli.torchrun import read_last_lines
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability import rank_file
-from rlhf_mcore.observability.rank_file import CONSEQUENCE, FAILURE, USER, VARIABLE
+from rlhf_mcore.observability.rank_file import CONSEQUENCE, FAILURE, USER, VARIABLE, RankFiles
 
 
 class World:
