@@ -16,14 +16,14 @@ from rlhf_mcore.checkpoint.commit import Permissions
 from rlhf_mcore.checkpoint.layout import BEST, LATEST
 from rlhf_mcore.checkpoint.rng import seed_process
 from rlhf_mcore.checkpoint.triggers import SignalRequests
-from rlhf_mcore.cli import example_trainers, exit_codes, rank
+from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.preflight import continues_text, finished_text, is_over
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.saved_checkpoint import SharedChecker, serve
-from rlhf_mcore.cli.trainers import rl_trainer
+from rlhf_mcore.cli.trainers import TRAINERS
 from rlhf_mcore.config.questions import has_teacher, role_layouts
 from rlhf_mcore.config.resolve import with_sequences
-from rlhf_mcore.config.run_kinds import DPO, REWARD_MODEL, RL, SFT, RunKind, run_kind
+from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import with_values
 from rlhf_mcore.config.yaml_text import to_yaml
@@ -55,14 +55,6 @@ SUMMARISED = {
     "evaluate/reward": "held-out reward",
     "evaluate/margin": "held-out margin",
     "evaluate/perplexity": "held-out perplexity",
-}
-
-
-TRAINERS: dict[RunKind, Callable[[RunContext], TrainingLoop]] = {
-    RL: rl_trainer,
-    SFT: example_trainers.sft_trainer,
-    REWARD_MODEL: example_trainers.reward_model_trainer,
-    DPO: example_trainers.preference_trainer,
 }
 
 
@@ -222,7 +214,7 @@ def _profiler(cfg: Config, record: RunRecord, done: int) -> StepProfiler:
     number = dist.get_rank()
     roles = [role.name for role in role_layouts(cfg) if role.ranks is None or role.ranks[0] <= number < role.ranks[1]]
     roles += ["engine"] if run_kind(cfg).generates and cfg.rollout.placement == "colocated" else []
-    directory = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment / PROFILE
+    directory = cfg.run_directory.resolve() / PROFILE
     return StepProfiler(cfg.trainer.profile.steps, directory, f"rank {number} ({', '.join(roles)})", record.note)
 
 

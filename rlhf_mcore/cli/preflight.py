@@ -192,7 +192,7 @@ def say(cfg: Config, text: str) -> None:
 @contextmanager
 def remove_empty_directory(cfg: Config, *, is_kept: bool = True) -> Iterator[None]:
     """Remove an empty run directory that this start has created, if the block fails or is interrupted, or if not ``is_kept``."""
-    path = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment
+    path = cfg.run_directory.resolve()
     folders = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         yield
@@ -275,7 +275,7 @@ def logs_directory(cfg: Config) -> Path:
     Raises:
         ConfigError: the directory cannot be written.
     """
-    logs = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment / "logs"
+    logs = cfg.run_directory.resolve() / "logs"
     _prune(logs)
     now = time.time()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))

@@ -109,7 +109,7 @@ def _launch(cfg: Config, arguments: Sequence[str], *, is_dry: bool) -> int:
                     preflight.say(cfg, f"warning: {warning}")
                 preflight.check_environment(cfg)
             if is_dry:
-                from rlhf_mcore.cli.dry_run import check_as_ranks
+                from rlhf_mcore.cli.run_context import check_as_ranks
 
                 notes = check_as_ranks(cfg, directory, continues_after)
                 preflight.say(cfg, "\n  ".join(["the run would print:", *"\n".join(notes).splitlines()]))
