@@ -17,17 +17,18 @@ from rich.console import Console
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
-from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
-from rlhf_mcore.bridge.files.formats.checks import agree, checked_types, num_parameters
 from rlhf_mcore.bridge.files.formats.convert import (
     Reading,
+    agree,
+    checked_types,
     main_dtype,
+    num_parameters,
     transient_directory,
     whole_directory,
     write_hf,
     write_megatron,
 )
-from rlhf_mcore.bridge.files.formats.source import AverageSource, HFSource, ModelSource
+from rlhf_mcore.bridge.files.formats.source import AdaptedSource, AverageSource, HFSource, ModelSource
 from rlhf_mcore.bridge.files.formats.torch_dist_writer import targets
 from rlhf_mcore.bridge.files.hf_files import adapter_companions, copy_companions, open_adapters
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes

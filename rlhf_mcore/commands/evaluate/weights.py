@@ -11,9 +11,8 @@ from pathlib import Path
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
-from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
-from rlhf_mcore.bridge.files.formats.checks import checked_types
-from rlhf_mcore.bridge.files.formats.source import ModelSource
+from rlhf_mcore.bridge.files.formats.convert import checked_types
+from rlhf_mcore.bridge.files.formats.source import AdaptedSource, ModelSource
 from rlhf_mcore.bridge.files.hf_files import COMPANIONS, HFReader, open_adapters
 from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes
 from rlhf_mcore.bridge.run.merged import scaled

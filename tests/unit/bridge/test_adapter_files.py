@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
+from rlhf_mcore.bridge.files.formats.source import AdaptedSource
 from rlhf_mcore.bridge.files.hf_files import open_adapters
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, make_index, state_file
 from rlhf_mcore.bridge.files.state_reader import StateReader

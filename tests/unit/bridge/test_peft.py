@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
+from rlhf_mcore.bridge.files.formats.source import AdaptedSource
 from rlhf_mcore.bridge.files.hf_files import open_adapters
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry

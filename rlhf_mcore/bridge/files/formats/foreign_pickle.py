@@ -1,4 +1,4 @@
-"""Read and write pickles, because foreign formats contain them. No other file of the package does so.
+"""Read and write pickles, because foreign formats contain them. Only ``foreign_tensors`` also reads some, with torch.
 
 Reading imports nothing and calls nothing. Names of classes and functions become ``Name``, and calls become
 ``Shell`` with their arguments. Only opcodes of an allow-list are accepted. The reader is Python's own unpickler in
@@ -21,44 +21,11 @@ from torch.distributed.checkpoint import metadata
 from rlhf_mcore.foreign import shorten
 
 _OPCODES = [
-    "PROTO",
-    "FRAME",
-    "STOP",
-    "MARK",
-    "POP",
-    "POP_MARK",
-    "NONE",
-    "NEWTRUE",
-    "NEWFALSE",
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "LONG1",
-    "BINFLOAT",
-    "BINUNICODE",
-    "SHORT_BINUNICODE",
-    "BINUNICODE8",
-    "BINBYTES",
-    "SHORT_BINBYTES",
-    "EMPTY_DICT",
-    "EMPTY_LIST",
-    "EMPTY_TUPLE",
-    "EMPTY_SET",
-    "APPEND",
-    "APPENDS",
-    "TUPLE",
-    "TUPLE1",
-    "TUPLE2",
-    "TUPLE3",
-    "BINPUT",
-    "LONG_BINPUT",
-    "MEMOIZE",
-    "BINGET",
-    "LONG_BINGET",
-    "GLOBAL",
-    "STACK_GLOBAL",
-    "BINPERSID",
-]
+    "PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1",
+    "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES",
+    "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "EMPTY_SET", "APPEND", "APPENDS", "TUPLE", "TUPLE1", "TUPLE2",
+    "TUPLE3", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL",
+]  # fmt: skip
 # Formats of tensors use names from these modules only.
 _MODULES = ("torch", "megatron", "pathlib")
 _DICT = ("collections", "OrderedDict")
@@ -94,12 +61,6 @@ class _Reader(pickle._Unpickler):
             raise pickle.UnpicklingError(f"{shorten(module)}.{shorten(name)} is not allowed in such a file")
         return Name(module, name)
 
-    def persistent_load(self, pid: Any) -> Shell:
-        """Return a shell for a storage of ``torch.save``."""
-        if not isinstance(pid, tuple):
-            raise pickle.UnpicklingError("a storage without a description")
-        return Shell(Name("", "storage"), pid)
-
     def load_reduce(self) -> None:
         """Replace a call of a name by a shell, and reject any other call."""
         args = self.stack.pop()
@@ -114,7 +75,7 @@ class _Reader(pickle._Unpickler):
             raise pickle.UnpicklingError("an OrderedDict with initial content")
 
     def load_build(self) -> None:
-        """Store a shell's state. For a dictionary of tensors, the state contains module versions, which are ignored."""
+        """Store a shell's state."""
         state = self.stack.pop()
         built = self.stack[-1]
         if isinstance(built, Shell) and built.state is None:

@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from rlhf_mcore.bridge.files.formats.checks import BUFFERS
-from rlhf_mcore.bridge.files.formats.located import Located, locate, read
+from rlhf_mcore.bridge.files.formats.foreign_tensors import ForeignTensor, drop_pages, load_file
+from rlhf_mcore.bridge.files.formats.source import BUFFERS
 from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles, grid_tiles
 from rlhf_mcore.bridge.files.hf_files import inside
+from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.map.rules import hf_shapes, in_memory, row_runs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import embedding_name
@@ -44,13 +45,13 @@ class _Ranks:
         self.directory = directory
         self.files = _find_files(directory)
         self.tensors = [
-            {_WRAPPERS.sub("", name): tensor for name, tensor in locate(path, check=check).items()}
+            {_WRAPPERS.sub("", name): tensor for name, tensor in load_file(path, check=check).items()}
             for path in self.files
         ]
 
-    def read(self, rank: int, name: str, inside: tuple[slice, ...]) -> Tensor:
-        """Read a rectangle of a rank's part of a tensor."""
-        return read(self.files[rank], self.tensors[rank][name], inside)
+    def release(self) -> None:
+        """Free the pages that were read."""
+        drop_pages(tensor.local for tensors in self.tensors for tensor in tensors.values())
 
 
 def open_fsdp(directory: Path, companions: Path, geometry: ModelGeometry, *, check: bool = True) -> TiledSource:
@@ -76,7 +77,7 @@ def open_fsdp(directory: Path, companions: Path, geometry: ModelGeometry, *, che
         check_tiles(name, tensors[name], directory)
         for hf_name, run in runs:
             rows[hf_name].append(run)
-    return TiledSource(directory, companions, tensors, rows, shapes)
+    return TiledSource(directory, companions, tensors, rows, shapes, ranks.release)
 
 
 def _find_files(directory: Path) -> list[Path]:
@@ -142,51 +143,47 @@ def _rows(name: str, geometry: ModelGeometry, shapes: Mapping[str, Index], where
 
 def _merge_ranks(ranks: _Ranks, name: str, shape: Index) -> Tiled:
     values = [tensors[name] for tensors in ranks.tensors]
-    dtypes = {value.dtype for value in values}
+    dtypes = {value.local.dtype for value in values}
     if len(dtypes) > 1 or len({value.whole is None for value in values}) > 1:
         raise ConfigError(f"{ranks.directory}: ranks hold {name} in different dtypes or forms")
     dtype = dtypes.pop()
     if values[0].whole is not None:
         return Tiled(dtype, shape, _tiles_of_dtensor(ranks, name, values, shape))
-    if all(value.shape == shape for value in values):
+    if all(value.local.shape == shape for value in values):
         _check_same(ranks, name, shape)
         return Tiled(dtype, shape, [_tile(ranks, name, 0, ((0,) * len(shape), shape), (0,) * len(shape))])
-    if all(len(value.shape) == 1 for value in values):
-        return Tiled(dtype, shape, _tiles_of_flat(ranks, name, [value.numel for value in values], shape))
+    if all(value.local.dim() == 1 for value in values):
+        return Tiled(dtype, shape, _tiles_of_flat(ranks, name, [value.local.numel() for value in values], shape))
     raise ConfigError(
-        f"{ranks.files[0]}: {name} is a plain tensor of shape {values[0].shape}, neither whole {shape} nor flat. How it "
+        f"{ranks.files[0]}: {name} is a plain tensor of shape {tuple(values[0].local.shape)}, neither whole {shape} nor flat. How it "
         "was cut is not stored; save DTensors (FSDP with a device mesh)."
     )
 
 
 def _tile(ranks: _Ranks, name: str, rank: int, rectangle: tuple[Index, Index], begin: Index) -> Tile:
     """Return a tile whose values begin at ``begin`` in a rank's part of the tensor."""
-
-    def load(inside: tuple[slice, ...]) -> Tensor:
-        return ranks.read(rank, name, tuple(slice(s.start + b, s.stop + b) for s, b in zip(inside, begin, strict=True)))
-
-    return Tile(*rectangle, ranks.files[rank].name, load)
+    part = ranks.tensors[rank][name].local[Rectangle(begin, rectangle[1]).slices()]
+    return Tile(*rectangle, ranks.files[rank].name, part.__getitem__)
 
 
 def _check_same(ranks: _Ranks, name: str, shape: Index) -> None:
     rows = max(_COMPARED_ELEMENTS // max(prod(shape[1:]), 1), 1)
-    rest = tuple(slice(0, size) for size in shape[1:])
+    own, *others = (tensors[name].local for tensors in ranks.tensors)
     for first in range(0, shape[0], rows):
-        inside = (slice(first, min(first + rows, shape[0])), *rest)
-        expected = ranks.read(0, name, inside)
-        if any(not torch.equal(expected, ranks.read(rank, name, inside)) for rank in range(1, len(ranks.files))):
+        part = slice(first, first + rows)
+        if any(not torch.equal(own[part], other[part]) for other in others):
             raise ConfigError(f"{ranks.directory}: {name} is whole on every rank, but ranks hold different values")
 
 
 # ------------------------------------------------------------------------------------------------------------ DTensors
-def _tiles_of_dtensor(ranks: _Ranks, name: str, values: Sequence[Located], shape: Index) -> list[Tile]:
+def _tiles_of_dtensor(ranks: _Ranks, name: str, values: Sequence[ForeignTensor], shape: Index) -> list[Tile]:
     mesh, placements = values[0].mesh, values[0].placements
     assert mesh is not None
     if any(v.placements != placements or v.mesh is None or not torch.equal(v.mesh, mesh) for v in values):
         raise ConfigError(f"{ranks.directory}: ranks disagree on the placements or the mesh of {name}")
     if any(value.whole != shape for value in values):
         raise ConfigError(f"{ranks.directory}: {name} has shape {values[0].whole}; config.json requires {shape}")
-    if sorted(mesh.flatten().tolist()) != list(range(len(values))):
+    if mesh.numel() != len(values) or sorted(mesh.flatten().tolist()) != list(range(len(values))):
         raise ConfigError(f"{ranks.directory}: the mesh of {name} does not hold every rank once")
     tiles = []
     for rank, value in enumerate(values):
@@ -195,9 +192,10 @@ def _tiles_of_dtensor(ranks: _Ranks, name: str, values: Sequence[Located], shape
             continue  # the first replica holds the same values
         axes = _local_intervals(shape, placements, tuple(mesh.shape), where, name)
         local: Index = tuple(sum(length for _, length in axis) for axis in axes)
-        if value.shape != local and 0 not in local:
+        if value.local.shape != local and 0 not in local:
+            stored = tuple(value.local.shape)
             raise ConfigError(
-                f"{ranks.files[rank]}: {name} has local shape {value.shape}; its placements {list(placements)} give {local}"
+                f"{ranks.files[rank]}: {name} has local shape {stored}; its placements {list(placements)} give {local}"
             )
         tiles += _tiles_of(ranks, name, rank, axes)
     return tiles
@@ -298,11 +296,5 @@ def _rectangles(begin: int, end: int, shape: Index) -> Iterator[tuple[int, Index
 
 def _flat_tile(ranks: _Ranks, name: str, rank: int, rectangle: tuple[Index, Index], first: int) -> Tile:
     """Return a tile whose rows are consecutive in a rank's part, from element ``first``."""
-    width = prod(rectangle[1][1:])
-
-    def load(inside: tuple[slice, ...]) -> Tensor:
-        rows = inside[0]
-        flat = ranks.read(rank, name, (slice(first + rows.start * width, first + rows.stop * width),))
-        return flat.view(-1, *rectangle[1][1:])[(slice(None), *inside[1:])]
-
-    return Tile(*rectangle, ranks.files[rank].name, load)
+    part = ranks.tensors[rank][name].local[first : first + prod(rectangle[1])].view(rectangle[1])
+    return Tile(*rectangle, ranks.files[rank].name, part.__getitem__)

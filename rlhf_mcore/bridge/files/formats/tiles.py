@@ -168,6 +168,7 @@ class TiledSource:
         tensors: tiled tensors by the format's names.
         rows: for every Hugging Face tensor, the places of its rows, in order.
         shapes: shapes of the Hugging Face tensors.
+        release: frees the memory of earlier reads.
     """
 
     def __init__(
@@ -177,9 +178,11 @@ class TiledSource:
         tensors: Mapping[str, Tiled],
         rows: Mapping[str, Sequence[Rows]],
         shapes: Mapping[str, Index],
+        release: Callable[[], None] = lambda: None,
     ):
         self.directory, self.companions = directory, companions
         self._tensors, self._rows, self._shapes = tensors, rows, shapes
+        self.release = release
 
     @cached_property
     def types(self) -> TensorTypes:
@@ -200,9 +203,6 @@ class TiledSource:
                 start = (run.row + low - run.hf_row, *(0 for _ in shape[1:]))
                 self._tensors[run.key].read_into(out[low - first : high - first], run.lead, start)
         return out
-
-    def release(self) -> None:
-        """Do nothing, because reading keeps no memory."""
 
     def origin(self, name: str) -> str:
         """Return the tensor's parts in the format's names, with stack indices if parts are stacked."""

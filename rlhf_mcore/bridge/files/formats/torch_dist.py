@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from os.path import exists, isfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.formats.foreign_index import ForeignPart, read_index
-from rlhf_mcore.bridge.files.formats.located import locate_one, read
+from rlhf_mcore.bridge.files.formats.foreign_pickle import Name, Shell, read_pickle
+from rlhf_mcore.bridge.files.formats.foreign_tensors import load_part
 from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles, expert_form
 from rlhf_mcore.bridge.files.hf_files import inside
 from rlhf_mcore.bridge.map.rules import hf_shapes, is_padded, row_runs
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.foreign import read_json, read_text, shorten
+from rlhf_mcore.foreign import read_bytes, read_json, read_text, shorten
 from rlhf_mcore.geometry import ModelGeometry
 
 INDEX = ".metadata"
@@ -31,6 +33,9 @@ BACKEND = "metadata.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 COMPANIONS = "huggingface"  # a converted checkpoint stores config.json and the tokenizer here
 CACHE_BYTES = 64 * 2**20
+MAX_INDEX_BYTES = 256 * 2**20
+MAX_DIMENSIONS, MAX_ELEMENTS = 8, 2**48
+_METADATA = Name("torch.distributed.checkpoint.metadata", "Metadata")
 # Entries that are not weights: optimizer state, and numerical state of single modules.
 _NOT_WEIGHTS = re.compile(r"(.*\.)?optimizer\.|rng_state|rerun_state|.*\._extra_state|opt_param_scheduler")
 _WRAPPERS = re.compile(r"(model\.|module\.)+(?=embedding\.|decoder\.|output_layer\.)")
@@ -68,6 +73,127 @@ def _check_backend(directory: Path) -> None:
         raise ConfigError(
             f"{path}: sharded_backend is {shorten(backend)!r}; only 'torch_dist' is supported. Save with --ckpt-format torch_dist."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignPart:
+    """A rectangle of a tensor, and its bytes in a file in ``torch.save`` format."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedTensor:
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: list[ForeignPart]
+
+
+def read_index(path: Path, is_wanted: Callable[[str], object]) -> dict[str, IndexedTensor]:
+    """Read the tensors of an index whose names are wanted.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not an index.
+    """
+    data = read_bytes(path, limit=MAX_INDEX_BYTES, remedy="is it the index of a checkpoint?")
+    try:
+        content = read_pickle(data)
+        state = content.state if isinstance(content, Shell) and content.name == _METADATA else None
+        if not isinstance(state, dict) or not all(
+            isinstance(state.get(key), dict) for key in ("state_dict_metadata", "storage_data")
+        ):
+            raise ValueError("not the index of a checkpoint")
+        stored = _places_of_parts(state["storage_data"])
+        tensors = {
+            name: entry
+            for name, entry in state["state_dict_metadata"].items()
+            if isinstance(name, str)
+            and is_wanted(name)
+            and isinstance(entry, Shell)
+            and entry.name.name == "TensorStorageMetadata"
+        }
+        budget = len(stored)
+        result = {}
+        for name, entry in tensors.items():
+            result[name] = _tensor(name, entry, stored, budget)
+            budget -= len(result[name].parts)
+    except ValueError as error:
+        raise ConfigError(f"{path}: refused ({error}). The file is damaged or has another format.") from error
+    return result
+
+
+def _places_of_parts(entries: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...]], Shell]:
+    """Map each part's tensor and start to its place."""
+    places = {}
+    for key, info in entries.items():
+        place = key.state if isinstance(key, Shell) else None
+        if not isinstance(place, dict) or not isinstance(info, Shell) or not isinstance(info.state, dict):
+            raise ValueError("an entry of storage_data is malformed")
+        if isinstance(place.get("fqn"), str) and place.get("offset") is not None:  # otherwise bytes, not a tensor
+            places[place["fqn"], _sizes_of(place["offset"])] = info
+    return places
+
+
+def _tensor(name: str, entry: Shell, stored: dict[tuple[str, tuple[int, ...]], Shell], budget: int) -> IndexedTensor:
+    shown = shorten(name, 200)
+    state = entry.state if isinstance(entry.state, dict) else {}
+    chunks = state.get("chunks")
+    if not isinstance(chunks, list) or len(chunks) > max(budget, 1):  # a pickle may refer to the same list repeatedly
+        raise ValueError(f"{shown} has more parts than there are in files")
+    properties = state.get("properties")
+    described = properties.state if isinstance(properties, Shell) else None
+    if isinstance(described, tuple) and described:
+        dtype = _dtype_of(described[0])
+    elif isinstance(described, dict):
+        dtype = _dtype_of(described.get("dtype"))
+    else:
+        raise ValueError(f"{shown} has no dtype")
+    return IndexedTensor(dtype, _sizes_of(state.get("size")), [_part(shown, name, chunk, stored) for chunk in chunks])
+
+
+def _part(shown: str, name: str, chunk: Any, stored: dict[tuple[str, tuple[int, ...]], Shell]) -> ForeignPart:
+    place = chunk.state if isinstance(chunk, Shell) else None
+    if not isinstance(place, dict):
+        raise ValueError(f"a part of {shown} is malformed")
+    start, shape = _sizes_of(place.get("offsets")), _sizes_of(place.get("sizes"))
+    info = stored.get((name, start))
+    if info is None:
+        raise ValueError(f"part {start} of {shown} is in no file")
+    file, offset, length = (info.state.get(key) for key in ("relative_path", "offset", "length"))
+    if not isinstance(file, str) or type(offset) is not int or type(length) is not int:
+        raise ValueError(f"part {start} of {shown} has a malformed place")
+    if min(offset, length) < 0:
+        raise ValueError(f"part {start} of {shown} starts before its file")
+    if info.state.get("transform_descriptors"):
+        raise ValueError(f"{shown} is compressed ({shorten(info.state['transform_descriptors'])}), which is not read")
+    return ForeignPart(start, shape, file, offset, length)
+
+
+def _sizes_of(value: Any) -> tuple[int, ...]:
+    """Return a shape or an index: a tuple, or a ``torch.Size`` of a tuple."""
+    if isinstance(value, Shell) and value.name == Name("torch", "Size") and value.args:
+        value = value.args[0]
+    if not isinstance(value, tuple | list) or len(value) > MAX_DIMENSIONS:
+        raise ValueError("a malformed shape")
+    if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in value) or prod(value) > MAX_ELEMENTS:
+        raise ValueError(f"an impossible shape ({shorten(value)})")
+    return tuple(value)
+
+
+def _dtype_of(value: Any) -> torch.dtype:
+    named = isinstance(value, Name) and value.module == "torch"
+    dtype = getattr(torch, value.name, None) if named else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(
+            f"dtype {shorten(value.name if isinstance(value, Name) else value)} is not supported for weights"
+        )
+    return dtype
 
 
 def open_torch_dist(directory: Path, companions: Path, geometry: ModelGeometry, *, check: bool = True) -> TiledSource:
@@ -109,12 +235,11 @@ class _Chunks:
         if (path, offset) not in self._cached:
             while self._cached and self._cached_bytes + part.length > self._limit:
                 self._cached_bytes -= self._cached.popitem(last=False)[1].nbytes
-            located = locate_one(path, offset, part.length, check=self._check)
-            if (located.shape, located.dtype) != (part.shape, dtype):
+            chunk = load_part(path, offset, part.length, check=self._check)
+            if (chunk.shape, chunk.dtype) != (part.shape, dtype):
                 raise ConfigError(
-                    f"{path}: the tensor at byte {offset} is {located.dtype} {located.shape}, the index has {dtype} {part.shape}."
+                    f"{path}: the tensor at byte {offset} is {chunk.dtype} {tuple(chunk.shape)}, the index has {dtype} {part.shape}."
                 )
-            chunk = read(path, located, tuple(slice(0, size) for size in located.shape))
             self._cached[path, offset] = chunk
             self._cached_bytes += chunk.nbytes
         self._cached.move_to_end((path, offset))

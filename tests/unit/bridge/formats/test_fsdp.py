@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rlhf_mcore.bridge.files.formats.foreign_tensors import _mesh
 from rlhf_mcore.bridge.files.formats.fsdp import open_fsdp
-from rlhf_mcore.bridge.files.formats.located import locate, read
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.readers.model_files import read_geometry
 from tests.unit.bridge.formats.conftest import HFModel
@@ -129,23 +131,40 @@ def test_what_is_refused(
         open_fsdp(tmp_path / "fsdp", model, read_geometry(model))
 
 
-def test_tensors_are_found_in_their_file_whatever_their_storage(tmp_path: Path) -> None:
-    """Views, shared storages, columns, scalars and nothing: what torch.load gives is what is read at the offset."""
-    base = torch.arange(60.0).view(6, 10)
-    tensors = {
-        "whole": base,
-        "shared": base[2:5],
-        "columns": base[:, 3:7],
-        "transposed": base.t(),
-        "half": torch.randn(7, 3).bfloat16(),
-        "vector": torch.arange(5),
-        "empty": torch.empty(0, 4),
-    }
-    torch.save(tensors, tmp_path / "x.pt")
-    found = locate(tmp_path / "x.pt")
-    for name, expected in torch.load(tmp_path / "x.pt").items():
-        everything = tuple(slice(0, size) for size in expected.shape)
-        inner = tuple(slice(size // 3, size - size // 4) for size in expected.shape)
-        for inside in (everything, inner):
-            part = read(tmp_path / "x.pt", found[name], inside)
-            assert part.dtype == expected.dtype and torch.equal(part, expected[inside]), name
+def mesh_state(form: str) -> dict[str, object]:
+    """The state of a mesh of 2 x 2 ranks, as releases of torch write it."""
+    ranks = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
+    if form == "a tensor":
+        return {"mesh": ranks}
+    layout = {
+        "one layout": SimpleNamespace(shape=(2, 2), stride=(2, 1)),
+        "a layout for each dimension": SimpleNamespace(
+            axes=(SimpleNamespace(shape=(2,), stride=(2,)), SimpleNamespace(shape=(2,), stride=(1,)))
+        ),
+    }[form]
+    return {"_rank_map": ranks.flatten(), "_layout": layout}
+
+
+@pytest.mark.parametrize("form", ["a tensor", "one layout", "a layout for each dimension"])
+def test_a_mesh_is_read_in_the_form_of_every_release(form: str) -> None:
+    assert _mesh(mesh_state(form)).tolist() == [[3, 1], [0, 2]]
+
+
+def test_names_of_classes_before_torch_2_5_are_read(hf_model: Get, tmp_path: Path) -> None:
+    model, tensors, _ = hf_model("llama")
+    write(tmp_path / "fsdp", tensors, PROJECTION, *CASES["rows by columns"])
+    for path in (tmp_path / "fsdp").glob("model_*.pt"):
+        with zipfile.ZipFile(path) as archive:
+            records = {info.filename: archive.read(info) for info in archive.infolist()}
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, data in records.items():
+                for new, old in (
+                    (b"ctorch.distributed.tensor\nDTensor\n", b"ctorch.distributed._tensor.api\nDTensor\n"),
+                    (b"torch.distributed.tensor.placement_types\n", b"torch.distributed._tensor.placement_types\n"),
+                    (b"torch.distributed.tensor._dtensor_spec\nD", b"torch.distributed._tensor.placement_types\nD"),
+                    (b"torch.distributed.tensor._dtensor_spec\nT", b"torch.distributed._tensor.placement_types\nT"),
+                ):
+                    assert not name.endswith("data.pkl") or new in data, (new, data)
+                    data = data.replace(new, old) if name.endswith("data.pkl") else data
+                archive.writestr(name, data)
+    assert_merged(tmp_path / "fsdp", model, tensors, PROJECTION)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.formats.foreign_index import read_index
+from rlhf_mcore.bridge.files.formats.torch_dist import read_index
 from rlhf_mcore.commands.convert.command import main
 from tests.unit.bridge.formats import foreign
 from tests.unit.bridge.formats.conftest import HFModel
