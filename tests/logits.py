@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_mcore.parallel.logprobs import TokenLogprobs, linear_logprobs
-from rlhf_mcore.parallel.subsets import Subsets
+from rlhf_mcore.parallel.logprobs import Subsets, TokenLogprobs, linear_logprobs
 from rlhf_mcore.types import Ragged
 
 

@@ -17,8 +17,8 @@ from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.mcore.prefix_attention import TreePart
 from rlhf_mcore.parallel.context import local_places, order_of_ranks
+from rlhf_mcore.parallel.logprobs import Subsets
 from rlhf_mcore.parallel.rows import take_tokens
-from rlhf_mcore.parallel.subsets import Subsets
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.types import TEACHER_TOP, Microbatch
 

@@ -70,8 +70,8 @@ def compute_gradient(
     columns: _Columns,
 ) -> Tensor:
     """Compute the gradient [n, V_local] of logits in their dtype, rounded once, from the sums of ``forward_chunk``."""
-    grad_logprobs, grad_entropy, _ = grads
-    peak, log_sum, entropy, _ = sums
+    grad_logprobs, grad_entropy, *_ = grads
+    peak, log_sum, entropy, *_ = sums
     assert peak is not None and log_sum is not None
     places, here = columns.local(labels, logits.size(1))
     if grad_logprobs is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
@@ -21,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_mcore.parallel import fused_softmax
+from rlhf_mcore.types import Ragged
 
 if TYPE_CHECKING:
-    from rlhf_mcore.parallel.subsets import Subsets
     from rlhf_mcore.parallel.top_tokens import TeacherTopTokens
 
 CHUNK_TOKENS = 2048  # tokens per softmax computation from stored logits
@@ -94,13 +95,11 @@ def linear_logprobs(
     if group.size() > 1:
         hidden = _SumGradient.apply(hidden, group)
         low = None if low is None else _SumGradient.apply(low, group)
-    chunk = chunk_tokens or chunk_tokens_of(weight.size(0))
+    block = chunk_tokens or chunk_tokens_of(weight.size(0))
     columns = _Columns.of(group, len(weight), vocab_size, temperature)
     subsets = None if support is None else support.on(hidden.device)
-    tensors, wanted = (hidden, weight, low, rows, labels), (with_entropy, subsets, compared)
-    if len(hidden) > chunk:
-        return TokenLogprobs(*_ChunkedLinear.apply(*tensors, columns, chunk, wanted, main_grad))
-    return TokenLogprobs(*_KeptLinear.apply(*tensors, columns, wanted, main_grad))
+    wanted = with_entropy, subsets, compared
+    return TokenLogprobs(*_Linear.apply(hidden, weight, low, rows, labels, columns, block, wanted, main_grad))
 
 
 def _logits(hidden: Tensor, weight: Tensor, low: Tensor | None, rows: Tensor | None) -> Tensor:
@@ -134,8 +133,11 @@ class _SumGradient(torch.autograd.Function):
         return summed, None
 
 
-class _KeptLinear(torch.autograd.Function):
-    """Compute logprobs from logits that are stored, and then overwritten by their gradient.
+class _Linear(torch.autograd.Function):
+    """Compute logprobs block by block. Only the logits of one block of tokens exist at once.
+
+    If all tokens are one block, its logits are stored, and then overwritten by their gradient. Otherwise the backward
+    pass computes them again.
 
     With z = logits / T - max(logits / T): logprob = z_y - log sum_j exp z_j, entropy = log sum_j exp z_j - sum_j p_j
     z_j. The largest logit is subtracted first, so an offset that all logits share costs no precision.
@@ -154,106 +156,80 @@ class _KeptLinear(torch.autograd.Function):
         rows: Tensor | None,
         labels: Tensor,
         columns: _Columns,
+        block: int,
         wanted: Wanted,
         main_grad: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.columns, ctx.wanted, ctx.main_grad = columns, wanted, main_grad
-        ctx.fused = _fused(hidden, wanted)
-        if ctx.fused is not None:
-            ctx.chunk, logits = max(len(hidden), 1), _logits(hidden, weight, low, rows)
-            of_chunk = ctx.fused.forward_chunk
-            results, sums = _forward(lambda a, b: logits, labels, ctx.chunk, columns, wanted, of_chunk=of_chunk)
-            ctx.save_for_backward(hidden, weight, low, rows, labels, logits, *sums)
-            return results
-        z = _logits(hidden, weight, low, rows).float()
-        # On a CPU, a chunk fits its cache, unless that would increase the number of messages between ranks.
-        in_cache = not z.is_cuda and columns.group.size() == 1
-        ctx.chunk = max(CACHE_BYTES // (4 * z.size(1)), 1) if in_cache else CHUNK_TOKENS
-
-        def scaled(a: int, b: int) -> Tensor:
-            return ctx.columns.scaled(z[a:b])
-
-        results, sums = _forward(scaled, labels, ctx.chunk, columns, wanted, keeps=True)
-        ctx.save_for_backward(hidden, weight, low, rows, labels, z, *sums)
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, low, rows, labels, z, *sums = ctx.saved_tensors
-        if ctx.fused is not None:
-            grad = ctx.fused.compute_gradient(z, labels, sums[:4], grads[:3], ctx.columns)
-        else:
-            grad = _KeptLinear._gradient_in_place(ctx, z, labels, sums, grads).to(weight.dtype)
-        total, of_rows = _WeightGradient(ctx, weight), _WeightGradient(ctx, rows, 3)
-        total.add(grad, hidden)
-        of_rows.add(grad, low)
-        of_low = None if low is None else grad @ rows
-        return grad @ weight, total.rest(), of_low, of_rows.rest(), *[None] * 4
-
-    @staticmethod
-    def _gradient_in_place(
-        ctx: Any, z: Tensor, labels: Tensor, sums: list[Tensor | None], grads: Sequence[Tensor | None]
-    ) -> Tensor:
-        """Overwrite logits (relative to the largest) by their gradient. torch then rejects a second backward pass."""
-        for a, b in _chunks(len(labels), ctx.chunk):
-            # The peak is already subtracted.
-            of_chunk = [None, *_slice(sums[1:], a, b)]
-            wanted = _wanted_of(ctx.wanted, a, b)
-            of_logits = _compute_gradient(z[a:b], labels[a:b], of_chunk, _slice(grads, a, b), ctx.columns, wanted)
-            if of_logits.data_ptr() != z[a:b].data_ptr():
-                z[a:b] = of_logits
-        return z
-
-
-class _ChunkedLinear(torch.autograd.Function):
-    """Compute the same as ``_KeptLinear`` with only one chunk of logits in memory."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        low: Tensor | None,
-        rows: Tensor | None,
-        labels: Tensor,
-        columns: _Columns,
-        chunk: int,
-        wanted: Wanted,
-        main_grad: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.columns, ctx.chunk, ctx.wanted, ctx.main_grad = columns, chunk, wanted, main_grad
-        ctx.fused = _fused(hidden, wanted)
+        ctx.columns, ctx.block, ctx.wanted, ctx.main_grad = columns, block, wanted, main_grad
+        ctx.fused, ctx.chunk, kept = _fused(hidden, wanted), block, None
+        if len(hidden) <= block:
+            kept = _logits(hidden, weight, low, rows)
+            if ctx.fused is None:
+                kept = kept.float()
+                # On a CPU, a chunk fits its cache, unless that would increase the number of messages between ranks.
+                in_cache = not kept.is_cuda and columns.group.size() == 1
+                ctx.chunk = max(CACHE_BYTES // (4 * kept.size(1)), 1) if in_cache else CHUNK_TOKENS
 
         def logits(a: int, b: int) -> Tensor:
-            plain = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
-            return plain if ctx.fused is not None else columns.scaled(plain)
+            if kept is None:
+                part = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
+            else:
+                part = kept[a:b]
+            return part if ctx.fused is not None else columns.scaled(part)
 
         of_chunk = None if ctx.fused is None else ctx.fused.forward_chunk
-        results, sums = _forward(logits, labels, chunk, columns, wanted, of_chunk=of_chunk)
-        ctx.save_for_backward(hidden, weight, low, rows, labels, *sums)
+        results, sums = _forward(logits, labels, ctx.chunk, columns, wanted, keeps=kept is not None, of_chunk=of_chunk)
+        ctx.save_for_backward(hidden, weight, low, rows, labels, kept, *sums)
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, low, rows, labels, *sums = ctx.saved_tensors
+        hidden, weight, low, rows, labels, kept, *sums = ctx.saved_tensors
         out, total, of_rows = torch.empty_like(hidden), _WeightGradient(ctx, weight), _WeightGradient(ctx, rows, 3)
         of_low = None if low is None else torch.empty_like(low)
-        for a, b in _chunks(len(hidden), ctx.chunk):
-            z = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
-            own_sums, own_grads = _slice(sums, a, b), _slice(grads, a, b)
+        for a, b in _chunks(len(hidden), ctx.block):
+            z = kept
+            if z is None:
+                z = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
+            of_block = labels[a:b], _slice(sums, a, b), _slice(grads, a, b)
             if ctx.fused is not None:
-                grad = ctx.fused.compute_gradient(z, labels[a:b], own_sums[:4], own_grads[:3], ctx.columns)
+                grad = ctx.fused.compute_gradient(z, *of_block, ctx.columns)
             else:
-                of_chunk = labels[a:b], own_sums, own_grads, ctx.columns, _wanted_of(ctx.wanted, a, b)
-                grad = _compute_gradient(ctx.columns.scaled(z), *of_chunk).to(weight.dtype)
+                grad = _Linear._gradient_in_place(ctx, z, *of_block, a, has_peak=kept is None).to(weight.dtype)
             torch.mm(grad, weight, out=out[a:b])
             total.add(grad, hidden[a:b])
             if of_low is not None:
                 torch.mm(grad, rows, out=of_low[a:b])
                 of_rows.add(grad, low[a:b])
         return out, total.rest(), of_low, of_rows.rest(), *[None] * 5
+
+    @staticmethod
+    def _gradient_in_place(
+        ctx: Any,
+        z: Tensor,
+        labels: Tensor,
+        sums: list[Tensor | None],
+        grads: list[Tensor | None],
+        begin: int,
+        *,
+        has_peak: bool,
+    ) -> Tensor:
+        """Overwrite the logits of a block that begins at token ``begin`` by their gradient, and return it.
+
+        ``has_peak``: whether they are logits of the output layer. Otherwise they are scaled and relative to the largest,
+        and torch rejects a second backward pass.
+        """
+        if has_peak:
+            z = ctx.columns.scaled(z)
+        else:
+            sums = [None, *sums[1:]]
+        for a, b in _chunks(len(z), ctx.chunk):
+            wanted = _wanted_of(ctx.wanted, begin + a, begin + b)
+            grad = _compute_gradient(z[a:b], labels[a:b], _slice(sums, a, b), _slice(grads, a, b), ctx.columns, wanted)
+            if grad.data_ptr() != z[a:b].data_ptr():
+                z[a:b] = grad
+        return z
 
 
 class _WeightGradient:
@@ -333,8 +309,53 @@ class _Columns:
         return torch.where(here, local, 0), here
 
 
+@dataclass(frozen=True, slots=True)
+class Subsets:
+    """The supports of tokens: the ids that top-k and top-p allowed when a token was sampled.
+
+    They are one list of pairs (token index, id in its support), sorted by token.
+    """
+
+    tokens: Tensor  # [M] int64
+    ids: Tensor  # [M] int64
+    ends: list[int]  # [N + 1]: zero, then the end of each token's pairs
+    is_cut: Tensor  # [N] bool: tokens with a support; the others were sampled from the whole vocabulary
+
+    @classmethod
+    def of(cls, support: Ragged[Tensor]) -> Subsets:
+        """Build the pairs of a ragged field on the host."""
+        counts = support.counts.long()
+        tokens = torch.arange(len(counts)).repeat_interleave(counts)
+        return cls(tokens, support.values.long(), [0, *accumulate(counts.tolist())], counts > 0)
+
+    def on(self, device: torch.device) -> Subsets:
+        return Subsets(self.tokens.to(device), self.ids.to(device), self.ends, self.is_cut.to(device))
+
+    def of_tokens(self, a: int, b: int) -> Subsets:
+        first, last = self.ends[a], self.ends[b]
+        return Subsets(self.tokens[first:last] - a, self.ids[first:last], self.ends[a : b + 1], self.is_cut[a:b])
+
+    def log_sum(self, z: Tensor, columns: _Columns) -> Tensor:
+        """Compute log-sum-exp [n] over each support, zero for tokens without one.
+
+        Collective over the columns' group.
+        """
+        places, here = columns.local(self.ids, z.size(1))
+        logits = torch.where(here, z[self.tokens, places], -torch.inf)
+        # Subtract the maximum over the support, because the current policy may give the whole support a low
+        # probability.
+        peak = z.new_full((len(z),), -torch.inf).scatter_reduce_(0, self.tokens, logits, "amax")
+        if is_shared := columns.is_shared(z):
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)
+        peak = torch.where(self.is_cut, peak, 0.0)
+        sums = z.new_zeros(len(z)).index_add_(0, self.tokens, (logits - peak[self.tokens]).exp_())
+        if is_shared:
+            dist.all_reduce(sums, group=columns.group)
+        return torch.where(self.is_cut, peak + sums.log(), 0.0)
+
+
 # Requested results in addition to logprobs: whether entropy, support for its mass, teacher for the divergence.
-Wanted = tuple[bool, Union["Subsets", None], Union["TeacherTopTokens", None]]
+Wanted = tuple[bool, Subsets | None, Union["TeacherTopTokens", None]]
 
 
 def _wanted_of(wanted: Wanted, a: int, b: int) -> Wanted:

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from rlhf_mcore.parallel.logprobs import linear_logprobs
+from rlhf_mcore.parallel.logprobs import Subsets, linear_logprobs
 from rlhf_mcore.parallel.rows import move_ragged, move_rows, split_tokens, take_tokens
-from rlhf_mcore.parallel.subsets import Subsets
 from rlhf_mcore.types import Ragged
 from tests.unit.pairs import pairwise
 from tests.unit.parallel.world import Meeting, ThreadGroup, all_reduce, run_ranks

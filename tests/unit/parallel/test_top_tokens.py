@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mcore.algorithms.distillation import Divergence
-from rlhf_mcore.parallel.logprobs import linear_logprobs
-from rlhf_mcore.parallel.subsets import Subsets
+from rlhf_mcore.parallel.logprobs import Subsets, linear_logprobs
 from rlhf_mcore.parallel.top_tokens import TeacherTopTokens, top_tokens
 from rlhf_mcore.types import Ragged
 from tests.unit.pairs import pairwise
