@@ -40,6 +40,16 @@ class EvaluatedModel:
     weights: str  # directory of the weights, shards or adapters
     files: str  # directory of config.json and possibly of the tokenizer
 
+    @classmethod
+    def from_directory(cls, path: str) -> EvaluatedModel:
+        """Return the model in a Hugging Face directory."""
+        return cls("hf", path, path)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether the weights are another trainer's shards."""
+        return self.format in ("fsdp", "megatron")
+
     @property
     def subject(self) -> Path:
         """Return the directory that results are named after: for checkpoint-7/actor the checkpoint."""
@@ -73,7 +83,7 @@ def find_model(path: str, field: str, base: str) -> EvaluatedModel:
         )
     for folder in folders:
         if isfile(folder / "config.json"):
-            return EvaluatedModel("hf", str(folder), str(folder))
+            return EvaluatedModel.from_directory(str(folder))
     problem = "contains no config.json" if isdir(path) else f"is not a directory (looked from {Path.cwd()})"
     raise ConfigError(
         f"{field}={path} {problem}; give a Hugging Face directory, a checkpoint (checkpoint-N), a run directory, or a directory "

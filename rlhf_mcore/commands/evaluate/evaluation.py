@@ -151,9 +151,9 @@ def _find_models(cfg: Config) -> list[tuple[str, str, tuple[str, str, str]]]:
             continue
         model = find_model(path, f"evaluate.{name}", cfg.model.path)
         subject = model.subject
-        if model.format in ("hf", "adapter"):
+        if not model.is_sharded:
             folder = checked_folder(Path(model.weights), hashes=cfg.checkpoint.verify)
-            model = replace(model, weights=folder, files=folder if model.format == "hf" else model.files)
+            model = replace(model, weights=folder, files=folder if model.files == model.weights else model.files)
         models.append((name, str(subject), astuple(model)))
     return models
 
@@ -310,7 +310,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
         }
         environment = {**described, "code": digest_of_file(Path(file)) if file else None, **others}
     path = cfg.reward.model.path
-    scorer = [] if path is None else weight_sketches(EvaluatedModel("hf", path, path))
+    scorer = [] if path is None else weight_sketches(EvaluatedModel.from_directory(path))
     return {
         **({} if environment is None else {"environment": redact(environment)}),
         **({"functions": functions} if functions else {}),

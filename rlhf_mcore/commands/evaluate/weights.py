@@ -184,7 +184,7 @@ class Engines:
         ``cfg``: the configuration for this model.
         """
         added = self._adapters if self._adapters is not None and self._adapters.fits(model) else None
-        held = model if added is None else EvaluatedModel("hf", added.base, added.base)
+        held = model if added is None else EvaluatedModel.from_directory(added.base)
         weights = on_every_rank(lambda: open_weights(held))
         tokenizer = cfg.model.tokenizer_path or model.files
         own_tokenizer = {name: d for name, d in companion_digests(tokenizer).items() if name not in _OF_MODEL}

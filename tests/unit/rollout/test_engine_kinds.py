@@ -27,6 +27,7 @@ OTHER_MEANINGS = {
     "api/commands.py",
     "commands/convert/command.py",
     "commands/convert/conversion.py",
+    "commands/evaluate/checkpoints.py",
     "commands/evaluate/weights.py",
 }
 DEFAULT = "config/schema/rollout.py"
