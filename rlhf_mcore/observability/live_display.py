@@ -36,24 +36,16 @@ REFRESHES_PER_SECOND = 4
 BARS = "▁▂▃▄▅▆▇█"
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A metric shown as a curve."""
-
-    label: str
-    metric: str
-    text: Callable[[float], str]
-
-
-CURVES = (
-    Curve("reward", "reward/mean", "{:z.3f}".format),
-    Curve("loss", "loss/sft", "{:.4f}".format),
-    Curve("loss", "loss/reward_model", "{:.4f}".format),
-    Curve("loss", "loss/dpo", "{:.4f}".format),
-    Curve("pairs right", "preference/accuracy", "{:.3f}".format),
-    Curve("kl", "kl/mean", "{:.4f}".format),
-    Curve("entropy", "actor/entropy", "{:.2f}".format),
-    Curve("length", "rollout/response_length_mean", "{:.1f}".format),
+# Metrics shown as curves: label, metric and format.
+CURVES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("reward", "reward/mean", "{:z.3f}".format),
+    ("loss", "loss/sft", "{:.4f}".format),
+    ("loss", "loss/reward_model", "{:.4f}".format),
+    ("loss", "loss/dpo", "{:.4f}".format),
+    ("pairs right", "preference/accuracy", "{:.3f}".format),
+    ("kl", "kl/mean", "{:.4f}".format),
+    ("entropy", "actor/entropy", "{:.2f}".format),
+    ("length", "rollout/response_length_mean", "{:.1f}".format),
 )
 
 
@@ -127,10 +119,10 @@ class LiveDisplay:
         if step > 0:  # step 0 is the evaluation before training
             self._step_seconds = (*self._step_seconds, seconds)[-2 * RECENT_STEPS :]
         self._recent = (*self._recent, (step, dict(metrics)))[-RECENT_STEPS:]
-        for curve in CURVES:
+        for _, metric, _ in CURVES:
             # Replaced as a whole, because the display reads it concurrently.
-            if (value := metrics.get(curve.metric)) is not None:
-                self._curves = {**self._curves, curve.metric: (*self._curves.get(curve.metric, ()), float(value))}
+            if (value := metrics.get(metric)) is not None:
+                self._curves = {**self._curves, metric: (*self._curves.get(metric, ()), float(value))}
 
     def render(self) -> RenderableType:
         """Render the current state of the display."""
@@ -176,11 +168,11 @@ class LiveDisplay:
     def _drawn_curves(self) -> list[Text]:
         room = max(min(self._output.width, MAX_WIDTH) - 30, 8)
         drawn, curves = [], self._curves
-        for curve in CURVES:
-            values = curves.get(curve.metric, ())
+        for label, metric, text in CURVES:
+            values = curves.get(metric, ())
             if known := [value for value in values if math.isfinite(value)]:
-                ends = f"  {curve.text(known[0])} → {curve.text(known[-1])}"
-                drawn.append(Text.assemble((f"{curve.label:<8}", "bold"), (sparkline(values, room), "green"), ends))
+                ends = f"  {text(known[0])} → {text(known[-1])}"
+                drawn.append(Text.assemble((f"{label:<8}", "bold"), (sparkline(values, room), "green"), ends))
         return drawn
 
 

@@ -194,13 +194,17 @@ def _frozen(
     computed_as: ActorConfig | RewardModelConfig | TeacherConfig | None,
 ) -> PlannedRole:
     """Describe a frozen model. ``computed_as`` is the group with its ``megatron`` fields."""
-    role = PlannedRole(
-        name, geometry, layout, False, dtype, offload=("weights",) if is_offloaded(group.offload) else ()
+    return PlannedRole(
+        name,
+        geometry,
+        layout,
+        False,
+        dtype,
+        offload=("weights",) if is_offloaded(group.offload) else (),
+        by_layer=group.offload == "by_layer",
+        fp8=computed_as is not None and in_fp8(computed_as),
+        megatron=(computed_as and computed_as.megatron) or {},
     )
-    role = replace(role, by_layer=group.offload == "by_layer")
-    if computed_as is None:
-        return role
-    return replace(role, fp8=in_fp8(computed_as), megatron=computed_as.megatron or {})
 
 
 def _dtype(stated: str | None, default: str) -> str:
