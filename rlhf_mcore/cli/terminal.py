@@ -52,13 +52,13 @@ def progress_bar(console: Console, what: str, total: int, unit: str = "bytes") -
         TransferSpeedColumn,
     )
 
-    name, left = TextColumn(what, markup=False), TimeRemainingColumn()
+    name, left = TextColumn("{task.description}", markup=False), TimeRemainingColumn()
     columns: tuple[ProgressColumn, ...] = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), left)
     if unit != "bytes":
         count = TextColumn(f"{{task.completed}}/{{task.total}} {unit}")
         columns = (name, BarColumn(bar_width=16), TaskProgressColumn(), count, left)
     with Progress(*columns, console=console, disable=not console.is_terminal) as display:
-        task = display.add_task(what, total=total)
+        task = display.add_task(for_terminal(what), total=total)
         yield lambda number: display.advance(task, number)
 
 

@@ -222,7 +222,7 @@ def _evaluate(
         line = progress_bar(console, shown, len(task.prompts), "prompts")
         with nullcontext() if part is None else closing(part), line as advance:
             advance(len(done))
-            for prompts in missing_batches(task.prompts, engine, size, done):
+            for prompts in missing_batches(task.prompts, engine, size, set(done)):
                 watchdog.progress("generate")
                 rows = grade(sampler, reward, sampling, prompts)
                 failures = [score.cause or score.failure for _, score, _ in rows if score.failure is not None]

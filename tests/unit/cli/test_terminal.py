@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from rlhf_mcore.cli import exit_codes, preflight
-from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.cli.terminal import progress_bar, say
 from rlhf_mcore.config.errors import ConfigError, for_terminal
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.observability.console import Console
@@ -74,3 +74,11 @@ def test_a_terminal_gets_no_escape_of_theirs() -> None:
     text = written.getvalue()
     for theirs in ("\x1b[2J", "\x1b]0;", "\x9b", "\x07", "\u202e", "\x08", "\ud800"):
         assert theirs not in text
+
+
+def test_a_progress_bar_shows_any_name_and_counts() -> None:
+    output = rich.console.Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+    with progress_bar(output, "{name}\x9b31m", 3, "prompts") as advance:
+        advance(3)
+    text = output.file.getvalue()  # type: ignore[attr-defined]
+    assert r"{name}\x9b31m" in text and "3/3 prompts" in text
