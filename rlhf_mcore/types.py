@@ -283,13 +283,24 @@ class Score:
     answered: bool = field(default=True, compare=False)  # whether rules that search an answer have found it
 
 
+@dataclass(frozen=True, slots=True)
+class RowSizes:
+    """The sizes of the B rows of a step, equal on every rank. They decide which rank runs a row."""
+
+    lengths: Tensor  # [B] int64: tokens of a row
+    group_ids: Tensor  # [B] int64: index of the prompt in the step
+    computed: Tensor | None = None  # [B, 2] int64, as in ``TrainBatch``
+
+
 @dataclass(slots=True)
 class TrainBatch:
     """The rows of a step. Every rank knows the per-row values of all B rows, and stores the tokens of the rows that it owns.
 
     Per-token tensors are flat: the N tokens of the rows that this rank owns, ascending and back to back; ``x[k]`` belongs to
-    ``token_ids[k]``. All tensors are on the host. Results do not depend on which rank owns a row. Optional fields are filled in the
-    order of the loop.
+    ``token_ids[k]``. All tensors are on the host. Optional fields are filled in the order of the loop.
+
+    In reinforcement learning, the owner of a row is the rank that returns the actor's outputs for it. So the actor learns from a row
+    where it is stored. The algorithms' results do not depend on which rank owns a row.
 
     A row is an episode. It has one score, one weight and one position in its group, even if it consists of several sequences.
     """
@@ -306,6 +317,8 @@ class TrainBatch:
     token_ids: Tensor  # [N] int32
     loss_mask: Tensor  # [N] bool: tokens that the policy sampled and may learn from
     rollout_logprobs: Tensor  # [N] float32, zero outside loss_mask
+    # The owner of the rows of each data-parallel rank of the actor; (): rows are spread over all ranks of the world
+    owner_of_replica: tuple[int, ...] = ()
     # By row, on every rank: number of tokens of each sequence, for rows with several sequences
     sequences: Mapping[int, Sequence[int]] = field(default_factory=dict)
     images: Mapping[int, Sequence[Sequence[str]]] = field(
@@ -348,6 +361,11 @@ class TrainBatch:
     def num_rows(self) -> int:
         """Return B, the number of rows."""
         return len(self.lengths)
+
+    @property
+    def sizes(self) -> RowSizes:
+        """Return the sizes of all rows."""
+        return RowSizes(self.lengths, self.group_ids, self.computed)
 
     def sequences_of(self, rows: Sequence[int]) -> list[Sequence[int]]:
         """Return the number of tokens of each sequence of these rows."""

@@ -101,7 +101,7 @@ def build_disaggregated(
 
     fleet_sampler = FleetSampler(first, data.decode, sync_again, run.record.beat)
     on_error = OnError.of(cfg.reward)
-    exchange = build_exchange(cfg, on_error)
+    exchange = build_exchange(cfg, on_error, actor)
     fill_step = choose_fill_step(cfg, on_error)
     resync = bridge.sync if copies is None else lambda _version: sync_again()
     source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, fill_step)

@@ -129,7 +129,7 @@ def build_colocated(
         sampling,
         rewards.begin,
         choose_fill_step(cfg, on_error),
-        build_exchange(cfg, on_error),
+        build_exchange(cfg, on_error, actor),
         record,
         rewards.add_model,
         engine.pop_preemptions if engine_kind(cfg.rollout.engine).reserves_cache else None,
@@ -161,9 +161,10 @@ def _close_at_end(engine: Engine) -> Iterator[None]:
     engine.close()
 
 
-def build_exchange(cfg: Config, on_error: OnError) -> RowExchange:
+def build_exchange(cfg: Config, on_error: OnError, actor: Actor) -> RowExchange:
     asynchronous, parts = cfg.trainer.max_staleness > 0, tuple(cfg.algorithm.reward_weights or ())
-    return RowExchange(cfg.rollout.sampling.n, asynchronous, on_error, parts, draws_greedy(cfg))
+    owners = actor.model.choose_owners
+    return RowExchange(cfg.rollout.sampling.n, asynchronous, on_error, parts, draws_greedy(cfg), owners)
 
 
 def training_sampling(cfg: Config) -> Sampling:

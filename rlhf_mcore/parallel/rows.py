@@ -151,7 +151,7 @@ def move_fields(fields: Mapping[str, Field], lengths: Rows, holders: Rows, wante
     """Send rows of fields of any kind, like ``move_rows``. Collective over the world."""
     tensors = {name: values for name, values in fields.items() if isinstance(values, Tensor)}
     moved: dict[str, Field] = dict(move_rows(tensors, lengths, holders, wanted))
-    for name, values in fields.items():
+    for name, values in sorted(fields.items()):
         if isinstance(values, Ragged):
             moved[name] = move_ragged(values, lengths, holders, wanted)
     return moved

@@ -32,11 +32,12 @@ from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate
 from rlhf_mcore.observability.throughput import ModelFlops
 from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.parallel.rows import NO_ROWS, Rows, merge_rows, move_ragged, move_rows, rows_by_rank, split_tokens
+from rlhf_mcore.parallel.rows import NO_ROWS, Rows, merge_rows, move_fields, move_rows, rows_by_rank, split_tokens
 from rlhf_mcore.residency.ledger import WEIGHTS
-from rlhf_mcore.types import ROUTES, Field, Microbatch, Ragged, TrainBatch, UpdateResult
+from rlhf_mcore.types import ROUTES, Field, Microbatch, Ragged, RowSizes, TrainBatch, UpdateResult
 
 Update = Callable[[], UpdateResult | None]
+Deal = list[list[int]]  # the rows of each data-parallel rank
 
 
 @dataclass(slots=True)
@@ -85,54 +86,97 @@ class RoleModel:
         """Keep the weights on the device within this block, in addition to the parts that are already there."""
         return self.model.movable.use(WEIGHTS, beside=True) if self.model is not None else nullcontext()
 
-    def deliver(
-        self,
-        batch: TrainBatch,
-        parts: Sequence[Sequence[int]],
-        fields: Mapping[str, Field],
-        rows_per_unit: int = 1,
-    ) -> list[RowTokens]:
+    @property
+    def output_ranks(self) -> tuple[int, ...]:
+        """The rank that returns the outputs of each data-parallel rank: the first one of its last pipeline stage."""
+        return tuple(self.layout.rank_of(dp=replica, pp=self.layout.pp - 1) for replica in range(self.layout.dp))
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Return whether this rank returns the outputs of its data-parallel rank."""
+        return self.model is not None and dist.get_rank() in self.output_ranks
+
+    def deal(self, batch: TrainBatch, rows: Sequence[int] | None = None, rows_per_unit: int = 1) -> Deal:
+        """Distribute rows over the data-parallel ranks. Equal on every rank of the world.
+
+        If the owners of the rows are the output ranks of this model, a rank runs the rows that it owns. Otherwise, see
+        ``balance``.
+
+        Args:
+            batch: the rows of the step.
+            rows: the rows to distribute; None: all rows.
+            rows_per_unit: number of consecutive rows that stay together.
+        """
+        rows = range(batch.num_rows) if rows is None else rows
+        if batch.owner_of_replica != self.output_ranks:
+            return self.balance(batch.sizes, rows, rows_per_unit)
+        assert rows_per_unit == 1, "units require owners on all ranks"
+        owned: dict[int, list[int]] = {rank: [] for rank in self.output_ranks}
+        owners = batch.owners.tolist()
+        for row in rows:
+            owned[owners[row]].append(row)
+        return list(owned.values())
+
+    def balance(self, sizes: RowSizes, rows: Sequence[int], rows_per_unit: int = 1) -> Deal:
+        """Distribute rows in ascending order over the data-parallel ranks, with balanced costs.
+
+        Rows of a group with a shared prefix go to one rank, or to several if that lowers the maximum cost per rank.
+        """
+        if sizes.computed is None or self.layout.dp == 1 or not self.shares_prefixes:
+            computed, shared = sizes.lengths, torch.zeros_like(sizes.lengths)
+        else:
+            computed, shared = sizes.computed.unbind(1)
+        whole, spared, groups = self._costs(computed), self._costs(shared), sizes.group_ids.tolist()
+        bundles: list[Bundle] = []
+        for unit in in_units(rows, rows_per_unit):
+            group, own = groups[unit[0]], sum(whole[row] for row in unit) - sum(spared[row] for row in unit[1:])
+            if bundles and bundles[-1].group == group and spared[unit[0]]:
+                bundles[-1].units.append((own, unit))
+            else:
+                bundles.append(Bundle(group, spared[unit[0]], [(own, unit)]))
+        shares = deal_bundles(bundles, self.layout.dp)
+        return [sorted(row for bundle in share for _, unit in bundle.units for row in unit) for share in shares]
+
+    def _costs(self, lengths: Tensor) -> list[float]:
+        """Return the costs of rows with these lengths, in units of a token without attention."""
+        costs = lengths.double()
+        if self.flops is not None:
+            costs = costs + self.flops.attention(costs) / (self.flops.token + self.flops.logits)
+        return costs.tolist()
+
+    def deliver(self, batch: TrainBatch, deals: Sequence[Deal], fields: Mapping[str, Field]) -> list[RowTokens]:
         """Send rows from their owners to the data-parallel ranks that run them. Collective over the world.
 
         Args:
             batch: the rows of the step.
-            parts: rows that run together. Each part is distributed over the data-parallel ranks separately.
+            deals: rows that run together, by data-parallel rank.
             fields: fields of the batch to send with the tokens: tensors [N, ...] and ragged fields.
-            rows_per_unit: number of consecutive rows of a part that stay together.
 
         Returns:
-            This rank's share of each part; [] on ranks without the model.
+            This rank's share of each deal; [] on ranks without the model.
         """
         lengths = batch.lengths.numpy()
-        shares = [self._deal(batch, part, rows_per_unit) for part in parts]
-        by_replica = [np.array([r for share in shares for r in share[dp]], np.int64) for dp in range(self.layout.dp)]
-        rows_by_rank: list[Rows] = [NO_ROWS] * dist.get_world_size()
+        by_replica = [np.array([r for deal in deals for r in deal[dp]], np.int64) for dp in range(self.layout.dp)]
+        wanted: list[Rows] = [NO_ROWS] * dist.get_world_size()
         for rank in self.layout.ranks:
-            rows_by_rank[rank] = by_replica[self.layout.coordinates(rank)["dp"]]
-        tensors = {name: field for name, field in fields.items() if isinstance(field, Tensor)}
-        owners = batch.owners.numpy()
-        moved = move_rows({"token_ids": batch.token_ids, **tensors}, lengths, owners, rows_by_rank)
-        ragged = {
-            name: move_ragged(field, lengths, owners, rows_by_rank)
-            for name, field in sorted(fields.items())
-            if isinstance(field, Ragged)
-        }
+            wanted[rank] = by_replica[self.layout.coordinates(rank)["dp"]]
+        moved = move_fields({"token_ids": batch.token_ids, **fields}, lengths, batch.owners.numpy(), wanted)
         if self.model is None:
             return []
         if self.model.vision is not None:
             self.model.vision.kept.begin(batch.token_ids)
         replica = self.layout.coordinates(dist.get_rank())["dp"]
-        own = [share[replica] for share in shares]
+        own = [deal[replica] for deal in deals]
         row_lengths = [lengths[rows].tolist() for rows in own]
-        sizes = [sum(of_part) for of_part in row_lengths]
-        columns = {name: tensor.split(sizes) for name, tensor in moved.items()}
-        others = {name: split_tokens(field, sizes) for name, field in ragged.items()}
+        sizes = [sum(of_deal) for of_deal in row_lengths]
+        tensors = {name: field.split(sizes) for name, field in moved.items() if isinstance(field, Tensor)}
+        ragged = {name: split_tokens(field, sizes) for name, field in moved.items() if isinstance(field, Ragged)}
         return [
             RowTokens(
                 rows,
                 row_lengths[number],
-                {name: column[number] for name, column in columns.items()},
-                {name: column[number] for name, column in others.items()},
+                {name: parts[number] for name, parts in tensors.items()},
+                {name: parts[number] for name, parts in ragged.items()},
                 batch.sequences_of(rows) if batch.sequences else None,
                 batch.images_of(rows),
             )
@@ -205,52 +249,45 @@ class RoleModel:
         reads from the microbatches, as in ``deliver``. ``shape``: shape of the result for one token. Collective over
         the world.
         """
-        return self.to_owners(batch, self._run(batch, function, fields, shape)[1])
+        deal, _, tokens = self._run(batch, function, fields, shape)
+        return self.to_owners(batch, deal, tokens)
 
     def per_row(self, batch: TrainBatch, function: OutputFunction) -> Tensor:
         """Return the result of ``function`` at the last token of each row: [B] fp32 on every rank.
 
         Collective over the world.
         """
-        last, _ = self._run(batch, function)
+        _, last, _ = self._run(batch, function)
         return merge_rows(last)
 
     def per_token_and_row(self, batch: TrainBatch, function: OutputFunction) -> tuple[Tensor, Tensor]:
         """Return the results of ``per_token`` and ``per_row`` from one run of the model."""
-        last, tokens = self._run(batch, function)
-        return self.to_owners(batch, tokens), merge_rows(last)
+        deal, last, tokens = self._run(batch, function)
+        return self.to_owners(batch, deal, tokens), merge_rows(last)
 
-    def to_owners(self, batch: TrainBatch, tokens: Tensor) -> Tensor:
+    def to_owners(self, batch: TrainBatch, deal: Deal, tokens: Tensor) -> Tensor:
         """Send values of tokens in the loss mask to the owners of the rows: [N, ...] fp32, zero elsewhere.
 
         Collective over the world. ``tokens``: as in ``all_to_owners``.
         """
-        values = self.all_to_owners(batch, tokens)
+        values = self.all_to_owners(batch, deal, tokens)
         return torch.where(batch.loss_mask.view(-1, *(1 for _ in values.shape[1:])), values, 0.0)
 
-    def all_to_owners(self, batch: TrainBatch, tokens: Tensor) -> Tensor:
+    def all_to_owners(self, batch: TrainBatch, deal: Deal, tokens: Tensor) -> Tensor:
         """Send values of all tokens to the owners of the rows: [N, ...]. Collective over the world.
 
-        ``tokens``: values of all rows from one run, back to back. The first rank of each data-parallel rank's last
-        stage passes them.
+        ``tokens``: values of the rows that ran on this output rank, back to back. Other ranks pass no values.
         """
         holders = np.zeros(batch.num_rows, np.int64)
-        for replica, rows in enumerate(self._deal(batch, range(batch.num_rows), 1)):
-            holders[rows] = self.layout.rank_of(dp=replica, pp=self.layout.pp - 1)
+        for rank, rows in zip(self.output_ranks, deal, strict=True):
+            holders[rows] = rank
         owned = rows_by_rank(batch.owners.numpy(), dist.get_world_size())
         return move_rows({"values": tokens}, batch.lengths.numpy(), holders, owned)["values"]
 
-    def own_lengths(self, batch: TrainBatch) -> list[int]:
-        """Return the lengths of the sequences that this rank runs, if all rows run together."""
-        rows = self._deal(batch, range(batch.num_rows), 1)[self.layout.coordinates(dist.get_rank())["dp"]]
+    def own_lengths(self, batch: TrainBatch, deal: Deal) -> list[int]:
+        """Return the lengths of the sequences that this rank runs."""
+        rows = deal[self.layout.coordinates(dist.get_rank())["dp"]]
         return [size for sizes in batch.sequences_of(rows) for size in sizes]
-
-    @property
-    def keeps_outputs(self) -> bool:
-        """Return whether this rank sends the outputs of its data-parallel rank to the owners."""
-        if self.model is None or not self.model.is_last_stage:
-            return False
-        return self.model.groups.tp_rank == 0 and self.model.groups.cp_rank == 0
 
     def _run(
         self,
@@ -258,9 +295,10 @@ class RoleModel:
         function: OutputFunction,
         fields: Mapping[str, Field] | None = None,
         shape: tuple[int, ...] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """Return the outputs at the last tokens [B, *shape] and at all tokens of the rows that this rank ran."""
-        parts = self.deliver(batch, [range(batch.num_rows)], fields or {})
+    ) -> tuple[Deal, Tensor, Tensor]:
+        """Run all rows. Return their deal, and the outputs at the last tokens [B, *shape] and at all tokens of own rows."""
+        deal = self.deal(batch)
+        parts = self.deliver(batch, [deal], fields or {})
         last, tokens = torch.zeros(batch.num_rows, *shape), torch.zeros(0, *shape)
         if self.model is not None:
             microbatches = self.microbatches(parts[0], forward_only=True)
@@ -270,37 +308,7 @@ class RoleModel:
                 tokens = restore_tokens(outputs, microbatches, lengths)
                 ends = [*accumulate(map(len, parts[0].sequences or [[0]] * len(rows)))]
                 last[rows] = restore_last(outputs, microbatches, len(lengths))[[end - 1 for end in ends]]
-        return last, tokens
-
-    def _deal(self, batch: TrainBatch, rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
-        """Distribute rows over the data-parallel ranks in ascending order, with balanced costs.
-
-        Equal on every rank of the world.
-
-        Rows of a group with a shared prefix go to one rank, or to several if that lowers the maximum cost per rank.
-        """
-        units = in_units(rows, rows_per_unit)
-        if batch.computed is None or self.layout.dp == 1 or not self.shares_prefixes:
-            computed, shared = batch.lengths, torch.zeros_like(batch.lengths)
-        else:
-            computed, shared = batch.computed.unbind(1)
-        whole, spared, groups = self._costs(computed), self._costs(shared), batch.group_ids.tolist()
-        bundles: list[Bundle] = []
-        for unit in units:
-            group, own = groups[unit[0]], float(whole[unit].sum() - spared[unit[1:]].sum())
-            if bundles and bundles[-1].group == group and shared[unit[0]]:
-                bundles[-1].units.append((own, unit))
-            else:
-                bundles.append(Bundle(group, float(spared[unit[0]]), [(own, unit)]))
-        shares = deal_bundles(bundles, self.layout.dp)
-        return [sorted(row for bundle in share for _, unit in bundle.units for row in unit) for share in shares]
-
-    def _costs(self, lengths: Tensor) -> Tensor:
-        """Return the costs of rows with these lengths, in units of a token without attention."""
-        costs = lengths.double()
-        if self.flops is not None:
-            costs = costs + self.flops.attention(costs) / (self.flops.token + self.flops.logits)
-        return costs
+        return deal, last, tokens
 
 
 class Objective(ABC):
@@ -405,9 +413,10 @@ class TrainedModel(RoleModel):
         Metrics are means over the tokens or rows of all updates together. Metrics such as the gradient norm are means
         over updates.
         """
-        parts = minibatches(batch, self.plan.prompts_per_minibatch)
+        parts = minibatches(batch.group_ids, self.plan.prompts_per_minibatch)
         fields: dict[str, Field] = {"loss_mask": batch.loss_mask, **objective.fields(batch)}
-        shares = self.deliver(batch, parts, fields, objective.rows_per_unit)
+        deals = [self.deal(batch, part, objective.rows_per_unit) for part in parts]
+        shares = self.deliver(batch, deals, fields)
         counts = [
             MinibatchCounts(int(batch.num_sampled[rows].sum()), len(rows), int(batch.lengths[rows].sum()))
             for rows in parts
@@ -419,7 +428,15 @@ class TrainedModel(RoleModel):
 
     def makes_one_update(self, batch: TrainBatch) -> bool:
         """Return whether a step learns from these rows in one update."""
-        return self.plan.epochs == 1 and len(minibatches(batch, self.plan.prompts_per_minibatch)) == 1
+        return self.plan.epochs == 1 and len(minibatches(batch.group_ids, self.plan.prompts_per_minibatch)) == 1
+
+    def choose_owners(self, sizes: RowSizes) -> tuple[Tensor, tuple[int, ...]]:
+        """Return the owners [B] of rows that this model learns from, and ``TrainBatch.owner_of_replica``."""
+        owners = torch.zeros_like(sizes.lengths)
+        for part in minibatches(sizes.group_ids, self.plan.prompts_per_minibatch):
+            for rank, rows in zip(self.output_ranks, self.balance(sizes, part), strict=True):
+                owners[rows] = rank
+        return owners, self.output_ranks
 
     def tokens_of_update(
         self,
@@ -433,10 +450,10 @@ class TrainedModel(RoleModel):
 
         Collective over the world.
         """
-        tokens = torch.zeros(0, *shape)
+        deal, tokens = self.deal(batch), torch.zeros(0, *shape)
         if self.keeps_outputs:
-            tokens = restore_tokens(outputs, microbatches, self.own_lengths(batch))
-        return self.to_owners(batch, tokens)
+            tokens = restore_tokens(outputs, microbatches, self.own_lengths(batch, deal))
+        return self.to_owners(batch, deal, tokens)
 
     def _weigh(self, batch: TrainBatch, objective: Objective, tokens: RowTokens, counts: MinibatchCounts) -> RowTokens:
         """Replace the loss mask of rows by token weights."""
@@ -579,10 +596,10 @@ def _normalize(masses: Sequence[int]) -> list[float]:
     return [mass / total if total else 1.0 / len(masses) for mass in masses]
 
 
-def minibatches(batch: TrainBatch, prompts_per_minibatch: int) -> list[list[int]]:
+def minibatches(group_ids: Tensor, prompts_per_minibatch: int) -> list[list[int]]:
     """Return the rows of each minibatch, which are the rows of consecutive prompts.
 
     They do not depend on the layout.
     """
-    numbers = torch.div(batch.group_ids, prompts_per_minibatch, rounding_mode="floor")
+    numbers = torch.div(group_ids, prompts_per_minibatch, rounding_mode="floor")
     return [(numbers == number).nonzero().flatten().tolist() for number in numbers.unique().tolist()]

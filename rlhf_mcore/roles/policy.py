@@ -127,7 +127,7 @@ class PolicyObjective(Objective):
         optional: dict[str, Field | None] = {
             "support": batch.support,
             "old_logprobs": batch.old_logprobs,
-            "ref_logprobs": batch.ref_logprobs,
+            "ref_logprobs": batch.ref_logprobs if self.kl_coef else None,
             "correction": batch.correction,
         }
         if batch.old_logprobs is None and self.algorithm.rollout_correction.mode in RATIO_MODES:
@@ -243,7 +243,7 @@ class Actor:
         """
         loss = POLICY_LOSSES.get(self.algorithm.policy_loss)
         if loss is not None and loss.reads_covariance:
-            members = minibatches(batch, self.model.plan.prompts_per_minibatch)
+            members = minibatches(batch.group_ids, self.model.plan.prompts_per_minibatch)
             rows, cfg = OwnedRows(batch.rows, batch.lengths, merge_rows), self.algorithm.covariance
             band = None if self.algorithm.policy_loss == "kl_cov" else (cfg.low, cfg.high)
             batch.fields[CHOSEN] = choose_tokens(batch, members, rows, cfg.share, band)
@@ -288,12 +288,13 @@ def recorded_routes(model: RoleModel, batch: TrainBatch) -> Iterator[None]:
     yield
     experts = model.spec.geometry.experts
     assert experts is not None, "config.validate refuses dense models"
+    deal = model.deal(batch)
     tokens = torch.zeros(0, len(model.spec.geometry.moe_layers), experts.per_token, dtype=torch.int16)
     if routing is not None:
         wholes, microbatches = routing.recorded()
         if model.keeps_outputs:
-            tokens = restore_tokens(wholes, microbatches, model.own_lengths(batch), torch.int16)
-    batch.fields[ROUTES] = model.all_to_owners(batch, tokens)
+            tokens = restore_tokens(wholes, microbatches, model.own_lengths(batch, deal), torch.int16)
+    batch.fields[ROUTES] = model.all_to_owners(batch, deal, tokens)
 
 
 @dataclass(frozen=True, slots=True)

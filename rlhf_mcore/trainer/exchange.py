@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,11 +15,19 @@ from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.data.bundles import computed_of_row
 from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields, token_versions, turn_rewards
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
-from rlhf_mcore.parallel.rows import move_fields, move_ragged, move_rows, owners_of, rows_by_rank
+from rlhf_mcore.parallel.rows import move_fields, owners_of, rows_by_rank
 from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory
-from rlhf_mcore.trainer.sampled import SampledBatch
+from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.trainer.scores import OnError, ScoreFacts, gather_baselines, gather_facts
-from rlhf_mcore.types import Field, Ragged, TrainBatch, Trajectory
+from rlhf_mcore.types import Field, Ragged, RowSizes, TrainBatch, Trajectory
+
+# Sizes of all rows -> their owners [B], and ``TrainBatch.owner_of_replica``.
+ChooseOwners = Callable[[RowSizes], tuple[Tensor, tuple[int, ...]]]
+
+
+def spread_owners(sizes: RowSizes) -> tuple[Tensor, tuple[int, ...]]:
+    """Choose owners among all ranks of the world, with nearly equal numbers of tokens."""
+    return torch.from_numpy(owners_of(sizes.lengths.numpy(), dist.get_world_size())), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,7 @@ class RowExchange:
     on_error: OnError = field(default_factory=OnError)
     parts: tuple[str, ...] = ()
     baselines: bool = False
+    choose_owners: ChooseOwners = spread_owners
 
     def __call__(self, sampled: SampledBatch) -> tuple[TrainBatch, ScoreFacts]:
         """Exchange the rows of a step. Returns the batch and the score statistics. Collective over the world.
@@ -56,37 +64,46 @@ class RowExchange:
         if facts.num_dropped:
             sampled = sampled.keep(kept)
         prompts, num_samples = sampled.prompts, self.samples_per_prompt
-        numbered = [(each.place * num_samples + each.trajectory.sample, each) for each in sampled.rollouts]
-        numbered.sort(key=lambda pair: pair[0])
-        numbers = np.array([number for number, _ in numbered], np.int64)
-        values = torch.tensor([each.score.value for _, each in numbered], dtype=torch.float64)
-        group_ids = torch.arange(len(prompts)).repeat_interleave(num_samples)
 
         def name(row: int) -> str:
             place, sample = divmod(row, num_samples)
             return f"prompt {prompts[place].prompt_id!r}, sample {sample}"
 
-        mine = [each.trajectory for _, each in numbered]
-        batch = exchange_rows(numbers, mine, values, group_ids, name, self.asynchronous)
+        batch = exchange_rows(
+            [(self._row_of(each), each.trajectory) for each in sampled.rollouts],
+            torch.arange(len(prompts)).repeat_interleave(num_samples),
+            name,
+            self.asynchronous,
+            self.choose_owners,
+        )
         batch.prompts = list(prompts)
+        self._add_scores(batch, sampled.rollouts, facts)
         if self.baselines:
             batch.baselines = gather_baselines(prompts, sampled.greedy).repeat_interleave(num_samples)
-        if self.parts:
-            self._refuse_unknown_parts(facts)
-            own = [
-                [float(number), *(each.score.parts.get(part, 0.0) for part in self.parts)] for number, each in numbered
-            ]
-            table = all_gather_rows(torch.tensor(own, dtype=torch.float64).reshape(-1, 1 + len(self.parts)))
-            batch.score_parts = table[table[:, 0].argsort(), 1:]
         return batch, facts
 
-    def _refuse_unknown_parts(self, facts: ScoreFacts) -> None:
+    def _row_of(self, rollout: Rollout) -> int:
+        return rollout.place * self.samples_per_prompt + rollout.trajectory.sample
+
+    def _add_scores(self, batch: TrainBatch, rollouts: Sequence[Rollout], facts: ScoreFacts) -> None:
+        """Set the scores of all rows, and the parts that the advantages use. Collective over the world."""
         for part in self.parts:
             if part not in facts.part_means:
                 there = ", ".join(sorted(facts.part_means)) or "none"
                 raise ConfigError(
                     f"algorithm.reward_weights names {part!r}, but no score of the step has such a part; there are: {there}"
                 )
+        own = [
+            [self._row_of(each), each.score.value, *(each.score.parts.get(part, 0.0) for part in self.parts)]
+            for each in rollouts
+        ]
+        table = all_gather_rows(torch.tensor(own, dtype=torch.float64).reshape(-1, 2 + len(self.parts)))
+        table = table[table[:, 0].argsort(), 1:]
+        batch.scores = table[:, 0].contiguous()
+        if len(wrong := (~batch.scores.isfinite()).nonzero().flatten()):
+            raise RuntimeError(f"rows {wrong.tolist()} of the step have no finite score")
+        if self.parts:
+            batch.score_parts = table[:, 1:]
 
 
 class _RowFacts(NamedTuple):
@@ -99,136 +116,128 @@ class _RowFacts(NamedTuple):
     holder: Any  # the rank that sampled it
     num_computed: Any  # see ``computed_of_row``
     num_shared: Any
-    has_rewards: Any  # for single turns
-    has_support: Any
-    has_fields: Any  # recorded by engines
-    has_sequences: Any
-    has_images: Any
 
     @classmethod
     def of(cls, number: int, t: Trajectory) -> _RowFacts:
-        return cls(
-            number,
-            len(t.token_ids),
-            t.num_sampled,
-            t.is_truncated,
-            dist.get_rank(),
-            *computed_of_row(t.token_ids, t.loss_mask, t.sequences),
-            any(turn.reward for turn in t.turns),
-            t.support is not None,
-            bool(t.fields),
-            bool(t.sequences),
-            bool(t.prompt.images),
-        )
+        computed = computed_of_row(t.token_ids, t.loss_mask, t.sequences)
+        return cls(number, len(t.token_ids), t.num_sampled, t.is_truncated, dist.get_rank(), *computed)
 
 
 def exchange_rows(
-    numbers: np.ndarray,
-    trajectories: Sequence[Trajectory],
-    scores: Tensor,
+    rows: Sequence[tuple[int, Trajectory]],
     group_ids: Tensor,
     name: Callable[[int], str] = "row {}".format,
     asynchronous: bool = False,
+    choose_owners: ChooseOwners = spread_owners,
 ) -> TrainBatch:
-    """Build a batch from the rows of all ranks. This rank sampled rows ``numbers`` (ascending). Collective.
+    """Build a batch from the rows of all ranks, with scores of 0. Collective over the world.
 
     Args:
-        scores: scores of this rank's trajectories.
+        rows: the row numbers and trajectories that this rank sampled.
         group_ids: [B] index of each row's prompt in the step.
         name: returns the name of a row for messages.
         asynchronous: add ``versions`` to the batch.
 
     Raises:
         LostTrajectory: not all of the B rows exist exactly once over all ranks.
-        RuntimeError: the score of a row is not finite, or engines recorded different fields for different rows.
+        RuntimeError: engines recorded different fields for different rows.
     """
-    num_rows, width = len(group_ids), len(_RowFacts._fields)
-    mine = [_RowFacts.of(int(number), t) for number, t in zip(numbers, trajectories, strict=True)]
-    table = all_gather_rows(torch.tensor(mine, dtype=torch.int64).reshape(-1, width))
-    scores = all_gather_rows(scores)
-    order = table[:, 0].argsort(stable=True)
-    table, scores = table[order], scores[order]
-    facts = _RowFacts(*table.unbind(1))
-    if not torch.equal(facts.number, torch.arange(num_rows)):
-        raise LostTrajectory(_describe_miscount(facts.number.tolist(), num_rows, name))
-    if not scores.isfinite().all():
-        raise RuntimeError(f"rows {(~scores.isfinite()).nonzero().flatten().tolist()} of the step have no finite score")
-    sent = flat_fields(trajectories)
+    rows = sorted(rows, key=lambda row: row[0])
+    mine = [_RowFacts.of(*row) for row in rows]
+    table = all_gather_rows(torch.tensor(mine, dtype=torch.int64).reshape(-1, len(_RowFacts._fields)))
+    facts = _RowFacts(*table[table[:, 0].argsort(stable=True)].unbind(1))
+    if not torch.equal(facts.number, torch.arange(len(group_ids))):
+        raise LostTrajectory(_describe_miscount(facts.number.tolist(), len(group_ids), name))
+    contents = _gather_contents(rows)
+    trajectories = [trajectory for _, trajectory in rows]
+    fields: dict[str, Field] = dict(flat_fields(trajectories))
     if asynchronous:
-        sent["versions"] = token_versions(trajectories)
-    if facts.has_rewards.any():
-        sent["turn_rewards"] = turn_rewards(trajectories)
-    sequences = _of_all_rows(numbers, [t.sequences for t in trajectories]) if facts.has_sequences.any() else {}
-    images = {}
-    if facts.has_images.any():
-        images = _of_all_rows(numbers, [t.sequence_images or (t.prompt.images,) for t in trajectories])
-    lengths, holders = facts.length, facts.holder.numpy()
-    owners = owners_of(lengths.numpy(), dist.get_world_size())
-    owned = rows_by_rank(owners, dist.get_world_size())
-    moved = move_rows(sent, lengths.numpy(), holders, owned)
-    support = None
-    if facts.has_support.any():
-        support = move_ragged(flat_support(trajectories), lengths.numpy(), holders, owned)
-    fields: dict[str, Field] = {}
-    if facts.has_fields.any():
-        fields = move_fields(_agree_on_fields(trajectories), lengths.numpy(), holders, owned)
+        fields["versions"] = token_versions(trajectories)
+    if contents.has_rewards:
+        fields["turn_rewards"] = turn_rewards(trajectories)
+    if contents.has_support:
+        fields["support"] = flat_support(trajectories)
+    lengths, holders = facts.length.numpy(), facts.holder.numpy()
+    computed = torch.stack([facts.num_computed, facts.num_shared], dim=1)
+    owners, owner_of_replica = choose_owners(RowSizes(facts.length, group_ids, computed))
+    owned = rows_by_rank(owners.numpy(), dist.get_world_size())
+    moved: dict[str, Any] = move_fields(fields, lengths, holders, owned)
+    recorded = move_fields(contents.recorded, lengths, holders, owned)
     return TrainBatch(
-        lengths=lengths,
+        lengths=facts.length,
         num_sampled=facts.num_sampled,
-        scores=scores,
+        scores=torch.zeros(len(group_ids), dtype=torch.float64),
         truncated=facts.is_truncated.bool(),
         group_ids=group_ids,
-        owners=torch.from_numpy(owners),
+        owners=owners,
         rows=torch.from_numpy(owned[dist.get_rank()]),
-        token_ids=moved["token_ids"],
-        loss_mask=moved["loss_mask"],
-        rollout_logprobs=moved["rollout_logprobs"],
-        sequences=sequences,
-        images=images,
-        computed=torch.stack([facts.num_computed, facts.num_shared], dim=1),
-        turn_rewards=moved.get("turn_rewards"),
-        versions=moved.get("versions"),
-        support=support,
-        fields=fields,
+        owner_of_replica=owner_of_replica,
+        sequences=contents.sequences,
+        images=contents.images,
+        computed=computed,
+        fields=recorded,
+        **moved,
     )
 
 
-def _agree_on_fields(trajectories: Sequence[Trajectory]) -> dict[str, Field]:
-    """Return the fields that engines recorded for this rank's tokens; empty fields if it has no tokens. Collective over the world.
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What the trajectories of all ranks contain, in addition to their tokens."""
+
+    has_rewards: bool  # for single turns
+    has_support: bool
+    recorded: Mapping[str, Field]  # fields that engines recorded for this rank's tokens
+    sequences: Mapping[int, Sequence[int]]  # as in ``TrainBatch``
+    images: Mapping[int, Sequence[Sequence[str]]]  # as in ``TrainBatch``
+
+
+def _gather_contents(rows: Sequence[tuple[int, Trajectory]]) -> _Contents:
+    """Return the contents of this rank's rows and of all other rows. Collective over the world.
 
     Raises:
-        RuntimeError: on every rank, if rows have different fields.
+        RuntimeError: on every rank, if rows have different recorded fields.
     """
+    trajectories = [trajectory for _, trajectory in rows]
     recorded, problem = dict[str, Field](), ""
     try:
         recorded = recorded_fields(trajectories)
     except ValueError as error:
         problem = str(error)
-
-    def form(field: Field) -> list[Any]:
-        values = field.values if isinstance(field, Ragged) else field
-        return [isinstance(field, Ragged), str(values.dtype).removeprefix("torch."), list(values.shape[1:])]
-
-    mine = {name: form(recorded[name]) for name in sorted(recorded)} if trajectories else None
-    ranks = all_gather_json([problem, mine])
-    if problems := [of_rank for of_rank, _ in ranks if of_rank]:
+    images = [(number, t.sequence_images or (t.prompt.images,)) for number, t in rows]
+    ranks = all_gather_json(
+        {
+            "has_rewards": any(turn.reward for t in trajectories for turn in t.turns),
+            "has_support": any(t.support is not None for t in trajectories),
+            "forms": {name: _form_of(recorded[name]) for name in sorted(recorded)} if rows else None,
+            "problem": problem,
+            "sequences": [(number, t.sequences) for number, t in rows if t.sequences],
+            "images": [(number, digests) for number, digests in images if any(digests)],
+        }
+    )
+    if problems := [rank["problem"] for rank in ranks if rank["problem"]]:
         raise RuntimeError(problems[0])
-    forms, *others = [of_rank for _, of_rank in ranks if of_rank is not None]
+    forms, *others = [rank["forms"] for rank in ranks if rank["forms"] is not None]
     if different := [other for other in others if other != forms]:
         raise RuntimeError(f"engines recorded different fields of their tokens: {forms} and {different[0]}")
-    if trajectories:
-        return recorded
-    blanks: dict[str, Field] = {}
-    for name, (is_ragged, dtype, shape) in forms.items():
-        values = torch.zeros(0, *shape, dtype=getattr(torch, dtype))
-        blanks[name] = Ragged(torch.zeros(0, dtype=torch.int32), values) if is_ragged else values
-    return blanks
+    return _Contents(
+        any(rank["has_rewards"] for rank in ranks),
+        any(rank["has_support"] for rank in ranks),
+        recorded if rows else {name: _blank_field(*form) for name, form in forms.items()},
+        {number: tuple(sizes) for rank in ranks for number, sizes in rank["sequences"]},
+        {number: tuple(digests) for rank in ranks for number, digests in rank["images"]},
+    )
 
 
-def _of_all_rows(numbers: np.ndarray, values: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
-    """Return the values of all ranks' rows by row number. Rows with empty values are omitted. Collective."""
-    own = [(int(number), value) for number, value in zip(numbers, values, strict=True) if any(value)]
-    return {number: tuple(value) for of_rank in all_gather_json(own) for number, value in of_rank}
+def _form_of(field: Field) -> tuple[bool, str, list[int]]:
+    """Return whether a field is ragged, the dtype of its values, and the shape of a value."""
+    values = field.values if isinstance(field, Ragged) else field
+    return isinstance(field, Ragged), str(values.dtype).removeprefix("torch."), list(values.shape[1:])
+
+
+def _blank_field(is_ragged: bool, dtype: str, shape: Sequence[int]) -> Field:
+    """Return a field of this form for no tokens."""
+    values = torch.zeros(0, *shape, dtype=getattr(torch, dtype))
+    return Ragged(torch.zeros(0, dtype=torch.int32), values) if is_ragged else values
 
 
 def _describe_miscount(rows: Sequence[int], num_rows: int, name: Callable[[int], str]) -> str:

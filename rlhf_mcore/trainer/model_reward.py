@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,10 +35,8 @@ class ModelReward:
         if not sum(counts):
             return []
         first = sum(counts[: dist.get_rank()])
-        numbers = np.arange(first, first + len(trajectories))
-        zeros = torch.zeros(len(trajectories), dtype=torch.float64)
-        batch = exchange_rows(numbers, trajectories, zeros, torch.arange(sum(counts)))
-        scores = self.compute_scores(batch)[numbers].tolist()
+        batch = exchange_rows(list(enumerate(trajectories, first)), torch.arange(sum(counts)))
+        scores = self.compute_scores(batch)[first : first + len(trajectories)].tolist()
         return [
             replace(other, value=other.value + self.weight * value, parts={**other.parts, PART: value})
             for other, value in zip(others, scores, strict=True)

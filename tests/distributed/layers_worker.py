@@ -35,22 +35,22 @@ KINDS = {"dense": "qwen2", "experts": "qwen2_moe", "latent attention": "deepseek
 # Layout, tokens per microbatch, packing, and ownership of rows.
 CELLS = {
     "dense": (
-        ("dp4", 24, True, "one after the other"),
-        ("tp2_dp2_sp", 10_000, True, "dealt"),
+        ("dp4", 24, True, "learner"),
+        ("tp2_dp2_sp", 10_000, True, "spread"),
         ("tp2_pp2_vpp2_sp", 24, False, "last rank"),
-        ("pp2_cp2", 24, True, "dealt"),
-        ("cp4", 24, False, "dealt"),
+        ("pp2_cp2", 24, True, "spread"),
+        ("cp4", 24, False, "spread"),
     ),
     "experts": (
-        ("ep2_etp2_dp4", 24, False, "dealt"),
-        ("tp2_sp_ep2_etp1_dp2", 24, True, "one after the other"),
+        ("ep2_etp2_dp4", 24, False, "spread"),
+        ("tp2_sp_ep2_etp1_dp2", 24, True, "learner"),
         ("pp2_cp2_ep2", 24, True, "last rank"),
     ),
     "latent attention": (
-        ("tp2_sp_cp2_ep2_etp1", 24, True, "dealt"),
+        ("tp2_sp_cp2_ep2_etp1", 24, True, "spread"),
         ("pp2_ep2_dp2_uneven", 24, False, "last rank"),
     ),
-    "delta net": (("tp2_cp2", 24, True, "dealt"), ("pp2_dp2", 24, False, "one after the other")),
+    "delta net": (("tp2_cp2", 24, True, "spread"), ("pp2_dp2", 24, False, "learner")),
 }
 CIRCLES = {
     "qwen3_tied": ("tp2_cp2", "pp2_vpp2_dp2", "tp2_cp2"),

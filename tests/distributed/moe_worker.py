@@ -134,7 +134,7 @@ def balanced_updates(
     for dp, packing in product((1, 2, 4), (True, False)):
         if dist.get_rank() == 0:  # packed rows of a prompt are in one microbatch
             role = RoleModel(ParallelLayout(dp), None, spec, TrainerConfig(packing=packing))
-            shares, after = role._deal(batch_for(rows()), range(len(rows())), 1), directory / f"{name}_{dp}_{packing}"
+            shares, after = role.deal(batch_for(rows())), directory / f"{name}_{dp}_{packing}"
             findings["oracle"][f"balanced/{dp}/{packing}"] = oracle(
                 path, reference, after, partial(balance_loss, shares)
             )

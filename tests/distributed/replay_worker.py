@@ -237,7 +237,7 @@ def finite_differences(model: MegatronModel, actor: Actor, given: list[Tensor]) 
         batch = batch_for(rows())
         give(batch, given)
         fields = {"loss_mask": batch.loss_mask, **routes_of(batch, "rollout")}
-        [tokens] = placed.deliver(batch, [range(batch.num_rows)], fields)
+        [tokens] = placed.deliver(batch, [placed.deal(batch)], fields)
         return placed.microbatches(tokens)
 
     def logprobs(outputs: Tensor, microbatch: Microbatch) -> Tensor:

@@ -32,7 +32,18 @@ from rlhf_mcore.trainer.divergence import share_results
 from rlhf_mcore.types import TrainBatch
 from tests.difference import first_difference
 from tests.distributed import models
-from tests.distributed.setting import POOL, TEMPERATURE, VOCAB, Row, batch_for, finish, rows, start, write_together
+from tests.distributed.setting import (
+    POOL,
+    TEMPERATURE,
+    VOCAB,
+    Row,
+    batch_for,
+    batch_of_learner,
+    finish,
+    rows,
+    start,
+    write_together,
+)
 from tests.rows import rows_of_padded
 
 NUM_STEPS = 3
@@ -133,8 +144,8 @@ def team(path: Path, actor: tuple[Any, ...], critic: tuple[Any, ...], platform: 
     )
 
 
-def scored_batch() -> TrainBatch:
-    batch = batch_for(rows())
+def scored_batch(learner: TrainedModel | None = None) -> TrainBatch:
+    batch = batch_for(rows()) if learner is None else batch_of_learner(learner)
     batch.truncated = torch.arange(len(batch.lengths)) % 3 == 1
     return batch
 
@@ -143,7 +154,7 @@ def run(which: Team) -> list[dict[str, float]]:
     """Run PPO steps on the same rows. Returns the metrics of the first rank, which equal those of all ranks."""
     history, estimation = [], AdvantageComputer(algorithm())
     for _ in range(NUM_STEPS):
-        batch = scored_batch()
+        batch = scored_batch(which.actor.model)
         batch.ref_logprobs = which.reference.compute_logprobs(batch)
         batch.old_values, batch.bootstrap_values = which.critic.compute_values(batch)
         batch.old_logprobs = which.actor.compute_logprobs(batch)

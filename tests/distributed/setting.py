@@ -192,6 +192,14 @@ def batch_for(all_rows: list[Row], owners: list[int] | None = None) -> TrainBatc
     return batch_of(all_rows, group_ids=[i // 2 for i in range(len(all_rows))], owners=owners)
 
 
+def batch_of_learner(model: TrainedModel) -> TrainBatch:
+    """Return the batch of ``rows()`` as in reinforcement learning: a row is on the rank that learns from it."""
+    owners, owner_of_replica = model.choose_owners(batch_for(rows()).sizes)
+    batch = batch_for(rows(), owners.tolist())
+    batch.owner_of_replica = owner_of_replica
+    return batch
+
+
 @dataclass(slots=True)
 class Settings:
     """The settings that checks vary."""

@@ -32,6 +32,7 @@ from tests.distributed.setting import (
     Settings,
     algorithm,
     batch_for,
+    batch_of_learner,
     build,
     finish,
     gatherer,
@@ -46,7 +47,7 @@ from tests.distributed.setting import (
 MODELS = ("qwen3_tied", "qwen2", "llama", "qwen3_seven")
 NUM_SMALL_STEPS, SMALL_LR = 12, 2e-5
 CUTS = {"one": 10_000, "many": 24}
-OWNERS = ("dealt", "last rank", "one after the other")
+OWNERS = ("spread", "last rank", "learner")
 RECOMPUTE = {
     "off": None,
     "selective": RecomputeConfig(granularity="selective"),
@@ -199,7 +200,7 @@ def update(
     settings: Settings,
     reference: torch.nn.Module,
     after: dict[str, torch.Tensor] | None,
-    owner: str = "dealt",
+    owner: str = "spread",
     complete: Callable[[TrainBatch], None] = lambda batch: None,
 ) -> dict[str, Any]:
     """Run one update. Returns its metrics and the first weight that differs from the oracle. ``owner``: an entry of OWNERS."""
@@ -212,16 +213,14 @@ def update_of(
     actor: Actor,
     reference: torch.nn.Module,
     after: dict[str, torch.Tensor] | None,
-    owner: str = "dealt",
+    owner: str = "spread",
     complete: Callable[[TrainBatch], None] = lambda batch: None,
 ) -> dict[str, Any]:
     """Run ``update`` with an existing model."""
-    all_rows, last = rows(), dist.get_world_size() - 1
-    owners = {
-        "last rank": [last] * len(all_rows),
-        "one after the other": [k % (last + 1) for k in range(len(all_rows))],
-    }
-    batch = batch_for(all_rows, owners.get(owner))
+    if owner == "learner":
+        batch = batch_of_learner(actor.model)
+    else:
+        batch = batch_for(rows(), [dist.get_world_size() - 1] * len(rows()) if owner == "last rank" else None)
     complete(batch)
     fill(batch, reference)
     metrics = actor.deliver_update(batch)().metrics

@@ -82,6 +82,11 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -
 
 @pytest.fixture
 def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the threads of :func:`run_ranks` call the collectives of ``torch.distributed``."""
+    connect_threads(monkeypatch)
+
+
+def connect_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the collectives of ``torch.distributed`` for host data, for the threads of :func:`run_ranks`.
 
     A group that is not a :class:`ThreadGroup` means the world of the thread.

@@ -5,7 +5,6 @@ Layouts of several ranks run as threads; the processes are in tests/distributed.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from rlhf_mcore.observability.throughput import ModelFlops
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles import model as module
 from rlhf_mcore.roles.model import RoleModel, minibatches
-from rlhf_mcore.types import Microbatch, TrainBatch
+from rlhf_mcore.types import Microbatch, RowSizes, TrainBatch
 from tests.rows import Row, padded_batch
 from tests.rows import batch_of as make_batch
 from tests.unit.parallel.world import ThreadGroup, run_ranks
@@ -63,7 +62,8 @@ def shares(lengths: list[int], parts: list[list[int]], layout: ParallelLayout) -
         batch = batch_of(lengths)
         numbers = batch.rows.repeat_interleave(batch.lengths[batch.rows]).float()
         held = Lookup(width=1, layout=layout) if group.rank() in layout.ranks else None
-        return role(held, layout).deliver(batch, parts, {"number": numbers})
+        which = role(held, layout)
+        return which.deliver(batch, [which.deal(batch, part) for part in parts], {"number": numbers})
 
     return run_ranks(max(layout.ranks) + 1, body)
 
@@ -132,15 +132,10 @@ def test_more_ranks_than_rows_leave_some_with_a_dummy(model: Lookup) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- minibatches
 def test_minibatches_are_consecutive_prompts() -> None:
-    batch = batch_of(random_lengths(0, num_rows=16))  # eight prompts
-    assert minibatches(batch, 3) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13, 14, 15]]
-    assert minibatches(batch, 8) == minibatches(batch, 100) == [list(range(16))]
-    assert minibatches(batch, 1) == [[k, k + 1] for k in range(0, 16, 2)]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_minibatches_depend_on_the_prompts_only(seed: int) -> None:
-    assert minibatches(batch_of(random_lengths(seed)), 5) == minibatches(batch_of([3] * 24), 5)
+    groups = torch.arange(8).repeat_interleave(2)
+    assert minibatches(groups, 3) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13, 14, 15]]
+    assert minibatches(groups, 8) == minibatches(groups, 100) == [list(range(16))]
+    assert minibatches(groups, 1) == [[k, k + 1] for k in range(0, 16, 2)]
 
 
 # --------------------------------------------------------------------------------------------------------- microbatches
@@ -268,8 +263,7 @@ def test_rows_are_dealt_by_what_they_cost_attention_included() -> None:
 
     def shares(flops: ModelFlops | None) -> list[list[int]]:
         held = RoleModel(ParallelLayout(2), None, Lookup().spec, TrainerConfig(), flops)
-        batch: Any = SimpleNamespace(lengths=torch.tensor([8, 6, 2, 2, 2, 2]), computed=None, group_ids=torch.arange(6))
-        return held._deal(batch, range(6), 1)
+        return held.balance(RowSizes(torch.tensor([8, 6, 2, 2, 2, 2]), torch.arange(6)), range(6))
 
     assert shares(ModelFlops(token=0.6, pair=1.0, logits=0.4)) == [[0], [1, 2, 3, 4, 5]]
     tokens = [8, 6, 2, 2, 2, 2]
