@@ -34,7 +34,7 @@ SHAPES = (
 
 def batch(prompt: int, response: int, n: int) -> Any:
     """Return responses to one prompt, or rows that share nothing if the prompt is empty."""
-    from rlhf_mcore.data.bundles import computed_of_row
+    from rlhf_mcore.data.prefixes import computed_of_row
     from rlhf_mcore.types import TrainBatch
 
     draw = torch.Generator().manual_seed(0)

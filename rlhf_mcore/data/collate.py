@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.data.packing import check_budget, group_by_length, pack, round_up
-from rlhf_mcore.data.prefixes import Ids, build_tree, computed_tokens, units_of
+from rlhf_mcore.data.prefixes import Ids, PrefixTree, build_tree, computed_tokens, units_of
 from rlhf_mcore.parallel.rows import split_tokens
 from rlhf_mcore.types import Microbatch, Ragged
 
@@ -92,55 +92,71 @@ def make_microbatches(
     assert "labels" not in tokens.fields, "make_microbatches adds the labels"
     if tokens.sequences is not None:
         assert rows_per_unit == 1, "units require one sequence per row"
-        lengths_of = tokens.sequence_lengths
-        tokens = RowTokens(list(range(len(lengths_of))), lengths_of, tokens.fields, tokens.ragged, None, tokens.images)
+        lengths = tokens.sequence_lengths
+        tokens = RowTokens(list(range(len(lengths))), lengths, tokens.fields, tokens.ragged, None, tokens.images)
+    paddings = _Paddings(sequence_multiple, pad_multiple, pad_token_id)
     units = in_units(range(len(tokens.rows)), rows_per_unit)
-    lengths = [[round_up(tokens.lengths[place], sequence_multiple) for place in unit] for unit in units]
-    assign, size, height = (pack, sum, 1) if packing else (group_by_length, _padded_size, rows_per_unit)
-    sizes, ids = [size(unit) for unit in lengths], list[Ids]()
-    if share_prefixes and packing:
-        ids = [part.numpy() for part in tokens.fields["token_ids"].long().split(tokens.lengths)]
-        check_budget(sizes if rows_per_unit == 1 else [], max_tokens, pad_multiple)
-        limit = max_tokens // pad_multiple * pad_multiple
-        units, sizes = _sharing_units(ids, units, sizes, limit, sequence_multiple, alone)
-    bins = assign(
-        sizes,
-        max_tokens,
-        min_bins=min_count,
-        multiple_of=multiple_of,
-        pad_multiple=height * pad_multiple,
-    )
-    fields = {"labels": tokens.fields["token_ids"].long(), **tokens.fields}
-    del fields["token_ids"]
-    shifted = {name: to_model_layout(values, tokens.lengths) for name, values in fields.items()}
-    shifted |= {name: to_model_layout(field.counts, tokens.lengths) for name, field in tokens.ragged.items()}
-    values = {name: [part.values for part in split_tokens(f, tokens.lengths)] for name, f in tokens.ragged.items()}
-    chosen = [[place for unit in bin for place in units[unit]] for bin in bins]
+    ids: list[Ids] = []
+    if not packing:
+        padded = [max(tokens.lengths[place] for place in unit) for unit in units]
+        sizes = [rows_per_unit * round_up(length, sequence_multiple) for length in padded]
+        assign, pad_to = group_by_length, rows_per_unit * pad_multiple
+    else:
+        sizes = [sum(round_up(tokens.lengths[place], sequence_multiple) for place in unit) for unit in units]
+        assign, pad_to = pack, pad_multiple
+        if share_prefixes:
+            ids = [part.numpy() for part in tokens.fields["token_ids"].long().split(tokens.lengths)]
+            check_budget(sizes if rows_per_unit == 1 else [], max_tokens, pad_multiple)
+            limit = max_tokens // pad_multiple * pad_multiple
+            units, sizes = _sharing_units(ids, units, sizes, limit, sequence_multiple, alone)
+    bins = assign(sizes, max_tokens, min_bins=min_count, multiple_of=multiple_of, pad_multiple=pad_to)
+    fields, values = _shift_fields(tokens)
     microbatches = []
-    for places in chosen:
-        if packing:
-            microbatch = _build_packed(tokens, places, shifted, (sequence_multiple, pad_multiple), pad_token_id)
-            if ids:
-                own = [ids[place] for place in places]
-                lonely = [number for number, place in enumerate(places) if place in alone]
-                paddings = {"multiple": sequence_multiple, "pad_multiple": pad_multiple, "pad_token_id": pad_token_id}
-                microbatch.tree = build_tree(own, sequence_sizes(microbatch), alone=lonely, **paddings)
-        else:
-            microbatch = _build_padded(tokens, places, shifted, pad_multiple, pad_token_id)
+    for units_of_bin in bins:
+        places = [place for unit in units_of_bin for place in units[unit]]
+        microbatch = (_build_packed if packing else _build_padded)(tokens, places, fields, paddings)
+        if ids:
+            microbatch.tree = _build_tree(microbatch, ids, alone, paddings)
         for name, rows in values.items():
-            microbatch.ragged[name] = _ragged_of(
-                microbatch.fields.pop(name), [tokens.ragged[name].values[:0], *(rows[place] for place in places)]
-            )
+            counts, parts = microbatch.fields.pop(name), [rows[place] for place in places]
+            # The order of the values needs no shift, because the first token of a row has no values.
+            microbatch.ragged[name] = Ragged(counts, torch.cat([tokens.ragged[name].values[:0], *parts]))
+            assert int(counts.sum()) == len(microbatch.ragged[name].values)
         microbatch.images = [tokens.images[place] for place in places] if tokens.images else []
         microbatches.append(microbatch)
     return microbatches
 
 
-def _ragged_of(counts: Tensor, rows: Sequence[Tensor]) -> Ragged[Tensor]:
-    """Join the ragged values of some rows. Their order needs no shift, because the first token of a row has no values."""
-    ragged = Ragged(counts, torch.cat(list(rows)))
-    assert int(ragged.counts.sum()) == len(ragged.values)
-    return ragged
+@dataclass(frozen=True, slots=True)
+class _Paddings:
+    """The multiples to which sequences and microbatches are padded, and the id of padding tokens."""
+
+    sequence_multiple: int
+    pad_multiple: int
+    pad_token_id: int
+
+
+def _shift_fields(tokens: RowTokens) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
+    """Return the fields and the counts of ragged fields in model layout, and the values of ragged fields by row."""
+    fields = {"labels": tokens.fields["token_ids"].long(), **tokens.fields}
+    del fields["token_ids"]
+    fields |= {name: ragged.counts for name, ragged in tokens.ragged.items()}
+    shifted = {name: to_model_layout(values, tokens.lengths) for name, values in fields.items()}
+    by_row = {name: split_tokens(ragged, tokens.lengths) for name, ragged in tokens.ragged.items()}
+    return shifted, {name: [part.values for part in parts] for name, parts in by_row.items()}
+
+
+def _build_tree(
+    microbatch: Microbatch, ids: Sequence[Ids], alone: Collection[int], paddings: _Paddings
+) -> PrefixTree | None:
+    return build_tree(
+        [ids[place] for place in microbatch.rows],
+        sequence_sizes(microbatch),
+        multiple=paddings.sequence_multiple,
+        pad_multiple=paddings.pad_multiple,
+        pad_token_id=paddings.pad_token_id,
+        alone=[number for number, place in enumerate(microbatch.rows) if place in alone],
+    )
 
 
 def in_units(rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
@@ -161,10 +177,6 @@ def _sharing_units(
     if any(len(unit) > 1 for unit in units):
         return units, [computed_tokens([ids[place] for place in unit], multiple) for unit in units]
     return units_of(ids, max_tokens, multiple, alone) or (units, sizes)
-
-
-def _padded_size(lengths: Sequence[int]) -> int:
-    return len(lengths) * max(lengths)
 
 
 def restore_tokens(
@@ -265,12 +277,11 @@ def to_token_layout(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def _build_packed(
-    tokens: RowTokens, places: list[int], fields: Mapping[str, Tensor], multiples: tuple[int, int], pad_token_id: int
+    tokens: RowTokens, places: list[int], fields: Mapping[str, Tensor], paddings: _Paddings
 ) -> Microbatch:
-    (sequence_multiple, pad_multiple), starts = multiples, tokens.starts
-    lengths = [tokens.lengths[place] for place in places]
-    sizes = [round_up(length, sequence_multiple) for length in lengths]
-    num_padding = max(round_up(sum(sizes), pad_multiple), pad_multiple) - sum(sizes)
+    starts, lengths = tokens.starts, [tokens.lengths[place] for place in places]
+    sizes = [round_up(length, paddings.sequence_multiple) for length in lengths]
+    num_padding = max(round_up(sum(sizes), paddings.pad_multiple), paddings.pad_multiple) - sum(sizes)
     sizes += [num_padding] * (num_padding > 0)
 
     def pack_rows(values: Tensor, filler: int) -> Tensor:
@@ -280,7 +291,7 @@ def _build_packed(
         return out[None]
 
     return Microbatch(
-        token_ids=pack_rows(tokens.fields["token_ids"], pad_token_id).long(),
+        token_ids=pack_rows(tokens.fields["token_ids"], paddings.pad_token_id).long(),
         position_ids=torch.cat([torch.arange(size) for size in sizes])[None],
         rows=places,
         lengths=lengths,
@@ -291,11 +302,11 @@ def _build_packed(
 
 
 def _build_padded(
-    tokens: RowTokens, places: list[int], fields: Mapping[str, Tensor], pad_multiple: int, pad_token_id: int
+    tokens: RowTokens, places: list[int], fields: Mapping[str, Tensor], paddings: _Paddings
 ) -> Microbatch:
     starts, lengths = tokens.starts, [tokens.lengths[place] for place in places]
     height = max(len(places), 1)
-    width = round_up(max(lengths, default=1), pad_multiple)
+    width = round_up(max(lengths, default=1), paddings.pad_multiple)
 
     def pad_rows(values: Tensor, filler: int) -> Tensor:
         out = values.new_full((height, width, *values.shape[1:]), filler)
@@ -304,7 +315,7 @@ def _build_padded(
         return out
 
     return Microbatch(
-        token_ids=pad_rows(tokens.fields["token_ids"], pad_token_id).long(),
+        token_ids=pad_rows(tokens.fields["token_ids"], paddings.pad_token_id).long(),
         position_ids=torch.arange(width).expand(height, width).contiguous(),
         rows=places,
         lengths=lengths,

@@ -20,10 +20,11 @@ from torch import Tensor
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data import prefixes
+from rlhf_mcore.data.image_rows import ImageReader, images_of_row
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.shared_tokens import Tokens, tokenize
-from rlhf_mcore.data.source import left_out, load_transform, taken_images, transformed_rows
+from rlhf_mcore.data.source import left_out, load_transform, transformed_rows
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.rows import owners_of
 from rlhf_mcore.readers.data_columns import example_contents, row_limits
@@ -31,8 +32,6 @@ from rlhf_mcore.types import TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from rlhf_mcore.data.image_rows import ImageReader
 
 
 @dataclass(slots=True, eq=False)
@@ -225,7 +224,7 @@ def _read_texts(
             if row is None:
                 continue
             _, content, responses = example_contents(row, wanted, place)
-            _, content, own = taken_images(row, content, data.image_key, images, Path(file).parent, place)
+            _, content, own = images_of_row(row, content, data.image_key, images, Path(file).parent, place)
             contents.append((content, f"{place}, prompt"))
             answers.append((place, responses))
             digests.append(own)

@@ -1,4 +1,4 @@
-"""Checks the chat template and the lengths of the first prompts before any process starts.
+"""Checks that a required chat template exists, and the lengths of the first prompts, before any process starts.
 
 This module does not import transformers. The ranks later repeat these checks for every row, with rendered templates.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
-from rlhf_mcore.foreign import INDEX, read_json, read_text
+from rlhf_mcore.foreign import INDEX, read_json
 from rlhf_mcore.readers.data_columns import file_keys, row_limits, settings_of
 from rlhf_mcore.readers.data_rows import read_rows, require_column
 
@@ -27,23 +27,21 @@ def check_first_rows(data: DataConfig, folder: str) -> None:
     ``folder`` is the tokenizer's directory.
 
     Raises:
-        ConfigError: prompts need a chat template that is missing or broken, or prompts are too long.
+        ConfigError: prompts need a chat template that is missing, or prompts are too long.
     """
     # The user's code runs in the ranks only.
     if data.transform is not None:
         return
-    template = _read_template(Path(folder))
-    if template is None and data.apply_chat_template == "true":
+    has_template = _has_template(Path(folder))
+    if not has_template and data.apply_chat_template == "true":
         raise ConfigError(
             f"data.apply_chat_template=true, but the tokenizer in {folder} has no chat template; give model.tokenizer_path one with a "
             "template, or set data.apply_chat_template=false"
         )
-    if template is not None and data.apply_chat_template != "false":
-        _check_syntax(template, folder)
     tokenizer = _load_fast_tokenizer(Path(folder)) if data.overlong_prompts == "error" else None
     for field, files in (("data.train", data.train), ("data.eval", data.eval)):
         for place, prompt in _read_prompts(data, field, files):
-            if template is None and not isinstance(prompt, str):
+            if not has_template and not isinstance(prompt, str):
                 raise ConfigError(
                     f"{field}: {place}: the prompt is a list of messages, but the tokenizer in {folder} has no chat template; give "
                     "model.tokenizer_path one with a template, or make the prompts plain strings"
@@ -98,45 +96,12 @@ def _load_fast_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _read_template(folder: Path) -> str | None:
-    """Return the chat template of a tokenizer directory, from a separate file or a key of tokenizer_config.json."""
+def _has_template(folder: Path) -> bool:
+    """Return whether a tokenizer directory has a chat template, in a separate file or a key of its settings."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "additional_chat_templates").is_dir():
+        return True
+    files = [folder / name for name in ("chat_template.json", "tokenizer_config.json")]
     try:
-        if (folder / "chat_template.jinja").is_file():
-            return read_text(folder / "chat_template.jinja", limit=INDEX.num_bytes)
-        for name in ("chat_template.json", "tokenizer_config.json"):
-            template = None
-            if (folder / name).is_file():
-                template = read_json(folder / name, limits=INDEX).content.get("chat_template")
-            if template and isinstance(template, list):
-                named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, Mapping)}
-                return str(named.get("default") or "")
-            if template:
-                return str(template)
-    except ConfigError:
-        # Loading the tokenizer will report the error.
-        return ""
-    return "" if (folder / "additional_chat_templates").is_dir() else None
-
-
-def _check_syntax(template: str, folder: str) -> None:
-    """Check the syntax of a chat template.
-
-    Raises:
-        ConfigError: the template has a syntax error.
-    """
-    # The "generation" statement is an extension of transformers, which jinja2 alone cannot parse.
-    if "generation" in template:
-        return
-    from jinja2 import Environment, TemplateSyntaxError
-
-    try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except TemplateSyntaxError as error:
-        raise ConfigError(
-            f"the chat template of the tokenizer in {folder} is broken, line {error.lineno}: {error.message}; download it again, or "
-            "set data.apply_chat_template=false and give prompts as strings"
-        ) from error
-    except RecursionError as error:
-        raise ConfigError(
-            f"the chat template of the tokenizer in {folder} is nested too deep; download it again"
-        ) from error
+        return any(read_json(file, limits=INDEX).content.get("chat_template") for file in files if file.is_file())
+    except ConfigError:  # loading the tokenizer will report the error
+        return True

@@ -11,11 +11,11 @@ import binascii
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from rlhf_mcore.config.schema import DataConfig
+
+T = TypeVar("T")
 
 MARK = "<image>"  # marks an image in a text
 OWN_TASKS = "verifiers"  # an environment that ignores prompts
@@ -44,6 +46,37 @@ class RowImages:
     content: str | list[dict[str, Any]]
     messages: str | list[dict[str, Any]]
     sources: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image in a message. ``source`` is None for a mark."""
+
+    source: Any = None
+
+
+def parts_of(content: Any, place: str, *, marks: bool = False) -> list[str | ImagePart]:
+    """Return the texts and images of a message's content, in order. With ``marks``, a mark in a text is an image.
+
+    Raises:
+        ConfigError: a part has an unknown type.
+    """
+    found: list[str | ImagePart] = []
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS:
+            found.append(ImagePart(_source_in(part)))
+            continue
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS else part
+        if not isinstance(text, str):
+            kinds = ", ".join(_TEXT_PARTS + _IMAGE_PARTS)
+            raise ConfigError(
+                f"{place}: message content must be a text, or parts with the types {kinds}; found {part!r:.80}"
+            )
+        first, *others = text.split(MARK) if marks else [text]
+        found.append(first)
+        for piece in others:
+            found += [ImagePart(), piece]
+    return found
 
 
 def take_images(content: Any, column: Any, place: str) -> RowImages:
@@ -65,49 +98,22 @@ def take_images(content: Any, column: Any, place: str) -> RowImages:
     for message in turns:
         if not isinstance(message, Mapping):
             raise ConfigError(f"{place}: a message must be an object with role and content, found {message!r:.60}")
-        parts = list(_parts(message.get("content"), waiting, sources, place))
-        has_image = any(part["type"] == "image" for part in parts)
-        text = "".join(part.get("text", MARK) for part in parts)
+        parts = parts_of(message.get("content"), place, marks=True)
+        images = [part for part in parts if isinstance(part, ImagePart)]
+        sources += [next(waiting, None) if image.source is None else image.source for image in images]
+        text = "".join(part if isinstance(part, str) else MARK for part in parts)
+        for_template = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts if part
+        ]
         written.append({**message, "content": text})
-        asked.append({**message, "content": parts if has_image else text})
-    if (unused := len(list(waiting))) or len(sources) > sum(source is not None for source in sources):
-        there = len([source for source in sources if source is not None]) + unused
+        asked.append({**message, "content": for_template if images else text})
+    if (unused := len(list(waiting))) or None in sources:
+        there = sum(source is not None for source in sources) + unused
         remedy = f"write {MARK} once for each image"
         if not there:
             remedy = "name their column in data.image_key, or give the row its images"
         raise ConfigError(f"{place}: {len(sources)} x {MARK} in the prompt, but images: {there}; {remedy}")
     return RowImages(asked, written if isinstance(content, list) else content, sources)
-
-
-def parts_of(content: Any, place: str) -> tuple[list[str], list[Any]] | None:
-    """Return the texts between the images of a message's content, and the images; None if the content is not a list of parts.
-
-    Raises:
-        ConfigError: a part has an unknown type, or an image has no source.
-    """
-    if not isinstance(content, list):
-        return None
-    texts, sources = [""], list[Any]()
-    for part in content:
-        if isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS:
-            sources.append(_source_in(part))
-            texts.append("")
-        elif isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
-            texts[-1] += part["text"]
-        else:
-            kinds = ", ".join(_TEXT_PARTS + _IMAGE_PARTS)
-            raise ConfigError(f"{place}: message parts must have one of the types {kinds}; found {part!r:.80}")
-    if None in sources:
-        raise ConfigError(
-            f"{place}: image {sources.index(None) + 1} has no source; give image_url, image, bytes or path"
-        )
-    return texts, sources
-
-
-def _has_places(content: Any) -> bool:
-    messages = content if isinstance(content, list) else [{"content": content}]
-    said = [message.get("content") for message in messages if isinstance(message, Mapping)]
-    return any(isinstance(turn, list) or (isinstance(turn, str) and MARK in turn) for turn in said)
 
 
 def _listed(column: Any, place: str) -> list[Any]:
@@ -118,29 +124,6 @@ def _listed(column: Any, place: str) -> list[Any]:
     if isinstance(column, (str, bytes, Mapping)):
         return [column]
     raise ConfigError(f"{place}: the image column contains {type(column).__name__} {column!r:.60}, not images")
-
-
-def _parts(content: Any, waiting: Iterator[Any], sources: list[Any], place: str) -> Iterator[dict[str, str]]:
-    """Yield the parts of a message, and append the source of each image to ``sources``; None for a missing image."""
-    for part in content if isinstance(content, list) else [content]:
-        if isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS:
-            own = _source_in(part)
-            sources.append(next(waiting, None) if own is None else own)
-            yield {"type": "image"}
-            continue
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS else part
-        if not isinstance(text, str):
-            kinds = ", ".join(_TEXT_PARTS + _IMAGE_PARTS)
-            raise ConfigError(
-                f"{place}: message content must be a text, or parts with the types {kinds}; found {part!r:.80}"
-            )
-        pieces = text.split(MARK)
-        for number, piece in enumerate(pieces):
-            if number:
-                sources.append(next(waiting, None))
-                yield {"type": "image"}
-            if piece or len(pieces) == 1:
-                yield {"type": "text", "text": piece}
 
 
 def _source_in(part: Mapping[str, Any]) -> Any:
@@ -154,26 +137,32 @@ def _source_in(part: Mapping[str, Any]) -> Any:
 
 
 def images_of_row(
-    content: Any, column: Any, images: ImageReader | None, folder: Path, place: str
+    row: Mapping[str, Any], content: Any, key: str | None, images: ImageReader | None, folder: Path, place: str
 ) -> tuple[Any, Any, tuple[str, ...]]:
     """Return a prompt as texts, the same prompt for rendering, and the digests of its images.
 
-    ``images`` is None for a text model.
+    Args:
+        key: name of the image column.
+        images: reader of the run; None: the model takes no images.
+        folder: folder of the data file.
 
     Raises:
         ConfigError: the model takes no images; or see ``take_images`` and ``ImageReader.take``.
     """
-    if not column and not _has_places(content):
+    column, reads_marks = row.get(key or ""), images is not None and key is not None
+    messages = content if isinstance(content, list) else [{"content": content}]
+    said = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    if not column and not any(isinstance(t, list) or (reads_marks and isinstance(t, str) and MARK in t) for t in said):
         return content, content, ()
-    row = take_images(content, column, place)
+    taken = take_images(content, column, place)
     if images is not None:
-        return row.messages, row.content, images.take(row.sources, folder, place)
-    if row.sources:
+        return taken.messages, taken.content, images.take(taken.sources, folder, place)
+    if taken.sources:
         raise ConfigError(
             f"{place}: the prompt has images, but the model takes none; use a vision model, or set data.image_key=null to ignore "
             "the image column"
         )
-    return row.messages, row.content, ()
+    return taken.messages, taken.content, ()
 
 
 class ImageReader:
@@ -277,7 +266,7 @@ class ImageReader:
         if digest not in self._counts:
             image = self._open(content, place)
             width, height = image.size
-            patches = self._refused(lambda: self._processor.get_number_of_image_patches(height, width), place)
+            patches = _read_or_refuse(lambda: self._processor.get_number_of_image_patches(height, width), place)
             self._counts[digest] = patches // self.tokens.merge_size**2
             if int(digest, 16) % self._size == self._rank:
                 self._write(digest, content, image, place)
@@ -325,7 +314,7 @@ class ImageReader:
 
         bound, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # data.max_image_pixels applies instead, below
         try:
-            image = self._refused(lambda: Image.open(io.BytesIO(content), formats=_FORMATS), place)
+            image = _read_or_refuse(lambda: Image.open(io.BytesIO(content), formats=_FORMATS), place)
         finally:
             Image.MAX_IMAGE_PIXELS = bound
         width, height = image.size
@@ -340,7 +329,7 @@ class ImageReader:
         file = self._store.patches / f"{digest}.npy"
         if file.exists() and (self._store.directory / digest).exists():
             return
-        patches = self._refused(lambda: self._patches(upright_rgb(image)), place)
+        patches = _read_or_refuse(lambda: self._patches(upright_rgb(image)), place)
         self._store.patches.mkdir(parents=True, exist_ok=True)
         if not (self._store.patches / LEVELS).exists():
             _save(self._store.patches / LEVELS, _levels(self._processor))
@@ -355,20 +344,17 @@ class ImageReader:
         assert frames == 1 and values.min() >= 0 and values.max() <= 255, features["image_grid_thw"]
         return values.reshape(rows, columns, -1).astype(np.uint8)
 
-    def _refused(self, action: Callable[[], Any], place: str) -> Any:
-        """Run an action on an untrusted file. Report any exception of a decoder as an error in the row."""
-        try:
-            return action()
-        except Exception as error:
-            reason = (
-                (str(error) or type(error).__name__)
-                .splitlines()[0][:200]
-                .replace(" file <_io.BytesIO", "")
-                .split(" object at")[0]
-            )
-            raise ConfigError(
-                f"{place}: it cannot be read ({reason}); replace it by an intact {', '.join(_FORMATS)} image"
-            ) from error
+
+def _read_or_refuse(action: Callable[[], T], place: str) -> T:
+    """Run an action on an untrusted file. Report any exception of a decoder as an error in the row."""
+    try:
+        return action()
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        reason = reason.replace(" file <_io.BytesIO", "").split(" object at")[0]
+        raise ConfigError(
+            f"{place}: it cannot be read ({reason}); replace it by an intact {', '.join(_FORMATS)} image"
+        ) from error
 
 
 def _load_processor(model_dir: str) -> Any:

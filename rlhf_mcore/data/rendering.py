@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import is_plain
@@ -133,7 +133,8 @@ def _render_one(apply: Any, item: Any) -> dict[str, str]:
     # A template may raise any exception that an expression can raise.
     except Exception as error:
         name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        return {"error": f"{name}{error}"[:500]}
+        line = f"its line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+        return {"error": f"{line}{name}{error}"[:500]}
     if len(text) > MAX_CHARACTERS:
         return {"error": f"the text has {len(text)} characters, more than {MAX_CHARACTERS}; correct the template"}
     if not is_plain(text):

@@ -125,7 +125,7 @@ def _read_prompts(
         for number, (place, row) in enumerate(transformed_rows(file, limits, transform)):
             if row is not None:
                 content = require_column(row, keys[0], place, setting=answers[0])
-                plain, content, digests = taken_images(row, content, cfg.image_key, images, file.parent, place)
+                plain, content, digests = images_of_row(row, content, cfg.image_key, images, file.parent, place)
                 prompt = _build_prompt(
                     row, plain, keys, answers[1], place=place, name=f"{file.stem}#{number}", index=index
                 )
@@ -144,23 +144,6 @@ def _read_prompts(
             if prompt.messages is None and text != content:
                 prompt.question = content
             yield place, prompt
-
-
-def taken_images(
-    row: Row, content: Any, key: str | None, images: ImageReader | None, folder: Path, place: str
-) -> tuple[Any, Any, tuple[str, ...]]:
-    """Return a prompt as texts, the same prompt for rendering, and the digests of its images.
-
-    The images include those of column ``key``.
-
-    Raises:
-        ConfigError: an image cannot be used, or the model takes no images.
-    """
-    column, messages = row.get(key or ""), content if isinstance(content, list) else []
-    has_parts = any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages)
-    if not column and not has_parts and (images is None or key is None):
-        return content, content, ()
-    return images_of_row(content, column, images, folder, place)
 
 
 def _build_prompt(

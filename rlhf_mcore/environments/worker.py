@@ -241,15 +241,22 @@ def _content(content: Any) -> dict[str, Any] | None:
     """Return ``content`` of a message, and also ``texts`` and ``images`` if it has images; None if it is invalid."""
     if isinstance(content, str):
         return {"content": _NO_TEXT.sub("\ufffd", content)}
+    if not isinstance(content, list):
+        return None
     from rlhf_mcore.data.image_rows import MARK, parts_of  # imported here because few environments return images
 
+    texts, sources = [""], list[Any]()
     try:
-        parts = parts_of(content, "an observation")
+        for part in parts_of(content, "an observation"):
+            if isinstance(part, str):
+                texts[-1] += _NO_TEXT.sub("\ufffd", part)
+            else:
+                texts.append("")
+                sources.append(_sent(part.source))
     except ConfigError:
         return None
-    if parts is None:
+    if None in sources:
         return None
-    texts, sources = [_NO_TEXT.sub("\ufffd", text) for text in parts[0]], [_sent(source) for source in parts[1]]
     return {"content": MARK.join(texts), **({"texts": texts, "images": sources} if sources else {})}
 
 

@@ -22,9 +22,8 @@ from torch import Tensor
 from rlhf_mcore.algorithms.masking import row_weights
 from rlhf_mcore.config.questions import FP8_TOKENS
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
-from rlhf_mcore.data.bundles import Bundle, deal_bundles
 from rlhf_mcore.data.collate import RowTokens, in_units, make_microbatches, restore_last, restore_tokens
-from rlhf_mcore.data.prefixes import rows_with_other_routes
+from rlhf_mcore.data.prefixes import Bundle, deal_bundles, rows_with_other_routes
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.mcore.model import LossSums, MegatronModel, Metrics, OutputFunction
 from rlhf_mcore.mcore.model_spec import ModelSpec

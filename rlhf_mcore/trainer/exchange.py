@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.data.bundles import computed_of_row
 from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields, token_versions, turn_rewards
+from rlhf_mcore.data.prefixes import computed_of_row
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.parallel.rows import move_fields, owners_of, rows_by_rank
 from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory

@@ -111,16 +111,6 @@ def test_messages_need_a_template(workspace: Any, model: Path) -> None:
     )
 
 
-def test_a_broken_template_is_named_with_its_line(workspace: Any, model: Path) -> None:
-    without_template(model)
-    (model / "chat_template.jinja").write_text("{% for message in messages %}\n{{ message.content }\n{% endfor %}")
-    write(workspace, MESSAGES)
-    assert str(problem()).startswith("the chat template of the tokenizer in model is broken, line 2: ")
-    assert problem("data.apply_chat_template='false'") is None or "broken" not in str(
-        problem("data.apply_chat_template='false'")
-    )
-
-
 @pytest.mark.parametrize("template", ["{{ 'x' }}", [{"name": "default", "template": "{{ 'x' }}"}]])
 def test_a_template_may_be_in_the_settings(workspace: Any, model: Path, template: Any) -> None:
     without_template(model)

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mcore.data import prefixes
-from rlhf_mcore.data.bundles import Bundle, deal_bundles
 from rlhf_mcore.data.collate import RowTokens, make_microbatches
 from rlhf_mcore.data.packing import balance
-from rlhf_mcore.data.prefixes import build_tree, computed_tokens, rows_with_other_routes, units_of
+from rlhf_mcore.data.prefixes import Bundle, build_tree, computed_tokens, deal_bundles, rows_with_other_routes, units_of
 from rlhf_mcore.types import Microbatch
 
 

@@ -196,6 +196,16 @@ def test_two_files_of_one_name_are_told_apart_by_the_user(tmp_path: Path, tokeni
         load_prompts(files, tokenizer, DataConfig())
 
 
+def test_a_broken_template_is_reported_with_its_line(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for message in messages %}\n{{ message.content }\n{% endfor %}")
+    with pytest.raises(
+        ConfigError, match=r"line 1, column 'prompt': the chat template rejects these messages .* its line 2: "
+    ):
+        load_prompts([write_jsonl(tmp_path / "a.jsonl", CHAT_ROW)], tokenizer, DataConfig())
+
+
 def test_messages_need_a_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(ConfigError, match="no chat template"):
