@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.commands.report.command import add_port, add_rollouts, check_port, check_rollouts, serve
+from rlhf_mcore.commands.report.command import add_options, check_options, serve
 from rlhf_mcore.commands.report.server import ReportServer
 
 
@@ -16,11 +16,8 @@ from rlhf_mcore.commands.report.server import ReportServer
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until Ctrl-C. Returns the exit code."""
     args = _parser().parse_args(argv)
-    check_rollouts(args.rollouts)
-    check_port(args.port)
-    server = ReportServer(args.run, args.rollouts, args.port)
-    serve(server, ", ".join(map(str, args.run)))
-    return exit_codes.DONE
+    check_options(args)
+    return serve(ReportServer(args.run, args.rollouts, args.port), ", ".join(map(str, args.run)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,6 +28,5 @@ def _parser() -> argparse.ArgumentParser:
         examples=["rlhf-mcore watch outputs/quickstart/grpo"],
     )
     parser.add_argument("run", type=Path, nargs="+", metavar="RUN", help="directory of a run")
-    add_port(parser)
-    add_rollouts(parser)
+    add_options(parser)
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
@@ -25,10 +26,11 @@ MAX_ROLLOUTS = 10_000
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report and print its path. Returns the exit code."""
     args = _parser().parse_args(argv)
-    check_rollouts(args.rollouts)
+    check_options(args)
     if len(args.run) == 1 and not (args.run[0] / METRICS).is_file() and (runs_inside := find_runs(args.run[0])):
         if args.out is None:
-            return _serve_index(args.run[0], args.rollouts, args.port)
+            server = ReportServer([], args.rollouts, args.port, folder=args.run[0])
+            return serve(server, f"all runs in {args.run[0]}")
         args.run = runs_inside
     out = args.out or args.run[0] / "report.html"
     if args.out is None and not args.run[0].is_dir():
@@ -48,40 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_codes.DONE
 
 
-def _serve_index(folder: Path, rollouts: int, port: int) -> int:
-    check_port(port)
-    serve(ReportServer([], rollouts, port, folder=folder), f"all runs in {folder}")
-    return exit_codes.DONE
-
-
-def serve(server: ReportServer, what: str) -> None:
-    """Serve until Ctrl-C."""
-    with server:
+def serve(server: ReportServer, what: str) -> int:
+    """Serve until Ctrl-C. Returns the exit code."""
+    with server, suppress(KeyboardInterrupt):
         say(f"http://127.0.0.1:{server.server_port}/ shows {what}; Ctrl-C stops the server", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return
-
-
-def check_port(port: int) -> None:
-    """Check a port number.
-
-    Raises:
-        ConfigError: it is out of range.
-    """
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"--port {port} is out of range; give a number from 0 (any free port) to 65535")
-
-
-def check_rollouts(number: int) -> None:
-    """Check a number of rollouts.
-
-    Raises:
-        ConfigError: it is negative.
-    """
-    if number < 0:
-        raise ConfigError(f"--rollouts {number} is out of range; give 0 or a larger number")
+        server.serve_forever()
+    return exit_codes.DONE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,20 +79,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="file to write (default: report.html in the directory of the first run)",
     )
-    add_port(parser)
-    add_rollouts(parser)
+    add_options(parser)
     return parser
 
 
-def add_port(parser: argparse.ArgumentParser) -> None:
-    """Add ``--port`` to the parser of this command or of ``watch``."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that this command shares with ``watch``."""
     parser.add_argument(
         "--port", type=int, default=PORT, metavar="N", help="port; 0: any free port (default: %(default)s)"
     )
-
-
-def add_rollouts(parser: argparse.ArgumentParser) -> None:
-    """Add ``--rollouts`` to the parser of this command or of ``watch``."""
     parser.add_argument(
         "--rollouts",
         type=int,
@@ -126,3 +95,15 @@ def add_rollouts(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum number of rollouts per run, from the first and the newest steps (default: %(default)s)",
     )
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Check the values of these options.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port {args.port} is out of range; give a number from 0 (any free port) to 65535")
+    if args.rollouts < 0:
+        raise ConfigError(f"--rollouts {args.rollouts} is out of range; give 0 or a larger number")
