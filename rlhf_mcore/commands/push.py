@@ -70,7 +70,19 @@ _OF_THIS_MACHINE = (
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Build the card and upload the model. Returns the exit code."""
-    return _push(_parser().parse_args(argv))
+    args = _parser().parse_args(argv)
+    if not _ID.fullmatch(args.repo):
+        raise ConfigError(f"{shorten(args.repo)!r} is not the name of a repository on the Hub; write it as ORG/NAME")
+    checkpoint = _checkpoint(args.run, BEST if args.best else LATEST)
+    with tempfile.TemporaryDirectory(prefix="rlhf_mcore-push-") as scratch:
+        folder = Path(scratch, "upload")
+        card = collect(checkpoint, args.repo, folder)
+        if args.dry_run:
+            say(card)
+            say("\n".join(f"{path.stat().st_size:>15,}  {path.name}" for path in sorted(folder.iterdir())))
+            return exit_codes.DONE
+        say(f"{args.repo}: {_send(folder, args)}")
+    return exit_codes.DONE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,21 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", metavar="BRANCH", help="branch to upload to (default: main)")
     parser.add_argument("--dry-run", action="store_true", help="print the card and the files, and stop")
     return parser
-
-
-def _push(args: argparse.Namespace) -> int:
-    if not _ID.fullmatch(args.repo):
-        raise ConfigError(f"{shorten(args.repo)!r} is not the name of a repository on the Hub; write it as ORG/NAME")
-    checkpoint = _checkpoint(args.run, BEST if args.best else LATEST)
-    with tempfile.TemporaryDirectory(prefix="rlhf_mcore-push-") as scratch:
-        folder = Path(scratch, "upload")
-        card = collect(checkpoint, args.repo, folder)
-        if args.dry_run:
-            say(card)
-            say("\n".join(f"{path.stat().st_size:>15,}  {path.name}" for path in sorted(folder.iterdir())))
-            return exit_codes.DONE
-        say(f"{args.repo}: {_send(folder, args)}")
-    return exit_codes.DONE
 
 
 def collect(checkpoint: Path, repo: str, folder: Path) -> str:

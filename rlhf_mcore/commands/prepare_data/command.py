@@ -21,7 +21,17 @@ from rlhf_mcore.data.tokenizer import load_tokenizer
 @exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare data. Returns the exit code."""
-    return _prepare(_parser().parse_args(argv))
+    args = _parser().parse_args(argv)
+    if (args.max_prompt_tokens or args.max_response_tokens) and not args.tokenizer:
+        raise ConfigError("--max-prompt-tokens and --max-response-tokens count tokens; add --tokenizer DIR")
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    options = Options(**{option.name: getattr(args, option.name) for option in fields(Options)})
+    rows = chain.from_iterable(read_source(source, subset=args.subset, split=args.split) for source in args.sources)
+    splits, report = prepare(counted(rows, "reading row"), options, tokenizer)
+    say("\n".join(report.lines()))
+    for path in write_splits(splits, args.out):
+        say(f"wrote {path}")
+    return exit_codes.DONE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,18 +83,3 @@ def _share(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} is out of range; give a share from 0 to less than 1, such as 0.05")
     return value
-
-
-def _prepare(args: argparse.Namespace) -> int:
-    if (args.max_prompt_tokens or args.max_response_tokens) and not args.tokenizer:
-        raise ConfigError("--max-prompt-tokens and --max-response-tokens count tokens; add --tokenizer DIR")
-    tokenizer = None
-    if args.tokenizer:
-        tokenizer = load_tokenizer(args.tokenizer)
-    options = Options(**{option.name: getattr(args, option.name) for option in fields(Options)})
-    rows = chain.from_iterable(read_source(source, subset=args.subset, split=args.split) for source in args.sources)
-    splits, report = prepare(counted(rows, "reading row"), options, tokenizer)
-    say("\n".join(report.lines()))
-    for path in write_splits(splits, args.out):
-        say(f"wrote {path}")
-    return exit_codes.DONE
