@@ -9,7 +9,8 @@ tensors are not.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -17,10 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places  # noqa: E402
+from rlhf_mcore.bridge.map.pieces import Place  # noqa: E402
+from rlhf_mcore.bridge.map.quantised import SCALES, are_quantised, num_scales, scale_pieces  # noqa: E402
 from rlhf_mcore.bridge.map.rules import hf_shapes  # noqa: E402
-from rlhf_mcore.bridge.map.scales import with_scales  # noqa: E402
 from rlhf_mcore.bridge.plan.build import build_plan, even_nodes, spread_order  # noqa: E402
-from rlhf_mcore.families.quantised import QUANTISATIONS  # noqa: E402
+from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
 from rlhf_mcore.planning.inputs import EngineGrid  # noqa: E402
 from rlhf_mcore.readers.model_files import read_geometry  # noqa: E402
@@ -64,6 +66,17 @@ CASES = (
     Case("Qwen3-235B-A22B", layout(256, 4, 8, 8, LAYERS), EngineGrid(8, ep=8), 16, True),
     Case("Qwen3-235B-A22B", layout(256, 4, 8, 8, LAYERS), EngineGrid(4, dp=2, ep=8), 16, True),
 )
+
+
+def with_scales(places: Sequence[Place], kind: Quantisation) -> list[Place]:
+    """Add the scales' places to the weights' places."""
+    every = list[Place]()
+    for place in places:
+        every.append(place)
+        if are_quantised(place.pieces, kind):
+            pieces, count = scale_pieces(place.pieces, kind), num_scales(place.pieces, kind)
+            every.append(replace(place, buffer=place.buffer + SCALES, pieces=pieces, numel=count, padding=()))
+    return every
 
 
 def measure(case: Case, models: Path, quantization: str = "") -> list[str]:

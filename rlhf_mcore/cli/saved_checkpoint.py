@@ -44,13 +44,13 @@ def check_saved(checkpoint: Path, weights: Mapping[str, Path], *, values: bool =
         ConfigError: a file has content that no run can have saved; the message names file and tensor.
     """
     check_states(checkpoint)
-    for model, training in _trained(checkpoint, weights):
+    for model, training in _list_trained(checkpoint, weights):
         saved = SavedModel(weights[model], training, base)
         if values:
             _refuse(saved.find_problem(range(len(saved.tensors))))
 
 
-def _trained(checkpoint: Path, models: Iterable[str]) -> Iterator[tuple[str, Path | None]]:
+def _list_trained(checkpoint: Path, models: Iterable[str]) -> Iterator[tuple[str, Path | None]]:
     """Yield each model with the directory of its optimizer's state."""
     for model in models:
         training = checkpoint / model / TRAINING
@@ -92,7 +92,7 @@ class SharedChecker(Checker):
     def check_saved(self, checkpoint: Path, weights: Mapping[str, Path]) -> None:
         """Check like ``saved_checkpoint.check_saved``; all ranks read the values."""
         check_states(checkpoint)
-        for model, training in _trained(checkpoint, weights):
+        for model, training in _list_trained(checkpoint, weights):
             saved = SavedModel(weights[model], training, self._base)
             if not self._values:
                 continue

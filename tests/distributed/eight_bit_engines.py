@@ -13,9 +13,8 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.map.layouts import stage_names
 from rlhf_mcore.bridge.map.pieces import view
-from rlhf_mcore.bridge.map.quantised import dequantised_map
+from rlhf_mcore.bridge.map.quantised import SCALES, are_quantised, num_scales, scale_pieces
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.map.scales import SCALES
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.sync import PlannedBridge
@@ -67,11 +66,15 @@ def trained(hf: Mapping[str, Tensor], rank: int) -> list[LocalParameter]:
 
 def map_of(grid: EngineGrid, rank: int, kind: Quantisation) -> EngineMap:
     """Return the planner's description of a rank: 8-bit matrices and their scales."""
-    live = [
-        EngineParameter(tensor.name.replace("*", "all"), tensor.shape, torch.bfloat16, tensor.pieces, tensor.padding)
-        for tensor in engine_tensors(MIXTURE, grid, rank % grid.size)
-    ]
-    return EngineMap(dequantised_map(EngineMap(tuple(live)), kind).parameters)
+    parameters = list[EngineParameter]()
+    for tensor in engine_tensors(MIXTURE, grid, rank % grid.size):
+        name, is_narrow = tensor.name.replace("*", "all"), are_quantised(tensor.pieces, kind)
+        dtype = getattr(torch, kind.dtype) if is_narrow else torch.bfloat16
+        parameters.append(EngineParameter(name, tensor.shape, dtype, tensor.pieces, tensor.padding))
+        if is_narrow:
+            scales, count = scale_pieces(tensor.pieces, kind), num_scales(tensor.pieces, kind)
+            parameters.append(EngineParameter(name + SCALES, (count,), torch.float32, scales))
+    return EngineMap(tuple(parameters))
 
 
 def measure(group: dist.ProcessGroup, grid: EngineGrid, kind: Quantisation, hf: Mapping[str, Tensor]) -> dict[str, Any]:

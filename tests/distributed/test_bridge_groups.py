@@ -59,16 +59,11 @@ def test_digests_show_every_rank_the_tensor_that_one_engine_has_wrong(findings: 
 
 
 @pytest.mark.parametrize("tp", ["2", "4"])
-def test_weights_travel_in_8_bits_whatever_cuts_their_blocks(findings: Any, tp: str) -> None:
-    """Of four ranks each holds a part of a model in bf16, and needs the rest. Every matrix has blocks on two ranks: of q, k, v, o,
-    gate, up and down a layer has 4 + 2 + 2 + 4 + 6 + 6 + 6 blocks, and 256 + 128 + 128 + 192 + 320 + 320 + 192 rows."""
-    lacking = 2 * (2 * 256 * 192 + 2 * 128 * 192 + 3 * 320 * 192) * (1 - 1 / int(tp))
+def test_engines_of_16_bits_get_the_values_of_8_whatever_cuts_the_blocks(findings: Any, tp: str) -> None:
+    """Of four ranks each holds a part of a model in bf16, and needs the rest. Every matrix has blocks on two ranks."""
     for found in findings["8 bits"][tp]:
         assert found["wrong"] == [[]] * 6
-        wide, *narrow = found["bytes"]
-        for count, scales in zip(narrow, (2 * 30, 2 * 1536), strict=True):
-            assert lacking - 4 * scales <= wide - count <= lacking
-            assert 0.5 < count / wide < 0.53
+        assert len(set(found["bytes"])) == 1
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -81,7 +76,7 @@ def test_engines_of_every_layout_hold_the_8_bits_of_slow_versions(findings: Any,
         matrix, scale = rank["tampered"]
         suffix = {"fp8": "_scale_inv", "int8": "_scale"}[kind]
         assert re.search(r"_proj\.weight( at|$)", matrix) and f"_proj.weight{suffix}" in scale
-    grid = GRIDS[name]  # the first rank of each stage: where blocks are cut others may have a scale more
+    grid = GRIDS[name]  # use the first rank of each stage; if blocks are cut, other ranks may have one more scale
     firsts = found[: grid.tp * grid.pp : grid.tp]
     assert max(rank["bytes"][0] for rank in firsts) == found[0]["bytes"][1]
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_mcore.bridge.map.pieces import Piece
-from rlhf_mcore.bridge.map.quantised import dequantised_map
 from rlhf_mcore.bridge.map.rules import Shapes
 from rlhf_mcore.bridge.map.strided import covered, unfilled
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, Recorder, recorded_layout, trace
@@ -38,20 +37,15 @@ def map_engine(
         shapes: shapes of the sent tensors by name, in Hugging Face's format (in PEFT's format for adapters).
         weights: "loaders" traces the loaders of vLLM's models; "plain" reads a transformers model.
         has_adapters: the engine applies adapters itself.
-        quantisation: the name of the format to which a sync quantises weights.
+        quantisation: the name of the format to which a sync quantises weights. An engine that stores other weights
+            gets dequantised values.
     """
 
-    def read(shapes: Shapes) -> EngineMap:
-        if weights == "plain":
-            return map_plain_model(model)
-        return trace_with_adapters(model, shapes) if has_adapters else trace(model, shapes)
-
-    if quantisation is None:
-        return read(shapes)
-    kind = quantisation_of(quantisation)
-    if weights == "loaders" and _holds(model, getattr(torch, kind.dtype)):
-        return read(kind.with_scales(shapes))
-    return dequantised_map(read(shapes), kind)
+    if weights == "plain":
+        return map_plain_model(model)
+    if quantisation is not None and _holds(model, getattr(torch, (kind := quantisation_of(quantisation)).dtype)):
+        shapes = kind.with_scales(shapes)
+    return trace_with_adapters(model, shapes) if has_adapters else trace(model, shapes)
 
 
 def _holds(model: nn.Module, dtype: torch.dtype) -> bool:

@@ -1,36 +1,52 @@
-"""Map sent tensors and engine tensors when a sync quantises weights."""
+"""Name the tensors that a sync sends, and describe the places of 8-bit weights and their scales.
+
+A rank stores the scales of all blocks that it holds a part of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from math import prod
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rules import Shapes
-from rlhf_mcore.bridge.map.scales import SCALES, are_quantised, num_scales, scale_pieces
-from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
-from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
+from rlhf_mcore.bridge.map.rectangles import contiguous_strides
+from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, pieces
+from rlhf_mcore.families.quantised import Quantisation
 from rlhf_mcore.families.quantised import quantisation as quantisation_of
-from rlhf_mcore.geometry import LocalParameter
+from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
+
+SCALES = "::scales"  # suffix: the scales of local tensor X are in local tensor X::scales
 
 
-class Names(Protocol):
-    """Names and pieces of the sent tensors before quantisation."""
+@dataclass(frozen=True, slots=True)
+class SentNames:
+    """Names and pieces of the sent tensors: the model's tensors, and with ``adapter`` its adapters' tensors."""
 
-    def shapes(self) -> Shapes: ...
-    def pieces(self, parameter: LocalParameter) -> Sequence[Piece]: ...
+    geometry: ModelGeometry
+    adapter: AdapterSizes | None = None
+
+    @property
+    def _geometries(self) -> list[ModelGeometry]:
+        return (
+            [self.geometry] if self.adapter is None else [self.geometry, replace(self.geometry, adapter=self.adapter)]
+        )
+
+    def shapes(self) -> Shapes:
+        return {name: shape for geometry in self._geometries for name, shape in hf_shapes(geometry).items()}
+
+    def pieces(self, parameter: LocalParameter) -> Sequence[Piece]:
+        geometry = self._geometries[-1 if ".lora_" in parameter.name else 0]
+        return pieces(parameter.name, geometry, parameter.shard)
 
 
 class QuantisedNames:
     """Names and pieces of the sent tensors after quantisation: 8-bit weights and their scales."""
 
-    def __init__(self, names: Names, quantisation: str) -> None:
+    def __init__(self, names: SentNames, quantisation: str) -> None:
         self.kind = quantisation_of(quantisation)
         self._names, self._shapes = names, names.shapes()
 
@@ -69,52 +85,56 @@ class QuantisedNames:
         return any(begin % size for begin, size in zip(start, self.kind.block, strict=True))
 
 
-@dataclass(frozen=True)
-class DequantisedMap(EngineMap):
-    """The map of an engine that cannot multiply in 8 bits.
+def are_quantised(pieces: Sequence[Piece], kind: Quantisation) -> bool:
+    """Return whether the pieces of one local tensor are quantised to 8 bits.
 
-    A sync writes 8-bit weights and their scales into temporary tensors, in addition to ``live``, the engine's own
-    map. The other parameters of a layer that is reloaded whole also get temporary tensors.
+    They must be all quantised or all unquantised.
     """
-
-    live: EngineMap = field(default_factory=lambda: EngineMap(()))
-    kind: Quantisation = QUANTISATIONS["fp8"]
-
-    @cached_property
-    def extra_names(self) -> frozenset[str]:
-        """Names of the temporary tensors."""
-        as_before = {*self.live.direct}
-        return frozenset(parameter.name for parameter in self.direct if parameter not in as_before)
-
-    @property
-    def together(self) -> list[list[str]]:
-        """Extend the base: a tensor and its scales are also sent together."""
-        names = {piece.hf_name for p in self.parameters for piece in p.pieces if self.kind.applies(piece.hf_name)}
-        return [*self.live.together, *([name, name + self.kind.suffix] for name in sorted(names))]
-
-    def views(self, model: nn.Module) -> dict[str, Tensor]:
-        device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        made = {
-            p.name: torch.empty(prod(p.shape), dtype=p.dtype, device=device)
-            for p in self.direct
-            if p.name in self.extra_names
-        }
-        live = self.live.views(model)
-        return {p.name: live[p.name] for p in self.direct if p.name not in self.extra_names} | made
+    found = {kind.applies(piece.hf_name) for piece in pieces}
+    assert len(found) < 2, f"8 bits and more in one tensor: {[piece.hf_name for piece in pieces]}"
+    return True in found
 
 
-def dequantised_map(live: EngineMap, kind: Quantisation) -> DequantisedMap:
-    """Describe the sync's destinations for an engine that converts 8-bit values to a larger dtype."""
-    quantised = {p.name for p in live.parameters if are_quantised(p.pieces, kind)}
-    layers = {p.module for p in live.parameters if p.repacked and p.name in quantised}
-    brought = []
-    for parameter in live.parameters:
-        if parameter.name in quantised:
-            pieces, count = scale_pieces(parameter.pieces, kind), num_scales(parameter.pieces, kind)
-            dtype = getattr(torch, kind.dtype)
-            brought.append(replace(parameter, dtype=dtype, repacked="", aliases=()))
-            brought.append(EngineParameter(parameter.name + SCALES, (count,), torch.float32, pieces))
-        else:
-            is_beside = parameter.repacked and parameter.module in layers
-            brought.append(replace(parameter, repacked="") if is_beside else parameter)
-    return DequantisedMap(tuple(brought), live.unused, live.derived, live, kind)
+def scale_tables(pieces: Sequence[Piece], kind: Quantisation) -> tuple[Piece, ...]:
+    """Describe the scales of some pieces: one table per piece, with all blocks that the piece intersects."""
+    tables, offset = list[Piece](), 0
+    for piece in pieces:
+        start, shape = kind.blocks(piece.start, piece.shape)
+        tables.append(Piece(piece.hf_name + kind.suffix, start, shape, offset, contiguous_strides(shape)))
+        offset += prod(shape)
+    return tuple(tables)
+
+
+def scale_pieces(pieces: Sequence[Piece], kind: Quantisation) -> tuple[Piece, ...]:
+    """Describe the scales of some pieces, in pieces that are equal or disjoint on all ranks, like weight pieces.
+
+    If two pieces share a block, its scale is a separate piece.
+    """
+    return tuple(
+        [
+            part
+            for piece, table in zip(pieces, scale_tables(pieces, kind), strict=True)
+            for part in _divide(piece, table, kind)
+        ]
+    )
+
+
+def _divide(piece: Piece, table: Piece, kind: Quantisation) -> Iterator[Piece]:
+    """Split a table so that partly covered blocks at its borders are separate."""
+    runs = []
+    for begin, count, size, first, num in zip(
+        piece.start, piece.shape, kind.block, table.start, table.shape, strict=True
+    ):
+        low = first + (begin % size > 0)
+        high = first + num - ((begin + count) % size > 0)
+        borders = sorted({first, min(low, first + num), max(high, first), first + num})
+        runs.append([(a, b) for a, b in pairwise(borders) if a < b])
+    for spans in product(*runs):
+        start, shape = tuple([a for a, _ in spans]), tuple([b - a for a, b in spans])
+        within = sum((a - origin) * stride for a, origin, stride in zip(start, table.start, table.strides, strict=True))
+        yield Piece(table.hf_name, start, shape, table.offset + within, table.strides)
+
+
+def num_scales(pieces: Sequence[Piece], kind: Quantisation) -> int:
+    """Return the number of scales for some pieces."""
+    return sum(prod(table.shape) for table in scale_tables(pieces, kind))

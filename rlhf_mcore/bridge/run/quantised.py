@@ -1,4 +1,4 @@
-"""Quantise sent weights to 8 bits, and write them into engines that compute in 8 bits or in a larger dtype.
+"""Quantise sent weights to 8 bits, or round them to the values of 8 bits for engines with a larger dtype.
 
 fp8: blocks of 128x128 with a scale each, as DeepSeek-V3 is stored (DeepSeek-AI 2024, arXiv 2412.19437, section
 3.3) and as vLLM's ``per_block_cast_to_fp8`` computes it. int8: rows with a scale each, as compressed-tensors
@@ -12,22 +12,18 @@ Values are multiplied by 448 / amax and rounded once. The scale is the reciproca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place, view
-from rlhf_mcore.bridge.map.quantised import DequantisedMap, QuantisedNames
+from rlhf_mcore.bridge.map.quantised import SCALES, QuantisedNames, are_quantised, scale_tables
 from rlhf_mcore.bridge.map.rectangles import Rectangle
-from rlhf_mcore.bridge.map.reload import reloading
-from rlhf_mcore.bridge.map.scales import SCALES, are_quantised, scale_tables
-from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
-from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
-from rlhf_mcore.bridge.run.endpoints import EngineDestinations, KeptSources, Sources
+from rlhf_mcore.bridge.plan.rank_plan import Bucket
+from rlhf_mcore.bridge.run.endpoints import KeptSources, Sources
 from rlhf_mcore.families.quantised import Quantisation
 from rlhf_mcore.geometry import LocalParameter
 
@@ -138,7 +134,7 @@ class _ReadBucket(Bucket):
 
 
 class QuantisedSources(KeptSources):
-    """Other sources quantised to 8 bits, and their scales.
+    """Other sources quantised to 8 bits, and their scales. Or the dequantised values, in the sources' dtype.
 
     If several ranks hold parts of a block, the block's scale covers all parts. A sync starts with an all-reduce of
     their largest magnitudes.
@@ -150,6 +146,7 @@ class QuantisedSources(KeptSources):
         places: source places of all ranks.
         group: the ranks of a sync.
         kept: copies of the values sent last, if there are any.
+        dequantises: return dequantised values, for engines that do not store 8 bits.
     """
 
     is_static = False
@@ -162,8 +159,10 @@ class QuantisedSources(KeptSources):
         places: Sequence[Place],
         group: dist.ProcessGroup,
         kept: KeptSources | None = None,
+        *,
+        dequantises: bool = False,
     ) -> None:
-        self._sources, self._kind, self._group = sources, names.kind, group
+        self._sources, self._kind, self._group, self._dequantises = sources, names.kind, group, dequantises
         self.device = sources.device
         of_rank = {parameter.name: names.pieces(parameter) for parameter in parameters}
         self._pieces = {name: pieces for name, pieces in of_rank.items() if are_quantised(pieces, names.kind)}
@@ -174,10 +173,10 @@ class QuantisedSources(KeptSources):
             self._cut[name] = self._cut_numel, shape
             self._cut_numel += prod(shape)
         self._amax: Mapping[str, Tensor] = {}  # the largest magnitudes in blocks, flat, by buffer
-        self._opened: dict[str, tuple[Tensor, int]] = {}  # 8-bit tensor, and the number of open buckets that read it
+        self._opened: dict[str, tuple[Tensor, int]] = {}  # the result, and the number of open buckets that read it
         self.kept: QuantisedSources | None = None
         if kept is not None:
-            self.kept = QuantisedSources(kept, parameters, names, places, group)
+            self.kept = QuantisedSources(kept, parameters, names, places, group, dequantises=dequantises)
 
     def take(self) -> None:
         assert isinstance(self._sources, KeptSources)
@@ -226,7 +225,7 @@ class QuantisedSources(KeptSources):
             if name.endswith(SCALES):
                 flats[name] = scales_of(self._amax[name.removesuffix(SCALES)], self._kind)
             elif name in self._pieces:
-                flat, readers = self._opened.get(name) or (self._quantised(name), 0)
+                flat, readers = self._opened.get(name) or (self._quantise(name), 0)
                 self._opened[name] = flat, readers + 1
                 flats[name] = flat
         if rest := bucket.source_buffers - flats.keys():
@@ -246,72 +245,19 @@ class QuantisedSources(KeptSources):
         if rest and not self._sources.is_static:
             self._sources.close(_ReadBucket(rest))
 
-    def _quantised(self, name: str) -> Tensor:
-        """Quantise a buffer to a flat 8-bit tensor."""
+    def _quantise(self, name: str) -> Tensor:
+        """Quantise a buffer to a flat 8-bit tensor, or round it to the values of 8 bits."""
         bucket, amax, pieces = _ReadBucket({name}), self._amax[name], self._pieces[name]
         flat = self._sources.open(bucket)[name]
-        eight = torch.empty(flat.shape, dtype=getattr(torch, self._kind.dtype), device=flat.device)
+        result = eight = torch.empty(flat.shape, dtype=getattr(torch, self._kind.dtype), device=flat.device)
+        if self._dequantises:
+            result = torch.empty_like(flat)
         for piece, table in zip(pieces, scale_tables(pieces, self._kind), strict=True):
-            quantise(view(flat, piece), piece.start, view(amax, table), self._kind, view(eight, piece))
+            largest = view(amax, table)
+            quantise(view(flat, piece), piece.start, largest, self._kind, view(eight, piece))
+            if self._dequantises:
+                scales = scales_of(largest, self._kind)
+                dequantise(view(eight, piece), piece.start, scales, self._kind, view(result, piece))
         if not self._sources.is_static:
             self._sources.close(bucket)
-        return eight
-
-
-class DequantisedDestinations(EngineDestinations):
-    """Destinations of an engine that cannot multiply in 8 bits.
-
-    A sync writes 8-bit values into temporary tensors and converts them to the engine's parameters at the end.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        engine: DequantisedMap,
-        plan: RankPlan,
-        *,
-        names: Collection[str] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, engine, plan, names=names, **options)
-        self._engine: DequantisedMap = engine
-        self._kind, self._brought = (
-            engine.kind,
-            {name for bucket in plan.buckets for name in bucket.destination_buffers},
-        )
-
-    def written(self) -> Mapping[str, Tensor]:
-        return {name: flat for name, flat in super().written().items() if name not in self._engine.extra_names}
-
-    def finish(self) -> None:
-        """Report the direct parameters, and write the values of the temporary tensors into the engine."""
-        super().finish()
-        live, beside = self._engine.live, self._engine.extra_names & self._brought
-        flats = live.views(self._model)
-        for parameter in live.direct:
-            if parameter.name in beside:
-                self._convert(parameter, flats[parameter.name])
-        for group in live.repacked:
-            if not beside.isdisjoint(parameter.name for parameter in group):
-                with reloading(self._model, group, self._scratch) as opened:
-                    for parameter in group:
-                        self._convert(parameter, opened[parameter.name])
-
-    def _convert(self, parameter: EngineParameter, flat: Tensor) -> None:
-        for begin, end in parameter.padding:
-            flat[begin:end].zero_()
-        came, scales = self._flats[parameter.name], self._flats.get(parameter.name + SCALES)
-        tables = scale_tables(parameter.pieces, self._kind) if scales is not None else parameter.pieces
-        for piece, table in zip(parameter.pieces, tables, strict=True):
-            if self._names is not None and piece.hf_name not in self._names:
-                continue
-            part, out = view(came, piece), view(flat, piece)
-            if scales is None:
-                out.copy_(part)
-            else:
-                dequantise(part, piece.start, view(scales, table), self._kind, out)
-
-
-def landing(engine: EngineMap) -> type[EngineDestinations]:
-    """Return the destinations class for an engine with this map."""
-    return DequantisedDestinations if isinstance(engine, DequantisedMap) else EngineDestinations
+        return result

@@ -14,14 +14,13 @@ from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.describe import describe_destinations, describe_sources, wire_dtypes
 from rlhf_mcore.bridge.map.engine import Weights, map_engine
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.quantised import Names, QuantisedNames
-from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, pieces
+from rlhf_mcore.bridge.map.quantised import QuantisedNames, SentNames
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, spread_order
 from rlhf_mcore.bridge.plan.rank_plan import RankPlan
-from rlhf_mcore.bridge.run.endpoints import KeptSources, LiveSources, Sources
+from rlhf_mcore.bridge.run.endpoints import EngineDestinations, KeptSources, LiveSources, Sources
 from rlhf_mcore.bridge.run.execute import Executor
-from rlhf_mcore.bridge.run.quantised import QuantisedSources, landing
+from rlhf_mcore.bridge.run.quantised import QuantisedSources
 from rlhf_mcore.bridge.run.stand_ins import matching
 from rlhf_mcore.bridge.run.transports import ChangedMessages, GroupLinks, Links
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
@@ -54,9 +53,9 @@ class SentWeights:
     adapter: AdapterSizes | None = None
     quantisation: str | None = None
 
-    def names(self) -> Names:
+    def names(self) -> SentNames:
         """Return names and pieces of the sent tensors before quantisation."""
-        return _Names(self.geometry, self.adapter)
+        return SentNames(self.geometry, self.adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,27 +128,6 @@ class SyncOptions:
     make_links: Callable[[dist.ProcessGroup], Links] = GroupLinks
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Names and pieces of the sent tensors: the model's tensors, and with ``adapter`` its adapters' tensors."""
-
-    geometry: ModelGeometry
-    adapter: AdapterSizes | None
-
-    @property
-    def _geometries(self) -> list[ModelGeometry]:
-        return (
-            [self.geometry] if self.adapter is None else [self.geometry, replace(self.geometry, adapter=self.adapter)]
-        )
-
-    def shapes(self) -> Shapes:
-        return {name: shape for geometry in self._geometries for name, shape in hf_shapes(geometry).items()}
-
-    def pieces(self, parameter: LocalParameter) -> Sequence[Piece]:
-        geometry = self._geometries[-1 if ".lora_" in parameter.name else 0]
-        return pieces(parameter.name, geometry, parameter.shard)
-
-
 @dataclass(slots=True)
 class _Descriptions:
     """The tensors that all ranks hold and need, equal on every rank."""
@@ -208,10 +186,13 @@ class PlannedBridge:
     ) -> None:
         self._engine, self._group, self._options = engine, group, options
         self._map = engine.map(sent)
-        names, parameters, self._changed_only = sent.names(), sent.parameters, options.changed_only
-        if sent.quantisation is not None:
-            names = of_8_bits = QuantisedNames(names, sent.quantisation)
-            parameters = of_8_bits.sent(parameters)
+        self._changed_only = options.changed_only
+        names: SentNames | QuantisedNames = sent.names()
+        parameters, engine_dtypes = sent.parameters, self._engine_dtypes()
+        of_8_bits = None if sent.quantisation is None else QuantisedNames(sent.names(), sent.quantisation)
+        stores_8_bits = of_8_bits is not None and getattr(torch, of_8_bits.kind.dtype) in engine_dtypes.values()
+        if of_8_bits is not None and stores_8_bits:
+            names, parameters = of_8_bits, of_8_bits.sent(parameters)
         pieces_of, shapes = names.pieces, names.shapes()
         self._aliases = {"lm_head.weight": embedding_name(sent.geometry)} if sent.geometry.tied_embeddings else {}
         self._last: _Transfer | None = None  # the transfer whose values the receivers hold
@@ -220,17 +201,18 @@ class PlannedBridge:
             describe_sources(parameters, pieces_of, group),
             describe_destinations(self._map, group),
             shapes,
-            self._engine_dtypes(),
+            engine_dtypes,
         )
         check_coverage(self._described.sources, self._described.destinations, shapes)
         # Tensors of one repacked layer must be sent together. Repacked layers may differ between ranks.
         together = all_gather_unique_json(self._map.together, group)
         self._together = [frozenset(layer) for layers, _ in together for layer in layers]
         self._sources = sent.sources or LiveSources({p.name: p.tensor.view(-1) for p in sent.parameters})
-        if sent.quantisation is not None:
+        if of_8_bits is not None:
             previous = None if self._changed_only is None else self._changed_only.previous
+            places = self._described.sources
             eight = QuantisedSources(
-                self._sources, sent.parameters, of_8_bits, self._described.sources, group, previous
+                self._sources, sent.parameters, of_8_bits, places, group, previous, dequantises=not stores_8_bits
             )
             self._sources = eight
             if self._changed_only is not None:
@@ -313,7 +295,7 @@ class PlannedBridge:
             _ElementsLost: only changes were sent, and a completed message differs from its sender's on some rank.
         """
         written = _Written(self._described, transfer, self._group)
-        destinations = landing(self._map)(
+        destinations = EngineDestinations(
             model,
             self._map,
             transfer.rank_plan,

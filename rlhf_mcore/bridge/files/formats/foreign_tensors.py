@@ -71,7 +71,7 @@ def load_file(path: Path, *, check: bool = True) -> dict[str, ForeignTensor]:
             return {name: _describe(name, value, sizes) for name, value in content.items()}
         except Exception as error:  # an unpickler may raise any exception
             raise ConfigError(
-                f"{path}: refused ({_reason(error)}). The file is damaged or contains other objects than tensors."
+                f"{path}: refused ({_shorten_reason(error)}). The file is damaged or contains other objects than tensors."
             ) from error
 
 
@@ -86,9 +86,11 @@ def load_part(path: Path, offset: int, length: int, *, check: bool = True) -> Te
     try:
         sizes = _check_archive(content, check=check)
         content.seek(0)
-        return _plain(_load(content), sizes)
+        return _check_plain(_load(content), sizes)
     except Exception as error:  # an unpickler may raise any exception
-        raise ConfigError(f"{path}: no tensor at byte {offset} ({_reason(error)}). The file is damaged.") from error
+        raise ConfigError(
+            f"{path}: no tensor at byte {offset} ({_shorten_reason(error)}). The file is damaged."
+        ) from error
 
 
 def _load(file: Path | IO[bytes], *, is_mapped: bool = False) -> Any:
@@ -119,7 +121,7 @@ def _check_archive(file: IO[bytes], *, check: bool) -> set[int]:
     return {info.file_size for info in archive.infolist()}
 
 
-def _reason(error: Exception) -> str:
+def _shorten_reason(error: Exception) -> str:
     """Return one line of an error's message, without torch's advice to trust the file."""
     lines = str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines() or [type(error).__name__]
     reason = next((line for line in lines if "GLOBAL" in line), lines[0])
@@ -129,19 +131,19 @@ def _reason(error: Exception) -> str:
 def _describe(name: str, value: Any, sizes: Collection[int]) -> ForeignTensor:
     try:
         if not isinstance(value, DTensor):
-            return ForeignTensor(_plain(value, sizes))
-        spec, mesh = value._spec, _mesh(vars(value._spec.mesh))
+            return ForeignTensor(_check_plain(value, sizes))
+        spec, mesh = value._spec, _read_mesh(vars(value._spec.mesh))
         placements = tuple(spec.placements)
         if mesh.dim() != len(placements) or not all(isinstance(placement, Placement) for placement in placements):
             raise ValueError(f"{len(placements)} placements on a mesh of {mesh.dim()} dimensions")
         assert spec.tensor_meta is not None
-        local = _plain(value._local_tensor, sizes)
+        local = _check_plain(value._local_tensor, sizes)
         return ForeignTensor(local, tuple(torch.Size(spec.tensor_meta.shape)), placements, mesh)
     except Exception as error:  # every field of a DTensor comes from the file
-        raise ValueError(f"{shorten(name)}: {_reason(error)}") from error
+        raise ValueError(f"{shorten(name)}: {_shorten_reason(error)}") from error
 
 
-def _plain(value: Any, sizes: Collection[int]) -> Tensor:
+def _check_plain(value: Any, sizes: Collection[int]) -> Tensor:
     """Return a tensor with plain values. ``sizes`` are the sizes of the file's records."""
     if not isinstance(value, Tensor):
         raise ValueError("not a tensor")
@@ -159,7 +161,7 @@ def _plain(value: Any, sizes: Collection[int]) -> Tensor:
     return value.detach()
 
 
-def _mesh(state: dict[str, Any]) -> Tensor:
+def _read_mesh(state: dict[str, Any]) -> Tensor:
     """Return the ranks by mesh coordinates.
 
     A mesh contains them as a tensor. Since torch 2.9 it contains a flat tensor and a layout for each dimension, whose

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlhf_mcore.bridge.files.formats.foreign_tensors import _mesh
+from rlhf_mcore.bridge.files.formats.foreign_tensors import _read_mesh
 from rlhf_mcore.bridge.files.formats.fsdp import open_fsdp
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.readers.model_files import read_geometry
@@ -147,7 +147,7 @@ def mesh_state(form: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("form", ["a tensor", "one layout", "a layout for each dimension"])
 def test_a_mesh_is_read_in_the_form_of_every_release(form: str) -> None:
-    assert _mesh(mesh_state(form)).tolist() == [[3, 1], [0, 2]]
+    assert _read_mesh(mesh_state(form)).tolist() == [[3, 1], [0, 2]]
 
 
 def test_names_of_classes_before_torch_2_5_are_read(hf_model: Get, tmp_path: Path) -> None:
