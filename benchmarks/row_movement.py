@@ -69,7 +69,7 @@ SETUPS = (
 
 @dataclass(slots=True)
 class Counter:
-    """Bytes that leave a rank, by phase and field, and the calls that send ``token_ids``. It also stands for the run's record."""
+    """Bytes that leave a rank, by phase and field, and the calls that send ``token_ids``. It replaces the run's record."""
 
     sent: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     token_sends: int = 0
@@ -132,13 +132,13 @@ def _run_step(setup: Setup, group: ThreadGroup, sizes: Any, counter: Counter) ->
     cfg = GRPO if setup.critic is None else PPO
     plan = MinibatchPlan(len(prompts) // setup.updates)
 
-    def trained(layout: ParallelLayout, name: str) -> TrainedModel:
+    def build_model(layout: ParallelLayout, name: str) -> TrainedModel:
         none: Any = None
         return TrainedModel(layout, None, none, TrainerConfig(), optimizer=OptimizerConfig(), plan=plan, name=name)
 
-    actor = Actor(trained(setup.actor, "actor"), 1.0, cfg)
+    actor = Actor(build_model(setup.actor, "actor"), 1.0, cfg)
     reference = Reference(RoleModel(setup.actor, None, actor.model.spec, TrainerConfig()), 1.0)
-    critic = None if setup.critic is None else Critic(trained(setup.critic, "critic"), 0.2)
+    critic = None if setup.critic is None else Critic(build_model(setup.critic, "critic"), 0.2)
     recorder: Any = counter
     learner = PolicyLearner(Roles(actor, critic, reference), AdvantageComputer(cfg), recorder)
     # Each data-parallel rank of the actor has sampled its share of the prompts.

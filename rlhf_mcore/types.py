@@ -299,8 +299,8 @@ class TrainBatch:
     Per-token tensors are flat: the N tokens of the rows that this rank owns, ascending and back to back; ``x[k]`` belongs to
     ``token_ids[k]``. All tensors are on the host. Optional fields are filled in the order of the loop.
 
-    In reinforcement learning, the owner of a row is the rank that returns the actor's outputs for it. So the actor learns from a row
-    where it is stored. The algorithms' results do not depend on which rank owns a row.
+    In reinforcement learning, the owner of a row is the rank that returns the actor's outputs for it. The actor and its reference
+    therefore need not receive it. The results of algorithms do not depend on owners.
 
     A row is an episode. It has one score, one weight and one position in its group, even if it consists of several sequences.
     """

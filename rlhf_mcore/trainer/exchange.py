@@ -182,7 +182,7 @@ def exchange_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What the trajectories of all ranks contain, in addition to their tokens."""
+    """Contents of the trajectories of all ranks, in addition to their tokens."""
 
     has_rewards: bool  # for single turns
     has_support: bool

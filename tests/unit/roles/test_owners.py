@@ -74,7 +74,7 @@ def run_step(layout: ParallelLayout, prompts_per_minibatch: int, *, owned: bool)
     apart = [Meeting(layout.dp) for _ in range(layout.tp)]
 
     def body(group: ThreadGroup) -> dict[str, Any]:
-        def trained(own: ParallelLayout, width: int, role: str) -> TrainedModel:
+        def build_model(own: ParallelLayout, width: int, role: str) -> TrainedModel:
             model: Any = None
             if group.rank() in own.ranks:
                 place = own.coordinates(group.rank())
@@ -83,9 +83,9 @@ def run_step(layout: ParallelLayout, prompts_per_minibatch: int, *, owned: bool)
             spec, cfg = Lookup().spec, OptimizerConfig(lr=0.5)
             return TrainedModel(own, model, spec, limits, optimizer=cfg, plan=plan, name=role)
 
-        actor = Actor(trained(layout, VOCAB, "actor"), 1.0, cfg)
-        critic = Critic(trained(ParallelLayout(world_size), 1, "critic"), 0.2)
-        reference = Reference(trained(layout, VOCAB, "reference"), 1.0)
+        actor = Actor(build_model(layout, VOCAB, "actor"), 1.0, cfg)
+        critic = Critic(build_model(ParallelLayout(world_size), 1, "critic"), 0.2)
+        reference = Reference(build_model(layout, VOCAB, "reference"), 1.0)
         owners = actor.model.choose_owners if owned else spread_owners
         batch = RowExchange(2, choose_owners=owners)(rollouts_of(group))[0]
         recorder: Any = SimpleNamespace(phase=lambda name: nullcontext())
