@@ -35,8 +35,8 @@ def actor(path: Path, num_rows: int) -> Any:
     from rlhf_mcore.mcore.model_spec import load_spec
     from rlhf_mcore.parallel.layout import ParallelLayout
     from rlhf_mcore.platform import current_platform
-    from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
     from rlhf_mcore.roles.policy import Actor
+    from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 
     platform, spec, layout = current_platform(), load_spec(path), ParallelLayout(1)
     groups = build_groups(layout, GroupPool())

@@ -25,8 +25,9 @@ from rlhf_mcore.parallel import rows as row_transport
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles import model as role_models
 from rlhf_mcore.roles.critic import Critic
-from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
+from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor, Reference
+from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles

@@ -34,11 +34,11 @@ from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform.cuda import CudaPlatform
-from rlhf_mcore.roles import model as role_model
+from rlhf_mcore.roles import trained_model
 from rlhf_mcore.roles.adapters import add_adapters
 from rlhf_mcore.roles.critic import ValueObjective
-from rlhf_mcore.roles.model import MinibatchPlan, Objective, TrainedModel
 from rlhf_mcore.roles.policy import PolicyObjective
+from rlhf_mcore.roles.trained_model import MinibatchPlan, Objective, TrainedModel
 from rlhf_mcore.roles.trained_weights import matrices_of
 from rlhf_mcore.types import Ragged
 
@@ -188,7 +188,7 @@ def _stand_ins(counts: Counts) -> Iterator[None]:
             "all_gather_json",
             lambda value, group: [value if r == group.rank() else [] for r in range(group.size())],
         )
-        replace(role_model, "broadcast_json", lambda value, source, group: value or {"loss": 1.0})
+        replace(trained_model, "broadcast_json", lambda value, source, group: value or {"loss": 1.0})
         replace(param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: nullcontext(_Done()))
         replace(MegatronModel, "_run", _counted_as(counts, MegatronModel._run))
         counted = _BalancedExperts()

@@ -37,8 +37,9 @@ from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import Ask, broadcast_json, lead, on_every_rank, world_group
 from rlhf_mcore.plugins import load_plugin
 from rlhf_mcore.roles.adapters import load_adapters
-from rlhf_mcore.roles.model import RoleModel, TrainedModel
+from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.role_files import RoleFiles
+from rlhf_mcore.roles.trained_model import TrainedModel
 from rlhf_mcore.trainer.checkpointer import RunCheckpointer
 from rlhf_mcore.trainer.dealing import ExpectedLengths
 from rlhf_mcore.trainer.record import RunRecord

@@ -38,11 +38,11 @@ from rlhf_mcore.planning.inputs import GPUS, roles_of
 from rlhf_mcore.planning.plan import with_offload
 from rlhf_mcore.protocols import Evaluator, ResponseSampler, RewardFunction
 from rlhf_mcore.roles.critic import Critic
-from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference, SupervisedActor
 from rlhf_mcore.roles.preference import PreferenceActor
 from rlhf_mcore.roles.reward_model import RewardModel, RewardModelTrainer
 from rlhf_mcore.roles.teacher import Teacher
+from rlhf_mcore.roles.trained_model import TrainedModel
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, prompts_per_batch

@@ -11,7 +11,7 @@ from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.value_loss import MAX_DEVIATIONS, ReturnNormalizer, value_loss
 from rlhf_mcore.mcore.model import MegatronModel, Metrics, scalar_outputs
 from rlhf_mcore.parallel.rows import merge_rows
-from rlhf_mcore.roles.model import Objective, TrainedModel, Update
+from rlhf_mcore.roles.trained_model import Objective, TrainedModel, Update
 from rlhf_mcore.types import Microbatch, TrainBatch
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -26,7 +26,8 @@ from rlhf_mcore.mcore.route_replay import Routing
 from rlhf_mcore.parallel.logprobs import TokenLogprobs
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.residency.ledger import WEIGHTS
-from rlhf_mcore.roles.model import Objective, RoleModel, TrainedModel, Update, minibatches
+from rlhf_mcore.roles.model import RoleModel
+from rlhf_mcore.roles.trained_model import Objective, TrainedModel, Update, minibatches
 from rlhf_mcore.types import ROUTES, TEACHER_TOP, Field, Microbatch, Ragged, TrainBatch
 
 if TYPE_CHECKING:
@@ -42,13 +43,13 @@ def logprobs_of(
 ) -> Tensor:
     """Compute logprobs [N] fp32 of the tokens in the loss mask at a sampling temperature, zero elsewhere.
 
-    With a ``support`` for the batch's tokens, the result is [N, 2], as in ``drawn_logprobs``. ``routes``: routes for
+    With a ``support`` for the batch's tokens, the result is [N, 2], as in ``sampling_logprobs``. ``routes``: routes for
     the model to replay. Collective over the world.
     """
 
     def logprobs(outputs: Tensor, microbatch: Microbatch) -> Tensor:
         assert model.model is not None
-        return drawn_logprobs(model.model.logprobs_and_entropy(outputs, microbatch, temperature, with_entropy=False))
+        return sampling_logprobs(model.model.logprobs_and_entropy(outputs, microbatch, temperature, with_entropy=False))
 
     fields: dict[str, Field] = {"loss_mask": batch.loss_mask, **(routes or {})}
     if support is None:
@@ -61,7 +62,7 @@ def routes_of(batch: TrainBatch, replay: str) -> dict[str, Field]:
     return {ROUTES: batch.fields[ROUTES]} if replay != "off" and ROUTES in batch.fields else {}
 
 
-def drawn_logprobs(whole: TokenLogprobs) -> Tensor:
+def sampling_logprobs(whole: TokenLogprobs) -> Tensor:
     """Return logprobs under the sampling distribution: [...], or with a support [..., 2] including the log of its mass.
 
     ``whole``: logprobs under the whole distribution.
@@ -71,11 +72,11 @@ def drawn_logprobs(whole: TokenLogprobs) -> Tensor:
     return torch.stack([whole.logprobs - whole.log_mass, whole.log_mass], dim=-1)
 
 
-def keep_logprobs(batch: TrainBatch, drawn: Tensor) -> Tensor:
-    """Return the logprobs [N] in the result of ``drawn_logprobs``, and set ``batch.log_mass`` if there is a support."""
+def set_log_mass(batch: TrainBatch, found: Tensor) -> Tensor:
+    """Return the logprobs [N] in ``sampling_logprobs`` of all tokens. If there is a support, set ``batch.log_mass``."""
     if batch.support is None:
-        return drawn
-    logprobs, batch.log_mass = drawn.contiguous().unbind(-1)
+        return found
+    logprobs, batch.log_mass = found.contiguous().unbind(-1)
     return logprobs
 
 
@@ -119,7 +120,7 @@ class PolicyObjective(Objective):
     with_entropy: bool = True  # whether to report it; an entropy bonus always computes it
     divergence: Divergence | None = None  # from a teacher's distributions
     router_replay: str = "off"
-    # If the logprobs of the update's forward pass are also the old logprobs: these logprobs, with their microbatches.
+    # Receives the logprobs of each microbatch, if those of the update's forward pass are also the old logprobs
     kept: list[tuple[Tensor, Microbatch]] = field(default_factory=list)
 
     def fields(self, batch: TrainBatch) -> dict[str, Field]:
@@ -140,52 +141,22 @@ class PolicyObjective(Objective):
         }
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        """Sum the terms of the loss.
-
-        Without ``old_logprobs``, the old policy is the current policy: every ratio is 1.
-
-        Ratios use the sampling distribution, which is renormalised on a support. Entropy and KL use the whole
-        distribution.
-        """
-        with_entropy = self.with_entropy or bool(self.algorithm.entropy_coef)
+        """Sum the terms of the loss. Entropy and KL use the whole distribution."""
+        with_entropy, cfg = self.with_entropy or bool(self.algorithm.entropy_coef), self.algorithm
         whole = model.logprobs_and_entropy(
             outputs, microbatch, self.temperature, with_entropy=with_entropy, divergence=self.divergence
         )
-        entropy, logprobs = whole.entropy, whole.logprobs
-        if whole.log_mass is not None:
-            logprobs = logprobs - whole.log_mass
-        fields = microbatch.fields_on(logprobs.device)
-        weights, cfg = fields["weights"], self.algorithm
+        fields = microbatch.fields_on(whole.logprobs.device)
+        weights = fields["weights"]
         trainable = weights > 0
-        ids, count = sequence_ids(microbatch)
-        ids = microbatch.placed.get("sequence_ids", ids).to(logprobs.device)
-        old = fields.get("old_logprobs")
-        if old is None:
-            old = logprobs.detach()
-            self.kept.append((drawn_logprobs(whole).detach(), microbatch))
-        corrected = weights * fields["correction"] if "correction" in fields else weights
-        if "rollout_logprobs" in fields:
-            corrected = corrected * factors_of_microbatch(
-                old, fields["rollout_logprobs"], trainable, ids, count, cfg.rollout_correction
-            )
-        inputs = LossInputs(
-            logprobs,
-            old,
-            fields["advantages"],
-            mask=trainable,
-            weights=corrected,
-            sequence_ids=ids,
-            num_sequences=count,
-            fields={name: (microbatch.ragged | fields)[name] for name in fields_read(self.policy_loss)},
-        )
-        policy, metrics = self.policy_loss(inputs)
+        policy, metrics = self.policy_loss(self._loss_inputs(whole, microbatch, fields))
         loss = policy
         metrics["policy"] = policy.detach().clone()
-        if entropy is not None:
-            metrics["entropy"] = masked_sum(entropy.detach(), trainable)
+        if whole.entropy is not None:
+            metrics["entropy"] = masked_sum(whole.entropy.detach(), trainable)
         if cfg.entropy_coef:
-            assert entropy is not None
-            loss = loss - cfg.entropy_coef * weighted_sum(entropy, weights)
+            assert whole.entropy is not None
+            loss = loss - cfg.entropy_coef * weighted_sum(whole.entropy, weights)
         if self.kl_coef:
             kl = kl_penalty(whole.logprobs, fields["ref_logprobs"], cfg.kl.estimator, mask=trainable, clip=cfg.kl.clip)
             loss = loss + self.kl_coef * weighted_sum(kl, weights)
@@ -195,6 +166,35 @@ class PolicyObjective(Objective):
             loss = loss + self.divergence.coef * weighted_sum(whole.divergence, weights)
             metrics["divergence"] = masked_sum(whole.divergence.detach(), trainable)
         return loss, metrics
+
+    def _loss_inputs(self, whole: TokenLogprobs, microbatch: Microbatch, fields: Mapping[str, Tensor]) -> LossInputs:
+        """Return the inputs of the policy loss, whose ratios use the sampling distribution, renormalised on a support.
+
+        Without ``old_logprobs``, the old policy is the current policy: every ratio is 1.
+        """
+        logprobs = whole.logprobs if whole.log_mass is None else whole.logprobs - whole.log_mass
+        weights = fields["weights"]
+        ids, count = sequence_ids(microbatch)
+        ids = microbatch.placed.get("sequence_ids", ids).to(logprobs.device)
+        old = fields.get("old_logprobs")
+        if old is None:
+            old = logprobs.detach()
+            self.kept.append((sampling_logprobs(whole).detach(), microbatch))
+        corrected = weights * fields["correction"] if "correction" in fields else weights
+        if "rollout_logprobs" in fields:
+            corrected = corrected * factors_of_microbatch(
+                old, fields["rollout_logprobs"], weights > 0, ids, count, self.algorithm.rollout_correction
+            )
+        return LossInputs(
+            logprobs,
+            old,
+            fields["advantages"],
+            mask=weights > 0,
+            weights=corrected,
+            sequence_ids=ids,
+            num_sequences=count,
+            fields={name: (microbatch.ragged | fields)[name] for name in fields_read(self.policy_loss)},
+        )
 
     def metrics(self, loss: float, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
         named = {"loss/total": loss, "loss/policy": sums.pop("policy")}
@@ -214,11 +214,11 @@ class Actor:
     algorithm: AlgorithmConfig
     divergence: Divergence | None = None  # from a teacher's distributions, if it is in the loss
     router_replay: str = "off"
-    _objective: PolicyObjective = field(init=False)
+    _policy_loss: PolicyLoss = field(init=False)
+    _passes: list[tuple[Tensor, Microbatch]] = field(init=False, default_factory=list)  # ``PolicyObjective.kept``
 
     def __post_init__(self) -> None:
-        policy_loss = find_policy_loss(self.algorithm)
-        self._objective = PolicyObjective(self.algorithm, policy_loss, self.temperature)
+        self._policy_loss = find_policy_loss(self.algorithm)
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
         """Compute logprobs [N] fp32 of the sampled tokens under the distribution they were sampled from, zero elsewhere.
@@ -227,8 +227,8 @@ class Actor:
         """
         routes = routes_of(batch, self.router_replay)
         with self._recording_routes(batch):
-            drawn = logprobs_of(self.model, batch, self.temperature, batch.support, routes)
-        return keep_logprobs(batch, drawn)
+            found = logprobs_of(self.model, batch, self.temperature, batch.support, routes)
+        return set_log_mass(batch, found)
 
     def _recording_routes(self, batch: TrainBatch) -> AbstractContextManager[None]:
         """Record the routes of a pass within this block, if updates replay them."""
@@ -247,15 +247,18 @@ class Actor:
             rows, cfg = OwnedRows(batch.rows, batch.lengths, merge_rows), self.algorithm.covariance
             band = None if self.algorithm.policy_loss == "kl_cov" else (cfg.low, cfg.high)
             batch.fields[CHOSEN] = choose_tokens(batch, members, rows, cfg.share, band)
-        self._objective = replace(
-            self._objective,
-            kl_coef=batch.kl_coef,
-            with_entropy=batch.with_entropy,
-            divergence=self.divergence,
-            router_replay=self.router_replay,
-            kept=[],
+        self._passes = []
+        objective = PolicyObjective(
+            self.algorithm,
+            self._policy_loss,
+            self.temperature,
+            batch.kl_coef,
+            batch.with_entropy,
+            self.divergence,
+            self.router_replay,
+            self._passes,
         )
-        return self.model.deliver_update(batch, self._objective)
+        return self.model.deliver_update(batch, objective)
 
     def makes_one_update(self, batch: TrainBatch) -> bool:
         """Return whether a step learns from these rows in one update."""
@@ -266,11 +269,10 @@ class Actor:
 
         Collective over the world.
         """
-        passes = self._objective.kept
-        values, microbatches = [values for values, _ in passes], [microbatch for _, microbatch in passes]
-        drawn = self.model.tokens_of_update(batch, values, microbatches, shape=() if batch.support is None else (2,))
-        passes.clear()
-        return keep_logprobs(batch, drawn)
+        values, microbatches = [values for values, _ in self._passes], [microbatch for _, microbatch in self._passes]
+        found = self.model.tokens_of_update(batch, values, microbatches, shape=() if batch.support is None else (2,))
+        self._passes = []
+        return set_log_mass(batch, found)
 
 
 def replay_routes(model: RoleModel) -> None:

@@ -15,8 +15,8 @@ from rlhf_mcore.config.schema import DpoConfig
 from rlhf_mcore.data.collate import RowTokens, sequence_ids
 from rlhf_mcore.mcore.model import MegatronModel, Metrics
 from rlhf_mcore.parallel.rows import merge_rows
-from rlhf_mcore.roles.model import Objective, TrainedModel, Update
 from rlhf_mcore.roles.policy import logprobs_of
+from rlhf_mcore.roles.trained_model import Objective, TrainedModel, Update
 from rlhf_mcore.types import Field, Microbatch, TrainBatch
 
 if TYPE_CHECKING:

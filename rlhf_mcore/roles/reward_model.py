@@ -12,7 +12,8 @@ from torch import Tensor
 from rlhf_mcore.algorithms.supervised import bradley_terry_loss
 from rlhf_mcore.data.collate import RowTokens, last_positions
 from rlhf_mcore.mcore.model import MegatronModel, Metrics, scalar_outputs
-from rlhf_mcore.roles.model import Objective, RoleModel, TrainedModel, Update
+from rlhf_mcore.roles.model import RoleModel
+from rlhf_mcore.roles.trained_model import Objective, TrainedModel, Update
 from rlhf_mcore.types import Microbatch, TrainBatch
 
 

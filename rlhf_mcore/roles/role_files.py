@@ -20,7 +20,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.optimizer import Optimizer
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.residency.ledger import WEIGHTS
-from rlhf_mcore.roles.model import RoleModel, TrainedModel
+from rlhf_mcore.roles.model import RoleModel
+from rlhf_mcore.roles.trained_model import TrainedModel
 
 _COUNTS = ("num_updates", "num_bad_updates")
 

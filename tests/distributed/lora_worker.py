@@ -33,8 +33,8 @@ from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.roles.adapters import add_adapters, initialize
-from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.policy import Reference, SupervisedActor
+from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from tests import beside
 from tests.covering import covering_rows
 from tests.difference import any_rank, first_difference

@@ -21,9 +21,10 @@ from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
+from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Reference
 from rlhf_mcore.roles.preference import PreferenceActor
+from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.example_learner import ExampleEvaluator, ExampleLearner, preference_metrics
 from tests.covering import covering_rows
 from tests.difference import any_rank, first_difference

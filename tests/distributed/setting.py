@@ -30,8 +30,8 @@ from rlhf_mcore.mcore.mtp import MTPLearning  # noqa: E402
 from rlhf_mcore.mcore.overrides import Overrides  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
 from rlhf_mcore.platform import Platform, current_platform  # noqa: E402
-from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel  # noqa: E402
 from rlhf_mcore.roles.policy import Actor, replay_routes  # noqa: E402
+from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel  # noqa: E402
 from rlhf_mcore.roles.trained_weights import matrices_of  # noqa: E402
 from rlhf_mcore.types import TrainBatch  # noqa: E402
 from tests.rows import Row, batch_of, rows_of_padded  # noqa: E402

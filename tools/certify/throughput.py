@@ -32,8 +32,8 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.residency.ledger import GRADIENTS, OPTIMIZER, WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
-from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
+from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from tools.certify import Table, row
 
 BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense, of NVIDIA's data sheets

@@ -37,8 +37,8 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.residency.ledger import KINDS, OPTIMIZER
 from rlhf_mcore.residency.sharing import DeviceSharing
-from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
+from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.trained_weights import freeze, matrices_of
 from rlhf_mcore.types import Microbatch
 from tests.distributed.models import make

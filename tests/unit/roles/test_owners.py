@@ -14,8 +14,8 @@ from benchmarks.row_movement import Setup, count_step
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, TrainerConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.critic import Critic
-from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
+from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.exchange import RowExchange, spread_owners
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles

@@ -26,8 +26,9 @@ from rlhf_mcore.config.schema import (
 from rlhf_mcore.geometry import LocalParameter, Shard
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.residency.sharing import Movable
-from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
+from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor, Reference
+from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles
 from rlhf_mcore.types import Ragged, TrainBatch

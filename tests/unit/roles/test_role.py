@@ -18,7 +18,8 @@ from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.observability.throughput import ModelFlops
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles import model as module
-from rlhf_mcore.roles.model import RoleModel, minibatches
+from rlhf_mcore.roles.model import RoleModel
+from rlhf_mcore.roles.trained_model import minibatches
 from rlhf_mcore.types import Microbatch, RowSizes, TrainBatch
 from tests.rows import Row, padded_batch
 from tests.rows import batch_of as make_batch

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.policy import SupervisedActor
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
+from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.types import TrainBatch
 from tests.rows import padded, padded_batch
 from tests.unit.parallel.world import ThreadGroup, run_ranks

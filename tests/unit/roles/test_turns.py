@@ -18,8 +18,8 @@ from rlhf_mcore.config.schema import (
 )
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.policy import Actor
+from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.types import Completion, Prompt, Score, Trajectory, Turn

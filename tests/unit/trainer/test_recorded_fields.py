@@ -183,7 +183,7 @@ def test_a_loss_gets_what_it_reads(packing: bool) -> None:
         return (inputs.logprobs * inputs.weights).sum(), {}
 
     actor = test_policy.actor(Lookup(), AlgorithmConfig(), packing=packing)
-    actor._objective = replace(actor._objective, policy_loss=loss)
+    actor._policy_loss = loss
     batch = test_policy.batch()
     batch.versions = batch.token_ids.clone()
     with refused(

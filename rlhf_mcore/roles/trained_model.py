@@ -1,0 +1,321 @@
+"""Update a model by minibatches of the rows of a step.
+
+An :class:`Objective` defines the training loss. A role (actor, critic, reward model) is a model plus an objective.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.algorithms.masking import row_weights
+from rlhf_mcore.config.schema import OptimizerConfig
+from rlhf_mcore.data.collate import RowTokens, restore_tokens
+from rlhf_mcore.mcore.model import LossSums, MegatronModel, Metrics
+from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate
+from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
+from rlhf_mcore.roles.model import RoleModel
+from rlhf_mcore.types import Field, Microbatch, RowSizes, TrainBatch, UpdateResult
+
+Update = Callable[[], UpdateResult | None]
+
+
+class Objective(ABC):
+    """The loss of a model.
+
+    By default it reads no fields, uses the aggregation's token weights, and rows are independent.
+    """
+
+    rows_per_unit: ClassVar[int] = 1  # number of consecutive rows of a batch that stay together in a microbatch
+    weighted: ClassVar[
+        tuple[str, ...]
+    ] = ()  # sums with the minibatch's weights, like the loss: means over the minibatch
+
+    def fields(self, batch: TrainBatch) -> Mapping[str, Field]:
+        """Return the batch fields that the loss reads: tensors [N, ...] and ragged fields.
+
+        They are sent with the tokens.
+        """
+        return {}
+
+    def weights(self, tokens: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
+        """Return the token weights [N] of the loss, from the aggregation's weights.
+
+        ``num_rows``: number of rows in the minibatch, on all ranks.
+        """
+        return weights
+
+    @abstractmethod
+    def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
+        """Return a microbatch's loss, and detached sums over its trainable tokens.
+
+        The loss is summed with ``microbatch.fields["weights"]``.
+        """
+        ...
+
+    @abstractmethod
+    def metrics(self, loss: float, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+        """Convert the loss and sums over the step's updates to public metrics.
+
+        ``num_tokens``: trainable tokens of these updates.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchPlan:
+    """The updates of a step: ``prompts_per_minibatch`` prompts each, ``epochs`` passes over all rows."""
+
+    prompts_per_minibatch: int
+    epochs: int = 1
+    loss_aggregation: str = "token"
+    constant_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchCounts:
+    """Counts of a minibatch over all ranks: trainable tokens, rows, and all tokens of the rows."""
+
+    sampled: int
+    rows: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class UpdateSums:
+    """Sums of an update over microbatches and data-parallel ranks, equal on every rank of the role."""
+
+    loss: float
+    metrics: dict[str, float]  # the objective's sums by name
+    mtp: tuple[float, float] | None = None  # see ``LossSums``
+    load_balance: float | None = None  # None: no load-balancing loss
+    grad_norm: float = math.nan
+    mtp_grad_norm: float | None = None  # None: included in ``grad_norm``
+    computed: tuple[float, float] = (0.0, 0.0)  # tokens that the model computed, and tokens of the rows
+    lr: float = 0.0
+    is_skipped: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainedModel(RoleModel):
+    """A model with an optimizer, updated by minibatches. ``name`` prefixes the metrics.
+
+    ``trained``: Hugging Face names of the tensors that the optimizer updates; None: all.
+    """
+
+    optimizer: OptimizerConfig
+    plan: MinibatchPlan
+    name: str
+    trained: Sequence[str] | None = None
+    progress: Callable[[str], None] = lambda text: None  # shows the current update of the step
+    num_updates: int = field(default=0, init=False)  # including skipped ones
+    # Number of latest consecutive updates without a finite gradient.
+    num_bad: int = field(default=0, init=False)
+
+    def deliver_update(self, batch: TrainBatch, objective: Objective) -> Update:
+        """Send the rows of a step to the ranks that learn from them. Collective over the world.
+
+        Returns:
+            A function that makes all updates of the step and returns its metrics, or None on ranks without the model.
+            It is collective over the ranks of the model only, so models on different ranks learn at the same time.
+
+        Metrics are means over the tokens or rows of all updates together. Metrics such as the gradient norm are means
+        over updates.
+        """
+        parts = minibatches(batch.group_ids, self.plan.prompts_per_minibatch)
+        fields: dict[str, Field] = {"loss_mask": batch.loss_mask, **objective.fields(batch)}
+        deals = [self.deal(batch, part, objective.rows_per_unit) for part in parts]
+        shares = self.deliver(batch, deals, fields)
+        counts = [
+            MinibatchCounts(int(batch.num_sampled[rows].sum()), len(rows), int(batch.lengths[rows].sum()))
+            for rows in parts
+        ]
+        if self.model is None:
+            return lambda: None
+        weighted = [self._weigh(batch, objective, tokens, count) for tokens, count in zip(shares, counts, strict=True)]
+        return partial(self._update_all, objective, weighted, counts)
+
+    def makes_one_update(self, batch: TrainBatch) -> bool:
+        """Return whether a step learns from these rows in one update."""
+        return self.plan.epochs == 1 and len(minibatches(batch.group_ids, self.plan.prompts_per_minibatch)) == 1
+
+    def choose_owners(self, sizes: RowSizes) -> tuple[Tensor, tuple[int, ...]]:
+        """Return the owners [B] of rows that this model learns from, and ``TrainBatch.owner_of_replica``."""
+        owners = torch.zeros_like(sizes.lengths)
+        for part in minibatches(sizes.group_ids, self.plan.prompts_per_minibatch):
+            for rank, rows in zip(self.output_ranks, self.balance(sizes, part), strict=True):
+                owners[rows] = rank
+        return owners, self.output_ranks
+
+    def tokens_of_update(
+        self,
+        batch: TrainBatch,
+        outputs: Sequence[Tensor],
+        microbatches: Sequence[Microbatch],
+        *,
+        shape: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Return outputs that the loss stored in the only update of a step, in the form of ``per_token``.
+
+        Collective over the world.
+        """
+        deal, tokens = self.deal(batch), torch.zeros(0, *shape)
+        if self.keeps_outputs:
+            tokens = restore_tokens(outputs, microbatches, self.own_lengths(batch, deal))
+        return self.to_owners(batch, deal, tokens)
+
+    def _weigh(self, batch: TrainBatch, objective: Objective, tokens: RowTokens, counts: MinibatchCounts) -> RowTokens:
+        """Replace the loss mask of rows by token weights."""
+        sampled = batch.num_sampled[tokens.rows]
+        aggregation, constant = self.plan.loss_aggregation, self.plan.constant_length
+        per_row = row_weights(
+            sampled, aggregation, num_tokens=counts.sampled, num_rows=counts.rows, constant_length=constant
+        )
+        fields = dict(tokens.fields)
+        lengths = torch.tensor(tokens.lengths, dtype=torch.int64)
+        weights = torch.where(fields.pop("loss_mask"), per_row.repeat_interleave(lengths), 0.0)
+        fields["weights"] = objective.weights(tokens, weights, counts.rows)
+        return replace(tokens, fields=fields)
+
+    def _update_all(self, objective: Objective, parts: list[RowTokens], counts: list[MinibatchCounts]) -> UpdateResult:
+        assert self.model is not None
+        updates: list[UpdateSums] = []
+        with self.model.updating():
+            for tokens in parts * self.plan.epochs:
+                self.progress(f"{self.name}, update {len(updates) + 1} of {len(parts) * self.plan.epochs}")
+                updates.append(self._update(objective, tokens))
+            self.model.gather_weights()
+            is_finite = self._holds_everywhere(self.is_finite())
+        grad_norm = _mean([update.grad_norm for update in updates])
+        own = {
+            "grad_norm": grad_norm,
+            "lr": _mean([update.lr for update in updates]),
+            "skipped_updates": _mean([float(update.is_skipped) for update in updates]),
+            "bad_updates_in_a_row": float(self.num_bad),
+        }
+        own |= {} if is_finite else {"not_finite": 1.0}
+        if norms := [update.mtp_grad_norm for update in updates if update.mtp_grad_norm is not None]:
+            own["mtp_grad_norm"] = _mean(norms)
+        metrics = self._merge_sums(objective, updates, counts * self.plan.epochs)
+        if self.model.routing is not None:
+            own |= self.model.routing.mismatch()
+        metrics |= {f"{self.name}/{key}": value for key, value in own.items()}
+        computed, of_rows = (sum(update.computed[k] for update in updates) for k in (0, 1))
+        if computed < of_rows:
+            metrics["trainer/computed_share"] = computed / of_rows
+        return UpdateResult(self.name, metrics, grad_norm, is_finite, self.num_bad)
+
+    def _merge_sums(
+        self, objective: Objective, updates: list[UpdateSums], counts: list[MinibatchCounts]
+    ) -> dict[str, float]:
+        """Merge the sums of all updates into metrics.
+
+        Each loss is weighted by the number of tokens or rows that it averages.
+        """
+        by_tokens = self.plan.loss_aggregation == "token"
+        shares = _normalize([count.sampled if by_tokens else count.rows for count in counts])
+        loss = _sum_products(shares, [update.loss for update in updates])
+        sums = {}
+        for name in updates[0].metrics:
+            factors = shares if name in objective.weighted else [1.0] * len(updates)
+            sums[name] = _sum_products(factors, [update.metrics[name] for update in updates])
+        metrics = objective.metrics(loss, sums, max(float(sum(count.sampled for count in counts)), 1.0))
+        if mtp := [update.mtp for update in updates if update.mtp is not None]:
+            metrics[f"{self.name}/mtp_loss"] = sum(nll for nll, _ in mtp) / max(sum(tokens for _, tokens in mtp), 1.0)
+        if balances := [update.load_balance for update in updates if update.load_balance is not None]:
+            by_all_tokens = _normalize([count.tokens for count in counts])
+            metrics[f"{self.name}/load_balance"] = _sum_products(by_all_tokens, balances)
+        return metrics
+
+    def is_finite(self) -> bool:
+        """Return whether the weights and the optimizer's state on this rank are all finite. Local."""
+        return self.model is None or self.model.optimizer is None or self.model.optimizer.is_finite()
+
+    def _update(self, objective: Objective, tokens: RowTokens) -> UpdateSums:
+        """Make one update."""
+        assert self.model is not None
+        microbatches = self.microbatches(tokens, objective.rows_per_unit)
+        sizes = [sum(m.lengths) if m.tree is None else int((m.tree.uses > 0).sum()) for m in microbatches]
+        computed = float(sum(sizes)), float(sum(tokens.lengths))
+        sums = self._reduce(self.model.forward_backward(microbatches, partial(objective.loss, self.model)), computed)
+        sums.lr = learning_rate(self.num_updates, self.optimizer.lr, self.optimizer.schedule)
+        # The loss can be NaN on a single tensor-parallel rank, but all ranks of the role must skip the same updates.
+        outcome = StepOutcome(False, math.nan, finite=False)
+        if self._holds_everywhere(math.isfinite(sums.loss)):
+            outcome = self.model.step(sums.lr)
+        self.num_updates += 1
+        self.num_bad = 0 if outcome.finite else self.num_bad + 1
+        if self.model.aux_loss_coef:
+            sums.load_balance = self.model.load_balance()
+        sums.grad_norm, sums.is_skipped = outcome.grad_norm, not outcome.updated
+        if self.model.mtp is not None and self.model.mtp.alone:
+            sums.mtp_grad_norm = outcome.norm_alone
+        return sums
+
+    def _holds_everywhere(self, holds: bool) -> bool:
+        """Return whether a condition holds on every rank of the role. Collective over them."""
+        assert self.model is not None
+        return reduce_sums({"not": float(not holds)}, self.model.groups.collection.intra_dist_opt)["not"] == 0.0
+
+    def _reduce(self, parts: list[LossSums], computed: tuple[float, float]) -> UpdateSums:
+        """Sum the last stage's results over microbatches and data-parallel ranks.
+
+        Return the sums on every rank of the role.
+
+        ``computed``: as in ``UpdateSums``, for this data-parallel rank.
+        """
+        assert self.model is not None
+        groups = self.model.groups
+        sums: dict[str, float] = {}
+        if self.model.is_last_stage:
+            names, has_mtp = list(parts[0].metrics), parts[0].mtp is not None
+            columns = [[part.loss, *(part.mtp or ()), *(part.metrics[name] for name in names)] for part in parts]
+            device = parts[0].loss.device
+            totals = (sum(column) for column in zip(*columns, strict=True))
+            values = [torch.as_tensor(total, dtype=torch.float64, device=device) for total in totals]
+            # The prefix keeps names of metrics distinct from ours. Stacking the values means waiting for the device
+            # only once.
+            keys = [_LOSS, *(_MTP if has_mtp else ()), *(_METRIC + name for name in names)]
+            own = dict(zip(keys, torch.stack(values).tolist(), strict=True)) | dict(
+                zip(_COMPUTED, computed, strict=True)
+            )
+            sums = reduce_sums(own, groups.collection.dp)
+        if groups.layout.pp > 1:
+            sums = broadcast_json(sums, groups.layout.pp - 1, groups.collection.pp)
+        mtp = (sums.pop(_MTP[0]), sums.pop(_MTP[1])) if _MTP[0] in sums else None
+        loss, ran = sums.pop(_LOSS), (sums.pop(_COMPUTED[0]), sums.pop(_COMPUTED[1]))
+        named = {name.removeprefix(_METRIC): value for name, value in sums.items()}
+        return UpdateSums(loss, named, mtp, computed=ran)
+
+
+# Names of an update's sums in the reduction.
+_LOSS, _MTP, _COMPUTED, _METRIC = "loss", ("mtp_nll", "mtp_tokens"), ("computed_tokens", "row_tokens"), "metric "
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _sum_products(factors: Sequence[float], values: Sequence[float]) -> float:
+    return sum(factor * value for factor, value in zip(factors, values, strict=True))
+
+
+def _normalize(masses: Sequence[int]) -> list[float]:
+    total = sum(masses)
+    return [mass / total if total else 1.0 / len(masses) for mass in masses]
+
+
+def minibatches(group_ids: Tensor, prompts_per_minibatch: int) -> list[list[int]]:
+    """Return the rows of each minibatch, which are the rows of consecutive prompts.
+
+    They do not depend on the layout.
+    """
+    numbers = torch.div(group_ids, prompts_per_minibatch, rounding_mode="floor")
+    return [(numbers == number).nonzero().flatten().tolist() for number in numbers.unique().tolist()]
