@@ -60,9 +60,9 @@ from rlhf_mcore.trainer.example_learner import (
 from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.trainer.model_reward import ModelReward
+from rlhf_mcore.trainer.record import TokenRecord
 from rlhf_mcore.trainer.reinforcement import NoEvaluator, PolicyLearner, Roles, keep_scores
 from rlhf_mcore.trainer.scores import OnError
-from rlhf_mcore.trainer.token_record import TokenRecord
 from rlhf_mcore.trainer.work import StepWork, TrainedWork
 from rlhf_mcore.types import Prompt, TrainBatch
 

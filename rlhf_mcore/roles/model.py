@@ -76,6 +76,22 @@ class RoleModel:
         """Keep the weights on the device within this block, in addition to the parts that are already there."""
         return self.model.movable.use(WEIGHTS, beside=True) if self.model is not None else nullcontext()
 
+    def blend(self, other: RoleModel, share: float) -> None:
+        """Replace this rank's weights by 1 - ``share`` times themselves plus ``share`` times the weights of ``other``.
+
+        Both have the same layout. ``other`` may contain further layers, such as MTP layers. Local.
+        """
+        if self.model is None or other.model is None:
+            return
+        with other.model.movable.use(WEIGHTS), self.model.movable.use(WEIGHTS, writes=True), torch.no_grad():
+            sources = {parameter.name: parameter.tensor for parameter in other.model.local_parameters()}
+            for parameter in self.model.local_parameters():
+                source = sources[parameter.name].to(parameter.tensor.dtype)
+                if share == 1.0:
+                    parameter.tensor.copy_(source)
+                else:
+                    parameter.tensor.lerp_(source, share)
+
     @property
     def output_ranks(self) -> tuple[int, ...]:
         """The rank that returns the outputs of each data-parallel rank: the first one of its last pipeline stage."""

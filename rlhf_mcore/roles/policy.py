@@ -25,7 +25,6 @@ from rlhf_mcore.mcore.model import MegatronModel, Metrics
 from rlhf_mcore.mcore.route_replay import Routing
 from rlhf_mcore.parallel.logprobs import TokenLogprobs
 from rlhf_mcore.parallel.rows import merge_rows
-from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.trained_model import Objective, TrainedModel, Update, minibatches
 from rlhf_mcore.types import ROUTES, TEACHER_TOP, Field, Microbatch, Ragged, TrainBatch
@@ -97,14 +96,7 @@ class Reference:
 
     def refresh(self, actor: Actor) -> None:
         """Copy the actor's weights."""
-        own, new = self.model.model, actor.model.model
-        if own is None or new is None:
-            return
-        with new.movable.use(WEIGHTS), own.movable.use(WEIGHTS, writes=True):
-            # the actor can also contain MTP layers
-            sources = {source.name: source.tensor for source in new.local_parameters()}
-            for parameter in own.local_parameters():
-                parameter.tensor.copy_(sources[parameter.name])
+        self.model.blend(actor.model, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

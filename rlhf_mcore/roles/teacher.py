@@ -15,7 +15,6 @@ from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.observability.throughput import ModelFlops
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.parallel.top_tokens import top_tokens
-from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import logprobs_of
 from rlhf_mcore.types import TEACHER_LOGPROBS, TEACHER_TOP, Microbatch, Prompt, TrainBatch
@@ -39,15 +38,7 @@ class Average:
 
     def follow(self) -> None:
         """Update the average with the actor's current weights. Local."""
-        own, new = self.model.model, self.actor.model
-        if own is None or new is None:
-            return
-        with new.movable.use(WEIGHTS), own.movable.use(WEIGHTS, writes=True), torch.no_grad():
-            # the actor can also contain MTP layers
-            sources = {source.name: source.tensor for source in new.local_parameters()}
-            for parameter in own.local_parameters():
-                target = parameter.tensor
-                target.lerp_(sources[parameter.name].detach().to(target.dtype), 1 - self.decay)
+        self.model.blend(self.actor, 1 - self.decay)
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from rlhf_mcore.types import Score
 if TYPE_CHECKING:
     from rlhf_mcore.observability.prometheus import PrometheusExporter
     from rlhf_mcore.trainer.profiler import StepProfiler
+    from rlhf_mcore.types import TrainBatch
 
 MAX_WARNINGS = 5  # shown warnings per rank and step
 SAMPLES_EVERY = 10  # interval in steps between responses in the live display
@@ -239,6 +240,53 @@ class RunRecord:
         self.note(f"the run ends with the model of checkpoint-{step}, the best one{': ' + shown if shown else ''}")
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """Writes ``rollouts/tokens-<step>.jsonl`` for the first ``num_responses`` rows of every ``every``-th step.
+
+    ``decode`` converts each token list to its own text. ``directory`` is set on the first rank only.
+    """
+
+    num_responses: int
+    every: int
+    decode: Callable[[list[list[int]]], list[str]]
+    directory: RunDirectory | None
+
+    def write(self, step: int, batch: TrainBatch) -> None:
+        """Write the record of a batch, which must contain advantages and old logprobs. Collective over the world."""
+        if not self.every or step % self.every:
+            return
+        gathered = gather_json(list(self._records(batch)))
+        if self.directory is not None:
+            records = sorted((record for part in gathered for record in part), key=lambda record: record["row"])
+            path = self.directory.rollouts_path(step)
+            write_rollouts(path.with_name(path.name.replace("step-", "tokens-")), records)
+
+    def _records(self, batch: TrainBatch) -> Iterator[dict[str, Any]]:
+        """Yield the records of the rows that this rank owns."""
+        assert batch.old_logprobs is not None and batch.advantages is not None and batch.prompts is not None
+        groups, stop = batch.group_ids.tolist(), 0
+        for row, length in zip(batch.rows.tolist(), batch.lengths[batch.rows].tolist(), strict=True):
+            start, stop = stop, stop + length
+            if row >= self.num_responses:
+                return
+            kept = batch.loss_mask[start:stop]
+            ids = batch.token_ids[start:stop][kept].tolist()
+            difference = (batch.old_logprobs[start:stop] - batch.rollout_logprobs[start:stop])[kept]
+            yield {
+                "row": row,
+                "prompt_id": batch.prompts[groups[row]].prompt_id,
+                "sample": row - groups.index(groups[row]),
+                "tokens": self.decode([[token] for token in ids]),
+                "advantages": _short(batch.advantages[start:stop][kept].tolist()),
+                "logprob_differences": _short(difference.tolist()),
+            }
+
+
 def _finite(value: Any) -> float | None:
     """Return a finite number unchanged, and None for any other value, because JSON cannot represent it."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _short(values: list[float]) -> list[float]:
+    return [float(f"{value:.3g}") for value in values]

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from rlhf_mcore.trainer.batch_sampler import BatchSampler
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
-    from rlhf_mcore.trainer.record import RunRecord
+    from rlhf_mcore.trainer.record import RunRecord, TokenRecord
     from rlhf_mcore.trainer.sampled import BeginScores, FillStep
-    from rlhf_mcore.trainer.token_record import TokenRecord
     from rlhf_mcore.trainer.work import StepWork
     from rlhf_mcore.types import Field, Prompt, Sampling, Score, TrainBatch, Trajectory, UpdateResult
 
