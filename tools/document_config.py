@@ -23,9 +23,9 @@ sys.path.insert(0, str(ROOT))
 
 from rlhf_mcore.commands.config import json_schema  # noqa: E402
 from rlhf_mcore.config.choices import PRESETS  # noqa: E402
-from rlhf_mcore.config.keys import KEYS, type_name  # noqa: E402
+from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, type_name  # noqa: E402
 from rlhf_mcore.config.schema import Config  # noqa: E402
-from rlhf_mcore.config.schema.group import Group, described, text_below  # noqa: E402
+from rlhf_mcore.config.schema.group import Group, describe_keys, text_below  # noqa: E402
 from rlhf_mcore.config.schema.key import Description  # noqa: E402
 from tools.doc_links import GENERATED, WIDE, relative_links  # noqa: E402
 
@@ -55,7 +55,7 @@ class Item(NamedTuple):
 def items(group: Group) -> list[Item]:
     """List the keys of a group."""
     kind = type(group)
-    return [Item(name, value, described(kind)[name][1], text_below(kind, name)) for name, value in group]
+    return [Item(name, value, describe_keys(kind)[name][1], text_below(kind, name)) for name, value in group]
 
 
 # -------------------------------------------------------------------------------------------------------------- base.yaml
@@ -117,7 +117,8 @@ def _entry(name: str, value: str, remark: str, indent: str, *, is_preset: bool) 
 
 def comment(about: Description) -> str:
     """Describe a key in a comment: its meaning, and its choices."""
-    choices = " | ".join(filter(None, (*about.choices.names, about.choices.form))) if about.choices is not None else ""
+    names = (*about.choices.names, about.choices.form) if about.choices and about.choices.names else ()
+    choices = " | ".join(filter(None, names))
     return _plain(": ".join(filter(None, (about.help, choices))))
 
 
@@ -169,7 +170,9 @@ def _table(listed: list[Item], group: Group, prefix: str) -> str:
 
 
 def _row(key: str, hint: Any, value: Any, item: Item) -> str:
-    about, meaning = item.described, ". ".join(filter(None, (item.described.help, item.more)))
+    about = DESCRIPTIONS.get(key, item.described)
+    condition = f"Only with `{about.only_with}`" if about.only_with else ""
+    meaning = ". ".join(filter(None, (about.help, condition, item.more)))
     return f"| `{key}` | `{default(value)}` | {values(hint, about)} | {'yes' if about.is_fixed else ''} | {meaning} |"
 
 
@@ -180,7 +183,7 @@ def _rows(item: Item, value: Any, prefix: str) -> Iterator[str]:
         if isinstance(value, list) and value and isinstance(value[0], Group):
             kind = type(value[0])
             for inner in items(kind()):
-                yield _row(f"{key}[*].{inner.name}", described(kind)[inner.name][0], inner.value, inner)
+                yield _row(f"{key}[*].{inner.name}", describe_keys(kind)[inner.name][0], inner.value, inner)
     elif type(value) in _ACTOR and not prefix.startswith("actor."):
         yield f"| `{key}.*` | as `actor.{item.name}.*` | | | {item.described.help} |"
         yield from (row for child in _changed(value) for row in _rows(child, getattr(value, child.name), f"{key}."))
@@ -207,12 +210,13 @@ def default(value: Any) -> str:
 
 def values(hint: Any, about: Description) -> str:
     """Describe the allowed values of a key: its choices, or its type and range."""
-    if about.choices is not None:
+    if about.choices is not None and about.choices.names:
         names = [f"`{name}`" for name in (*about.choices.names, about.choices.form) if name]
         names += ["`null`"] if type_name(hint).endswith("null") else []
-        return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+        joined = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+        return f"list of {joined}" if type_name(hint).startswith("list") else joined
     words = "true or false" if hint is bool else re.sub(r"\{.*\}", "rules", type_name(hint))
-    return words + (f", {about.range}" if about.bounds else "")
+    return ", ".join(filter(None, (words, about.range, str(about.choices or ""))))
 
 
 def schema_text() -> str:

@@ -29,7 +29,7 @@ from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.other_names import hint
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.schema.group import Group, Item, described, inner_types, is_group_type, text_below, to_dict
+from rlhf_mcore.config.schema.group import Group, Item, describe_keys, inner_types, is_group_type, text_below, to_dict
 from rlhf_mcore.config.schema.key import Description
 from rlhf_mcore.config.yaml_text import to_yaml
 from rlhf_mcore.redaction import redact
@@ -141,11 +141,12 @@ def _key(key: str) -> Iterator[str]:
     described, default = DESCRIPTIONS[key], value_of(Config(), key)
     owner, _, last = key.rpartition(".")
     yield f"{key}: {_plain(described.help)}"
-    if described.choices is not None:
+    item = item_type(KEYS[key])
+    if described.choices is not None and described.choices.names and item is None:
         yield f"  one of   {described.choices}"
     else:
-        yield f"  type     {type_name(KEYS[key])}{f', {described.range}' if described.bounds else ''}"
-    item = item_type(KEYS[key])
+        allowed = filter(None, (type_name(KEYS[key]), described.range, str(described.choices or "")))
+        yield f"  type     {', '.join(allowed)}"
     inner = list(walk(item)) if is_group_type(item) else []
     yield from aligned(((name, _plain(about.help)) for name, _, about in inner), indent="    ")
     shown = f"{len(default)} of them" if inner else "has to be set" if default == "???" else _show_value(default)
@@ -186,7 +187,7 @@ def json_schema() -> dict[str, Any]:
 
 def _schema_of_group(kind: type[Group]) -> dict[str, Any]:
     properties = {}
-    for name, (type_, about) in described(kind).items():
+    for name, (type_, about) in describe_keys(kind).items():
         default = kind.model_fields[name].get_default(call_default_factory=True)
         property_ = _type(type_, about)
         if not isinstance(default, Group) and default != "???":
@@ -213,17 +214,17 @@ def _type(hint: Any, about: Description) -> dict[str, Any]:
 
 def _options(kind: Any, about: Description) -> list[dict[str, Any]]:
     """Return one schema for each notation that YAML files may use for a type."""
-    if about.choices is not None:
-        others = [{"type": "string"}] if about.choices.allows is not None else []
-        return [{"enum": list(about.choices.names)}, *others]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if about.choices is not None and origin is not list:
+        names = [{"enum": list(about.choices.names)}] if about.choices.names else []
+        return [*names, *([{"type": "string"}] if about.choices.allows is not None else [])]
     if kind in _SCALARS:
         limits = {name: value for bound in about.bounds for name, value in asdict(bound).items() if name in _LIMITS}
         return [{"type": _SCALARS[kind], **{_LIMITS[name]: value for name, value in limits.items()}}]
     if is_group_type(kind):
         return [_schema_of_group(kind), *([{"type": "string"}] if issubclass(kind, Item) else [])]
-    origin, arguments = get_origin(kind), get_args(kind)
     if origin is list:
-        single = [option for kind in inner_types(arguments[0]) for option in _options(kind, Description())]
+        single = [option for kind in inner_types(arguments[0]) for option in _options(kind, about)]
         return [{"type": "array", "items": {"anyOf": [*single, {"type": "null"}, _REFERENCE]}}, *single]
     if origin is dict:
         return [

@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from rlhf_mcore.config.engine_kinds import engines_that_read
-from rlhf_mcore.config.schema.group import Group, described, is_group_type, to_dict
+from rlhf_mcore.config.schema.group import Group, describe_keys, is_group_type, to_dict
 from rlhf_mcore.config.schema.key import ENGINE, Description
 from rlhf_mcore.config.schema.tree import Config
 from rlhf_mcore.redaction import redact
@@ -17,9 +17,11 @@ from rlhf_mcore.redaction import redact
 
 def walk(group: type[Group], prefix: str = "") -> Iterator[tuple[str, Any, Description]]:
     """Yield (dotted name, type, description) for every key of a group, recursively. A group precedes its keys."""
-    for name, (hint, description) in described(group).items():
+    for name, (hint, description) in describe_keys(group).items():
         if description.only_with == ENGINE:
             description = replace(description, only_with=engines_that_read(prefix + name))
+        elif description.only_with.startswith("."):
+            description = replace(description, only_with=prefix + description.only_with[1:])
         yield prefix + name, hint, description
         if is_group_type(hint):
             yield from walk(hint, f"{prefix}{name}.")

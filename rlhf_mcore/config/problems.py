@@ -13,7 +13,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.former import translate
 from rlhf_mcore.config.keys import KEYS, item_type, type_name
 from rlhf_mcore.config.other_names import hint as other_name
-from rlhf_mcore.config.schema.group import Group, described, inner_types, is_group_type
+from rlhf_mcore.config.schema.group import Group, describe_keys, inner_types, is_group_type
 from rlhf_mcore.config.schema.key import CHOICE
 from rlhf_mcore.foreign import shorten
 
@@ -92,7 +92,7 @@ def _locate(kind: type[Group], loc: tuple[int | str, ...]) -> _Place:
         if is_group_type(hint):
             owner, name = hint, str(step)
             separator = "." if written else ""
-            hint, _ = described(owner).get(name, (None, None))
+            hint, _ = describe_keys(owner).get(name, (None, None))
             if "[" not in written:
                 key = f"{key}{'.' if key else ''}{name}"
             written = f"{written}{separator}{name}"
@@ -110,14 +110,17 @@ def _locate(kind: type[Group], loc: tuple[int | str, ...]) -> _Place:
 def _problem(where: _Place, error: str, value: Any) -> str:
     if error in _UNKNOWN:
         return f"unknown key {shorten(where.written, 100)}; {_remedy(where, value)}"
-    shown, (hint, about) = f"{where.written}={show_value(value)}", described(where.owner)[where.name]
+    shown, (hint, about) = f"{where.written}={show_value(value)}", describe_keys(where.owner)[where.name]
     if is_group_type(where.hint) and is_group_type(hint):
         names = ", ".join(f"{where.written}.{name}" for name in where.hint.model_fields)
         return f"{shown}: {where.written} is a group, not a value; set one of its keys: {names}"
+    null = ", or null" * (inner_types(hint) != (hint,))
+    if error in _CHOICES and about.choices is not None and not about.choices.names:
+        return f"{shown} is not valid; give {about.choices}{null}"
     if error in _CHOICES and about.choices is not None:
         close = get_close_matches(str(value), about.choices.names, n=1)
         begin = f"did you mean {close[0]!r}? There are: " if close else "choose one of: "
-        return f"{shown} is not a choice; {begin}{about.choices}{', or null' * (inner_types(hint) != (hint,))}"
+        return f"{shown} is not a choice; {begin}{about.choices}{null}"
     if error in _RANGES:
         return f"{shown} is out of range; it must be {about.range or 'a finite number'}"
     if callable(value) and where.key.startswith("reward."):

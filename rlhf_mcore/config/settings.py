@@ -17,7 +17,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.former import BY_KEY, GROUPS, translate
 from rlhf_mcore.config.keys import KEYS, is_group, table_of
 from rlhf_mcore.config.other_names import hint, is_foreign_group
-from rlhf_mcore.config.schema.group import described, inner_types, is_group_type
+from rlhf_mcore.config.schema.group import describe_keys, inner_types, is_group_type
 from rlhf_mcore.config.schema.tree import SHORT
 from rlhf_mcore.config.yaml_text import Document, read_yaml_text
 from rlhf_mcore.foreign import shorten
@@ -162,7 +162,7 @@ def _value(document: Document, node: yaml.Node, hint: Any) -> Any:
             item = get_args(kind)[0]
             return _value(document, node, item) if is_scalar else [_value(document, one, item) for one in node.value]
         if is_group_type(kind) and isinstance(node, yaml.MappingNode):
-            types = {name: inner for name, (inner, _) in described(kind).items()}
+            types = {name: inner for name, (inner, _) in describe_keys(kind).items()}
             return {name: _value(document, child, types.get(name, Any)) for name, child in _items(document, node)}
         if get_origin(kind) is dict and isinstance(node, yaml.MappingNode) and get_args(kind)[1] is not Any:
             return {name: _value(document, child, get_args(kind)[1]) for name, child in _items(document, node)}

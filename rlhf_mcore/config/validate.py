@@ -48,6 +48,7 @@ from rlhf_mcore.config.rules.trainer import (
 from rlhf_mcore.config.rules.vision import processor_problems, vision_problems
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, TeacherConfig
+from rlhf_mcore.config.schema.key import ENGINE
 from rlhf_mcore.readers.model_files import inspect_model
 from rlhf_mcore.readers.tokenizer_match import own_tokenizer_problems
 from rlhf_mcore.readers.user_functions import function_problems, is_file_spec
@@ -63,7 +64,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     """
     kind = run_kind(cfg)
     geometry, model_problems = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
-    problems = [*named_function_problems(cfg), *unused_problems(cfg), *map(FileProblem, path_problems(cfg))]
+    problems = [*named_function_problems(cfg), *unused_problems(cfg), *map(FileProblem, path_problems(cfg.output_dir))]
     problems += [*tracker_problems(cfg.logging), *alarm_problems(cfg.alarms), *checkpoint_problems(cfg)]
     problems += [*megatron_problems(cfg), *lora_problems(cfg), *model_problems]
     problems += map(FileProblem, own_tokenizer_problems(cfg.model))
@@ -143,17 +144,14 @@ def unused_problems(cfg: Config) -> Iterator[str]:
         while description.only_with:
             owner, _, values = description.only_with.partition("=")
             owner_value, description = value_of(cfg, owner), DESCRIPTIONS[owner]  # the owner may depend on another key
-            if owner == "rollout.engine" and engine_kind(owner_value).reads(key):
+            if owner == ENGINE and engine_kind(owner_value).reads(key):
                 break
-            if owner_value not in values.split(" or ") if values else owner_value == 0:
-                cure = (
-                    f"set {owner}={values}"
-                    if values
-                    else f"set {owner}=true"
-                    if owner_value is False
-                    else f"raise {owner}"
-                )
-                yield f"{key}={value} has no effect with {owner}={owner_value}; remove it, or {cure}"
+            if is_file_spec(str(owner_value)):
+                break  # a user's function may read every key
+            if owner_value not in values.split(" or ") if values else not owner_value:
+                cure = f"set {owner}{'=' * bool(values)}{values}{'=true' * (owner_value is False)}"
+                idle = "null" if owner_value is None else owner_value
+                yield f"{key}={value} has no effect with {owner}={idle}; remove it, or {cure}"
                 break
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -39,12 +38,8 @@ def prompt_problems(cfg: Config) -> Iterator[str]:
     yield from _common_problems(cfg)
     weights = cfg.data.weights
     if weights is not None and len(weights) != len(cfg.data.train):
-        yield (
-            f"data.weights={weights} has {len(weights)} numbers for the {len(cfg.data.train)} files of data.train; "
-            "give one number per file, or null"
-        )
-    if any(not math.isfinite(weight) or weight <= 0 for weight in weights or ()):
-        yield f"data.weights={weights}: a share must be a positive number; to exclude a file, remove it from data.train"
+        counts = f"{len(weights)} numbers for the {len(cfg.data.train)} files of data.train"
+        yield f"data.weights={weights} has {counts}; give one number per file, or null"
     for field, files in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
         yield from map(FileProblem, data_problems(cfg.data, files, field, needs_answer=needs_answer(cfg)))
 

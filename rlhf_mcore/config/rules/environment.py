@@ -14,9 +14,7 @@ from rlhf_mcore.plugins import find_plugins, missing_plugin
 from rlhf_mcore.readers.user_functions import function_problems, is_file_spec
 
 _TOOLS = '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": {JSON schema}}}, ...]'
-_KIND = "environment.container.kind"
 _CORE_CONTAINERS = ("sandbox", "docker")
-_CONTAINERS = (*_CORE_CONTAINERS, "podman", "remote")
 
 
 def environment_problems(cfg: Config) -> Iterator[str]:
@@ -26,7 +24,12 @@ def environment_problems(cfg: Config) -> Iterator[str]:
         read_tools(own.tools)
     except ConfigError as error:
         yield FileProblem(str(error))
-    yield from _agent_problems(cfg)
+    if own.container.kind is not None:
+        yield from _container_problems(own, own.container.kind)
+    if own.function == AGENT:
+        yield from _agent_problems(own)
+    if own.function in ASKING:
+        yield from _asking_problems(cfg)
     if own.function is None:
         return
     named = f"environment.function={own.function}"
@@ -41,11 +44,9 @@ def environment_problems(cfg: Config) -> Iterator[str]:
         needed_by = f"logging.episode_traces={traces}"
         if problem := missing_plugin("traces", "opentelemetry", needed_by, package="traces"):
             yield problem
-    if own.max_tokens is not None and own.max_tokens < cfg.rollout.sampling.max_new_tokens:
-        yield (
-            f"environment.max_tokens={own.max_tokens} (per episode) is less than rollout.sampling.max_new_tokens="
-            f"{cfg.rollout.sampling.max_new_tokens} (per turn); raise it, or lower that"
-        )
+    if own.max_tokens is not None and own.max_tokens < (turn := cfg.rollout.sampling.max_new_tokens):
+        episode = f"environment.max_tokens={own.max_tokens} (per episode)"
+        yield f"{episode} is less than rollout.sampling.max_new_tokens={turn} (per turn); raise it, or lower that"
 
 
 def read_tools(path: str | None) -> list[dict[str, Any]]:
@@ -70,70 +71,44 @@ def read_tools(path: str | None) -> list[dict[str, Any]]:
     return list(tools)
 
 
-def _agent_problems(cfg: Config) -> Iterator[str]:
+def _agent_problems(own: EnvironmentConfig) -> Iterator[str]:
     """List problems with an agent. It needs exactly one of ``command``, ``function`` and ``url``."""
-    own, agent = cfg.environment, cfg.environment.agent
-    kinds = [name for name in ("command", "function", "url") if getattr(agent, name)]
-    if own.function in ASKING:
-        yield from _asking_problems(cfg)
-    kind = own.container.kind  # the schema rejects an unknown kind
-    if kind in _CONTAINERS or kind in find_plugins("containers"):
-        yield from _container_problems(own)
-    if own.function != AGENT:
-        for name in kinds:
-            yield f"environment.agent.{name} is set, but environment.function={own.function}; set environment.function=agent"
-        return
-    if len(kinds) != 1:
-        there = " and ".join(f"environment.agent.{name}" for name in kinds) or "none"
-        yield (
-            "environment.function=agent needs exactly one of environment.agent.command, environment.agent.function and "
-            f"environment.agent.url, found {there}; set one"
-        )
-    if agent.function is not None:
-        yield from map(FileProblem, function_problems(agent.function, "environment.agent.function"))
-    if agent.url is not None and not agent.url.startswith(("http://", "https://")):
-        yield f"environment.agent.url={agent.url}: it must begin with http:// or https://"
+    keys = [f"environment.agent.{name}" for name in ("command", "function", "url")]
+    given = [key for key in keys if getattr(own.agent, key.rpartition(".")[2])]
+    if len(given) != 1:
+        yield f"environment.function=agent needs exactly one of {', '.join(keys)}, found {' and '.join(given) or 'none'}; set one"
+    if own.agent.function is not None:
+        yield from map(FileProblem, function_problems(own.agent.function, "environment.agent.function"))
     if own.options is not None:
         yield "environment.options has no effect with environment.function=agent; remove it, and configure the agent in its own file"
 
 
-def _container_problems(own: EnvironmentConfig) -> Iterator[str]:
+def _container_problems(own: EnvironmentConfig, kind: str) -> Iterator[str]:
     """List problems with containers: plug-ins, the agent, and keys of another kind."""
-    given = own.container
-    assert given.kind is not None
-    needed = [] if given.kind in _CORE_CONTAINERS else [("containers", given.kind, f"{_KIND}={given.kind}")]
+    given, named = own.container, f"environment.container.kind={kind}"
+    needed = [] if kind in _CORE_CONTAINERS else [("containers", kind, named)]
     for name in ("command", "url"):
         if getattr(own.agent, name):
-            needed.append(("container_extras", "lending", f"environment.agent.{name} with {_KIND}"))
+            needed.append(("container_extras", "lending", f"environment.agent.{name} with environment.container.kind"))
     for plugin in needed:
         if problem := missing_plugin(*plugin, package="containers"):
             yield problem
     if own.function != AGENT:
-        yield (
-            f"environment.container.kind={given.kind} needs an agent, found environment.function={own.function}; set "
-            "environment.function=agent, or remove it"
-        )
-    if (given.kind == "remote") != (given.url is not None):
-        wants = "names the service" if given.kind == "remote" else "has no effect"
-        yield (
-            f"environment.container.kind={given.kind} and environment.container.url={given.url}: the url {wants}; set both "
-            "kind=remote and url, or neither"
-        )
-    if given.url is not None and not given.url.startswith(("http://", "https://")):
-        yield f"environment.container.url={given.url}: it must begin with http:// or https://"
-    if given.kind == "sandbox" and (given.network or given.image is not None):
+        yield f"{named} needs an agent, found environment.function={own.function}; set environment.function=agent, or remove it"
+    if (kind == "remote") != (given.url is not None):
+        wants = "names the service" if kind == "remote" else "has no effect"
+        yield f"{named} and environment.container.url={given.url}: the url {wants}; set both kind=remote and url, or neither"
+    if kind == "sandbox" and (given.network or given.image is not None):
         name = "network" if given.network else "image"
-        yield f"environment.container.{name} needs Docker or Podman, found {_KIND}=sandbox; remove it, or choose another kind"
+        yield f"environment.container.{name} needs Docker or Podman, found {named}; remove it, or choose another kind"
 
 
 def _asking_problems(cfg: Config) -> Iterator[str]:
     """List problems with an environment that requests turns from an endpoint."""
-    own = cfg.environment
-    if own.overlap is False:
+    if cfg.environment.overlap is False:
         yield "environment.overlap=False: an engine always samples turns of agents when they are requested; set it to null"
-    if own.branches == "all" and cfg.algorithm.policy_loss in ("gspo", "gmpo"):
+    if cfg.environment.branches == "all" and (loss := cfg.algorithm.policy_loss) in ("gspo", "gmpo"):
         yield (
-            f"algorithm.policy_loss={cfg.algorithm.policy_loss} uses one ratio per response, but an agent's episode may have "
-            "several branches with separate ratios, so the loss would depend on their number; set it to ppo_clip or cispo, or "
-            "set environment.branches to last or longest"
+            f"algorithm.policy_loss={loss} uses one ratio per response, but an agent's episode may have several branches, so "
+            "the loss would depend on their number; set it to ppo_clip or cispo, or environment.branches to last or longest"
         )

@@ -31,12 +31,9 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
     ``geometry`` describes ``model.path``, or is None if it is not known.
     """
     world, source = _world(cfg, world_size)
-    if cfg.actor.ranks is not None and cfg.bridge.method == "gather":
-        yield (
-            f"actor.ranks={cfg.actor.ranks}: bridge.method=gather needs all ranks; use "
-            "bridge.method=planned, or set actor.ranks=null"
-        )
-    layout = cfg.rollout.layout
+    layout, ranks = cfg.rollout.layout, cfg.actor.ranks
+    if ranks is not None and cfg.bridge.method == "gather":
+        yield f"actor.ranks={ranks}: bridge.method=gather needs all ranks; set bridge.method=planned, or actor.ranks=null"
     if world % (size := layout.num_ranks) and cfg.rollout.placement == "colocated":
         yield f"{source}={world} is not divisible by {engine_keys(layout)}={size}; use a multiple of {size} processes"
     if geometry is not None:
@@ -45,18 +42,16 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
 
 def engine_cut_problems(rollout: RolloutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
     """Check that an engine can split the model. ``model`` is the key that names it."""
-    layout, tp = rollout.layout, rollout.layout.tp
+    layout, tp, groups = rollout.layout, rollout.layout.tp, geometry.num_kv_heads
     yield from tensor_cut_problems(geometry, "rollout.layout.tp", tp, model)
     if layout.pp > geometry.num_layers:
         yield f"rollout.layout.pp={layout.pp} is more than num_hidden_layers={geometry.num_layers} of {model}; lower it"
     yield from _engine_expert_problems(layout, geometry, model)
     family = FAMILIES.get(geometry.family, UNSUPPORTED)
     keeps_heads = family.has_stacked_experts or family.norm_of_projections
-    if engine_kind(rollout.engine).is_sharded and keeps_heads and geometry.num_kv_heads % tp:
-        yield (
-            f"rollout.layout.tp={tp}: rollout.engine={rollout.engine} does not repeat the "
-            f"num_key_value_heads={geometry.num_kv_heads} of {model}; choose a divisor of {geometry.num_kv_heads}"
-        )
+    if engine_kind(rollout.engine).is_sharded and keeps_heads and groups % tp:
+        repeats = f"rollout.engine={rollout.engine} does not repeat the num_key_value_heads={groups}"
+        yield f"rollout.layout.tp={tp}: {repeats} of {model}; choose a divisor of {groups}"
 
 
 def _engine_expert_problems(layout: RolloutLayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
@@ -66,11 +61,12 @@ def _engine_expert_problems(layout: RolloutLayoutConfig, geometry: ModelGeometry
             if size > 1:
                 more = " and use more engines" if key == "dp" else ""
                 yield f"rollout.layout.{key}={size}, but {model} has no experts; set it to 1{more}"
-    elif layout.ep > 1:
+        return
+    if layout.ep > 1:
         yield from _divides(f"rollout.layout.ep={layout.ep}", layout.ep, experts.count, "num_experts", model)
     else:
         yield from _divides(keys, layout.tp * layout.dp, experts.ffn_size, "moe_intermediate_size", model)
-    if experts is not None and experts.count < layout.tp * layout.dp:
+    if experts.count < layout.tp * layout.dp:
         yield f"{keys} is more than the {experts.count} experts of {model}; lower it"
 
 
@@ -107,11 +103,8 @@ def model_problems(
         yield from problems
     if geometry is None or actor is None:
         return
-    if geometry.vocab_size != actor.vocab_size:
-        yield (
-            f"{key}={path}: its vocab_size={geometry.vocab_size} is not model.path's {actor.vocab_size}; "
-            "choose a model with the same vocabulary"
-        )
+    if (size := geometry.vocab_size) != (own := actor.vocab_size):
+        yield f"{key}={path}: its vocab_size={size} is not model.path's {own}; choose a model with the same vocabulary"
     yield from cut_problems(role, layout, geometry, key)
 
 
@@ -126,40 +119,30 @@ def layout_problems(role: RoleLayout, world: int, source: str) -> Iterator[str]:
     if layout.sequence_parallel and layout.tp == 1:
         yield f"{name}.layout.sequence_parallel=True needs {name}.layout.tp of at least 2, found 1; set it to false"
     if role.ranks is not None:
-        ordered = len(role.ranks) == 2 and 0 <= role.ranks[0] < role.ranks[1]
-        if not ordered or role.ranks[1] > world:
+        if not (len(role.ranks) == 2 and 0 <= role.ranks[0] < role.ranks[1] <= world):
             yield f"{name}.ranks={shorten(role.ranks)} is not [first, end) within {source}; choose ranks of the run"
             return
         world = role.ranks[1] - role.ranks[0]
         source = f"the number of ranks in {name}.ranks={role.ranks}"
-    ranks = layout.tp * layout.pp * layout.cp
+    ranks, etp = layout.tp * layout.pp * layout.cp, layout.tp if layout.etp is None else layout.etp
+    stage = world // layout.pp
     if world % ranks:
-        yield (
-            f"{source} is not divisible by {name}.layout.tp*pp*cp={layout.tp}*{layout.pp}*{layout.cp}={ranks}; "
-            f"use a multiple of {ranks} processes or change {name}.layout"
-        )
-    yield from _expert_grid_problems(name, layout, world, source)
-
-
-def _expert_grid_problems(name: str, layout: LayoutConfig, world: int, source: str) -> Iterator[str]:
-    etp = layout.tp if layout.etp is None else layout.etp
+        product = f"{name}.layout.tp*pp*cp={layout.tp}*{layout.pp}*{layout.cp}={ranks}"
+        yield f"{source} is not divisible by {product}; use a multiple of {ranks} processes or change {name}.layout"
     if layout.ep == 1 and etp != layout.tp:
-        yield (
-            f"{name}.layout.etp={etp} must equal {name}.layout.tp={layout.tp} with {name}.layout.ep=1; "
-            f"set {name}.layout.etp=null or raise {name}.layout.ep"
-        )
-    elif world % (layout.tp * layout.pp * layout.cp) == 0 and world // layout.pp % (etp * layout.ep):
-        yield (
-            f"{name}.layout.ep*etp={layout.ep}*{etp}={layout.ep * etp} does not divide the {world // layout.pp} ranks of "
-            f"a pipeline stage ({source} over {name}.layout.pp={layout.pp}); change {name}.layout.ep or etp"
-        )
+        wanted = f"{name}.layout.tp={layout.tp} with {name}.layout.ep=1"
+        yield f"{name}.layout.etp={etp} must equal {wanted}; set {name}.layout.etp=null or raise {name}.layout.ep"
+    elif world % ranks == 0 and stage % (etp * layout.ep):
+        product = f"{name}.layout.ep*etp={layout.ep}*{etp}={layout.ep * etp}"
+        ranks_of = f"the {stage} ranks of a pipeline stage ({source} over {name}.layout.pp={layout.pp})"
+        yield f"{product} does not divide {ranks_of}; change {name}.layout.ep or etp"
 
 
 def cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
     """Check that ``layout`` of ``role`` can split the model. ``model`` is the key that names it."""
     yield from tensor_cut_problems(geometry, f"{role}.layout.tp", layout.tp, model)
-    yield from _expert_cut_problems(role, layout, geometry, model)
-    yield from _stage_problems(role, layout, geometry.num_layers, model)
+    yield from _expert_cut_problems(f"{role}.layout", layout, geometry, model)
+    yield from _stage_problems(f"{role}.layout", layout, geometry.num_layers, model)
 
 
 def balance_problems(role: str, moe: MoEConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
@@ -170,48 +153,36 @@ def balance_problems(role: str, moe: MoEConfig, geometry: ModelGeometry, model: 
         yield f"{role}.moe.expert_bias_rate={moe.expert_bias_rate:g}, but the router of {model} has no bias per expert; set it to 0"
 
 
-def _stage_problems(role: str, layout: LayoutConfig, num_layers: int, model: str) -> Iterator[str]:
+def _stage_problems(key: str, layout: LayoutConfig, num_layers: int, model: str) -> Iterator[str]:
     stages, sizes = layout.pp * (layout.vpp or 1), layout.layers_per_stage
-    name = f"{role}.layout.pp" if layout.vpp is None else f"{role}.layout.pp*vpp"
+    name, layers = f"{key}.pp{'*vpp' * (layout.vpp is not None)}={stages}", f"num_hidden_layers={num_layers} of {model}"
     if stages > num_layers:
-        yield f"{name}={stages} is more than num_hidden_layers={num_layers} of {model}; lower it"
+        yield f"{name} is more than {layers}; lower it"
         return
-    example = f"{role}.layout.layers_per_stage={balanced_stages(num_layers, stages)}"
+    given = f"{key}.layers_per_stage={shorten(sizes)}"
+    example = f"for example {key}.layers_per_stage={balanced_stages(num_layers, stages)}"
     if sizes is None and num_layers % stages:
-        yield (
-            f"{name}={stages} does not divide num_hidden_layers={num_layers} of {model}; choose a divisor of {num_layers}, "
-            f"or set the layers of each stage, for example {example}"
-        )
+        yield f"{name} does not divide {layers}; choose a divisor of {num_layers}, or set the layers of each stage, {example}"
     elif sizes is not None and len(sizes) != stages:
-        yield (
-            f"{role}.layout.layers_per_stage={shorten(sizes)} has {len(sizes)} numbers for {name}={stages} stages; "
-            f"give one number per stage, for example {example}"
-        )
+        yield f"{given} has {len(sizes)} numbers for {name} stages; give one number per stage, {example}"
     elif sizes is not None and (min(sizes) < 1 or sum(sizes) != num_layers):
-        yield (
-            f"{role}.layout.layers_per_stage={shorten(sizes)} does not add up to num_hidden_layers={num_layers} of {model}; "
-            f"give positive numbers with this sum, for example {example}"
-        )
+        yield f"{given} does not add up to {layers}; give positive numbers with this sum, {example}"
 
 
-def _expert_cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
+def _expert_cut_problems(key: str, layout: LayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
     if (experts := geometry.experts) is None:
         if layout.ep > 1:
-            yield f"{role}.layout.ep={layout.ep}, but {model} has no experts; set it to 1"
+            yield f"{key}.ep={layout.ep}, but {model} has no experts; set it to 1"
         return
     etp = layout.tp if layout.etp is None else layout.etp
-    yield from _divides(f"{role}.layout.ep={layout.ep}", layout.ep, experts.count, "num_experts", model)
-    yield from _divides(f"{role}.layout.etp={etp}", etp, experts.ffn_size, "moe_intermediate_size", model)
+    yield from _divides(f"{key}.ep={layout.ep}", layout.ep, experts.count, "num_experts", model)
+    yield from _divides(f"{key}.etp={etp}", etp, experts.ffn_size, "moe_intermediate_size", model)
     if etp > 1 and FAMILIES.get(geometry.family, UNSUPPORTED).has_stacked_experts:
-        yield (
-            f"{role}.layout.etp={etp}: {model} stores all experts in one tensor, so experts cannot be split; set it to 1 (with "
-            f"{role}.layout.tp > 1 this needs {role}.layout.ep > 1)"
-        )
+        more = f"set it to 1 (with {key}.tp > 1 this needs {key}.ep > 1)"
+        yield f"{key}.etp={etp}: {model} stores all experts in one tensor, so experts cannot be split; {more}"
     if layout.tp > 1 and not layout.sequence_parallel:
-        yield (
-            f"{role}.layout.sequence_parallel=False with {role}.layout.tp={layout.tp}: MoE models ({model}) "
-            "need sequence parallelism to train with tensor parallelism; set it to true"
-        )
+        with_tp = f"{key}.sequence_parallel=False with {key}.tp={layout.tp}"
+        yield f"{with_tp}: MoE models ({model}) need sequence parallelism to train with tensor parallelism; set it to true"
 
 
 def _divides(shown: str, parts: int, size: int, name: str, model: str) -> Iterator[str]:
@@ -232,7 +203,5 @@ def tensor_cut_problems(geometry: ModelGeometry, field: str, tp: int, model: str
         yield from _divides(f"{field}={tp}", tp, size, name, model)
     groups = geometry.num_kv_heads
     if geometry.num_heads % tp == 0 and max(groups, tp) % min(groups, tp):
-        yield (
-            f"{field}={tp} neither divides nor is a multiple of num_key_value_heads={groups} of {model}; "
-            f"choose a divisor or a multiple of {groups}"
-        )
+        relation = f"neither divides nor is a multiple of num_key_value_heads={groups} of {model}"
+        yield f"{field}={tp} {relation}; choose a divisor or a multiple of {groups}"

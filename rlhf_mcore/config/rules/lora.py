@@ -21,9 +21,9 @@ from rlhf_mcore.readers.model_files import with_head
 
 def lora_problems(cfg: Config) -> Iterator[str]:
     """List problems with ``actor.lora`` and ``critic.lora``, alone and with other keys."""
-    yield from _role_problems(cfg, "actor", cfg.actor)
+    yield from _role_problems("actor", cfg.actor)
     if needs_critic(cfg):
-        yield from _role_problems(cfg, "critic", cfg.critic)
+        yield from _role_problems("critic", cfg.critic)
     if cfg.actor.lora.rank is None:
         return
     name = f"actor.lora.rank={cfg.actor.lora.rank}"
@@ -40,34 +40,19 @@ def lora_problems(cfg: Config) -> Iterator[str]:
         yield from _reference_problems(cfg, name)
 
 
-def _plugin_problems(key: str, role: str, group: ActorConfig | CriticConfig) -> Iterator[str]:
-    """List problems with adapters that need plug-ins (PiSSA, DoRA). ``key`` is the group ``lora`` of ``role``."""
-    lora = group.lora
-    for is_used, name, needed_by in (
-        (lora.init == "pissa", "pissa", f"{key}.init=pissa"),
-        (lora.use_dora, "dora", f"{key}.use_dora=true"),
-    ):
-        if not is_used:
-            continue
-        problem = missing_plugin("adapters", name, needed_by)
-        if problem is not None:
-            yield problem
-        else:
-            yield from load_plugin("adapters", name, needed_by).list_problems(role, group)
-
-
-def _role_problems(cfg: Config, role: str, group: ActorConfig | CriticConfig) -> Iterator[str]:
-    """List problems with the adapters of one model. ``role`` is the name of its ``group``."""
-    lora, default, key = group.lora, type(group.lora)(), f"{role}.lora"
+def _role_problems(role: str, group: ActorConfig | CriticConfig) -> Iterator[str]:
+    """List problems with the adapters of one model, also those that need plug-ins. ``role`` is the name of its ``group``."""
+    lora, name = group.lora, f"{role}.lora.rank={group.lora.rank}"
     if lora.rank is None:
-        for name, value in lora:
-            if value != getattr(default, name):
-                yield f"{key}.{name}={value} has no effect with {key}.rank=null; set that, or remove it"
         return
-    name = f"{key}.rank={lora.rank}"
     if not lora.targets:
-        yield f"{key}.targets=[] selects no layers; name linear layers, or all-linear"
-    yield from _plugin_problems(key, role, group)
+        yield f"{role}.lora.targets=[] selects no layers; name linear layers, or all-linear"
+    plugins = {"pissa": (lora.init == "pissa", "init=pissa"), "dora": (lora.use_dora, "use_dora=true")}
+    for plugin, (is_used, setting) in plugins.items():
+        if is_used and (problem := missing_plugin("adapters", plugin, f"{role}.lora.{setting}")) is not None:
+            yield problem
+        elif is_used:
+            yield from load_plugin("adapters", plugin, f"{role}.lora.{setting}").list_problems(role, group)
     if group.moe.expert_bias_rate:
         yield f"{name}: expert biases are frozen; set {role}.moe.expert_bias_rate=0"
     if group.optimizer.name == "muon":
@@ -79,11 +64,8 @@ def _reference_problems(cfg: Config, name: str) -> Iterator[str]:
     reference = cfg.reference
     if reference.path not in (None, cfg.model.path):
         yield f"{name}: the reference is model.path without adapters; remove reference.path={reference.path}"
-    if reference.refresh_steps:
-        yield (
-            f"{name}: the reference is the actor without adapters, which never changes; "
-            f"set reference.refresh_steps={reference.refresh_steps} to 0"
-        )
+    if steps := reference.refresh_steps:
+        yield f"{name}: the reference is the actor without adapters and never changes; set reference.refresh_steps={steps} to 0"
     if is_offloaded(reference.offload):
         yield f"{name}: the reference has no separate weights; remove reference.offload={reference.offload}"
 

@@ -63,7 +63,6 @@ REFUSED = {
     "weights are loaded": "*_initialization init_model_with_meta_device",
     "the schedule of overlapping microbatches is not supported": "overlap_moe_expert_parallel_comm delay_wgrad_compute",
 }
-RECOMPUTED = ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +113,6 @@ def megatron_problems(cfg: Config) -> Iterator[str]:
         settings |= {"teacher": cfg.teacher.megatron} if cfg.teacher.path is not None else {}
     for role, values in settings.items():
         yield from _field_problems(f"{role}.megatron", values or {}, is_trained=role in ("actor", "critic"))
-    for role, recompute in (("actor", cfg.actor.recompute), ("critic", cfg.critic.recompute)):
-        if unknown := sorted(set(recompute.modules) - set(RECOMPUTED)):
-            yield f"{role}.recompute.modules: {shorten(unknown)} is not a part of a layer; choose from: {', '.join(RECOMPUTED)}"
     for layout in role_layouts(cfg):
         values = settings.get(layout.name) or {}
         if values.get("tp_comm_overlap") is True:

@@ -19,17 +19,14 @@ from rlhf_mcore.readers.model_files import read_config, tensor_names
 
 def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     """List problems with ``actor.mtp`` and with MTP drafts. ``geometry`` describes ``model.path``."""
-    mode, kind, layout = cfg.actor.mtp.mode, run_kind(cfg), cfg.actor.layout
+    mode, kind, layout, path = cfg.actor.mtp.mode, run_kind(cfg), cfg.actor.layout, cfg.model.path
     drafts = cfg.rollout.speculative
     if kind.generates and drafts.method == "mtp" and engine_kind(cfg.rollout.engine).reads("rollout.speculative"):
-        own = "rollout.speculative.method=mtp"
-        yield from _model_problems(cfg.model.path, geometry, f"{own}: model.path={cfg.model.path}", "set it to off")
-        count = num_mtp_layers(read_config(cfg.model.path, cfg.model.path))
-        if drafts.num_tokens > count > 0 and drafts.num_tokens % count:
-            yield (
-                f"rollout.speculative.num_tokens={drafts.num_tokens} is neither at most nor a multiple of the {_layers(count)} of "
-                f"model.path; set it to {count}"
-            )
+        yield from _model_problems(path, geometry, "rollout.speculative.method=mtp", "set it to off")
+        count, wanted = num_mtp_layers(read_config(path, path)), drafts.num_tokens
+        if wanted > count > 0 and wanted % count:
+            relation = f"is neither at most nor a multiple of the {_layers(count)} of model.path"
+            yield f"rollout.speculative.num_tokens={wanted} {relation}; set it to {count}"
     if mode not in MTP_TRAINED:
         return
     name, keep = f"actor.mtp.mode={mode}", "set it to keep"
@@ -45,18 +42,20 @@ def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         yield f"{name} with actor.layout.pp={layout.pp} is not supported with actor.megatron.overlap_grad_reduce; remove that"
     if overrides.get("tp_comm_overlap"):
         yield f"{name} is not supported with actor.megatron.tp_comm_overlap; remove that"
-    yield from _model_problems(cfg.model.path, geometry, f"{name}: model.path={cfg.model.path}", keep)
+    yield from _model_problems(path, geometry, name, keep)
 
 
 def _layers(count: int) -> str:
     return f"{count} MTP layer{'s' * (count != 1)}"
 
 
-def _model_problems(path: str, geometry: ModelGeometry, prefix: str, keep: str) -> Iterator[str]:
-    family = FAMILIES[geometry.family]
+def _model_problems(path: str, geometry: ModelGeometry, setting: str, keep: str) -> Iterator[str]:
+    """Check that a model has MTP layers that this package supports, and their weights."""
+    prefix, family = f"{setting}: model.path={path}", FAMILIES[geometry.family]
     if not any(rule.layers == "mtp" for rule in family.rules):
         supported = [name for name, family in FAMILIES.items() if any(rule.layers == "mtp" for rule in family.rules)]
-        yield f"{prefix} is of family {family.name}, whose MTP layers are not supported (supported: {', '.join(supported)}); {keep}"
+        unsupported = f"is of family {family.name}, whose MTP layers are not supported"
+        yield f"{prefix} {unsupported} (supported: {', '.join(supported)}); {keep}"
         return
     count = num_mtp_layers(read_config(path, path))
     if count == 0:
@@ -69,15 +68,16 @@ def _model_problems(path: str, geometry: ModelGeometry, prefix: str, keep: str) 
         except ConfigError:  # reported with the model
             names = None
         whole = replace(geometry, mtp_layers=count)
+        rules = [(layer, rule) for layer in whole.mtp_numbers for rule in family.layer_rules(whole, layer)]
         needed = {
             tensor
-            for layer in whole.mtp_numbers
-            for rule in family.layer_rules(whole, layer)
+            for layer, rule in rules
             for expert in range(whole.num_experts if "{k}" in rule.mcore else 1)
             for tensor in rule.shapes(whole, layer, expert)
         }
         if missing := sorted(needed - names) if names is not None else []:
+            lacks = f"{len(missing)} of their tensors are missing ({shortened(missing, 2)})"
             yield FileProblem(
-                f"{prefix} names {_layers(count)} in config.json, but {len(missing)} of their tensors are missing "
-                f"({shortened(missing, 2)}), as in directories saved by transformers; use the original directory, or {keep}"
+                f"{prefix} names {_layers(count)} in config.json, but {lacks}, as in directories saved by transformers; "
+                f"use the original directory, or {keep}"
             )

@@ -9,19 +9,36 @@ from urllib.parse import urlsplit
 
 from rlhf_mcore.config.choices import GRADERS
 from rlhf_mcore.config.errors import FileProblem
-from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.questions import grades, reads_scores
 from rlhf_mcore.config.reward_sources import function_name, rule_tables, scores_alone
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
 from rlhf_mcore.readers.user_functions import function_problems
 
 
-def functions_problems(cfg: RewardConfig) -> Iterator[str]:
-    """List problems with the names of functions. Their files are checked elsewhere."""
-    names = [function_name(function) for function in cfg.functions]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            yield f"reward.functions[{index}] has the name {name!r} of an earlier function; set another name"
+def reward_problems(cfg: Config) -> Iterator[str]:
+    """List problems with functions, rules and servers that score responses."""
+    reward, names = cfg.reward, [function_name(function) for function in cfg.reward.functions]
+    if reward.function is not None:
+        yield from map(FileProblem, function_problems(reward.function, "reward.function"))
+    for index, function in enumerate(reward.functions):
+        yield from map(FileProblem, function_problems(function.path, f"reward.functions[{index}].path"))
+        if names[index] in names[:index]:
+            yield f"reward.functions[{index}] has the name {names[index]!r} of an earlier function; set another name"
+    if reads_scores(cfg) or reward.rules or reward.sources is not None:
+        yield from rule_problems(reward)
+    yield from service_problems(reward)
+    for key, variables in {"reward.env": reward.env, "environment.env": cfg.environment.env}.items():
+        for name in variables:
+            if name not in os.environ:
+                yield FileProblem(f"{key} names {name}, which is not set; export it, or remove it from the list")
+    if not grades(cfg):
+        default = RewardConfig()
+        for key in ("function", "functions", "sources", "rules", "remote", "judge"):
+            value, unset = getattr(reward, key), getattr(default, key)
+            if value != unset and value and (key not in ("remote", "judge") or value.url):
+                shown = f"reward.{key}{'.url' * (key in ('remote', 'judge'))}"
+                because = "is set, but has no effect with environment.score=environment"
+                yield f"{shown} {because}; remove it, or set environment.score=reward (its score alone) or sum (both)"
 
 
 def service_problems(cfg: RewardConfig) -> Iterator[str]:
@@ -62,12 +79,9 @@ def rule_problems(cfg: RewardConfig) -> Iterator[str]:
 
     Rules that a function or a server replaces are checked too, but may be empty.
     """
+    adds_scores = cfg.sources is None and (cfg.model.path or cfg.judge.url or cfg.functions)
     for key, rules in rule_tables(cfg).items():
-        if (
-            not rules
-            and not scores_alone(cfg)
-            and (cfg.sources is not None or (cfg.model.path is None and cfg.judge.url is None and not cfg.functions))
-        ):
+        if not rules and not scores_alone(cfg) and not adds_scores:
             others = (
                 ""
                 if cfg.sources is not None
@@ -92,37 +106,6 @@ def _problems_of(rule: RuleConfig) -> Iterator[str]:
         yield f"total_s={rule.total_s:g} is below test_s={rule.test_s:g}, so no test can use its time; raise it"
     if not rule.scripts:
         yield "scripts=[] names no script; give at least one, such as [Latin] or [Han]"
-
-
-def reward_problems(cfg: Config) -> Iterator[str]:
-    """List problems with functions, rules and servers that score responses."""
-    if cfg.reward.function is not None:
-        yield from map(FileProblem, function_problems(cfg.reward.function, "reward.function"))
-    for index, function in enumerate(cfg.reward.functions):
-        yield from map(FileProblem, function_problems(function.path, f"reward.functions[{index}].path"))
-    yield from functions_problems(cfg.reward)
-    if reads_scores(cfg) or cfg.reward.rules or cfg.reward.sources is not None:
-        yield from rule_problems(cfg.reward)
-    yield from service_problems(cfg.reward)
-    for key, names in {"reward.env": cfg.reward.env, "environment.env": cfg.environment.env}.items():
-        for name in names:
-            if name not in os.environ:
-                yield FileProblem(f"{key} names {name}, which is not set; export it, or remove it from the list")
-    if not grades(cfg):
-        default = Config()
-        for key in (
-            "reward.function",
-            "reward.functions",
-            "reward.remote.url",
-            "reward.judge.url",
-            "reward.sources",
-            "reward.rules",
-        ):
-            if (value := value_of(cfg, key)) and value != value_of(default, key):
-                yield (
-                    f"{key} is set, but has no effect with environment.score=environment; remove it, or set environment.score=reward "
-                    "(its score alone) or sum (both)"
-                )
 
 
 def ray_problems(cfg: Config) -> Iterator[str]:

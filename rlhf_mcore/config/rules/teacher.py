@@ -21,24 +21,24 @@ def teacher_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
 
     ``actor`` is the actor's geometry, or None if it is not known.
     """
-    teacher = cfg.teacher
+    teacher, advantage = cfg.teacher, f"algorithm.advantage={cfg.algorithm.advantage}"
     if not has_teacher(cfg):
         if not reads_scores(cfg):
-            yield (
-                f"teacher.path=null, but algorithm.advantage={cfg.algorithm.advantage} learns only from a teacher; "
-                "set it to a model directory, or choose an algorithm that learns from scores"
-            )
-        yield from _unused_keys(cfg, [name for name, _, _ in walk(TeacherConfig)], "teacher.path=null")
+            yield f"teacher.path=null, but {advantage} learns only from a teacher; set it to a model directory"
+        yield from _unused_keys(cfg, (), "teacher.path=null")
         return
     if not reads_scores(cfg) and cfg.algorithm.dynamic_sampling.enabled:
         yield (
             "algorithm.dynamic_sampling.enabled=True keeps prompts whose responses differ in score, but "
-            f"algorithm.advantage={cfg.algorithm.advantage} reads no scores; set it to false"
+            f"{advantage} reads no scores; set it to false"
         )
-    yield from _context_problems(cfg)
-    if teacher.weights in ("actor", "average"):
-        yield from _own_problems(cfg)
+    if (spec := teacher.context) is not None:
+        yield from map(FileProblem, function_problems(spec, "teacher.context"))
+    if spec is not None and (function := cfg.environment.function) is not None:
+        unsupported = f"teacher.context={spec} is not supported with environment.function={function}"
+        yield f"{unsupported}: the teacher would need its own answers of the environment too; set teacher.context=null"
     if teacher.weights != "path":
+        yield from _own_problems(cfg)
         return
     yield from _model_problems(cfg, "teacher.path", str(teacher.path), actor)
     for source, path in (teacher.sources or {}).items():
@@ -47,33 +47,16 @@ def teacher_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
 
 def _own_problems(cfg: Config) -> Iterator[str]:
     """Check ``teacher.weights=actor`` and ``average``: the policy is its own teacher."""
-    weights, stated = cfg.teacher.weights, f"teacher.weights={cfg.teacher.weights}"
-    in_vain = ["path", "sources", "layout", "ranks", "megatron"]
-    if weights == "actor":
-        in_vain += ["dtype", "offload"]
-        if cfg.teacher.context is None:
-            yield (
-                "teacher.weights=actor without teacher.context: teacher and student would be equal, so nothing is learned; "
-                "set teacher.context, or teacher.weights=average"
-            )
-    elif cfg.actor.lora.rank is not None:
+    weights = f"teacher.weights={cfg.teacher.weights}"
+    if cfg.teacher.weights == "actor" and cfg.teacher.context is None:
+        yield f"{weights} without teacher.context: teacher and student would be equal; set teacher.context, or teacher.weights=average"
+    if cfg.teacher.weights == "average" and (rank := cfg.actor.lora.rank) is not None:
         yield (
-            f"teacher.weights=average is not supported with actor.lora.rank={cfg.actor.lora.rank}: the average needs whole weights; "
-            "set teacher.weights=actor, or name a teacher in teacher.path"
+            f"{weights} is not supported with actor.lora.rank={rank}: the average needs whole weights; set "
+            "teacher.weights=actor, or name a teacher in teacher.path"
         )
-    names = [name for name, _, _ in walk(TeacherConfig) if name.partition(".")[0] in in_vain]
-    yield from _unused_keys(cfg, names, stated)
-
-
-def _context_problems(cfg: Config) -> Iterator[str]:
-    if (spec := cfg.teacher.context) is None:
-        return
-    yield from map(FileProblem, function_problems(spec, "teacher.context"))
-    if cfg.environment.function is not None:
-        yield (
-            f"teacher.context={spec} is not supported with environment.function={cfg.environment.function}: the teacher would need "
-            "its own version of the environment's answers too; set teacher.context=null"
-        )
+    own = ("path", "sources", "layout", "ranks", "megatron")
+    yield from _unused_keys(cfg, own if cfg.teacher.weights == "average" else (*own, "dtype", "offload"), weights)
 
 
 def _model_problems(cfg: Config, field: str, path: str, actor: ModelGeometry | None) -> Iterator[str]:
@@ -83,11 +66,9 @@ def _model_problems(cfg: Config, field: str, path: str, actor: ModelGeometry | N
     yield from map(FileProblem, _tokenizer_problems(cfg, field, path))
     if geometry is None or actor is None:
         return
-    if geometry.vocab_size < actor.vocab_size:
-        yield (
-            f"{field}={path}: its vocab_size={geometry.vocab_size} is less than model.path's {actor.vocab_size}, so "
-            "some tokens have no probability; choose a model with the same vocabulary"
-        )
+    if (size := geometry.vocab_size) < actor.vocab_size:
+        less = f"{field}={path}: its vocab_size={size} is less than model.path's {actor.vocab_size}"
+        yield f"{less}, so some tokens have no probability; choose a model with the same vocabulary"
     yield from cut_problems("teacher", cfg.teacher.layout, geometry, field)
 
 
@@ -97,16 +78,17 @@ def _tokenizer_problems(cfg: Config, field: str, path: str) -> Iterator[str]:
     own = cfg.model.tokenizer_path or cfg.model.path
     if not problems and (difference := tokenizer_difference(path, own)):
         yield (
-            f"{field}={path} has another tokenizer than the policy ({own}): {difference}. Its probabilities would belong to other "
-            "texts; choose a teacher with the same tokenizer, or set model.tokenizer_path to the tokenizer that both were trained with"
+            f"{field}={path} has another tokenizer than the policy ({own}): {difference}. Choose a teacher with the same "
+            "tokenizer, or set model.tokenizer_path to the tokenizer that both were trained with"
         )
 
 
-def _unused_keys(cfg: Config, names: Sequence[str], because: str) -> Iterator[str]:
-    """List keys of ``teacher`` that are set but have no effect."""
+def _unused_keys(cfg: Config, groups: Sequence[str], because: str) -> Iterator[str]:
+    """List keys of ``teacher``, or of some of its ``groups``, that are set but have no effect."""
     default = Config()
-    for name in (f"teacher.{name}" for name in names):
-        value = value_of(cfg, name)
-        if value == value_of(default, name) or isinstance(value, Group) or DESCRIPTIONS[name].only_with:
-            continue  # keys with a condition are reported by ``validate.unused_problems``
-        yield f"{name}={value} has no effect with {because}; remove it, or name a teacher"
+    for name, _, _ in walk(TeacherConfig):
+        key = f"teacher.{name}"
+        if (value := value_of(cfg, key)) == value_of(default, key) or isinstance(value, Group):
+            continue
+        if (not groups or name.partition(".")[0] in groups) and not DESCRIPTIONS[key].only_with:  # see ``validate``
+            yield f"{key}={value} has no effect with {because}; remove it, or name a teacher"

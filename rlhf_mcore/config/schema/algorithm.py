@@ -26,12 +26,22 @@ from rlhf_mcore.readers.user_functions import is_file_spec
 FILE_SPEC = "path/to/file.py:name"
 
 
+def _estimators(flag: str) -> str:
+    """Return the condition that the estimator has a flag of ``choices.Estimator``."""
+    return f"algorithm.advantage={' or '.join(name for name, kind in ADVANTAGES.items() if getattr(kind, flag))}"
+
+
+_VALUES = _estimators("needs_values")
+_KL, _AHEAD = "algorithm.kl.coef", "trainer.max_staleness"
+_CLIP, _SAPO, _COVARIANCE = (f"algorithm.policy_loss={names}" for names in ("ppo_clip", "sapo", "kl_cov or clip_cov"))
+
+
 class KLControllerConfig(Group):
     """Set how the KL weight changes during a run. It starts at ``kl.coef``."""
 
-    target: Optional[PositiveFloat] = key(None, "adaptive controller: target for `kl/mean`, in nats per response token")
+    target: Optional[PositiveFloat] = key(None, "adaptive controller: target for `kl/mean` in nats", only_with=_KL)
     gain: PositiveFloat = key(0.1, "with `target`: gain; a step changes `coef` by at most a fifth of this share")
-    final: Optional[NonNegativeFloat] = key(None, "linear controller: value of `coef` after `steps` steps")
+    final: Optional[NonNegativeFloat] = key(None, "linear controller: `coef` after `steps` steps", only_with=_KL)
     steps: Optional[PositiveInt] = key(None, "with `final`: steps until `coef` reaches it; null: `trainer.num_steps`")
 
     @property
@@ -72,26 +82,26 @@ class RolloutCorrectionConfig(Group):
     """A usual value is 1e-4."""
     max_binary_kl: Optional[PositiveFloat] = key(None, "`token`: mask tokens with a larger binary KL in nats")
     """The KL between both probabilities of the token, in either direction. KPop sets it to 0.1."""
-    max_token_staleness: Optional[NonNegativeInt] = key(None, "mask tokens above this staleness in policy versions")
-    """It applies in every `mode`. No token is staler than `trainer.max_staleness`."""
-    max_response_staleness: Optional[NonNegativeInt] = key(None, "mask responses with a token above this staleness")
+    max_token_staleness: Optional[NonNegativeInt] = key(None, "mask tokens above this staleness", only_with=_AHEAD)
+    """Unit: policy versions. It applies in every `mode`. No token is staler than `trainer.max_staleness`."""
+    max_response_staleness: Optional[NonNegativeInt] = key(None, "the same for whole responses", only_with=_AHEAD)
 
 
 class SapoConfig(Group):
     """Set how fast a token's gradient decays with the distance of its ratio from 1."""
 
-    tau_positive: PositiveFloat = key(1.0, "temperature for positive advantages")
-    tau_negative: PositiveFloat = key(1.05, "temperature for negative advantages")
+    tau_positive: PositiveFloat = key(1.0, "temperature for positive advantages", only_with=_SAPO)
+    tau_negative: PositiveFloat = key(1.05, "temperature for negative advantages", only_with=_SAPO)
 
 
 class CovarianceConfig(Group):
     """Select the tokens that `kl_cov` and `clip_cov` restrain, by the covariance of logprob and advantage."""
 
-    share: Share = key(2e-4, "share of a minibatch's tokens that is restrained, at least one token")
+    share: Share = key(2e-4, "share of a minibatch's tokens, at least one token", only_with=_COVARIANCE)
     """Use 2e-3 for small models."""
-    kl_coef: NonNegativeFloat = key(1.0, "`kl_cov`: weight of the absolute log ratio of these tokens")
-    low: NonNegativeFloat = key(1.0, "`clip_cov`: minimum covariance of the selected tokens")
-    high: PositiveFloat = key(5.0, "`clip_cov`: maximum covariance of the selected tokens")
+    kl_coef: NonNegativeFloat = key(1.0, "`kl_cov`: weight of their absolute log ratio", only_with=_COVARIANCE)
+    low: NonNegativeFloat = key(1.0, "`clip_cov`: minimum covariance of the selected tokens", only_with=_COVARIANCE)
+    high: PositiveFloat = key(5.0, "`clip_cov`: maximum covariance of the selected tokens", only_with=_COVARIANCE)
 
 
 _PAIRS, _KTO = "algorithm.kind=dpo", "algorithm.dpo.loss=kto"
@@ -159,23 +169,30 @@ class AlgorithmConfig(Group):
     )
     use_critic: Literal["auto", "true", "false"] = key("auto", "train a critic; auto: with `gae`", is_fixed=True)
     """Your own estimator needs `true` if it reads values."""
-    reward_weights: Optional[dict[str, float]] = key(None, "`gdpo`: weight of each part of a score, by name")
+    reward_weights: Optional[dict[str, float]] = key(
+        None, "weight of each part of a score, by name", only_with=_estimators("compares_parts")
+    )
     """Each rule is a part, reported as `reward/<name>_mean`. A part that a score lacks counts as 0. `null`: the weights
     of `reward.rules` and `reward.sources`."""
     normalize_std: bool = key(True, "`grpo`, `gdpo`: divide by the group's standard deviation")
     gamma: Fraction = key(1.0, "`gae`, `reinforce`: discount of later rewards, per token")
     lam: Fraction = key(0.95, "`gae`: weight of later rewards against values, from 0 (only values) to 1 (only rewards)")
-    critic_lam: Optional[Fraction] = key(None, "`gae`: lam for the critic's targets; null: `lam`; VAPO sets it to 1")
-    lam_alpha: Optional[PositiveFloat] = key(None, "`gae`: the policy's lam is 1 - 1 / (`lam_alpha` · response tokens)")
-    """`null`: `lam`. VAPO sets it to 0.05."""
+    critic_lam: Optional[Fraction] = key(None, "lam for the critic's targets; null: `lam`", only_with=_VALUES)
+    """VAPO sets it to 1."""
+    lam_alpha: Optional[PositiveFloat] = key(None, "lam is 1 - 1 / (`lam_alpha` · response tokens)", only_with=_VALUES)
+    """It sets the policy's lam. `null`: `lam`. VAPO sets it to 0.05."""
     turn_gamma: Fraction = key(1.0, "discount of later rewards, per policy turn")
     """It needs an environment; `gae` and `reinforce` apply it in addition to `gamma`. See
     [turns](algorithms/multi-turn.md)."""
-    turn_credit: bool = key(False, "assign advantages to policy turns: a turn is one action")
+    turn_credit: bool = key(
+        False, "assign advantages to policy turns: a turn is one action", only_with=_estimators("credits_turns")
+    )
     """`grpo`, `rloo`: a turn is compared with the same turn of the group's other responses. `gae`, `reinforce`: the
     recursion goes over turns instead of tokens. See [turns](algorithms/multi-turn.md)."""
-    whiten_advantages: bool = key(False, "`gae`, `reinforce`: normalise a step's advantages to mean 0 and std 1")
-    bootstrap_truncated: bool = key(False, "`gae`: the critic's value, not 0, follows a response that the limit cut")
+    whiten_advantages: bool = key(
+        False, "normalise a step's advantages to mean 0 and std 1", only_with=_estimators("whitens")
+    )
+    bootstrap_truncated: bool = key(False, "the critic's value follows truncated responses, not 0", only_with=_VALUES)
     """See [losses](algorithms/losses.md#advantages)."""
     mask_truncated: bool = key(False, "do not train on responses that a limit ended")
     """Their scores still count in their groups. This is DAPO's overlong filtering. See
@@ -183,7 +200,7 @@ class AlgorithmConfig(Group):
     clip_low: Fraction = key(0.2, "lower clip range: the importance ratio is clipped at 1 - `clip_low`")
     """`gmpo` limits the log ratio to -`clip_low` and `clip_high`; `dppo_tv` and `dppo_kl` limit the divergence."""
     clip_high: NonNegativeFloat = key(0.2, "upper clip range: the importance ratio is clipped at 1 + `clip_high`")
-    dual_clip: Optional[Annotated[float, Gt(1)]] = key(None, "`ppo_clip`: maximum ratio for negative advantages")
+    dual_clip: Optional[Annotated[float, Gt(1)]] = key(None, "maximum ratio for negative advantages", only_with=_CLIP)
     """A usual value is 3. `null`: no limit."""
     sapo: SapoConfig = group(SapoConfig, "`sapo`: temperatures of the loss")
     covariance: CovarianceConfig = group(CovarianceConfig, "`kl_cov`, `clip_cov`: tokens that the loss restrains")

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Optional
 
+from rlhf_mcore.config.choices import AGENT
 from rlhf_mcore.config.schema.group import Group
-from rlhf_mcore.config.schema.key import Choices, NonNegativeInt, PositiveFloat, PositiveInt, group, key
+from rlhf_mcore.config.schema.key import Choices, NonNegativeInt, PositiveFloat, PositiveInt, group, is_url, key
 from rlhf_mcore.plugins import find_plugins
 
+Url = Annotated[str, Choices(allows=is_url, form="a URL that begins with http:// or https://")]
 CONTAINERS = Choices(("sandbox", "docker", "podman", "remote"), lambda name: name in find_plugins("containers"))
+
+_AGENT = f"environment.function={AGENT}"
 
 
 class AgentConfig(Group):
     """A program that runs whole episodes and requests turns from the policy over HTTP (`environment.function: agent`)."""
 
-    command: Optional[list[str]] = key(None, "program and arguments; set this, `function` or `url`")
+    command: Optional[list[str]] = key(None, "program and arguments; or set `function` or `url`", only_with=_AGENT)
     """It reads the task as JSON, finds the endpoint in its environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY` and the
     Anthropic equivalents), and may print a reward ([agents](guide/agents/index.md))."""
-    function: Optional[str] = key(None, "`path/to/file.py:name` of f(task, base_url, api_key) that may return a reward")
-    """A coroutine or a function."""
-    url: Optional[str] = key(None, "URL to which each episode is posted; the answer may contain a reward")
-    """The body is `{"task", "base_url", "api_key"}`."""
+    function: Optional[str] = key(None, "`path/to/file.py:name` of f(task, base_url, api_key)", only_with=_AGENT)
+    """A coroutine or a function, which may return a reward."""
+    url: Optional[Url] = key(None, "URL to which each episode is posted", only_with=_AGENT)
+    """The body is `{"task", "base_url", "api_key"}`; the answer may contain a reward."""
     timeout_s: PositiveFloat = key(600.0, "time limit per attempt of an episode in seconds")
     retries: NonNegativeInt = key(0, "retries of a failed episode, each from its start")
     max_output_kib: PositiveFloat = key(64.0, "maximum output of a program, or answer of a server, in KiB")
@@ -33,7 +37,7 @@ class ContainerConfig(Group):
     kind: Optional[Annotated[str, CONTAINERS]] = key(None, "container provider; null: no containers")
     """`sandbox`: Linux namespaces with this machine's programs and files in memory; no images. `remote`: a service at
     `url`. Only with `function: agent` ([agents](guide/agents/containers.md))."""
-    url: Optional[str] = key(None, "`remote`: URL of the service, such as `http://10.0.0.7:8910`")
+    url: Optional[Url] = key(None, "`remote`: URL of the service, such as `http://10.0.0.7:8910`")
     """`rlhf-mcore serve-containers` is such a service."""
     token_env: Optional[str] = key(None, "`remote`: environment variable that contains the service's token")
     image: Optional[str] = key(None, "image for tasks that name none; null: `python:3.11-slim`")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -41,17 +41,15 @@ class Group(BaseModel):
         arbitrary_types_allowed=True,
         defer_build=True,  # most commands read no configuration
     )
-    # ``explain`` builds the ConfigError for invalid values. ``assign_former`` assigns a key of the last release, and returns
-    # False if there is none. ``schema`` sets both, because they need all keys.
-    explain: ClassVar[Callable[[type[Group], ValidationError], Exception]]
-    assign_former: ClassVar[Callable[[Group, str, Any], bool]]
 
     def __setattr__(self, name: str, value: Any) -> None:
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
-            if not Group.assign_former(self, name, value):
-                raise Group.explain(type(self), error) from None
+            from rlhf_mcore.config.problems import assign_former, explain  # it imports the schema
+
+            if not assign_former(self, name, value):
+                raise explain(type(self), error) from None
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -195,14 +193,14 @@ def _keep_texts(given: Any, read: Any) -> Any:
 
 
 @cache
-def described(kind: type[Group]) -> dict[str, tuple[Any, Description]]:
+def describe_keys(kind: type[Group]) -> dict[str, tuple[Any, Description]]:
     """Return the type and the description of each key of a group."""
     found: dict[str, tuple[Any, Description]] = {}
     for name, item in kind.model_fields.items():
         hint, limits = plain_type(item.annotation), _annotations(item)
         extra: Any = item.json_schema_extra or {}
         choices = [limit for limit in limits if isinstance(limit, Choices)]
-        choices += [Choices(get_args(inner)) for inner in inner_types(hint) if get_origin(inner) is Literal]
+        choices += [Choices(get_args(inner)) for inner in _item_types(hint) if get_origin(inner) is Literal]
         found[name] = (
             hint,
             Description(
@@ -215,10 +213,18 @@ def described(kind: type[Group]) -> dict[str, tuple[Any, Description]]:
     return found
 
 
+def _item_types(hint: Any) -> list[Any]:
+    """Return the members of a union without None, and the item types of lists instead of the lists."""
+    kinds = inner_types(hint)
+    return [
+        inner for kind in kinds for inner in (_item_types(get_args(kind)[0]) if get_origin(kind) is list else [kind])
+    ]
+
+
 def _annotations(item: FieldInfo) -> tuple[Any, ...]:
-    """Return the annotations of a field's type, also within ``Optional``."""
-    optional = [kind for kind in get_args(item.annotation) if get_origin(kind) is Annotated]
-    return (*item.metadata, *(limit for kind in optional for limit in get_args(kind)[1:]))
+    """Return the annotations of a field's type, also within ``Optional`` and ``list``."""
+    annotated = [kind for kind in _item_types(item.annotation) if get_origin(kind) is Annotated]
+    return (*item.metadata, *(limit for kind in annotated for limit in get_args(kind)[1:]))
 
 
 def text_below(kind: type[Group], name: str) -> str:

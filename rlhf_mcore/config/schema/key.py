@@ -6,6 +6,7 @@ phrase in Markdown without a full stop. Further sentences stand in a text below 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -24,15 +25,27 @@ Decay = Annotated[float, Ge(0), Lt(1)]
 Size = Annotated[int, Ge(1), Le(4096)]  # parts of a layout; models have fewer layers, heads and experts
 TopK = Annotated[int, Ge(-1), Predicate(bool)]
 
+
+def is_address(text: str) -> bool:
+    """Return whether a text is ``host:port``."""
+    port = re.fullmatch(r"[^:]+:(\d{1,5})", text)
+    return port is not None and 1 <= int(port[1]) <= 65535
+
+
+def is_url(text: str) -> bool:
+    """Return whether a text begins like an address of a web server."""
+    return text.startswith(("http://", "https://"))
+
+
 CHOICE = "choice"  # pydantic's type of an error by ``Choices``
 ENGINE = "rollout.engine"  # for ``only_with``: only some engines read the key
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Allowed texts, for an annotation: names, and other texts that ``allows`` accepts (of the form ``form``, for messages)."""
+    """Allowed texts, for an annotation: names, and other texts that ``allows`` accepts (``form`` describes them in messages)."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     allows: Callable[[str], bool] | None = None
     form: str = ""
 
@@ -45,7 +58,8 @@ class Choices:
         return value
 
     def __str__(self) -> str:
-        return ", ".join(self.names) + (f", or {self.form}" if self.form else "")
+        names = ", ".join(self.names)
+        return f"{names}, or {self.form}" if names and self.form else names or self.form
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,8 @@ class Description:
     bounds: tuple[Any, ...] = ()  # ``Ge``, ``Gt``, ``Le``, ``Lt`` of a number
     # A resumed run must have the same value, otherwise it would be neither the old run nor a new run
     is_fixed: bool = False
-    # Condition without which the key has no effect: "other.key=value", "other.key=value or value", or "other.key" (above 0)
+    # Condition without which the key has no effect: "other.key=value", "other.key=value or value", or "other.key" (set, above 0).
+    # A condition that begins with a dot names a key of the same group.
     only_with: str = ""
 
     @property

@@ -21,6 +21,7 @@ from rlhf_mcore.config.schema.key import (
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Offload = Literal["auto", "never", "state", "always"]
+RecomputedPart = Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]
 FrozenOffload = Literal["auto", "never", "always", "by_layer"]
 
 
@@ -30,7 +31,7 @@ class LayoutConfig(Group):
     tp: Size = key(1, "tensor-parallel size")
     pp: Size = key(1, "pipeline-parallel size (number of stages)")
     vpp: Optional[Annotated[int, Ge(2), Le(1024)]] = key(None, "model chunks per stage (interleaved schedule)")
-    layers_per_stage: Optional[list[int]] = key(None, "layers per stage, such as `[3, 5]`; null: equal numbers")
+    layers_per_stage: Optional[list[PositiveInt]] = key(None, "layers per stage, such as `[3, 5]`; null: equal numbers")
     """With `vpp` per chunk, in network order. Use it if `pp` (times `vpp`) does not divide the layers, or to leave
     memory for the embeddings."""
     cp: Size = key(1, "context-parallel size: number of ranks that split the tokens of each sequence")
@@ -78,11 +79,11 @@ class OptimizerConfig(Group):
     of each Hugging Face matrix (queries, keys and values separately) in every layout. Its updates are as large as
     AdamW's ([arXiv 2502.16982](https://arxiv.org/abs/2502.16982)), so `lr` and `weight_decay` can stay the same.
     `sgd`: with momentum. Muon and SGD store one moment, AdamW stores two."""
-    momentum: Decay = key(0.95, "`muon`, `sgd`: decay of the momentum; `muon` uses Nesterov momentum")
+    momentum: Decay = key(0.95, "decay of the momentum; `muon` uses Nesterov momentum", only_with=".name=muon or sgd")
     lr: NonNegativeFloat = key(1e-6, "peak learning rate")
-    beta1: Decay = key(0.9, "decay of the first moment")
-    beta2: Decay = key(0.999, "decay of the second moment")
-    eps: PositiveFloat = key(1e-8, "added to the denominator of an update")
+    beta1: Decay = key(0.9, "decay of the first moment", only_with=".name=adamw or muon")
+    beta2: Decay = key(0.999, "decay of the second moment", only_with=".name=adamw or muon")
+    eps: PositiveFloat = key(1e-8, "added to the denominator of an update", only_with=".name=adamw or muon")
     weight_decay: NonNegativeFloat = key(0.0, "decoupled weight decay")
     clip_grad: NonNegativeFloat = key(1.0, "maximum norm of the gradient of the whole model; 0: no clipping")
     schedule: ScheduleConfig = group(ScheduleConfig, "counted in optimizer updates")
@@ -95,9 +96,9 @@ class RecomputeConfig(Group):
     """`selective`: the parts of a layer that `modules` names. `full`: all layers, in groups of `num_layers` (Megatron's
     method uniform). `block`: the first `num_layers` layers of a stage (Megatron's method block)."""
     num_layers: PositiveInt = key(1, "`full`: layers per group; `block`: layers of a stage")
-    modules: list[str] = key(["core_attn"], "`selective`: parts of a layer whose activations are recomputed")
-    """`core_attn`, `mlp`, `moe` (a whole MoE layer), `moe_act` (the activation between an expert's two products),
-    `shared_experts`, `layernorm` and `mla_up_proj`. `moe_act` and `layernorm` require Transformer Engine."""
+    modules: list[RecomputedPart] = key(["core_attn"], "`selective`: parts of a layer whose activations are recomputed")
+    """`moe`: a whole MoE layer. `moe_act`: the activation between an expert's two products. `moe_act` and `layernorm`
+    require Transformer Engine."""
 
     @property
     def whole_layers(self) -> bool:
@@ -146,24 +147,27 @@ class LoraConfig(Group):
 
     rank: Optional[PositiveInt] = key(None, "rank of the adapters; null: all weights are trained", is_fixed=True)
     """With adapters the weights are frozen."""
-    alpha: Optional[PositiveFloat] = key(None, "scale of the output, over `rank`; null: 2 · `rank`", is_fixed=True)
-    dropout: Decay = key(0.0, "share of an adapter's inputs that is dropped during training")
-    targets: list[str] = key(["all-linear"], "linear layers with an adapter", is_fixed=True)
+    alpha: Optional[PositiveFloat] = key(
+        None, "scale of the output; null: 2 · `rank`", is_fixed=True, only_with=".rank"
+    )
+    """The output is divided by `rank`."""
+    dropout: Decay = key(0.0, "share of an adapter's inputs that is dropped during training", only_with=".rank")
+    targets: list[str] = key(["all-linear"], "linear layers with an adapter", is_fixed=True, only_with=".rank")
     """`all-linear`, last parts of names (`q_proj`), or patterns of whole names (`*.layers.0.*`), as PEFT's
     `target_modules`. `all-linear` means every linear layer except the output layer and the router. Add `embed_tokens`
     and `lm_head` for the embedding and the output layer."""
-    init: Literal["gaussian", "pissa"] = key("gaussian", "initial values of adapters", is_fixed=True)
+    init: Literal["gaussian", "pissa"] = key("gaussian", "initial values of adapters", is_fixed=True, only_with=".rank")
     """`gaussian`: A is initialised as in PEFT, B is zero. `pissa`: the principal singular vectors of the weights; saved
     adapters have twice the rank. The run starts with the output of the model in both cases."""
-    use_rslora: bool = key(False, "divide `alpha` by the square root of `rank` instead of `rank`", is_fixed=True)
-    use_dora: bool = key(False, "also train a magnitude per output; A and B learn the direction (DoRA)", is_fixed=True)
-    path: Optional[str] = key(None, "PEFT directory with initial adapters; null: new adapters")
+    use_rslora: bool = key(False, "divide by the square root of `rank`", is_fixed=True, only_with=".rank")
+    use_dora: bool = key(False, "also train a magnitude per output (DoRA)", is_fixed=True, only_with=".rank")
+    path: Optional[str] = key(None, "PEFT directory with initial adapters; null: new adapters", only_with=".rank")
 
 
 class ActorLoraConfig(LoraConfig):
     """Adapters of the policy, which are also sent to the engines."""
 
-    sync: Literal["auto", "merge", "adapter"] = key("auto", "weights that engines receive")
+    sync: Literal["auto", "merge", "adapter"] = key("auto", "weights that engines receive", only_with=".rank")
     """`merge`: whole weights, with the adapters added. `adapter`: only A and B. `auto`: `adapter` if the engine
     supports it, else `merge`."""
 

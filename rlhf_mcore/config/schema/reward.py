@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, Optional
 
 from rlhf_mcore.config.choices import GRADERS
@@ -14,18 +13,13 @@ from rlhf_mcore.config.schema.key import (
     PositiveInt,
     Share,
     group,
+    is_address,
     key,
 )
 from rlhf_mcore.config.schema.models import RewardModelConfig
 
 SCORE = r"(?i)score[\s:=*_]{0,6}(-?[0-9]+(?:\.[0-9]+)?)"
 RESPONSE = "{response}"
-
-
-def is_address(text: str) -> bool:
-    """Return whether a text is ``host:port``."""
-    port = re.fullmatch(r"[^:]+:(\d{1,5})", text)
-    return port is not None and 1 <= int(port[1]) <= 65535
 
 
 class RuleConfig(Item):

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Optional
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, Predicate
 
 from rlhf_mcore.config.engine_kinds import ENGINES, SEQUENCES, is_engine
 from rlhf_mcore.config.schema.group import Group
-from rlhf_mcore.config.schema.key import ENGINE, Choices, PositiveFloat, PositiveInt, Share, Size, TopK, group, key
+from rlhf_mcore.config.schema.key import (
+    ENGINE,
+    Choices,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    Size,
+    group,
+    is_address,
+    key,
+)
 
 _APART, _COLOCATED = "rollout.placement=disaggregated", "rollout.placement=colocated"
 _AHEAD = "trainer.max_staleness"
+# Maximum number of candidates of a sampled token if top_p or top_k restrict them. Ties of the last candidate may exceed it.
+MOST_SUPPORT = 512
 
 
 class RolloutLayoutConfig(Group):
@@ -37,7 +49,9 @@ class SamplingConfig(Group):
     top_p: Share = key(1.0, "nucleus sampling: total probability of the most likely tokens to sample from; 1: off")
     """The candidates of each sampled token are recorded, and policy ratios are normalised over them ([top_p and
     top_k](algorithms/off-policy.md#top_p-and-top_k))."""
-    top_k: TopK = key(-1, "number of most likely tokens that are sampled from, at most 512; -1: off")
+    top_k: Annotated[int, Ge(-1), Le(MOST_SUPPORT), Predicate(bool)] = key(
+        -1, "number of most likely tokens to sample from; -1: off"
+    )
     """With `top_p` below 1, off means 512."""
     max_new_tokens: PositiveInt = key(256, "maximum length of a response in tokens")
 
@@ -45,7 +59,9 @@ class SamplingConfig(Group):
 class RayConfig(Group):
     """Set where disaggregated engines run."""
 
-    address: Optional[str] = key(None, "address of a running Ray cluster, such as `10.0.0.1:6379`", only_with=_APART)
+    address: Optional[Annotated[str, Choices(allows=is_address, form="host:port")]] = key(
+        None, "address of a running Ray cluster, such as `10.0.0.1:6379`", only_with=_APART
+    )
     """`null`: Ray is started on this machine and ends with the run."""
     cpus_per_rank: PositiveInt = key(1, "CPU cores per engine process", only_with=_APART)
 
@@ -173,10 +189,6 @@ class BridgeConfig(Group):
     engines sleep, before it learns."""
     live_cpu_weights: bool = key(False, "CPU: use plain kernels on live weights instead of vLLM's packed copies")
     """A sync then writes in place; generation is a little slower."""
-
-
-# Maximum number of candidates of a sampled token if top_p or top_k restrict them. Ties of the last candidate may exceed it.
-MOST_SUPPORT = 512
 
 
 def truncates(sampling: SamplingConfig) -> bool:

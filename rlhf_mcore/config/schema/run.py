@@ -9,9 +9,9 @@ from typing import Annotated, Literal, Optional, Union
 
 from annotated_types import Ge, Le
 
-from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.group import Group, Item
 from rlhf_mcore.config.schema.key import (
+    Choices,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -19,6 +19,7 @@ from rlhf_mcore.config.schema.key import (
     Share,
     TopK,
     group,
+    is_address,
     key,
 )
 
@@ -26,12 +27,60 @@ BYTES_PER_ROW = 4096  # bytes of data.max_bytes per allowed row
 MAX_WORLD = 2**17  # processes, because plans list all of them; the largest published runs have a tenth of it
 AUTO, NEVER = "auto", "never"  # values of checkpoint.resume; checkpoint.save_by also allows "auto"
 PRIVATE, FILE_MODES = "private", ("0600", "0640", "0644", "0660", "0664")  # values of checkpoint.mode
-ACTIONS = ("warn", "save", "stop", "webhook", "command")  # actions of an alarm
 SLURM_END = "SLURM_JOB_END_TIME"
-_MINUTES = re.compile(r"\d+(\.\d+)?")
 
 
 Columns = Union[str, list[Optional[str]]]  # one column for all files, or one per file
+Action = Literal["warn", "save", "stop", "webhook", "command"]  # performed by an alarm
+
+
+def _is_evaluation(metric: str) -> bool:
+    return re.fullmatch(r"-?evaluate/\S+", metric) is not None
+
+
+def _is_port(text: str) -> bool:
+    return is_address(text if ":" in text else f"loopback:{text}")
+
+
+def octal_mode(text: str) -> int | None:
+    """Return the file mode of a text, or None if it is not in ``FILE_MODES``.
+
+    YAML reads 0640 without quotes as the number 416, which is accepted too.
+    """
+    return next((int(mode, 8) for mode in FILE_MODES if text in (mode, str(int(mode, 8)))), None)
+
+
+def time_left(save_by: str | None, now: float, environment: Mapping[str, str]) -> float | None:
+    """Return the seconds from ``now`` until the job's time limit, or None if it is unknown.
+
+    Args:
+        save_by: the key's value: minutes from now, a time in ISO 8601 (local unless it names a zone), ``auto`` or None.
+        now: the wall clock when the job was started, in seconds since the epoch.
+        environment: where ``auto`` finds SLURM's end of the job.
+
+    Raises:
+        ValueError: ``save_by`` is not one of these values.
+    """
+    if save_by is None:
+        return None
+    if save_by == AUTO:
+        end = environment.get(SLURM_END, "")
+        return float(end) - now if end.isdecimal() else None
+    if re.fullmatch(r"\d+(\.\d+)?", save_by):
+        return 60 * float(save_by)
+    return datetime.fromisoformat(save_by).timestamp() - now
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return time_left(text, 0.0, {}) is not None
+    except ValueError:
+        return False
+
+
+EvaluationMetric = Annotated[
+    str, Choices(allows=_is_evaluation, form="an evaluation metric, such as evaluate/accuracy")
+]
 
 
 class DataConfig(Group):
@@ -60,7 +109,9 @@ class DataConfig(Group):
     """`sft`, `reward_model`, `dpo`: instead of `max_prompt_tokens`. `null`: the tokens that fit into a microbatch."""
     overlong_prompts: Literal["error", "drop"] = key("error", "handling of longer prompts", is_fixed=True)
     shuffle: bool = key(True, "shuffle the prompts in every epoch", is_fixed=True)
-    weights: Optional[list[float]] = key(None, "share of each file of `data.train`, such as `[3, 1]`, in any unit")
+    weights: Optional[list[PositiveFloat]] = key(
+        None, "share of each file of `data.train`, such as `[3, 1]`, in any unit"
+    )
     """With weights each file has separate epochs. `null`: all rows form one data set."""
     image_key: Optional[str] = key("images", "column of the images of a prompt; null: ignore images", is_fixed=True)
     """Bytes, paths relative to the file, or objects with `bytes` and `path`. `<image>` in a prompt marks the position
@@ -135,22 +186,28 @@ class CheckpointConfig(Group):
     save_steps: NonNegativeInt = key(20, "interval between saves in steps; 0: off")
     save_epochs: NonNegativeFloat = key(0.0, "interval between saves in epochs of `data.train`, such as 0.5; 0: off")
     save_minutes: NonNegativeFloat = key(30.0, "minutes since the last save after which a step saves; 0: off")
-    metric_for_best_model: Optional[str] = key(None, "evaluation metric; each improvement saves a checkpoint")
+    metric_for_best_model: Optional[EvaluationMetric] = key(None, "metric of which each improvement saves a checkpoint")
     """For example `evaluate/accuracy`, or `-evaluate/loss` if smaller is better. The link `best` points to the best
     checkpoint."""
-    load_best_model_at_end: bool = key(False, "end with the best checkpoint instead of the last step")
+    load_best_model_at_end: bool = key(False, "end with the best checkpoint", only_with=".metric_for_best_model")
     """After the last step is saved, the best checkpoint is loaded and evaluated (`final/*` in the metrics)."""
-    save_by: Optional[str] = key("auto", "time limit of the job: minutes from the start, a time, `auto`, or null")
+    save_by: Optional[Annotated[str, Choices((AUTO,), _is_time, "minutes or a time like 2026-01-01T00:00")]] = key(
+        "auto", "time limit of the job: minutes from the start, a time, `auto`, or null"
+    )
     """A time is written as `2026-01-01T00:00`. `auto` uses `SLURM_JOB_END_TIME` if it is set. If the next step and a
     save would not fit, the run saves and ends with exit code 75."""
     save_total_limit: Optional[PositiveInt] = key(2, "newest checkpoints to keep, besides the best one; null: all")
     keep_every: Optional[PositiveInt] = key(None, "also keep checkpoints whose step is a multiple of this number")
     keep: list[int] = key([], "steps that are saved and whose checkpoints are kept")
     """A link in `RUN/pins` keeps any other checkpoint."""
-    mode: Optional[str] = key(None, "permissions of checkpoint files; null: set by the umask")
-    """`private`: 0600 for optimizer, state and configuration (also the run's `config.yaml`). Or the mode of every file:
-    `0600`, `0640`, `0644`, `0660` or `0664`."""
-    archive: bool = key(False, "pack dropped checkpoints into `archive/checkpoint-<step>.tar.zst` in the background")
+    mode: Optional[Annotated[str, Choices((PRIVATE, *FILE_MODES), lambda text: octal_mode(text) is not None)]] = key(
+        None, "permissions of checkpoint files; null: set by the umask"
+    )
+    """`private`: 0600 for optimizer, state and configuration (also the run's `config.yaml`). Otherwise the mode of every
+    file."""
+    archive: bool = key(
+        False, "pack dropped checkpoints into `archive/checkpoint-<step>.tar.zst`", only_with=".save_total_limit"
+    )
     async_save: bool = key(False, "copy to host memory, continue training and write in the background")
     deltas: NonNegativeInt = key(0, "number of saves after each full save that store compressed differences to it")
     resume: str = key("auto", "`auto` (newest checkpoint of the run directory), `never`, or the path of a checkpoint")
@@ -197,7 +254,9 @@ class LoggingConfig(Group):
     """`tensorboard`, `wandb`, `mlflow`, `trackio`, `comet`, `swanlab`, or a plug-in's. A tracker can neither stop nor
     delay a run. See [metrics](operations/monitoring.md#trackers)."""
     offline: bool = key(False, "`wandb`, `comet` and `swanlab` write only to the run directory, for a later upload")
-    prometheus: Optional[str] = key(None, "port on the loopback, or host:port, on which Prometheus reads metrics")
+    prometheus: Optional[Annotated[str, Choices(allows=_is_port, form="a port, or host:port")]] = key(
+        None, "port on the loopback, or host:port, on which Prometheus reads metrics"
+    )
     """The first rank's machine serves `GET /metrics`, including engine states. See
     [Prometheus](operations/monitoring.md#prometheus)."""
     peak_tflops: Optional[PositiveFloat] = key(None, "peak performance of a device in TFLOP/s, for the MFU")
@@ -217,41 +276,6 @@ def wanted_trackers(cfg: LoggingConfig) -> list[str]:
     return list(dict.fromkeys(cfg.trackers))
 
 
-def octal_mode(text: str) -> int | None:
-    """Return the file mode of a text, or None if it is not in ``FILE_MODES``.
-
-    YAML reads 0640 without quotes as the number 416, which is accepted too.
-    """
-    return next((int(mode, 8) for mode in FILE_MODES if text in (mode, str(int(mode, 8)))), None)
-
-
-def time_left(save_by: str | None, now: float, environment: Mapping[str, str]) -> float | None:
-    """Return the seconds from ``now`` until the job's time limit, or None if it is unknown.
-
-    Args:
-        save_by: the key's value: minutes from now, a time in ISO 8601 (local unless it names a zone), ``auto`` or None.
-        now: the wall clock when the job was started, in seconds since the epoch.
-        environment: where ``auto`` finds SLURM's end of the job.
-
-    Raises:
-        ConfigError: ``save_by`` is not one of these values.
-    """
-    if save_by is None:
-        return None
-    if save_by == AUTO:
-        end = environment.get(SLURM_END, "")
-        return float(end) - now if end.isdecimal() else None
-    if _MINUTES.fullmatch(save_by):
-        return 60 * float(save_by)
-    try:
-        return datetime.fromisoformat(save_by).timestamp() - now
-    except ValueError:
-        raise ConfigError(
-            f"checkpoint.save_by={save_by!r} is not a time; give minutes from the start, a time like 2026-01-01T00:00, "
-            f"auto ({SLURM_END}, if it is set) or null"
-        ) from None
-
-
 class AlarmRuleConfig(Item):
     """A bound on a metric. It replaces the default rules of that metric."""
 
@@ -262,7 +286,7 @@ class AlarmRuleConfig(Item):
     """`value`: the value of the step. `mean`: mean of the last tenth of the steps. `growth`: mean of the last tenth
     divided by the mean of the first tenth. `spike`: the value of the step divided by the median."""
     steps: PositiveInt = key(1, "number of consecutive reported steps that raise the alarm")
-    actions: Optional[list[str]] = key(None, "actions of the alarm; null: `alarms.actions`")
+    actions: Optional[list[Action]] = key(None, "actions of the alarm; null: `alarms.actions`")
 
 
 class AlarmsConfig(Group):
@@ -272,7 +296,7 @@ class AlarmsConfig(Group):
     """Jumps of the mean score, runaway KL, collapsed entropy, rewards that are all 0, failing rewards, engine and
     trainer that disagree, gradient spikes, skipped updates, values that are not finite. See
     [alarms](operations/monitoring.md#alarms)."""
-    actions: list[str] = key(["warn"], "actions of alarms without their own: warn, save, stop, webhook, command")
+    actions: list[Action] = key(["warn"], "actions of alarms without their own")
     """Every action also prints the remedy, as `warn` does. `save` saves a checkpoint after the step; `stop` saves one
     and ends the run with exit code 76, after which nothing restarts it automatically."""
     rules: list[AlarmRuleConfig] = key([], "your rules")

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import ValidationError
 
@@ -19,7 +19,7 @@ from rlhf_mcore.config.former import FORMER, translate
 from rlhf_mcore.config.schema.algorithm import AlgorithmConfig
 from rlhf_mcore.config.schema.environment import EnvironmentConfig
 from rlhf_mcore.config.schema.group import Group, is_group_type, to_dict
-from rlhf_mcore.config.schema.key import NonNegativeInt, group, key
+from rlhf_mcore.config.schema.key import Choices, NonNegativeInt, group, key
 from rlhf_mcore.config.schema.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig, TeacherConfig
 from rlhf_mcore.config.schema.reward import RewardConfig
 from rlhf_mcore.config.schema.rollout import BridgeConfig, RolloutConfig
@@ -31,6 +31,13 @@ from rlhf_mcore.config.schema.run import (
     LoggingConfig,
     TrainerConfig,
 )
+
+
+def _is_directory_name(text: str) -> bool:
+    return text not in ("", ".", "..") and "/" not in text and "\0" not in text
+
+
+DirectoryName = Annotated[str, Choices(allows=_is_directory_name, form="a name without slashes")]
 
 
 class Config(Group):
@@ -52,7 +59,15 @@ class Config(Group):
         try:
             super().__init__(**with_preset(with_keys_of_today(nest({**(settings or {}), **keys}))))
         except ValidationError as error:
-            raise Group.explain(Config, error) from None
+            raise _explain(error) from None
+
+    def __repr__(self) -> str:
+        """Return a text with the keys that differ from their defaults, without secrets."""
+        from rlhf_mcore.config.keys import changed_keys  # it imports the schema
+
+        return f"Config({', '.join(f'{key}={value!r}' for key, value in changed_keys(self).items())})"
+
+    __str__ = __repr__
 
     @classmethod
     def read(cls, tree: Mapping[str, Any]) -> Config:
@@ -72,7 +87,7 @@ class Config(Group):
         try:
             return self.read(with_keys_of_today(merge(to_dict(self), nest(settings or {}))))
         except ValidationError as error:
-            raise Group.explain(Config, error) from None
+            raise _explain(error) from None
 
     @property
     def run_directory(self) -> Path:
@@ -80,8 +95,8 @@ class Config(Group):
         return Path(self.output_dir, self.project, self.experiment)
 
     output_dir: str = key("outputs", "parent of run directories, `<output_dir>/<project>/<experiment>/`")
-    project: str = key("rlhf_mcore", "project; first part of the run directory's name")
-    experiment: str = key("default", "experiment; second part of the run directory's name")
+    project: DirectoryName = key("rlhf_mcore", "project; first part of the run directory's name")
+    experiment: DirectoryName = key("default", "experiment; second part of the run directory's name")
     seed: NonNegativeInt = key(0, "seed for the prompt order and for every sampled response", is_fixed=True)
     """The seed of a response is derived from this seed, the step, the prompt and the sample."""
     deterministic: bool = key(False, "use deterministic kernels on CUDA (slower); CPU runs are always deterministic")
@@ -119,6 +134,12 @@ class Config(Group):
     [evaluation](guide/evaluation.md)."""
     logging: LoggingConfig = group(LoggingConfig, "logging of a run")
     alarms: AlarmsConfig = group(AlarmsConfig, "rules on metrics, checked after every step")
+
+
+def _explain(error: ValidationError) -> ConfigError:
+    from rlhf_mcore.config.problems import explain  # it imports the schema
+
+    return explain(Config, error)
 
 
 SHORT = {"algorithm": "preset", "model": "path"}  # the key that a text sets if it is given instead of a group

@@ -72,7 +72,6 @@ def test_what_does_not_go_together_is_one_message() -> None:
             {"actor__lora__use_dora": True, "actor__lora__sync": "adapter"},
             "sync=adapter is not possible; set that to merge",
         ),
-        ({"actor__lora__rank": None, "actor__lora__use_dora": True}, "actor.lora.use_dora=True has no effect"),
         (
             {
                 "algorithm__advantage": "gae",
@@ -87,7 +86,6 @@ def test_what_does_not_go_together_is_one_message() -> None:
             {"algorithm__advantage": "gae", "critic__lora__rank": 4, "critic__optimizer__name": "muon"},
             "critic.optimizer.name",
         ),
-        ({"algorithm__advantage": "gae", "critic__lora__dropout": 0.1}, "critic.lora.dropout"),
         ({"actor__freeze": ["model.norm.weight"]}, "actor.freeze"),
         ({"actor__mtp__mode": "train"}, "actor.mtp.mode"),
         ({"bridge__method": "gather"}, "set bridge.method=planned"),

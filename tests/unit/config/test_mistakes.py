@@ -114,7 +114,12 @@ MISTAKES: list[tuple[str | list[str], str, str, str]] = [
         "'accuracy'",
         "evaluate/accuracy",
     ),
-    (["checkpoint.load_best_model_at_end=true"], "checkpoint.load_best_model_at_end", "True", "evaluate/accuracy"),
+    (
+        ["checkpoint.load_best_model_at_end=true"],
+        "checkpoint.load_best_model_at_end",
+        "True",
+        "checkpoint.metric_for_best_model",
+    ),
     (["actor.megatron={hidden_dropout: 0.1}"], "actor.megatron.hidden_dropout", "0.1", "remove it"),
     (["actor.megatron={overlap_grad_reduc: true}"], "actor.megatron.overlap_grad_reduc", "True", "overlap_grad_reduce"),
     (["rollout.vllm={max_num_seq: 4}"], "rollout.vllm.max_num_seq", "4", "max_num_seqs"),

@@ -143,7 +143,7 @@ def test_mistakes_with_pairs_are_refused(workspace: Any) -> None:
         (
             "kto",
             ["trainer.prompts_per_step=1"],
-            ["trainer.prompts_per_step=1", "responses to other prompts", "2 or more"],
+            ["trainer.prompts_per_step=1", "algorithm.dpo.loss=kto", "2 or more"],
         ),
         ("simpo", ["reference.path=ref"], ["reference.path=ref", "no effect", "algorithm.dpo.loss=simpo", "remove"]),
         ("dpo", ["algorithm.kl.coef=0.1"], ["algorithm.kl.coef=0.1", "no effect", "algorithm.dpo.beta", "remove"]),

@@ -18,12 +18,17 @@ from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, is_group, val
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.rules.data import check_fills_a_step
 from rlhf_mcore.config.schema import Config, DataConfig
+from rlhf_mcore.config.schema.group import inner_types
 from rlhf_mcore.config.validate import unused_problems
 from tests.messages import assert_names, refused
 from tests.unit.config.checking import check, only
 
 NUMBERS = [key for key, hint in KEYS.items() if {int, float} & {hint, *get_args(hint)} and get_origin(hint) is not list]
-CHOICES = [key for key, about in DESCRIPTIONS.items() if about.choices is not None]
+CHOICES = [
+    key
+    for key, about in DESCRIPTIONS.items()
+    if about.choices and about.choices.names and get_origin(KEYS[key]) is not list
+]
 GOOD_ROW = '{"prompt": "1+1=", "answer": "2"}\n'
 
 
@@ -82,7 +87,7 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
         2,
         ["[2, 1]", "num_hidden_layers=4", "layers_per_stage=[2, 2]"],
     ),
-    (["actor.layout.pp=2", "actor.layout.layers_per_stage=[4,0]"], 2, ["[4, 0]", "positive"]),
+    (["actor.layout.pp=2", "actor.layout.layers_per_stage=[4,0]"], 2, ["layers_per_stage[1]=0", "at least 1"]),
     (["rollout.sampling.temperature=2.5"], None, ["rollout.sampling.temperature=2.5", "0.01 to 2"]),
     ([*APART, "bridge.transport=nixl"], None, ["bridge.transport=nixl", "pip install nixl"]),
     (
@@ -122,35 +127,35 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
     (
         ["environment.agent.command=[a]"],
         None,
-        ["environment.agent.command is set", "set environment.function=agent"],
+        ["environment.agent.command=['a'] has no effect", "set environment.function=agent"],
     ),
     (
         [*AGENT, "environment.agent.function=absent.py:play"],
         None,
         ["agent.function=absent.py:play", "does not exist"],
     ),
-    ([*AGENT, "environment.agent.url=ftp://a"], None, ["environment.agent.url=ftp://a", "http:// or https://"]),
+    ([*AGENT, "environment.agent.url=ftp://a"], None, ["environment.agent.url='ftp://a'", "http:// or https://"]),
     ([*SERVED, "environment.options={a: 1}"], None, ["environment.options has no effect", "remove it"]),
     ([*SERVED, "environment.overlap=false"], None, ["environment.overlap=False", "set it to null"]),
     ([*SERVED, "algorithm=gspo"], None, ["policy_loss=gspo", "environment.branches to last or longest"]),
     (["rollout.engine=hf", "rollout.layout.tp=2"], None, ["rollout.layout.tp=2", "hf"]),
-    (["rollout.sampling.top_k=513"], None, ["rollout.sampling.top_k=513", "512 or less"]),
+    (["rollout.sampling.top_k=513"], None, ["rollout.sampling.top_k=513", "at most 512"]),
     (["rollout.sampling.top_k=1"], None, ["rollout.sampling.top_k=1", "2 or more"]),
     (["algorithm=ppo", "rollout.sampling.n=1", "algorithm.dynamic_sampling.enabled=true"], None, ["2 or more"]),
     (["algorithm.use_critic=true"], None, ["use_critic=true", "advantage=grpo", "uses no critic", "auto"]),
-    (["algorithm.whiten_advantages=true"], None, ["whiten_advantages=True", "advantage=grpo", "normalize_std"]),
-    (["algorithm=gspo", "algorithm.dual_clip=3"], None, ["dual_clip=3", "policy_loss=gspo", "null"]),
+    (["algorithm.whiten_advantages=true"], None, ["whiten_advantages=True", "advantage=grpo", "gae or reinforce"]),
+    (["algorithm=gspo", "algorithm.dual_clip=3"], None, ["dual_clip=3", "policy_loss=gspo", "remove it"]),
     (
         ["algorithm.bootstrap_truncated=true"],
         None,
-        ["bootstrap_truncated=True", "advantage=grpo", "false"],
+        ["bootstrap_truncated=True", "advantage=grpo", "gae"],
     ),
     (
         ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1"],
         None,
         ["estimator=k1", "k2 or k3", "placement=reward"],
     ),
-    (["algorithm.kl.controller.final=0.1"], None, ["kl.coef=0", "final=0.1", "initial weight"]),
+    (["algorithm.kl.controller.final=0.1"], None, ["kl.coef=0", "final=0.1", "set algorithm.kl.coef"]),
     (
         ["algorithm.rollout_correction.mask_low=0.5"],
         None,
@@ -175,9 +180,9 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
     (
         ["algorithm=remax", "algorithm.turn_credit=true"],
         None,
-        ["turn_credit=True", "advantage=remax", "set it to false"],
+        ["turn_credit=True", "advantage=remax", "remove it"],
     ),
-    (["algorithm=grpo", "algorithm.lam_alpha=0.05"], None, ["lam_alpha=0.05", "advantage=grpo", "null"]),
+    (["algorithm=grpo", "algorithm.lam_alpha=0.05"], None, ["lam_alpha=0.05", "advantage=grpo", "gae"]),
     (
         ["algorithm=gdpo", "reward.rules=[]", "reward.remote.url=http://127.0.0.1:1/score"],
         None,
@@ -212,7 +217,7 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
     (
         ["algorithm.rollout_correction.max_token_staleness=0"],
         None,
-        ["max_token_staleness=0", "trainer.max_staleness=0", "set it to null"],
+        ["max_token_staleness=0", "trainer.max_staleness=0", "remove it"],
     ),
     (
         ["algorithm.rollout_correction={mode: token, mask_low: 2, mask_high: 2}"],
@@ -259,7 +264,7 @@ def config_with(key: str, value: Any, cfg: Config | None = None) -> Config:
 def test_every_choice_is_checked_and_listed(workspace: Any) -> None:
     for key in CHOICES:
         assert value_of(Config(), key) in (None, *choices_of(key))
-        functions = ("path/to/file.py:name",) if key in ("algorithm.advantage", "algorithm.policy_loss") else ()
+        functions = tuple(filter(None, [DESCRIPTIONS[key].choices.form]))
         null = ("null",) if NoneType in get_args(KEYS[key]) else ()
         problem = only(check(f"{key}=nonsense"))
         assert_names(problem, field=key, value="'nonsense'", remedy=(*choices_of(key), *functions, *null))
@@ -293,24 +298,24 @@ def test_every_number_out_of_range_is_named_with_its_range(workspace: Any) -> No
 def other_value(key: str) -> Any:
     """Return a value that is not the default."""
     default = value_of(Config(), key)
-    if DESCRIPTIONS[key].choices is not None:
+    if key in CHOICES:
         return next(choice for choice in choices_of(key) if choice != default)
     if isinstance(default, bool):
         return not default
-    if isinstance(default, list):
+    if isinstance(default, list) or list[str] in get_args(KEYS[key]):
         return ["a"]
-    if dict[str, Any] in get_args(KEYS[key]):
-        return {"a": 1}
+    if get_origin(inner_types(KEYS[key])[0]) is dict:
+        return {"a": 1.0}
     if key in NUMBERS:
         numbers = (7, 2, 1, 3) if KEYS[key] in (int, int | None) else (0.25, 1.5)
         limits = {side: number for bound in DESCRIPTIONS[key].bounds for side, number in asdict(bound).items()}
         fits = [
             number
             for number in numbers
-            if limits.get("ge", 0) <= number <= limits.get("le", limits.get("lt", math.inf))
+            if limits.get("ge", limits.get("gt", 0)) <= number <= limits.get("le", limits.get("lt", math.inf))
         ]
         return next(number for number in fits if number != default)
-    return "a"
+    return {"rollout.ray.address": "a:1", "environment.agent.url": "http://a"}.get(key, "a")
 
 
 def test_every_key_without_effect_names_the_key_that_it_needs(workspace: Any) -> None:
@@ -318,10 +323,10 @@ def test_every_key_without_effect_names_the_key_that_it_needs(workspace: Any) ->
     assert len(conditional) > 30
     for key, needs in conditional.items():
         owner, _, values = needs.partition("=")
-        if values:
+        if values and DESCRIPTIONS[owner].choices is not None:
             idle: Any = next(choice for choice in choices_of(owner) if choice not in values.split(" or "))
         else:
-            idle = False if bool in (KEYS[owner], *get_args(KEYS[owner])) else 0
+            idle = None if NoneType in get_args(KEYS[owner]) else type(value_of(Config(), owner))()
         value = other_value(key)
         cfg = config_with(owner, idle, config_with(key, value))
         problem = only([found for found in unused_problems(cfg) if found.startswith(f"{key}=")])
@@ -549,7 +554,7 @@ def test_columns_differ_from_file_to_file(workspace: Any) -> None:
     assert "names 1 columns for the 2 files of data.train" in only(short)
     wrong = check(both, "data.prompt_key=[prompt, 3]", "data.answer_key=[null, gold]")
     assert "q.jsonl, line 1: no column '3'" in only(wrong)
-    # of eval: those of train, unless it has its own
+    # The columns of eval default to the columns of train
     evaluated = ["data.eval=[q.jsonl]", "data.train=[train.jsonl]"]
     (prompt, answer) = check(*evaluated)
     assert "data.eval: q.jsonl, line 1: no column 'prompt'" in prompt and "Set data.eval_prompt_key to one" in prompt

@@ -52,14 +52,17 @@ def test_rows_that_are_not_as_they_should_be(told: Any, problem: str) -> None:
             "environment.container.kind=remote and environment.container.url=None: the url names the service",
         ),
         ({"kind": "docker", "url": "http://x"}, "the url has no effect"),
-        ({"kind": "remote", "url": "ftp://x"}, "environment.container.url=ftp://x: it must begin with http"),
+        (
+            {"kind": "remote", "url": "ftp://x"},
+            "container.url='ftp://x' is not valid; give a URL that begins with http",
+        ),
         ({"kind": "sandbox", "network": True}, "environment.container.network needs Docker or Podman"),
     ],
 )
 def test_keys_that_do_not_fit(own: dict[str, Any], problem: str) -> None:
     cfg = Config()
-    for name, value in own.items():
-        setattr(cfg.environment.container, name, value)
     with pytest.raises(ConfigError) as raised:
+        for name, value in own.items():
+            setattr(cfg.environment.container, name, value)
         validate(cfg)
     assert problem in str(raised.value)

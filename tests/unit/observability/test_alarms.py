@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.checkpoint.triggers import SignalRequests
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.rules.run import alarm_problems
-from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig
+from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig, Config
 from rlhf_mcore.observability.alarms import AlarmBell, Alarms
 from rlhf_mcore.observability.throughput import Timers
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.record import RunRecord
 from tests.commands import wait_for
+from tests.messages import refused
 from tests.unit.parallel.world import world
 
 __all__ = ["world"]
@@ -243,7 +245,6 @@ def test_an_address_that_cannot_be_posted_to_is_refused_and_not_shown(url: str, 
 
 def test_mistakes_are_named_with_what_was_meant() -> None:
     wrong = AlarmsConfig(
-        actions=["wern"],
         webhook="ftp://x",
         rules=[
             AlarmRuleConfig(metric="kl/men", above=1.0, actions=["command"]),
@@ -251,9 +252,10 @@ def test_mistakes_are_named_with_what_was_meant() -> None:
         ],
     )
     assert list(alarm_problems(wrong)) == [
-        "alarms.actions contains 'wern', which is not an action; did you mean warn?",
         "alarms.rules[0].metric='kl/men' is not a metric; did you mean kl/mean?",
         "alarms.rules[1].above and below are null; give reward/mean a bound",
         "alarms.webhook is not a URL; write it as https://host/path, or as ${oc.env:NAME} (the value is not shown)",
         "alarms.command=[] is empty, but an alarm uses the action command; set it to a program and its arguments",
     ]
+    with refused(ConfigError, field="alarms.actions[0]", value="'wern'", remedy="'warn'"):
+        Config(alarms={"actions": ["wern"]})

@@ -27,10 +27,13 @@ def check(*overrides: str) -> list[str]:
     [
         (["metric_for_best_model=accuracy"], ["metric_for_best_model='accuracy'", "evaluate/accuracy"]),
         (["metric_for_best_model=evaluate/reward"], ["needs held-out prompts", "data.eval=[]", "name files"]),
-        (["archive=true", "save_total_limit=null"], ["archive=True", "save_total_limit=null", "set save_total_limit"]),
-        (["save_by=tomorrow"], ["save_by='tomorrow'", "minutes from the start", "auto"]),
+        (
+            ["archive=true", "save_total_limit=null"],
+            ["archive=True", "save_total_limit=null", "set checkpoint.save_total_limit"],
+        ),
+        (["save_by=tomorrow"], ["save_by='tomorrow'", "minutes", "auto"]),
         (["save_by='-5'"], ["save_by='-5'"]),
-        (["mode=0444"], ["mode='0444'", "null, private, 0600"]),
+        (["mode=0444"], ["mode='0444'", "private, 0600", "null"]),
         (["mode=640"], ["mode='640'", "0640"]),
     ],
 )
@@ -63,7 +66,7 @@ def test_fault_07_every_combination_of_saving_is_accepted_or_refused_with_a_mess
         )
         expected = limit is None and archive
         assert bool(problems) == expected
-        assert all("set save_total_limit" in problem for problem in problems)
+        assert all("set checkpoint.save_total_limit" in problem for problem in problems)
         refused += expected
     assert refused == 8
 

@@ -117,7 +117,7 @@ def test_models_and_layouts_with_experts_that_are_refused(
 
 def test_where_one_size_is_left_no_choice_is_offered(workspace: Any) -> None:
     workspace.write_hf_config(**QWEN_MOE)
-    assert only(check("rollout.layout.ep=2", world_size=2)).endswith("they split each expert; set it to 1")
+    assert only(check("rollout.layout.ep=2", world_size=2)).endswith("=1*1=1; set it to 1")
 
 
 def test_a_reference_without_experts_does_not_fit_their_layout(workspace: Any) -> None:

@@ -111,5 +111,5 @@ def test_the_first_stage_has_the_layers_that_images_speak_to(tmp_path: Path) -> 
     cfg.actor.layout.pp = 4
     [problem] = vision_problems(cfg, geometry)
     assert "the first pipeline stage has 1 layers, but image features are added to the first 2" in problem
-    cfg.actor.layout.layers_per_stage = [2, 1, 1, 0]
+    cfg.actor.layout.layers_per_stage = [2, 1, 1, 1]
     assert not list(vision_problems(cfg, geometry))
