@@ -101,7 +101,7 @@ def gap(result: torch.Tensor, expected: torch.Tensor) -> float:
     return ((result - expected).float().norm() / expected.float().norm()).item()
 
 
-def describe_keys(engine_map: EngineMap) -> dict[str, Any]:
+def described(engine_map: EngineMap) -> dict[str, Any]:
     return {
         "parameters": {
             p.name: {
@@ -136,7 +136,7 @@ def check_case(case: Case, directory: Path, tp: int) -> dict[str, Any]:
     with vllm_config(case, directory, tp) as config:
         plain = build(config, is_processed=False)
         plain_map = trace(plain, shapes, probe=False)
-        seen["map"] = describe_keys(plain_map)
+        seen["map"] = described(plain_map)
         seen["replay"] = check_replay(plain, plain_map, weights)  # leaves ``plain`` in the state after load_weights
 
         packed = build(config, is_processed=True)
@@ -144,7 +144,7 @@ def check_case(case: Case, directory: Path, tp: int) -> dict[str, Any]:
         packed_map = trace(packed, shapes)
         seen["change by tracing"] = change(before, snapshot(packed))
         seen["deterministic"] = trace(packed, shapes) == packed_map
-        seen["packed"] = describe_keys(packed_map)
+        seen["packed"] = described(packed_map)
         synchronise(packed, packed_map, weights)
         seen["packed gaps"] = kernel_gaps(packed, plain)
         seen["packed again"] = trace(packed, shapes) == packed_map
@@ -163,7 +163,7 @@ def check_live(model: Any, plain: Any, shapes: dict[str, tuple[int, ...]], case:
     weights = random_weights(case, seed=4)
     synchronise(model, engine_map, weights)
     plain.load_weights(iter(weights.items()))
-    seen = {"changed": changed, "map": describe_keys(engine_map), "gaps": kernel_gaps(model, plain)}
+    seen = {"changed": changed, "map": described(engine_map), "gaps": kernel_gaps(model, plain)}
     if case.family not in MIXTURES:  # vLLM 0.32 reloads experts on the CPU without packing them
         from vllm.config import get_current_vllm_config
 
@@ -180,7 +180,7 @@ def check_live(model: Any, plain: Any, shapes: dict[str, tuple[int, ...]], case:
 def check_both_names(plain: Any, shapes: dict[str, tuple[int, ...]]) -> Any:
     """Check a tied checkpoint that also contains the output layer."""
     both = {**shapes, "lm_head.weight": shapes["model.embed_tokens.weight"]}
-    return describe_keys(trace(plain, both, probe=False))
+    return described(trace(plain, both, probe=False))
 
 
 def error_of_incomplete(plain: Any, shapes: dict[str, tuple[int, ...]]) -> str:
@@ -246,7 +246,7 @@ def check_without_packing(case: Case, directory: Path) -> dict[str, Any]:
         mock.patch.object(kernels, "check_cpu_sgl_kernel", lambda *sizes: False),
         mock.patch.object(kernels.ops, "_supports_onednn", False),
     ):
-        return describe_keys(trace(build(config, is_processed=True), checkpoint_shapes(case)))
+        return described(trace(build(config, is_processed=True), checkpoint_shapes(case)))
 
 
 def main(directory: Path) -> None:
