@@ -97,171 +97,63 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-_times, _plain = "{:.2f} times".format, "{:.3g}".format
+_SHOWN = {"number": "{:.3g}".format, "times": "{:.2f} times".format, "share": _percent, "count": _percent}
 
 
-RULES = (
+def read_table(text: str) -> list[list[str]]:
+    """Return the cells of a table. A row is a line with ` | ` between its cells, and continues on indented lines. - is empty."""
+    rows = text.strip().replace("\n    ", " ").splitlines()
+    return [["" if cell == "-" else cell for cell in row.split(" | ")] for row in rows]
+
+
+# Metric, name, measure, watch, bad, kind of number, alarm_steps, meaning, remedy. A "count" is judged as a share.
+_TABLE = """
+actor/approx_kl | KL of an update | mean | 0.05 | 0.3 | number | 3
+    | change of the policy by one step's updates | lower actor.optimizer.lr, or make fewer updates per rollout
+    (trainer.ppo_epochs, trainer.minibatch_size)
+kl/mean | KL to the reference | mean | 1 | 10 | number | 3
+    | distance of the policy from its starting point, per token | raise algorithm.kl.coef, or lower the learning rate; read
+    responses, because the policy may exploit the reward
+actor/entropy | remaining entropy | growth | 0.3 | 0.05 | share | 3
+    | recent entropy divided by the early entropy; without entropy the policy does not explore | lower the learning rate, raise
+    the upper clip bound (algorithm.clip_high), or set algorithm.entropy_coef
+rollout/response_length_mean | response length | growth | 2.5 | 5 | times | 0
+    | recent length divided by the early length | read the longest responses; if they ramble, penalise lengths near the limit
+    (algorithm.overlong)
+rollout/truncated_fraction | truncated responses | mean | 0.2 | 0.5 | share | 0
+    | responses that reach rollout.sampling.max_new_tokens | raise rollout.sampling.max_new_tokens, or discourage length in the
+    reward
+reward/share_zero | zero rewards | mean | 0.98 | 1 | share | 10
+    | responses with a reward of exactly 0; if all are 0, the policy does not learn | test the reward on the data (rlhf-mcore
+    reward-test), read responses, or start with easier prompts
+reward/share_same | groups without signal | mean | 0.6 | 0.9 | share | 0
+    | groups whose responses all have the same reward; the policy learns nothing from them | use harder or easier prompts, more
+    samples per prompt, or algorithm.dynamic_sampling.enabled=true
+rollout/logprob_diff_mean | engine against trainer | mean | 0.02 | 0.1 | number | 3
+    | mean difference of a token's logprob between the engine that sampled it and the trainer | compare dtypes and kernels of
+    both (rlhf-mcore doctor); with asynchronous engines the policy's own steps add to it: lower trainer.max_staleness or the
+    learning rate; use algorithm.rollout_correction
+reward/errors | reward errors | mean | 0.001 | 0.05 | count | 2
+    | responses whose reward raised an error | check the failures in the rollouts, and the run's log
+reward/timeouts | reward timeouts | mean | 0.001 | 0.05 | count | 2
+    | responses whose reward timed out | raise reward.timeout_s (environment.timeout_s, environment.agent.timeout_s), or make
+    the reward faster
+reward/parse_failures | answers not found | mean | 0.3 | 0.8 | count | 0
+    | responses in which the rules found no answer | check responses with reward 0; the prompt may ask for a format that the
+    rule does not read
+actor/clip_fraction_high | clipped at the upper bound | mean | 0.2 | 0.4 | share | 0
+    | tokens whose ratio exceeds the clip range | lower the learning rate, or make fewer updates per rollout
+actor/grad_norm | gradient spikes | spike | 20 | 200 | times | 1
+    | largest gradient norm divided by the median | check the rollouts of that step; actor.optimizer.clip_grad limits the effect
+actor/skipped_updates | skipped updates | value | 0.001 | 0.5 | share | 3
+    | updates of a step that were skipped because the loss or the gradient is not finite | lower the learning rate; use bfloat16
+    instead of float16
+rollout/staleness_mean | stale tokens | mean | 2 | 4 | number | 0
+    | policy versions between sampling and training | lower trainer.max_staleness, or add engine devices
+"""
+RULES = tuple(
     MetricRule(
-        "KL of an update",
-        "actor/approx_kl",
-        "mean",
-        0.05,
-        0.3,
-        _plain,
-        "change of the policy by one step's updates",
-        "lower actor.optimizer.lr, or make fewer updates per rollout (trainer.ppo_epochs, trainer.minibatch_size)",
-        alarm_steps=3,
-    ),
-    MetricRule(
-        "KL to the reference",
-        "kl/mean",
-        "mean",
-        1.0,
-        10.0,
-        _plain,
-        "distance of the policy from its starting point, per token",
-        "raise algorithm.kl.coef, or lower the learning rate; read responses, because the policy may exploit the reward",
-        alarm_steps=3,
-    ),
-    MetricRule(
-        "remaining entropy",
-        "actor/entropy",
-        "growth",
-        0.3,
-        0.05,
-        _percent,
-        "recent entropy divided by the early entropy; without entropy the policy does not explore",
-        "lower the learning rate, raise the upper clip bound (algorithm.clip_high), or set algorithm.entropy_coef",
-        alarm_steps=3,
-    ),
-    MetricRule(
-        "response length",
-        "rollout/response_length_mean",
-        "growth",
-        2.5,
-        5.0,
-        _times,
-        "recent length divided by the early length",
-        "read the longest responses; if they ramble, penalise lengths near the limit (algorithm.overlong)",
-    ),
-    MetricRule(
-        "truncated responses",
-        "rollout/truncated_fraction",
-        "mean",
-        0.2,
-        0.5,
-        _percent,
-        "responses that reach rollout.sampling.max_new_tokens",
-        "raise rollout.sampling.max_new_tokens, or discourage length in the reward",
-    ),
-    MetricRule(
-        "zero rewards",
-        "reward/share_zero",
-        "mean",
-        0.98,
-        1.0,
-        _percent,
-        "responses with a reward of exactly 0; if all are 0, the policy does not learn",
-        "test the reward on the data (rlhf-mcore reward-test), read responses, or start with easier prompts",
-        alarm_steps=10,
-    ),
-    MetricRule(
-        "groups without signal",
-        "reward/share_same",
-        "mean",
-        0.6,
-        0.9,
-        _percent,
-        "groups whose responses all have the same reward; the policy learns nothing from them",
-        "use harder or easier prompts, more samples per prompt, or algorithm.dynamic_sampling.enabled=true",
-    ),
-    MetricRule(
-        "engine against trainer",
-        "rollout/logprob_diff_mean",
-        "mean",
-        0.02,
-        0.1,
-        _plain,
-        "mean difference of a token's logprob between the engine that sampled it and the trainer",
-        "compare dtypes and kernels of both (rlhf-mcore doctor); with asynchronous engines the policy's own steps add to it: lower "
-        "trainer.max_staleness or the learning rate; use algorithm.rollout_correction",
-        alarm_steps=3,
-    ),
-    MetricRule(
-        "reward errors",
-        "reward/errors",
-        "mean",
-        0.001,
-        0.05,
-        _percent,
-        "responses whose reward raised an error",
-        "check the failures in the rollouts, and the run's log",
-        counts=True,
-        alarm_steps=2,
-    ),
-    MetricRule(
-        "reward timeouts",
-        "reward/timeouts",
-        "mean",
-        0.001,
-        0.05,
-        _percent,
-        "responses whose reward timed out",
-        "raise reward.timeout_s (environment.timeout_s, environment.agent.timeout_s), or make the reward faster",
-        counts=True,
-        alarm_steps=2,
-    ),
-    MetricRule(
-        "answers not found",
-        "reward/parse_failures",
-        "mean",
-        0.3,
-        0.8,
-        _percent,
-        "responses in which the rules found no answer",
-        "check responses with reward 0; the prompt may ask for a format that the rule does not read",
-        counts=True,
-    ),
-    MetricRule(
-        "clipped at the upper bound",
-        "actor/clip_fraction_high",
-        "mean",
-        0.2,
-        0.4,
-        _percent,
-        "tokens whose ratio exceeds the clip range",
-        "lower the learning rate, or make fewer updates per rollout",
-    ),
-    MetricRule(
-        "gradient spikes",
-        "actor/grad_norm",
-        "spike",
-        20.0,
-        200.0,
-        _times,
-        "largest gradient norm divided by the median",
-        "check the rollouts of that step; actor.optimizer.clip_grad limits the effect",
-        alarm_steps=1,
-    ),
-    MetricRule(
-        "skipped updates",
-        "actor/skipped_updates",
-        "value",
-        0.001,
-        0.5,
-        _percent,
-        "updates of a step that were skipped because the loss or the gradient is not finite",
-        "lower the learning rate; use bfloat16 instead of float16",
-        alarm_steps=3,
-    ),
-    MetricRule(
-        "stale tokens",
-        "rollout/staleness_mean",
-        "mean",
-        2.0,
-        4.0,
-        _plain,
-        "policy versions between sampling and training",
-        "lower trainer.max_staleness, or add engine devices",
-    ),
+        name, metric, measure, float(low), float(high), _SHOWN[kind], meaning, remedy, kind == "count", int(steps)
+    )
+    for metric, name, measure, low, high, kind, steps, meaning, remedy in read_table(_TABLE)
 )
