@@ -1,6 +1,6 @@
 """Start one node of a run on several nodes: ``python -m rlhf_mcore.cli.agent ... CONFIG [a.b=c ...]``, once per node.
 
-The agent starts torchrun for this node's ranks. Scripts start the agent: ``launch/slurm/train.sbatch`` through srun,
+The agent starts the supervisor of this node's ranks. Scripts start the agent: ``launch/slurm/train.sbatch`` through srun,
 ``contrib/ssh`` through ssh. With ``--meet`` it only prints the rendezvous address of the nodes.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.launch import FORWARDED, TRAIN, build_environment, run_child, torchrun_command
+from rlhf_mcore.cli.launch import FORWARDED, TRAIN, build_environment, run_child, supervisor_command
 from rlhf_mcore.cli.preflight import KEPT_STARTS
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
@@ -132,10 +132,10 @@ def _run(cfg: Config, args: argparse.Namespace) -> int:
         prune_logs(logs.parent)
     mine = logs / f"node-{args.node_rank}"
     mine.mkdir(parents=True, exist_ok=True)
-    options = torchrun_options(args, local, mine)
-    command = torchrun_command(options, args.ranks_per_node, [args.config, *args.overrides], args.module)
+    options = [f"--ranks={args.ranks_per_node}", f"--nodes={args.nodes}", f"--node-rank={args.node_rank}"]
+    options += [f"--address={args.address}", f"--port={args.port}", f"--logs={mine}"]
+    command = supervisor_command(options, [args.config, *args.overrides], args.module)
     environment = build_environment(os.environ, cfg.trainer.threads_per_rank, local, interface)
-    environment.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "")
     started = time.monotonic()
     unknown: list[str] = []
     code = run_child(command, environment, partial(obey_stdin, unknown) if args.control else None)
@@ -147,21 +147,6 @@ def _run(cfg: Config, args: argparse.Namespace) -> int:
     if code != exit_codes.DONE:
         _record(logs / OUTCOME, code, args.node_rank, time.monotonic() - started)
     return code
-
-
-def torchrun_options(args: argparse.Namespace, local: str, logs: Path) -> list[str]:
-    """Return the options of torchrun for this node. ``local`` is this node's address."""
-    return [
-        f"--nnodes={args.nodes}",
-        "--rdzv-backend=bound",
-        f"--rdzv-conf=rank={args.node_rank}",
-        f"--rdzv-endpoint={args.address}:{args.port}",
-        f"--rdzv-id={args.run_id}",
-        f"--local-addr={local}",
-        f"--log-dir={logs}",
-        "--redirects=3",
-        *(["--tee=0:1"] if args.node_rank == 0 else []),  # also show the output of the first rank here
-    ]
 
 
 def _record(path: Path, code: int, node_rank: int, seconds: float) -> None:

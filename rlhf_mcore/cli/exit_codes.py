@@ -96,7 +96,7 @@ def end_on_signals() -> Iterator[None]:
 def report(error: Exception) -> int:
     """Report an error once, and return its exit code.
 
-    The message is always written to torchrun's error file of the rank (``observability.rank_file``). If one of our commands started
+    The message is always written to the report of the rank (``observability.rank_file``). If one of our commands started
     the rank, that command prints one message for all ranks, and the traceback goes to the rank's log. Under the user's own torchrun,
     or without torchrun, the message is printed here. A user error occurs on every rank, so only rank 0 prints it.
     """

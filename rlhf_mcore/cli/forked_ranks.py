@@ -1,9 +1,9 @@
-"""Fork ranks from torchrun's process after its imports, because importing takes longer than the first steps of a small run.
+"""Fork ranks from the supervisor after its imports, because importing takes longer than the first steps of a small run.
 
 Two forked ranks of the quickstart take 33 core-seconds for a run of one step; they take 71 if each rank imports for itself.
 Ranks are forked only on a CPU, because a process that has initialised CUDA cannot be forked. They are forked only if the imports
 have started no thread, because a fork copies only the thread that forks. In other cases, and if a module defines no ``preload``,
-torchrun starts the ranks as usual.
+torch starts the ranks as usual.
 
 This module uses private API, which a new version may change: ``elastic.multiprocessing.api.get_subprocess_handler`` and
 ``SubprocessHandler`` of torch, ``threading._shutdown`` and ``atexit._run_exitfuncs`` of Python.
@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from rlhf_mcore.cli import rank
 
 _POLL_S = 0.02
-_OF_THE_AGENT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # torchrun's agent handles these, a rank does not
+_OF_SUPERVISOR = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the supervisor handles these, a rank does not
 
 
 def preload(module: str, arguments: Sequence[str]) -> bool:
@@ -50,14 +50,14 @@ def preload(module: str, arguments: Sequence[str]) -> bool:
 
 
 def fork_ranks() -> None:
-    """Make torchrun fork its ranks from this process from now on."""
+    """Make torch fork ranks from this process from now on."""
     gc.collect()
     gc.freeze()  # a garbage collection would copy the memory that the ranks share
     api.get_subprocess_handler = ForkedRank  # type: ignore[assignment]
 
 
 class ForkedRank(SubprocessHandler):
-    """A forked rank for torchrun. The module of its command ``python ... -m MODULE ARGUMENT...`` runs in the fork."""
+    """A forked rank. The module of its command ``python ... -m MODULE ARGUMENT...`` runs in the fork."""
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         start = args.index("-m") + 1
@@ -76,7 +76,7 @@ class ForkedRank(SubprocessHandler):
 
 
 class _Fork:
-    """The part of ``subprocess.Popen`` that torchrun uses."""
+    """The part of ``subprocess.Popen`` that torch uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -112,7 +112,7 @@ def _block_signals() -> Iterator[None]:
 
 
 def _become_rank(env: Mapping[str, str], streams: tuple[IO[str] | None, IO[str] | None]) -> None:
-    """Set session, environment, streams and signal handlers as in a process that torchrun has started."""
+    """Set session, environment, streams and signal handlers as in a process that torch has started."""
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
@@ -120,7 +120,7 @@ def _become_rank(env: Mapping[str, str], streams: tuple[IO[str] | None, IO[str] 
         if stream is not None:
             os.dup2(stream.fileno(), number)
         own.reconfigure(write_through=True)  # type: ignore[union-attr]
-    for number in _OF_THE_AGENT:
+    for number in _OF_SUPERVISOR:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(OSError):  # only a readable process name; some sandboxes do not support it
@@ -128,7 +128,7 @@ def _become_rank(env: Mapping[str, str], streams: tuple[IO[str] | None, IO[str] 
 
 
 def _run(module: ModuleType, arguments: Sequence[str]) -> NoReturn:
-    """Run the rank and end this process. The fork must not continue with the code of torchrun's process."""
+    """Run the rank and end this process. The fork must not continue with the code of the supervisor."""
     code = 1
     try:
         sys.argv = [str(module.__file__), *arguments]

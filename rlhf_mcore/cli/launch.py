@@ -1,14 +1,11 @@
-"""Start torchrun on this machine as a child process, forward signals to it, and return its exit code, without importing torch.
+"""Start the supervisor of the ranks on this machine, forward signals to it, and return its exit code, without importing torch.
 
-A run on one machine listens on the loopback only. torchrun's own stores listen on every interface, and its rendezvous unpickles
-the data that it receives there. We therefore use our own store (``rendezvous``) at a free port. The store uses no files, so no
-file remains after a kill. For several machines see ``agent``.
+A run on one machine listens on the loopback only. For several machines see ``agent``.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 import signal
 import socket
@@ -29,8 +26,6 @@ from rlhf_mcore.redaction import REDACTED, redact_arguments
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAIN = "rlhf_mcore.cli.train"
-SHOWN = "--shown"  # option for cli/torchrun.py: show the start on the terminal
-UNSAVED = "--unsaved"  # option for cli/torchrun.py: the ranks have nothing to save, so SIGTERM ends them
 _GRACE_S = 5.0
 SHOW_CURSOR = b"\x1b[?25h"
 ENDED_FROM_OUTSIDE = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
@@ -57,13 +52,12 @@ def launch(
     """
 
     def attempt(_number: int) -> int:
-        is_live = console in ("auto", "rich") and sys.stdout.isatty()
-        ours = [*([SHOWN] if is_live else []), *([UNSAVED] if module != TRAIN else [])]
-        options = [*list_rendezvous_options(), *list_log_options(logs, world_size), *ours]
-        command = torchrun_command(options, world_size, arguments, module)
-        return run_child(
-            command, build_environment(os.environ, threads_per_rank, nccl_interface=_interface_to(engines))
-        )
+        options = [f"--ranks={world_size}", "--terminal"]
+        options += [f"--logs={logs}"] if logs is not None else []
+        options += ["--shown"] if console in ("auto", "rich") and sys.stdout.isatty() else []
+        options += ["--unsaved"] if module != TRAIN else []
+        environment = build_environment(os.environ, threads_per_rank, nccl_interface=_interface_to(engines))
+        return run_child(supervisor_command(options, arguments, module), environment)
 
     code = with_restarts(attempt, max_restarts)
     if code in (REQUEUE, STOPPED):
@@ -71,15 +65,6 @@ def launch(
         hidden = f"  (replace {REDACTED} with your own value)" if REDACTED in again else ""
         say(f"to continue: {again}{hidden}", file=sys.stderr)
     return code
-
-
-def list_log_options(logs: Path | None, world_size: int) -> list[str]:
-    """Return the log options of torchrun for a run whose first rank prints to the terminal."""
-    if logs is None:
-        return [
-            f"--log-dir={os.devnull}"
-        ]  # without this option torchrun creates a temporary directory and does not remove it
-    return [f"--log-dir={logs}", f"--redirects={','.join(['0:2', *(f'{rank}:3' for rank in range(1, world_size))])}"]
 
 
 def format_command() -> str:
@@ -98,24 +83,9 @@ def with_restarts(attempt: Callable[[int], int], max_restarts: int) -> int:
     return attempt(max_restarts)
 
 
-def torchrun_command(
-    options: Sequence[str], ranks_per_node: int, arguments: Sequence[str], module: str = TRAIN
-) -> list[str]:
-    """Return the command line of ``cli.torchrun``, which returns the exit code of the workers."""
-    torchrun = [sys.executable, "-m", "rlhf_mcore.cli.torchrun", f"--nproc-per-node={ranks_per_node}"]
-    return [*torchrun, *options, "-m", module, *arguments]
-
-
-def list_rendezvous_options() -> list[str]:
-    """Return the rendezvous options of torchrun for a run on this machine only."""
-    return [
-        "--nnodes=1",
-        "--rdzv-backend=bound",
-        "--rdzv-conf=rank=0",
-        f"--rdzv-endpoint={LOOPBACK}:0",
-        f"--rdzv-id=rlhf_mcore-{secrets.token_hex(4)}",
-        f"--local-addr={LOOPBACK}",
-    ]
+def supervisor_command(options: Sequence[str], arguments: Sequence[str], module: str = TRAIN) -> list[str]:
+    """Return the command line that starts ranks of ``module``. It returns the exit code of the rank that failed first."""
+    return [sys.executable, "-m", "rlhf_mcore.cli.supervisor", *options, module, *arguments]
 
 
 def _interface_to(address: str | None) -> str | None:
@@ -134,7 +104,7 @@ def build_environment(
     interface: str | None = None,
     nccl_interface: str | None = None,
 ) -> dict[str, str]:
-    """Return the environment of torchrun and its workers, which communicate over one interface (None: the loopback).
+    """Return the environment of the supervisor and its ranks, which communicate over one interface (None: the loopback).
 
     NCCL reads its variable once per process, so ranks that send weights to other machines need ``nccl_interface`` from the start.
 

@@ -1,4 +1,4 @@
-"""A process that torchrun has started: its setup, and the report of its end."""
+"""A process that the supervisor or torchrun has started: its setup, its connection to the other ranks, and the report of its end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability import rank_file
 from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.own_processes import end_with_parent, raise_open_files
+from rlhf_mcore.parallel.addresses import LOOPBACK, listener
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
@@ -64,10 +66,10 @@ def torchrun_world_size(environment: Mapping[str, str] = os.environ) -> int | No
 
 
 def run(main: Callable[[], int]) -> int:
-    """Run ``main`` of a module that torchrun starts. Returns the exit code.
+    """Run ``main`` of a module that the supervisor or torchrun starts. Returns the exit code.
 
-    The process ends when torchrun's agent ends. Ctrl-C ends it at once until the run installs its own handler. ``DUMP_STACKS``
-    prints the stacks of all threads. Every exception becomes a message (``exit_codes.report``).
+    The process ends with the process that started it. Ctrl-C ends it at once until the run installs its own handler.
+    ``DUMP_STACKS`` prints the stacks of all threads. Every exception becomes a message (``exit_codes.report``).
     """
     try:
         if torchrun_world_size() is None:
@@ -118,7 +120,6 @@ def join_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
     """Claim the device and connect to the other ranks for the duration of the block. Collective over the world."""
     import torch.distributed as dist
 
-    from rlhf_mcore.cli.rendezvous import connect
     from rlhf_mcore.parallel.joint_group import connect_device
     from rlhf_mcore.platform import current_platform
 
@@ -138,6 +139,39 @@ def join_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
             yield Process(platform, watchdog)
     finally:
         dist.destroy_process_group()
+
+
+def connect(backend: str, timeout: timedelta) -> None:
+    """Initialise torch.distributed from torchrun's environment. Blocks until all processes are connected.
+
+    On one machine (MASTER_ADDR is the loopback and torchrun has no store) the store listens on the loopback only. torch's default
+    store would listen on every interface, and anyone on the network could write to it.
+
+    Raises:
+        ConfigError: the processes cannot connect; the message names the variables with the address.
+    """
+    import torch.distributed as dist
+
+    address, rank, world_size = os.environ["MASTER_ADDR"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"])
+    try:
+        if world_size == 1:  # no port is needed
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            return
+        if address != LOOPBACK or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            socket.getaddrinfo(address, port)  # fails at once for a wrong name; torch would retry it until the timeout
+            dist.init_process_group(backend, timeout=timeout)
+            return
+        listening = listener(LOOPBACK, port).detach() if rank == 0 else None  # the store closes it
+        store = dist.TCPStore(
+            address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening
+        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except (OSError, UnicodeError, dist.DistError) as error:  # UnicodeError: not a valid host name
+        raise ConfigError(
+            f"rank {rank} of WORLD_SIZE={world_size} cannot connect to the other ranks at MASTER_ADDR={address} MASTER_PORT={port} "
+            f"({str(error).splitlines()[0]}); check these variables, and that {world_size} processes were started"
+        ) from error
 
 
 class EarlyExit(RuntimeError):

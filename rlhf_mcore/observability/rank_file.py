@@ -1,8 +1,8 @@
-"""Reports from a rank to the process that started it, in the file that torchrun provides for a rank's error.
+"""Reports from a rank to the process that started it.
 
-Under our own commands, the file is one JSON object in memory with phases, signs of life, the first step and the end.
-:class:`RankFiles` reads the files of all ranks. Under the user's own torchrun, only an error is written, as
-``torch.distributed.elastic.multiprocessing.errors.record`` does.
+Under our own commands, a rank writes phases, signs of life, the first step, an error and the end to one JSON object in memory.
+:class:`RankFiles` reads the objects of all ranks. Under the user's own torchrun, only an error is written, to torchrun's file for
+it, as ``torch.distributed.elastic.multiprocessing.errors.record`` does.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.files import write_atomically
 
-VARIABLE = "TORCHELASTIC_ERROR_FILE"
-IN_MEMORY = "/proc/"  # prefix of the path under our own commands
+VARIABLE = "RLHF_MCORE_RANK_FILE"  # environment variable of a rank that one of our commands started
+OF_TORCHRUN = "TORCHELASTIC_ERROR_FILE"
 # The cause of a rank's end: the user's mistake, a failure, or the end of another rank.
 USER, FAILURE, CONSEQUENCE = "user", "failure", "consequence"
 
@@ -30,14 +30,14 @@ _ALIVE_S = 1.0
 _POLL_S = 0.5
 _SILENT_S = 10.0  # a rank that is silent for longer holds Python's lock
 _GONE_S = (
-    45.0  # torchrun ends the others within 30 s of a failure. If it has not, it saw the end of this rank as a success.
+    45.0  # torch ends the others within 30 s of a failure. If it has not, it saw the end of this rank as a success.
 )
 _lock = threading.RLock()
 
 
 def is_read() -> bool:
     """Return whether one of our commands started this rank. The command then reports errors and watches the rank's progress."""
-    return os.environ.get(VARIABLE, "").startswith(IN_MEMORY)
+    return VARIABLE in os.environ
 
 
 def note_start() -> None:
@@ -77,7 +77,7 @@ def note_done() -> None:
 def note_error(kind: str, text: str) -> None:
     """Report the error that ends the rank. ``kind``: USER, FAILURE or CONSEQUENCE."""
     _update(lambda _: {"kind": kind, "message": text[:_MAX_TEXT], "time": time.time()})
-    if (path := os.environ.get(VARIABLE)) and not is_read():
+    if (path := os.environ.get(OF_TORCHRUN)) and not is_read():
         # Written atomically, because torchrun cannot read half a file.
         with suppress(OSError, ConfigError):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def _update(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     with _lock, suppress(OSError, ValueError, KeyError), open(os.environ[VARIABLE], "r+b", buffering=0) as file:
         content = file.read()
         told = json.loads(content)
-        told |= {**change(told), "timestamp": int(time.time())}
+        told |= change(told)
         file.seek(0)
         file.write(json.dumps(told).encode().ljust(len(content)))
 
@@ -138,9 +138,7 @@ class RankFiles:
     def make(self, local_rank: int) -> str:
         """Create the file of a rank, and return its path."""
         descriptor = os.memfd_create(f"rank-{local_rank}")
-        os.write(
-            descriptor, json.dumps({"message": "", "timestamp": int(time.time()), "local_rank": local_rank}).encode()
-        )
+        os.write(descriptor, json.dumps({"local_rank": local_rank}).encode())
         self._files[local_rank] = descriptor
         return f"/proc/{os.getpid()}/fd/{descriptor}"
 

@@ -1,6 +1,6 @@
 """Run a test worker under torchrun. As in a training run, ranks are forks of a process that has imported the worker.
 
-    python -m rlhf_mcore.cli.torchrun ... -m tests.distributed.forked MODULE ARGUMENT...
+    python -m rlhf_mcore.cli.supervisor ... tests.distributed.forked MODULE ARGUMENT...
 
 calls ``main(ARGUMENT...)`` of the module on every rank. Absolute paths are passed as ``Path``.
 """

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf_mcore.cli.launch import list_log_options, list_rendezvous_options, torchrun_command
+from rlhf_mcore.cli.launch import supervisor_command
 from tests.commands import descendants
 from tests.distributed import forked, nccl_rules, rank_failures
 from tests.machine_speed import scaled
@@ -103,8 +103,7 @@ class World:
 
 
 def _start(worker: str, num_ranks: int, output: IO[str], failures: Path, *arguments: str) -> subprocess.Popen[str]:
-    options = [*list_rendezvous_options(), *list_log_options(None, num_ranks)]
-    command = torchrun_command(options, num_ranks, [f"tests.{worker}", *arguments], forked.MODULE)
+    command = supervisor_command([f"--ranks={num_ranks}"], [f"tests.{worker}", *arguments], forked.MODULE)
     command[1:1] = ["-W", "ignore"]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}

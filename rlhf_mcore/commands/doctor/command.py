@@ -135,7 +135,7 @@ def _as_rank(args: argparse.Namespace) -> list[Finding] | None:
     """Return the findings of all nodes and the traffic between ranks on rank 0, and None on the other ranks."""
     import torch.distributed as dist
 
-    from rlhf_mcore.cli.rendezvous import connect
+    from rlhf_mcore.cli.rank import connect
     from rlhf_mcore.commands.doctor import network
     from rlhf_mcore.parallel.collectives import all_gather_json
     from rlhf_mcore.platform import current_platform

@@ -1,4 +1,4 @@
-"""The parent of torchrun: its command, its environment, signals in and exit code out. torchrun itself is not started."""
+"""The parent of the supervisor: its command, its environment, signals in and exit code out. No rank is started."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.cli import launch, torchrun
-from rlhf_mcore.cli.launch import build_environment, list_rendezvous_options, run_child, torchrun_command, with_restarts
+from rlhf_mcore.cli import launch, supervisor
+from rlhf_mcore.cli.launch import build_environment, run_child, supervisor_command, with_restarts
 from rlhf_mcore.observability.rank_file import RankFiles
 from rlhf_mcore.own_processes import STARTED_BY, has_ended
 from rlhf_mcore.parallel.addresses import interface_of, listener, source_address
@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_command_hands_the_arguments_on() -> None:
-    command = torchrun_command(list_rendezvous_options(), 4, ["a b.yaml", "x=${seed}"])
-    assert command[:3] == [sys.executable, "-m", "rlhf_mcore.cli.torchrun"]
-    assert command[-4:] == ["-m", "rlhf_mcore.cli.train", "a b.yaml", "x=${seed}"]
-    assert "--nproc-per-node=4" in command
-    assert "--local-addr=127.0.0.1" in command
-    assert {"--rdzv-backend=bound", "--rdzv-endpoint=127.0.0.1:0"} <= set(command)
+    command = supervisor_command(["--ranks=4", "--terminal"], ["a b.yaml", "x=${seed}", "--resolved=/proc/1/fd/3"])
+    assert command[:3] == [sys.executable, "-m", "rlhf_mcore.cli.supervisor"]
+    args = supervisor._parser().parse_args(command[3:])
+    assert (args.ranks, args.nodes, args.node_rank, args.address, args.port) == (4, 1, 0, "127.0.0.1", 0)
+    assert (args.module, args.terminal) == ("rlhf_mcore.cli.train", True)
+    assert args.arguments == ["a b.yaml", "x=${seed}", "--resolved=/proc/1/fd/3"]
 
 
 def test_the_environment_binds_to_the_loopback_unless_the_user_says_otherwise() -> None:
@@ -140,7 +140,7 @@ with SignalRequests().listening() as requests:
 """
 HOLDER = f"""
 import subprocess, sys, time
-from rlhf_mcore.cli.torchrun import forward_signals
+from rlhf_mcore.cli.supervisor import forward_signals
 forward_signals()
 subprocess.run([sys.executable, "-c", {WORKER_THAT_LISTENS_LATE!r}], check=True)
 """
@@ -167,25 +167,25 @@ def failure(exitcode: int, timestamp: int, local_rank: int = 0) -> SimpleNamespa
 
 
 def test_the_exit_code_is_that_of_the_cause_not_of_those_that_were_ended_for_it() -> None:
-    """torchrun ends the others by SIGTERM; in the same second their order says nothing."""
-    assert torchrun.find_first_failure({0: failure(-15, 100), 1: failure(75, 100)})[0] == 1
-    assert torchrun.find_first_failure({0: failure(-15, 99), 1: failure(-9, 100), 2: failure(1, 101)})[0] == 1
-    assert torchrun.find_first_failure({0: failure(-15, 101), 1: failure(-15, 100)})[0] == 1
+    """torch ends the others by SIGTERM; in the same second their order says nothing."""
+    assert supervisor.find_first_failure({0: failure(-15, 100), 1: failure(75, 100)})[0] == 1
+    assert supervisor.find_first_failure({0: failure(-15, 99), 1: failure(-9, 100), 2: failure(1, 101)})[0] == 1
+    assert supervisor.find_first_failure({0: failure(-15, 101), 1: failure(-15, 100)})[0] == 1
 
 
 def test_workers_are_found_whatever_their_name() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         try:
-            assert child.pid in list(torchrun.children())
-            assert os.getppid() not in list(torchrun.children())
+            assert child.pid in list(supervisor.children())
+            assert os.getppid() not in list(supervisor.children())
         finally:
             child.kill()
 
 
 def test_signals_that_ask_for_a_save_end_nothing() -> None:
-    assert {number.name for number in torchrun.FORWARDED} == {"SIGUSR1", "SIGUSR2", "SIGTERM"}
-    assert not {number.name for number in torchrun.FORWARDED} & set(torchrun.ENDING)
-    assert set(torchrun.FORWARDED) <= set(launch.FORWARDED)
+    assert {number.name for number in supervisor.FORWARDED} == {"SIGUSR1", "SIGUSR2", "SIGTERM"}
+    assert not {number.name for number in supervisor.FORWARDED} & set(supervisor.ENDING)
+    assert set(supervisor.FORWARDED) <= set(launch.FORWARDED)
 
 
 class Files(RankFiles):
@@ -228,7 +228,7 @@ LOST = {"rank": 0, "kind": "consequence", "message": "RuntimeError: Connection c
 def test_one_message_names_the_cause_and_its_rank(
     told: list[dict[str, Any]], failures: dict[int, Any], code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert torchrun.Agent(Files(*told)).report(failures) == code
+    assert supervisor.Supervisor(Files(*told)).report(failures) == code
     printed = capsys.readouterr().err
     assert printed.startswith(f"error: {words}") and printed.count("error: ") == 1
     rank = 0 if 7 in (found.exitcode for found in failures.values()) else 1
@@ -236,16 +236,16 @@ def test_one_message_names_the_cause_and_its_rank(
 
 
 def test_a_run_that_saved_and_asks_to_be_started_again_says_nothing_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert torchrun.Agent(Files()).report({0: failure(75, 100), 1: failure(-15, 100)}) == 75  # type: ignore[dict-item]
-    assert torchrun.Agent(Files()).report({0: failure(-15, 100), 1: failure(76, 100)}) == 76  # type: ignore[dict-item]
+    assert supervisor.Supervisor(Files()).report({0: failure(75, 100), 1: failure(-15, 100)}) == 75  # type: ignore[dict-item]
+    assert supervisor.Supervisor(Files()).report({0: failure(-15, 100), 1: failure(76, 100)}) == 76  # type: ignore[dict-item]
     assert capsys.readouterr().err == ""
 
 
 def test_exit_code_0_needs_the_word_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert torchrun.Agent(Files(done=True)).check_done() == 0
-    assert torchrun.Agent(Files(ranks=0)).check_done() == 0  # a module that tells nothing
+    assert supervisor.Supervisor(Files(done=True)).check_done() == 0
+    assert supervisor.Supervisor(Files(ranks=0)).check_done() == 0  # a module that tells nothing
     assert capsys.readouterr().err == ""
-    assert torchrun.Agent(Files()).check_done() == 1
+    assert supervisor.Supervisor(Files()).check_done() == 1
     assert "rank 0 ended with exit code 0 before the run was done" in capsys.readouterr().err
 
 
@@ -256,8 +256,7 @@ def test_the_log_of_a_killed_rank_is_named_and_its_end_is_shown(
     log = tmp_path / "logs" / "run_x" / "attempt_0" / "1" / "stderr.log"
     log.parent.mkdir(parents=True)
     log.write_text("\n".join(f"line {number}" for number in range(100)))
-    agent = torchrun.Agent(Files())
-    agent.log_dir = tmp_path / "logs"
+    agent = supervisor.Supervisor(Files(), logs=tmp_path / "logs")
     agent.report({1: failure(-11, 100, local_rank=1)})  # type: ignore[dict-item]
     lines = capsys.readouterr().err.splitlines()
     assert (lines[1].strip(), lines[-2].strip(), len(lines)) == ("line 80", "line 99", 22)
@@ -312,9 +311,8 @@ def test_a_parent_that_has_ended_before_is_noticed() -> None:
 def test_sigterm_asks_ranks_to_save_and_ends_those_that_save_nothing(saves: bool, code: int, printed: bytes) -> None:
     terminated = f"""
 import signal
-from rlhf_mcore.cli.torchrun import Agent
-agent = Agent(None)
-agent.saves = {saves}
+from rlhf_mcore.cli.supervisor import Supervisor
+agent = Supervisor(None, saves={saves})
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 agent._terminate(signal.SIGTERM, None)
 print(*(number.name for number in signal.sigpending()))
@@ -328,14 +326,13 @@ def test_only_a_training_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "run_child", lambda command, _: commands.append(command) or 0)
     launch.launch([], 1, 1)
     launch.launch([], 1, 1, module="rlhf_mcore.commands.evaluate.command")
-    assert [launch.UNSAVED in command for command in commands] == [False, True]
+    assert ["--unsaved" in command for command in commands] == [False, True]
 
 
 INTERRUPTED = """
 from rlhf_mcore.observability.rank_file import RankFiles
-from rlhf_mcore.cli.torchrun import Agent
-agent = Agent(RankFiles(lambda pid: True))
-agent.module = "rlhf_mcore.cli.train"
+from rlhf_mcore.cli.supervisor import Supervisor
+agent = Supervisor(RankFiles(lambda pid: True), "rlhf_mcore.cli.train")
 agent._interrupt(2, None)
 """
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.cli.rank import torchrun_world_size
-from rlhf_mcore.cli.rendezvous import connect
+from rlhf_mcore.cli.rank import connect, torchrun_world_size
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.addresses import listener
 from tests.messages import refused

@@ -1,35 +1,17 @@
-"""One node's part of a run, up to the command that torchrun gets."""
+"""One node's part of a run, up to the command of its supervisor."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import config_from_args, parse_args
 
-from rlhf_mcore.cli import agent
-from rlhf_mcore.cli.launch import torchrun_command
+from rlhf_mcore.cli import agent, supervisor
 from rlhf_mcore.cli.preflight import KEPT_STARTS
 from rlhf_mcore.config.errors import ConfigError
-
-NODE = argparse.Namespace(nodes=2, node_rank=1, address="10.0.0.1", port=4567, run_id="12.0.0")
-
-
-def test_torchrun_understands_what_it_is_told(tmp_path: Path) -> None:
-    command = torchrun_command(agent.torchrun_options(NODE, "10.0.0.2", tmp_path), 8, ["a b.yaml", "seed=1"])
-    module = command.index("rlhf_mcore.cli.torchrun")
-    config, _, worker = config_from_args(parse_args(command[module + 1 :]))
-    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 8)
-    assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == ("bound", "10.0.0.1:4567", "12.0.0")
-    assert config.rdzv_configs["rank"] == "1"
-    assert (config.max_restarts, config.local_addr) == (0, "10.0.0.2")
-    assert [word for word in worker if not str(word).startswith("-")][-3:] == [
-        "rlhf_mcore.cli.train",
-        "a b.yaml",
-        "seed=1",
-    ]
+from rlhf_mcore.observability.rank_file import RankFiles
+from rlhf_mcore.own_processes import has_ended
 
 
 def test_where_nodes_meet_is_one_line_for_scripts(
@@ -42,6 +24,27 @@ def test_where_nodes_meet_is_one_line_for_scripts(
     address, port, max_restarts, logs = capsys.readouterr().out.rstrip("\n").split(" ", 3)
     assert (address, max_restarts) == ("127.0.0.1", "3") and int(port) > 0
     assert logs == str(tmp_path / "outputs" / "rlhf_mcore" / "a b" / "logs" / "7.0.0")
+
+
+def test_the_supervisor_understands_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("model: {path: model}\n")
+    commands: list[list[str]] = []
+    monkeypatch.setattr(agent, "run_child", lambda command, *_: commands.append(command) or 0)
+    options = [
+        "--nodes=2",
+        "--node-rank=1",
+        "--ranks-per-node=8",
+        "--address=127.0.0.1",
+        "--port=4567",
+        "--run-id=12.0.0",
+    ]
+    assert agent.main([*options, "run.yaml", "experiment='a b'"]) == 0
+    args = supervisor._parser().parse_args(commands[0][3:])
+    assert (args.nodes, args.node_rank, args.ranks, args.address, args.port) == (2, 1, 8, "127.0.0.1", 4567)
+    assert args.logs == tmp_path / "outputs" / "rlhf_mcore" / "a b" / "logs" / "12.0.0" / "node-1"
+    assert (args.module, args.arguments) == ("rlhf_mcore.cli.train", ["run.yaml", "experiment='a b'"])
+    assert supervisor._environment(args, 3, 4567, RankFiles(has_ended))["RANK"] == "11"
 
 
 def test_an_interface_that_is_not_there_is_named() -> None:
