@@ -299,8 +299,8 @@ class TrainBatch:
     Per-token tensors are flat: the N tokens of the rows that this rank owns, ascending and back to back; ``x[k]`` belongs to
     ``token_ids[k]``. All tensors are on the host. Optional fields are filled in the order of the loop.
 
-    In reinforcement learning, the owner of a row is the rank that returns the actor's outputs for it. The actor and its reference
-    therefore need not receive it. The results of algorithms do not depend on owners.
+    In reinforcement learning, the owner of a row is one of the ranks on which the actor learns from it. The actor and its reference
+    therefore move it only among these ranks. The results of algorithms do not depend on owners.
 
     A row is an episode. It has one score, one weight and one position in its group, even if it consists of several sequences.
     """
@@ -317,8 +317,8 @@ class TrainBatch:
     token_ids: Tensor  # [N] int32
     loss_mask: Tensor  # [N] bool: tokens that the policy sampled and may learn from
     rollout_logprobs: Tensor  # [N] float32, zero outside loss_mask
-    # The owner of the rows of each data-parallel rank of the actor; (): rows are spread over all ranks of the world
-    owner_of_replica: tuple[int, ...] = ()
+    # The ranks of each data-parallel replica of the actor, which own its rows; (): rows are spread over all ranks of the world
+    replicas: tuple[tuple[int, ...], ...] = ()
     # By row, on every rank: number of tokens of each sequence, for rows with several sequences
     sequences: Mapping[int, Sequence[int]] = field(default_factory=dict)
     images: Mapping[int, Sequence[Sequence[str]]] = field(

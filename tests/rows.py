@@ -111,6 +111,6 @@ def padded_batch(batch: TrainBatch) -> Any:
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
     per_token = set(tensors) - {"lengths", "num_sampled", "scores", "truncated", "group_ids", "owners", "rows"}
     per_token -= {"bootstrap_values", "kl_coef", "policy_version", "prompts", "with_entropy", "fields", "sequences"}
-    per_token -= {"images", "computed", "owner_of_replica"}
+    per_token -= {"images", "computed", "replicas"}
     whole = {name: padded(batch, tensors[name]) for name in per_token if tensors[name] is not None}
     return SimpleNamespace(**{**tensors, **whole})

@@ -112,6 +112,14 @@ class ParallelLayout:
         """The number of ranks that hold the same part of the same expert."""
         return self.world_size // (self.pp * self.expert_tp * self.ep)
 
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The global ranks of each data-parallel replica."""
+        ranks: list[list[int]] = [[] for _ in range(self.dp)]
+        for rank in self.ranks:
+            ranks[self.coordinates(rank)["dp"]].append(rank)
+        return tuple(map(tuple, ranks))
+
     def rank_of(self, tp: int = 0, dp: int = 0, pp: int = 0, cp: int = 0) -> int:
         """Return the global rank at the given coordinates."""
         return self.first_rank + ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp

@@ -105,8 +105,7 @@ class RoleModel:
     def deal(self, batch: TrainBatch, rows: Sequence[int] | None = None, rows_per_unit: int = 1) -> Deal:
         """Distribute rows over the data-parallel ranks. Equal on every rank of the world.
 
-        If the owners of the rows are the output ranks of this model, a rank runs the rows that it owns. Otherwise, see
-        ``balance``.
+        If the model has the replicas that own the rows, each replica runs its own rows. Otherwise, see ``balance``.
 
         Args:
             batch: the rows of the step.
@@ -114,14 +113,15 @@ class RoleModel:
             rows_per_unit: number of consecutive rows that stay together.
         """
         rows = range(batch.num_rows) if rows is None else rows
-        if batch.owner_of_replica != self.output_ranks:
+        if batch.replicas != self.layout.replicas:
             return self.balance(batch.sizes, rows, rows_per_unit)
-        assert rows_per_unit == 1, "units require owners on all ranks"
-        owned: dict[int, list[int]] = {rank: [] for rank in self.output_ranks}
+        assert rows_per_unit == 1, "owners are chosen for single rows"
+        replica_of = {rank: replica for replica, ranks in enumerate(batch.replicas) for rank in ranks}
+        deal: Deal = [[] for _ in batch.replicas]
         owners = batch.owners.tolist()
         for row in rows:
-            owned[owners[row]].append(row)
-        return list(owned.values())
+            deal[replica_of[owners[row]]].append(row)
+        return deal
 
     def balance(self, sizes: RowSizes, rows: Sequence[int], rows_per_unit: int = 1) -> Deal:
         """Distribute rows in ascending order over the data-parallel ranks, with balanced costs.

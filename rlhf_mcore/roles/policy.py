@@ -159,7 +159,7 @@ class PolicyObjective(Objective):
             metrics["divergence"] = masked_sum(whole.divergence.detach(), trainable)
         return loss, metrics
 
-    def _loss_inputs(self, whole: TokenLogprobs, microbatch: Microbatch, fields: Mapping[str, Tensor]) -> LossInputs:
+    def _loss_inputs(self, whole: TokenLogprobs, microbatch: Microbatch, fields: dict[str, Tensor]) -> LossInputs:
         """Return the inputs of the policy loss, whose ratios use the sampling distribution, renormalised on a support.
 
         Without ``old_logprobs``, the old policy is the current policy: every ratio is 1.

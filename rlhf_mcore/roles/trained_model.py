@@ -21,6 +21,7 @@ from rlhf_mcore.data.collate import RowTokens, restore_tokens
 from rlhf_mcore.mcore.model import LossSums, MegatronModel, Metrics
 from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate
 from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
+from rlhf_mcore.parallel.rows import owners_of
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.types import Field, Microbatch, RowSizes, TrainBatch, UpdateResult
 
@@ -146,13 +147,17 @@ class TrainedModel(RoleModel):
         """Return whether a step learns from these rows in one update."""
         return self.plan.epochs == 1 and len(minibatches(batch.group_ids, self.plan.prompts_per_minibatch)) == 1
 
-    def choose_owners(self, sizes: RowSizes) -> tuple[Tensor, tuple[int, ...]]:
-        """Return the owners [B] of rows that this model learns from, and ``TrainBatch.owner_of_replica``."""
+    def choose_owners(self, sizes: RowSizes) -> tuple[Tensor, tuple[tuple[int, ...], ...]]:
+        """Return the owners [B] of rows that this model learns from, and ``TrainBatch.replicas``.
+
+        The ranks of a replica own nearly equal numbers of tokens.
+        """
+        parts = [self.balance(sizes, part) for part in minibatches(sizes.group_ids, self.plan.prompts_per_minibatch)]
         owners = torch.zeros_like(sizes.lengths)
-        for part in minibatches(sizes.group_ids, self.plan.prompts_per_minibatch):
-            for rank, rows in zip(self.output_ranks, self.balance(sizes, part), strict=True):
-                owners[rows] = rank
-        return owners, self.output_ranks
+        for replica, ranks in enumerate(self.layout.replicas):
+            rows = [row for part in parts for row in part[replica]]
+            owners[rows] = torch.tensor(ranks)[owners_of(sizes.lengths[rows].numpy(), len(ranks))]
+        return owners, self.layout.replicas
 
     def tokens_of_update(
         self,

@@ -21,11 +21,11 @@ from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.trainer.scores import OnError, ScoreFacts, gather_baselines, gather_facts
 from rlhf_mcore.types import Field, Ragged, RowSizes, TrainBatch, Trajectory
 
-# Sizes of all rows -> their owners [B], and ``TrainBatch.owner_of_replica``.
-ChooseOwners = Callable[[RowSizes], tuple[Tensor, tuple[int, ...]]]
+# Sizes of all rows -> their owners [B], and ``TrainBatch.replicas``.
+ChooseOwners = Callable[[RowSizes], tuple[Tensor, tuple[tuple[int, ...], ...]]]
 
 
-def spread_owners(sizes: RowSizes) -> tuple[Tensor, tuple[int, ...]]:
+def spread_owners(sizes: RowSizes) -> tuple[Tensor, tuple[tuple[int, ...], ...]]:
     """Choose owners among all ranks of the world, with nearly equal numbers of tokens."""
     return torch.from_numpy(owners_of(sizes.lengths.numpy(), dist.get_world_size())), ()
 
@@ -159,7 +159,7 @@ def exchange_rows(
         fields["support"] = flat_support(trajectories)
     lengths, holders = facts.length.numpy(), facts.holder.numpy()
     computed = torch.stack([facts.num_computed, facts.num_shared], dim=1)
-    owners, owner_of_replica = choose_owners(RowSizes(facts.length, group_ids, computed))
+    owners, replicas = choose_owners(RowSizes(facts.length, group_ids, computed))
     owned = rows_by_rank(owners.numpy(), dist.get_world_size())
     moved: dict[str, Any] = move_fields(fields, lengths, holders, owned)
     recorded = move_fields(contents.recorded, lengths, holders, owned)
@@ -171,7 +171,7 @@ def exchange_rows(
         group_ids=group_ids,
         owners=owners,
         rows=torch.from_numpy(owned[dist.get_rank()]),
-        owner_of_replica=owner_of_replica,
+        replicas=replicas,
         sequences=contents.sequences,
         images=contents.images,
         computed=computed,

@@ -193,10 +193,10 @@ def batch_for(all_rows: list[Row], owners: list[int] | None = None) -> TrainBatc
 
 
 def batch_of_learner(model: TrainedModel) -> TrainBatch:
-    """Return the batch of ``rows()`` as in reinforcement learning: a row is on the rank that learns from it."""
-    owners, owner_of_replica = model.choose_owners(batch_for(rows()).sizes)
+    """Return the batch of ``rows()`` as in reinforcement learning: a row is on a rank that learns from it."""
+    owners, replicas = model.choose_owners(batch_for(rows()).sizes)
     batch = batch_for(rows(), owners.tolist())
-    batch.owner_of_replica = owner_of_replica
+    batch.replicas = replicas
     return batch
 
 

@@ -1,4 +1,4 @@
-"""The rank that stores a row: it is the one that learns from it, and no result depends on it."""
+"""The rank that stores a row: it is one of the ranks that learn from it, and no result depends on it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.row_movement import Setup, count_step
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, TrainerConfig
@@ -20,7 +21,7 @@ from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.exchange import RowExchange, spread_owners
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles
 from rlhf_mcore.trainer.sampled import SampledBatch
-from rlhf_mcore.types import Prompt, Score
+from rlhf_mcore.types import Prompt, RowSizes, Score
 from tests.episodes import sampled_batch, single_turn
 from tests.rows import padded
 from tests.unit.parallel.world import Meeting, ThreadGroup, run_ranks
@@ -36,11 +37,27 @@ def test_tokens_of_grpo_move_once(updates: int) -> None:
     assert counter.token_sends == 1 and phases(counter.sent) == {"exchange"}
 
 
-def test_ranks_of_a_replica_receive_its_rows_from_one_of_them() -> None:
+def test_rows_move_only_within_a_replica() -> None:
     counter, tokens = count_step(Setup("GRPO", ParallelLayout(8, tp=2, pp=2)), num_prompts=8)
     for phase in ("reference", "update"):
         assert counter.sent[phase, "token_ids"] == 3 * 4 * tokens, "three other ranks, and int32"
-        assert not counter.sent[phase, "values"], "the owner returns the outputs"
+        assert counter.sent[phase, "values"] == pytest.approx(0.75 * 4 * tokens, rel=0.1), "to three owners of four"
+
+
+def test_ranks_of_a_replica_own_nearly_equal_tokens() -> None:
+    lengths = torch.tensor([9, 1, 5, 5, 3, 7, 2, 8, 6, 4, 9, 1])
+    layout, spec = ParallelLayout(8, tp=2, pp=2, first_rank=1), Lookup().spec
+    plan = MinibatchPlan(3)
+    model = TrainedModel(layout, None, spec, TrainerConfig(), optimizer=OptimizerConfig(), plan=plan, name="actor")
+    owners, replicas = model.choose_owners(RowSizes(lengths, torch.arange(12) // 2))
+    assert replicas == ((1, 2, 5, 6), (3, 4, 7, 8))
+    owned = {rank: int(lengths[owners == rank].sum()) for ranks in replicas for rank in ranks}
+    assert sum(owned.values()) == 60 and max(owned.values()) - min(owned.values()) <= 5
+    by_update = [
+        [int(lengths[part][torch.isin(owners[part], torch.tensor(ranks))].sum()) for ranks in replicas]
+        for part in (slice(0, 6), slice(6, 12))
+    ]
+    assert by_update == [[15, 15], [15, 15]]
 
 
 @pytest.mark.parametrize(
