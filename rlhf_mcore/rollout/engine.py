@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_mcore.config.schema import Config
-    from rlhf_mcore.platform.transformers_models import CheckpointTensor
+    from rlhf_mcore.rollout.hf.checkpoint_tensors import CheckpointTensor
 
 
 PROGRESS_S = 1.0  # minimum seconds between two progress reports
@@ -497,7 +497,7 @@ class ExpectedTensors:
     @classmethod
     def of_model(cls, model: torch.nn.Module, parts: Sequence[CheckpointTensor] | None = None) -> ExpectedTensors:
         """Build from a transformers model, which may be on the meta device. ``parts``: its ``checkpoint_tensors``, if known."""
-        from rlhf_mcore.platform.transformers_models import checkpoint_tensors
+        from rlhf_mcore.rollout.hf.checkpoint_tensors import checkpoint_tensors
 
         live = model.state_dict(keep_vars=True)
         shapes: dict[str, tuple[int, ...]] = {}

@@ -15,9 +15,9 @@ from torch import Tensor
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import DTYPES, current_platform
 from rlhf_mcore.platform.cpu_libraries import declare_image_operators
-from rlhf_mcore.platform.transformers_models import checkpoint_tensors
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, LiveEngine, preserved_rng, ragged_ids
+from rlhf_mcore.rollout.hf.checkpoint_tensors import checkpoint_tensors
 from rlhf_mcore.rollout.hf.images import BatchImages
 from rlhf_mcore.types import Completion, Request, Sampling
 

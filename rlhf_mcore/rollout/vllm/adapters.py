@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from rlhf_mcore.families.adapters import hf_module
-from rlhf_mcore.platform.wrapped_layers import SLOT, name_slots
+from rlhf_mcore.rollout.vllm.wrapped_layers import SLOT, name_slots
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,7 +15,6 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.platform.cpu_libraries import declare_image_operators
-from rlhf_mcore.platform.wrapped_layers import base_layers, set_adapter
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import AddsAdapters, EngineModel, ExpectedTensors, LiveEngine
 from rlhf_mcore.rollout.vllm import adapters, cpu, images, masks, reload, stages
@@ -34,6 +33,7 @@ from rlhf_mcore.rollout.vllm.images import EngineImages
 from rlhf_mcore.rollout.vllm.limits import problem_of
 from rlhf_mcore.rollout.vllm.masks import support_of
 from rlhf_mcore.rollout.vllm.routes import record_routes
+from rlhf_mcore.rollout.vllm.wrapped_layers import base_layers, set_adapter
 from rlhf_mcore.types import DRAFTS, ROUTES, Completion, Recorded, Request
 
 if TYPE_CHECKING:
