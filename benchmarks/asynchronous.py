@@ -4,9 +4,9 @@ One trainer rank runs on one core, and one engine under Ray on another. A small 
 with a probability of about 1 / vocabulary size. Lengths are therefore nearly geometric (mean 100 tokens, at most 512). All schedules
 run on the same two cores:
 
-- ``synchronous``: ``trainer.max_staleness=0``, one side waits for the other;
-- ``colocated``: two ranks with an engine each, which sample and learn in turn;
-- ``one_step_off``: ``max_staleness=1``, all started responses end before new weights are loaded;
+- ``synchronous``: ``trainer.max_staleness=0``, one side waits for the other.
+- ``colocated``: two ranks with an engine each, which sample and learn in turn.
+- ``one_step_off``: ``max_staleness=1``, all started responses end before new weights are loaded.
 - ``partial``: ``max_staleness=4``, responses continue with new weights.
 
 The ratio is the samples per second of ``partial`` over ``synchronous``, as the median over rounds. The result also contains the ratio

@@ -1,9 +1,10 @@
 """Compare the time of a sync to an engine in a separate process with a sync to an engine in the trainer's process.
 
-There are one trainer rank (Megatron), one vLLM engine in its process and one engine in another process. They run in turn:
+One trainer rank (Megatron) and two vLLM engines run, one engine in the trainer's process and one in another process.
+The kinds of sync run in turn:
 
-- colocated: ``PlannedBridge.sync``, which copies in memory and lets vLLM repack;
-- remote: ``RemoteBridge.sync`` over the joint group, through memory that both processes map, as on one machine;
+- colocated: ``PlannedBridge.sync``, which copies in memory and lets vLLM repack.
+- remote: ``RemoteBridge.sync`` over the joint group, through memory that both processes map, as on one machine.
 - messages: the same through loopback sockets, as between machines without a faster network.
 
 The result is the median of remote / colocated for the larger model. The separate engine repacks while the trainer packs the next

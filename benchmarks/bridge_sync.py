@@ -230,7 +230,10 @@ def timed_world(action: Callable[[], object]) -> Timing:
 def bytes_moved(
     planned: PlannedBridge, ready: Mapping[str, Tensor], parameters: list[LocalParameter]
 ) -> dict[str, Any]:
-    """Return the sent bytes, summed over ranks: of the plan, and of a gather that gives every rank every full tensor."""
+    """Return the bytes that the plan sends, and the bytes that a gather of every full tensor to every rank sends.
+
+    Summed over ranks.
+    """
     full = sum(tensor.numel() * tensor.element_size() for tensor in ready.values())
     held = sum(parameter.tensor.numel() * parameter.tensor.element_size() for parameter in parameters)
     moved = int(count_bytes(planned.plan).received.sum())

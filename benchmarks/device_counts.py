@@ -20,7 +20,7 @@ from benchmarks.fake_cuda import guard
 if TYPE_CHECKING:
     from benchmarks.fake_cuda.device import Counts
 
-LAYERS, MICROBATCHES = 2, 2  # of the counted update
+LAYERS, MICROBATCHES = 2, 2  # layers and microbatches of the counted update
 KINDS = ("host syncs", "copies", "launches")
 
 

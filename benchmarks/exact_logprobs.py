@@ -1,11 +1,11 @@
 """Measure the share of sampled tokens with bit-identical logprobs in engine and trainer, with and without shared operations.
 
-A dense Qwen3 with random weights samples responses in vLLM on the CPU. The prompts have many lengths, and the engine's token
-budget splits them. The trainer computes the logprobs in packed and in padded microbatches of several sizes. The benchmark first
-measures the unchanged run. Then it lets both sides compute one more operation by the same function, until all operations are
-shared. The result of a shared function for a row does not depend on the number of rows: products have at least 32 rows, because
-MKL uses other kernels for few rows, and attention processes the keys of a sequence in blocks of 32 from its first token. Only
-this benchmark uses these functions.
+A dense Qwen3 with random weights samples responses in vLLM on the CPU. The prompts have many lengths, and the engine's
+token budget splits them. The trainer computes the logprobs in packed and in padded microbatches of several sizes. The
+benchmark first measures the unchanged run. Then it shares one more operation in each round, until both sides compute
+all operations by the same functions. The result of a shared function for a row does not depend on the number of rows.
+Products have at least 32 rows, because MKL uses other kernels for few rows. Attention processes the keys of a sequence
+in blocks of 32 from its first token. Only this benchmark uses these functions.
 
 Then it measures steps of the run, unchanged and with all operations shared. In the latter, the old logprobs come from the
 forward pass of the update. The engine uses live weights in both.

@@ -1,7 +1,7 @@
 """Run benchmarks one after the other, each in a separate process, and print a table of ratios, goals and verdicts.
 
-    python -m benchmarks.run [--quick] [NAME...]      run the named benchmarks, or all, and print the table
-    python -m benchmarks.run --write                  write the committed results and their plot into benchmarks/results/README.md
+    python -m benchmarks.run [--quick] [NAME...]      run the named benchmarks, or all, and print the table.
+    python -m benchmarks.run --write                  write the committed results and their plot into benchmarks/results/README.md.
 
 The module docstring of a benchmark describes the measurement. Its details are in benchmarks/results/<name>.json. Quick runs do not
 change these files.
@@ -185,7 +185,7 @@ def page(text: str, outcomes: Sequence[Outcome], loads: Sequence[float]) -> str:
 
 
 def plot(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Draw the distance of each benchmark from its goal. 1 is the goal, and bars longer than 1 miss it."""
+    """Plot the ratio of each benchmark to its goal. 1 is the goal, and bars longer than 1 miss it."""
     import matplotlib
 
     matplotlib.use("Agg")

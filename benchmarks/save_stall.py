@@ -34,7 +34,10 @@ GOAL, MEMCPY_GOAL = 0.05, 1.2
 
 
 class Part:
-    """Weights and moments, saved like those of a role (roles/role_files.py). A thread copies them, and an update waits for it."""
+    """Weights and moments of one role, saved as by roles/role_files.py.
+
+    A thread copies them, and an update waits for the copy.
+    """
 
     name = "actor"
 

@@ -3,9 +3,9 @@
 Our side runs two ranks of one thread each, with vLLM. TRL runs one process of two threads and generates with transformers. Both run in
 turn, in separate processes. The step time is the mean time between the ends of steps after the warm-up. Rows:
 
-- ``small``, ``long``, ``large``: nearly every response has the maximum length (end probability 1 / vocabulary size at each token);
-- ``tail``: a response ends with a probability of about 1/64 at each token, at most 512 tokens;
-- ``tail_128``: the same with 128 responses instead of 64;
+- ``small``, ``long``, ``large``: nearly every response has the maximum length (end probability 1 / vocabulary size at each token).
+- ``tail``: a response ends with a probability of about 1/64 at each token, at most 512 tokens.
+- ``tail_128``: the same with 128 responses instead of 64.
 - ``prompts``: prompts of 1,024 tokens and responses of 64. Our side computes each prompt once.
 
 ``./launch/setup.sh --with bench`` installs TRL and its requirements in addition to the project's packages. CPU seconds include all

@@ -1,6 +1,7 @@
 """Import packages that only some tests may see, from the separate folder in which launch/setup.sh installs them.
 
-transformers behaves differently if it finds torchvision, PEFT or accelerate, and users of the CPU stack have none of these packages.
+transformers behaves differently if it finds torchvision, PEFT or accelerate. The CPU stack does not include these
+packages.
 """
 
 from __future__ import annotations

@@ -100,7 +100,10 @@ def python_path() -> str:
 
 
 def left_behind(directory: Path) -> list[str]:
-    """Return the files that kills have left in the temporary folder. Skip torch's cache of compiled code, which the next run uses."""
+    """Return the files that remain in the temporary folder after kills.
+
+    Skip torch's cache of compiled code, which the next run uses.
+    """
     return [path.name for path in (directory / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
 
 

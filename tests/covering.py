@@ -50,6 +50,6 @@ def covering_rows(
 
 
 def _covered(row: Row, features: Callable[[Row], Mapping[str, Hashable]] | None) -> set[Any]:
-    """Return the values of a row and the pairs of its features (default: of its values)."""
+    """Return the values of a row, and the pairs of its features. Without features, return the pairs of its values."""
     values = set(row.items())
     return values | set(combinations(sorted((features(row) if features else row).items()), 2))

@@ -1,8 +1,8 @@
 """Describe the tensors of vLLM engine ranks without an engine. Tests, benchmarks and tools use them as destinations of a sync.
 
-The descriptions equal those of the tracer: queries, keys and values in one tensor, gate and up in one tensor, stacked experts,
-replicated key and value heads if there are fewer heads than ranks, and a vocabulary padded to a multiple of 64.
-``tests/e2e/bridge/test_trace.py`` compares them with vLLM's modules.
+The descriptions equal the tracer's. Queries, keys and values are in one tensor, gate and up in one tensor, and experts
+are stacked. Key and value heads are replicated if there are fewer heads than ranks. The vocabulary is padded to a
+multiple of 64. ``tests/e2e/bridge/test_trace.py`` compares the descriptions with vLLM's modules.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _plan_rule(rule: Rule, geometry: ModelGeometry, cut: _Cut, layer: int) -> Pl
 
 
 def _planned_delta(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> Iterator[PlannedTensor]:
-    """Plan the input projections of a gated delta net: two tensors, of which the second contains scalars.
+    """Plan the input projections of a gated delta net as two tensors. The second tensor contains scalars.
 
     Each kind has the same layout as on a trainer rank.
     """

@@ -2,8 +2,8 @@
 
 Every test belongs to one tier:
 
-- ``default``: what ``./launch/test.sh`` runs;
-- ``ci``: what ``.ci/run`` runs in addition;
+- ``default``: tests that ``./launch/test.sh`` runs;
+- ``ci``: tests that ``.ci/run`` runs in addition;
 - ``full``: all other tests. CI runs one of four shards of this tier, and ``./launch/test.sh --full`` runs the whole tier.
 
 The marks ``default``, ``ci`` and ``full`` select the tier of a test. Without a mark, the directory decides (``TIER_OF_DIRECTORY``).

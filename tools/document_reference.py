@@ -70,7 +70,7 @@ def _text(words: str) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- commands
 def commands() -> list[str]:
-    """List the commands of the package and of contrib/, without those of other installed plug-ins."""
+    """List the commands of the package and of contrib/. Commands of other installed plug-ins are left out."""
     return [name for name in COMMANDS if module_of(name).startswith(OURS)]
 
 

@@ -1,7 +1,7 @@
 """Measure what the tests protect: change one place of the package at a time, and see whether a test fails.
 
-    python tools/mutants.py sample REVISION         # write tests/mutants/mutants.json: 40 changes of the package at a revision
-    python tools/mutants.py run SUITE CHECKOUT      # run a suite of tests/mutants/suites.json on each; continues an interrupted run
+    python tools/mutants.py sample REVISION         # write tests/mutants/mutants.json: 40 changes of the package at a revision.
+    python tools/mutants.py run SUITE CHECKOUT      # run a suite of tests/mutants/suites.json on each; continues an interrupted run.
     python tools/mutants.py report                  # print which suite killed which change
 
 CHECKOUT is a separate git worktree, which this script changes and restores. A change that makes tests run into their time limit counts

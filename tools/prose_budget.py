@@ -27,7 +27,7 @@ BUDGET = Path(__file__).with_suffix(".json")
 GENERATED = "docs/reference/"  # their sentences are in the code
 MAX_WORDS = 35  # in a sentence; 25 is the aim
 
-_START = r"(?:^|(?<=[.:;] ))"  # where a sentence or a clause starts
+_START = r"(?:^|(?<=[.:;] ))"  # the start of a sentence or a clause
 _SUBJECT = r"(?:there|it|they|that|this|these|one|none|some|any|all|both|several|many|no|nothing|an?|the|its|each|every|\w+s)\b"
 _PREPOSITION = (
     r"(?:of|from|by|with|in|on|for|than|and|but|is|are|has|have|reads?|takes?|keeps?|returns?|writes?|prints?|needs?)"
@@ -73,7 +73,7 @@ _MESSAGES = {
 
 
 class Text(NamedTuple):
-    """A piece of prose: where it is, what it is, and its words."""
+    """A piece of prose with its file, line and surface."""
 
     file: str
     line: int

@@ -1,10 +1,10 @@
-"""Show what tests cost, from the JUnit files of a run, and refresh the durations by which shards are balanced.
+"""Show the costs of tests, from the JUnit files of a run, and refresh the durations by which shards are balanced.
 
     RLHF_MCORE_TEST_REPORTS=reports ./launch/test.sh --full
     python tools/test_costs.py reports/*.xml              # CPU seconds by tier and directory, and the most expensive tests
     python tools/test_costs.py --write reports/*.xml      # and write tests/durations.json
 
-CPU seconds are those of ``tests/costs.py``. Durations are wall seconds of the tests of tier ``full``, by file.
+CPU seconds are measured by ``tests/costs.py``. Durations are wall seconds of the tests of tier ``full``, by file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One test: its file, name and tier, CPU seconds (wall seconds in a report without them) and wall seconds."""
+    """A test: its file, name and tier, CPU seconds (wall seconds in a report without them) and wall seconds."""
 
     file: str
     name: str

@@ -33,7 +33,7 @@ def migrate(path: Path, source: str = "auto") -> Migration:
     """Read a YAML file (verl), a Python script (TRL) or a launch script (verl, OpenRLHF, TRL) and convert its keys.
 
     Raises:
-        ConfigError: the file cannot be read, or belongs to none of these trainers.
+        ConfigError: the file cannot be read, or it is not a configuration of one of these trainers.
     """
     text = read_text(path, limit=MAX_BYTES)
     if path.suffix in (".yaml", ".yml"):

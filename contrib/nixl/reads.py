@@ -99,9 +99,10 @@ class ReadLinks(Links):
         return MappedMemory(self._own, {}, frozenset())
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> Sequence[Wait]:
-        """Notify receivers of the positions of their messages. Returns the waits of received messages, then those of sent messages.
+        """Notify receivers of the positions of their messages. Returns the waits of received messages, then the waits
+        of sent messages.
 
-        Waiting for received messages reads them.
+        A wait for received messages reads them.
         """
         numbers, waits = Counter[int](), list[Wait]()
         reads = [_Read((peer, _PACKED, tag, _next(numbers, peer)), flat) for flat, peer in receives]

@@ -25,7 +25,7 @@ MAX_LENGTH = 1 << 24  # tokens per response
 ENOUGH = 200_000  # number of responses, the last ones of a run
 _MAX_BYTES = 1 << 28
 _MAX_COUNT = 20_000_000
-_DRAWN = 1 << 16  # number of quantiles that stand for a distribution; quantiles make the mean exact
+_DRAWN = 1 << 16  # number of quantiles that represent a distribution; quantiles make the mean exact
 _CALL = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
 _REMEDY = "give " + FORMS
 

@@ -1,9 +1,9 @@
 """Fit the times of engines and trainer to the records of runs: metrics.jsonl and rollouts/.
 
-Generation time is linear in up to three numbers, which follow from the lengths of a step: decode steps of the slowest engine, response
-tokens per engine, and requests per engine if steps differ in them. The rest of a step is linear in its response tokens. The fit
-minimises the sum of relative deviations with coefficients of at least 0. It uses synchronous runs, in which one side waits for the
-other.
+Generation time is linear in up to three numbers, which follow from the lengths of a step. These are decode steps of the
+slowest engine, response tokens per engine, and requests per engine if steps differ in them. The rest of a step is
+linear in its response tokens. The fit minimises the sum of relative deviations with coefficients of at least 0. It uses
+synchronous runs, in which one side waits for the other.
 
 Runs that sample ahead show the slowdown of each side while the other side computes. Their training and decode times are divided by the
 times of the fit. The ratio is then extrapolated from the share of time in which both sides computed.

@@ -1,4 +1,4 @@
-"""Draw a comparison of schedules as a PNG. Only this module needs matplotlib, which is an extra."""
+"""Plot a comparison of schedules as a PNG. Only this module needs matplotlib, which is an extra."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_can_draw() -> None:
 
 
 def draw(comparison: Comparison) -> bytes:
-    """Draw a PNG: activity of engines and trainer over some steps, rates for each split, and staleness."""
+    """Plot a comparison as a PNG: activity of engines and trainer over some steps, rates for each split, and staleness."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -55,7 +55,7 @@ def draw(comparison: Comparison) -> bytes:
 
 
 def _lane(axes: Axes, row: Row, points: list[tuple[float, int]], seconds: float, most: int) -> None:
-    """Draw one schedule over time."""
+    """Plot one schedule over time."""
     trace, begin = row.outcome.trace, row.outcome.trace.begin
     axes.fill_between([at for at, _ in points], [running for _, running in points], step="post", color=_GENERATE, lw=0)
     for spans, color in ((trace.training, _TRAIN), (trace.syncs, _SYNC)):
@@ -67,7 +67,7 @@ def _lane(axes: Axes, row: Row, points: list[tuple[float, int]], seconds: float,
 
 
 def _rates(axes: Axes, comparison: Comparison, colors: Mapping[str, str]) -> None:
-    """Draw the samples/s for each split, or for each schedule if every schedule has a single split."""
+    """Plot the samples/s for each split, or for each schedule if every schedule has a single split."""
     axes.set_title("samples/s by devices of the engines", loc="left", fontsize=9)
     for name, rows in comparison.tried.items():
         if rows[0].split.colocated:
@@ -81,7 +81,7 @@ def _rates(axes: Axes, comparison: Comparison, colors: Mapping[str, str]) -> Non
 
 
 def _staleness(axes: Axes, rows: list[Row], colors: Mapping[str, str]) -> None:
-    """Draw the share of responses for each staleness of their oldest token."""
+    """Plot the share of responses for each staleness of their oldest token."""
     axes.set_title("share of responses by versions between their oldest token and the step", loc="left", fontsize=9)
     width = 0.8 / len(rows)
     for place, row in enumerate(rows):

@@ -383,7 +383,7 @@ def sent(actor: SupervisedActor) -> dict[str, Tensor]:
 
 
 def distance(batch: Any, values: Tensor, file: Path) -> float:
-    """Return the largest difference between logprobs and those of a file."""
+    """Return the largest difference between these logprobs and the logprobs in a file."""
     expected = load_file(file)
     worst = 0.0
     for row, found in response_values(batch, values).items():

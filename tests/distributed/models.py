@@ -141,13 +141,14 @@ MOE_MODELS = {
 # Families that are tested on a few layouts (family_worker.py).
 FURTHER_MODELS = {
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK),
-    # As Moonlight: queries at once, one group, no stretched rotation, an epsilon that the norms of latents do not have.
+    # Moonlight's settings: queries without a latent, one group, no rotary scaling, and an epsilon that differs from
+    # the epsilon of the latents' norms.
     "deepseek_v3_direct": (
         DeepseekV3ForCausalLM,
         DeepseekV3Config,
         {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None, "rms_norm_eps": 1e-5},
     ),
-    # As Kimi-K2: one group, more than one dense layer, a rotation whose stretching scales nothing but the softmax.
+    # Kimi-K2's settings: one group, several dense layers, and a rotary scaling that scales only the softmax.
     "deepseek_v3_kimi": (
         DeepseekV3ForCausalLM,
         DeepseekV3Config,
@@ -160,7 +161,7 @@ FURTHER_MODELS = {
             "rope_parameters": {**YARN_ROPE, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
-    # Another group than by the sum of two experts.
+    # Groups are ranked by their best expert, not by the sum of their two best experts.
     "deepseek_v2": (
         DeepseekV2ForCausalLM,
         DeepseekV2Config,
@@ -186,13 +187,13 @@ FURTHER_MODELS = {
             routed_scaling_factor=1.5,
         ),
     ),
-    # Fewer heads of keys than ranks, all of which have a norm together.
+    # Fewer key heads than ranks, with one norm over all heads.
     "olmo2": (
         Olmo2ForCausalLM,
         Olmo2Config,
         dict(head_dim=None, hidden_size=128, pad_token_id=None, eos_token_id=1),
     ),
-    # Windows narrower than the sequences, one layer without, whose rotation is stretched.
+    # Sliding windows narrower than the sequences, and one layer with full attention and rotary scaling.
     "gemma3_text": (
         Gemma3ForCausalLM,
         Gemma3TextConfig,
@@ -207,7 +208,7 @@ FURTHER_MODELS = {
             },
         ),
     ),
-    # Sinks and windows under a stretched rotation; biases so large that the clamp is met.
+    # Sinks and sliding windows with rotary scaling. The biases are so large that the clamp takes effect.
     "gpt_oss": (
         GptOssForCausalLM,
         GptOssConfig,
@@ -215,30 +216,30 @@ FURTHER_MODELS = {
             sliding_window=5,
             num_local_experts=4,
             num_experts_per_tok=2,
-            intermediate_size=128,  # of which vLLM's kernel on a CPU wants 32 on every rank
+            intermediate_size=128,  # vLLM's CPU kernel needs at least 32 on every rank
             rms_norm_eps=1e-5,
             rope_parameters={**YARN_ROPE, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
         ),
     ),
-    # Heads as large as those of the published models, for which alone vLLM has kernels on a CPU.
+    # Heads as large as in the published models, because vLLM's CPU kernels support no other sizes.
     "deepseek_v3_heads": (
         DeepseekV3ForCausalLM,
         DeepseekV3Config,
         {**DEEPSEEK, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
     ),
-    # Gated delta nets with more heads of values than of keys, attention with gates, a quarter of a head rotated.
+    # Gated delta nets with more value heads than key heads, gated attention, and a rotation of a quarter of each head.
     "qwen3_next": (
         Qwen3NextForCausalLM,
         Qwen3NextConfig,
         {**QWEN_EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 80},
     ),
-    # The same with a projection for each input of a net, and as many heads of values as of keys.
+    # The same with a separate projection for each input of a delta net, and as many value heads as key heads.
     "qwen3_5_text": (
         Qwen3_5ForCausalLM,
         Qwen3_5TextConfig,
         {**DELTA_NET, "linear_num_value_heads": 4, "tie_word_embeddings": True},
     ),
-    # Heads that four context-parallel ranks share unevenly: two heads of keys, each with three of values, of another size.
+    # Heads that four context-parallel ranks share unevenly: two key heads, each with three value heads of another size.
     "qwen3_5_moe_text": (
         Qwen3_5MoeForCausalLM,
         Qwen3_5MoeTextConfig,
@@ -251,7 +252,7 @@ FURTHER_MODELS = {
             "shared_expert_intermediate_size": 80,
         },
     ),
-    # Without experts nothing asks for sequence parallelism.
+    # A model without experts does not require sequence parallelism.
     "deepseek_v3_dense": (DeepseekV3ForCausalLM, DeepseekV3Config, {**DEEPSEEK, "first_k_dense_replace": 4}),
 }
 
@@ -281,7 +282,7 @@ def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.
     return model
 
 
-# The text of these is as above; towers with images of a few patches, windows of which some are cut, and two levels of DeepStack.
+# The decoders are the models above. Towers read images of a few patches, have cut windows, and two levels of DeepStack.
 IMAGE_TOKEN = 90
 _TOWER = dict(
     depth=3,
@@ -319,7 +320,7 @@ VISION_MODELS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
         dict(tie_word_embeddings=True, **DELTA_NET),
         dict(num_position_embeddings=16),
     ),
-    # Images of nine tokens, which is more than a window has.
+    # Images of nine tokens, more than a window contains.
     "gemma3": (
         Gemma3ForConditionalGeneration,
         Gemma3Config,
@@ -327,7 +328,7 @@ VISION_MODELS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
         dict(num_hidden_layers=3, num_attention_heads=4, image_size=24, vision_use_head=False),
     ),
 }
-# Of a head of Qwen3.5 a quarter rotates.
+# Qwen3.5 rotates a quarter of each head.
 _SECTIONS = {"qwen2_5_vl": [2, 3, 3], "qwen3_vl": [6, 5, 5], "qwen3_vl_moe": [6, 5, 5], "qwen3_5": [2, 1, 1]}
 
 

@@ -1,8 +1,8 @@
 """Enforce the rules of NCCL in tests over gloo. A test then fails if a run on GPUs would hang or compute with garbage.
 
-:func:`enforce` puts a check before the functions of torch.distributed. On a GPU, a group sends device tensors through NCCL and host
-tensors through gloo. In tests all tensors are on the host. Every operation therefore counts as a device operation, except those of the
-modules in HOST and of vLLM's host groups. The rules:
+:func:`enforce` puts a check before the functions of torch.distributed. On a GPU, a group sends device tensors through
+NCCL and host tensors through gloo. In tests all tensors are on the host. Every operation therefore counts as a device
+operation, except operations of the modules in HOST and of vLLM's host groups. The rules:
 
 - If the first operation of a rank on a group is a batch of messages, it waits until every rank has started an operation on this group.
 - Ranks run the same operations in the same order, with the same dtype and size. NCCL ignores tags.

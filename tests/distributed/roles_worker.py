@@ -152,7 +152,7 @@ def scored_batch(learner: TrainedModel | None = None) -> TrainBatch:
 
 
 def run(which: Team) -> list[dict[str, float]]:
-    """Run PPO steps on the same rows. Returns the metrics of the first rank, which equal those of all ranks."""
+    """Run PPO steps on the same rows. Returns the metrics of the first rank, which all ranks share."""
     history, estimation = [], AdvantageComputer(algorithm())
     for _ in range(NUM_STEPS):
         batch = scored_batch(which.actor.model)

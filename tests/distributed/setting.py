@@ -49,7 +49,7 @@ LAYOUTS = {
     "tp4_sp": (4, 1, None, True),
     "pp4": (1, 4, None, False),
 }
-# The same for models of seven layers, with the number of layers of every stage: of every chunk, in the order of the network.
+# name -> (tp, pp, vpp, sequence parallel, layers of each chunk in network order), for models of seven layers.
 UNEVEN_LAYOUTS = {
     "pp2_dp2_uneven": (1, 2, None, False, (3, 4)),
     "pp2_vpp2_dp2_uneven": (1, 2, 2, False, (1, 2, 3, 1)),
@@ -87,10 +87,12 @@ MOE_LAYOUTS = {
     "pp2_ep2_dp2_uneven": (1, 2, None, False, 2, None, (1, 3)),
 }
 TEMPERATURE = 0.8
-# Between two fp32 computations of a logprob of these models that differ in the shapes of batches or in the layout, so in the order of
-# sums. Measured: below 2e-6 on an Intel processor with AMX, 2.9e-6 on an AMD one with AVX-512. Losses and metrics are means and
-# extremes over tokens of functions whose slope in a logprob is about one or their own value: they are off by as much at most, also
-# where terms cancel. Between kernels of three kinds norms of gradients differ by 1.6e-6 of themselves, new weights by 3.1e-7.
+# Bound on the difference of two fp32 logprobs of these models, if batch shapes or layouts differ and sums therefore
+# run in another order.
+# Measured: below 2e-6 on an Intel processor with AMX, 2.9e-6 on an AMD processor with AVX-512.
+# Losses and metrics are means and extremes of functions of logprobs. Their slope is about one or their own value, so
+# they differ by at most as much, even if terms cancel.
+# Between three kinds of kernels, gradient norms differ by 1.6e-6 relative, and new weights by 3.1e-7.
 NOISE = 1e-5
 POOL = GroupPool()  # one pool per worker process
 VOCAB = 97

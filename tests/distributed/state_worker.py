@@ -44,7 +44,7 @@ from tests.planned_bridge import planned_bridge
 from tests.rows import rows_of_padded
 from tests.unit.bridge.engine import Engine
 
-# The default tier has two more models, of which Muon trains one (layers_worker.py).
+# The default tier contains two more models, one of them trained by Muon (layers_worker.py).
 CIRCLES = {
     "qwen3_tied": ("pp2_cp2", "dp4", "tp2_pp2", "pp2_cp2"),
     "qwen2": ("tp2_pp2_vpp2_sp", "tp4", "tp2_pp2_vpp2_sp"),
@@ -184,7 +184,7 @@ def moved_biases(before: Path, after: Path) -> list[float]:
 
 
 def logprob_difference(actor: Actor, hf: torch.nn.Module) -> float:
-    """Return the difference between the trainer's logprobs and those of transformers with the checkpoint."""
+    """Return the largest difference between the trainer's logprobs and transformers' logprobs with the checkpoint."""
     batch = batch_for(rows())
     found, worst = rows_of_padded(batch, actor.compute_logprobs(batch)), 0.0
     for row, source in enumerate(rows()):

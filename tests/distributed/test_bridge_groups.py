@@ -1,4 +1,4 @@
-"""The bridge over a part of the world: two groups of ranks at the same time, each as if it were alone."""
+"""Run the bridge over parts of the world: two groups of ranks at the same time. Each sees only its own part."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_sync_brings_every_tensor_bit_for_bit(findings: Any, over: str, sync: 
 
 @pytest.mark.parametrize("over", OVER[1:])
 def test_a_group_moves_the_bytes_that_the_world_moves(findings: Any, over: str) -> None:
-    """A rank of either holds half of the model and needs all of it."""
+    """Each rank of a pair holds half of the model and needs all of it."""
     world, pairs = ([found["bytes"] for found, _ in findings[which]] for which in ("world", over))
     for pair in PAIRS:
         for place, rank in enumerate(pair):
@@ -46,7 +46,7 @@ def test_files_of_a_group_hold_its_weights_and_its_state(findings: Any, over: st
 
 
 def test_trainers_and_engines_may_be_on_ranks_of_their_own(findings: Any) -> None:
-    """Two ranks hold the model (float64) between them, two others an engine each, which receives all of it."""
+    """Two ranks hold parts of the model (float64). Two other ranks have one engine each, which receives the whole model."""
     num_bytes = 8 * sum(tensor.numel() for tensor in hf_tensors(GEOMETRY).values())
     for found in findings["apart"]:
         assert found["wrong"] == [] and "no complete weights" in found["refused"]
@@ -60,7 +60,7 @@ def test_digests_show_every_rank_the_tensor_that_one_engine_has_wrong(findings: 
 
 @pytest.mark.parametrize("tp", ["2", "4"])
 def test_engines_of_16_bits_get_the_values_of_8_whatever_cuts_the_blocks(findings: Any, tp: str) -> None:
-    """Of four ranks each holds a part of a model in bf16, and needs the rest. Every matrix has blocks on two ranks."""
+    """Four ranks hold parts of a bf16 model, and each needs the rest. Every matrix has blocks that two ranks share."""
     for found in findings["8 bits"][tp]:
         assert found["wrong"] == [[]] * 6
         assert len(set(found["bytes"])) == 1
@@ -69,7 +69,7 @@ def test_engines_of_16_bits_get_the_values_of_8_whatever_cuts_the_blocks(finding
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("name", GRIDS)
 def test_engines_of_every_layout_hold_the_8_bits_of_slow_versions(findings: Any, name: str, kind: str) -> None:
-    """As does the last rank until a bit of it changes: then the digests of all ranks tell."""
+    """The engine tensors equal the slow quantisers'. After a changed bit on the last rank, the digests of all ranks report it."""
     found = [rank[f"{name} {kind}"] for rank in findings["engines of 8 bits"]]
     for rank in found:
         assert rank["wrong"] == [] and rank["8 bits"] == 4 * 2 // GRIDS[name].pp
@@ -82,7 +82,10 @@ def test_engines_of_every_layout_hold_the_8_bits_of_slow_versions(findings: Any,
 
 
 def test_changes_of_8_bits_travel_alone(findings: Any) -> None:
-    """One of a hundred elements: a byte, and another for the unchanged ones before it."""
+    """A hundredth of the elements changes.
+
+    It costs one byte for the value and one for the number of unchanged elements before it.
+    """
     for found in findings["changes of 8 bits"]:
         assert found["wrong"] == []
         assert 0 < found["sent"] < 0.06 * found["whole"]

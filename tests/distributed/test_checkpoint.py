@@ -1,4 +1,4 @@
-"""Saves of two ranks where something goes wrong on one of them: all ranks learn of it, none waits, what was saved stays."""
+"""Save with two ranks while one of them fails. All ranks report the failure, no rank hangs, and earlier checkpoints stay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = ["actor/part-0", "actor/part-1", "state.json"]
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A disk of one MiB where we may mount one, else a plain folder."""
+    """A disk of one MiB if this user may mount one, otherwise a plain folder."""
     folder = tmp_path_factory.mktemp("small")
     with small_disk(folder, 1024):
         yield folder

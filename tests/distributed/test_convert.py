@@ -1,4 +1,4 @@
-"""convert and Megatron-core's own distributed checkpoints: each reads what the other wrote."""
+"""Read Megatron-core's own distributed checkpoints with ``convert``, and read converted checkpoints with Megatron-core."""
 
 from __future__ import annotations
 

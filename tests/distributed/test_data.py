@@ -1,4 +1,4 @@
-"""Four processes that tokenise the rows of a file together have what one process alone has."""
+"""Compare the tokens of a file that four processes tokenise together with the tokens from one process."""
 
 from __future__ import annotations
 

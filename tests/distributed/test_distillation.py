@@ -1,4 +1,4 @@
-"""Learning from a teacher's distributions on every kind of layout: an update is that of dense divergences in double precision."""
+"""Compare distillation updates under every kind of layout with dense divergences in double precision."""
 
 from __future__ import annotations
 

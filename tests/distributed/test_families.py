@@ -1,4 +1,4 @@
-"""Further families say, keep and learn on four ranks what they do in transformers."""
+"""Compare further families on four ranks with transformers: logprobs, weights and updates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_logprobs_are_those_of_transformers_and_weights_make_the_way_back(findin
 def test_a_saved_directory_is_the_one_it_came_from(findings: Any, model: str) -> None:
     found = findings[f"{model}/{FEW[model][0]}"]
     assert found["saved"] == ""
-    # A bucket and a part that an earlier one began: of gpt-oss a part is an expert of 65,536 bytes, of which a tensor has four.
+    # A bucket, and a part that an earlier bucket began. A part of gpt-oss is an expert of 65,536 bytes, and a tensor
+    # contains four.
     assert found["assembled"] < 80_000 + 65_536
 
 
@@ -45,7 +46,7 @@ def test_an_update_is_that_of_transformers(findings: Any, model: str) -> None:
 
 @pytest.mark.parametrize("model", SHARED)
 def test_no_metric_depends_on_how_ranks_share_a_sequence(findings: Any, model: str) -> None:
-    """Under context parallelism a rank has some heads of gated delta nets, whose states pass through all tokens."""
+    """Under context parallelism a rank computes some heads of the gated delta nets. Their states pass through all tokens."""
     whole, *others = [
         {
             name: value

@@ -1,6 +1,6 @@
-"""The default tier on four ranks: each kind of layer computes, keeps and learns what it does in transformers.
+"""Compare each kind of layer on four ranks with transformers, in the default tier: logprobs, weights and updates.
 
-Few layouts contain every way to split. The other files of this folder have more models and layouts.
+Few layouts contain every kind of split. The other files of this folder test more models and layouts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_a_checkpoint_resumes_on_another_layout_and_syncs_to_an_engine(findings:
 
 @pytest.mark.parametrize("model", CIRCLES)
 def test_an_update_by_muon_is_one_of_whole_matrices(findings: Any, model: str) -> None:
-    """Queries, keys, values, gates and every expert apart, whatever Megatron and the layout have made of them."""
+    """Muon updates queries, keys, values, gates and every expert separately, however Megatron and the layout combine them."""
     found = findings["circles"][model]["muon"]
     assert len(found) == (4 * (4 + 1 + 4 * 3) if model in MUON else 0), sorted(found)
     assert all(difference < 1e-3 for difference in found.values()), found
@@ -60,6 +60,9 @@ def test_old_logprobs_of_the_update_itself_are_those_of_a_pass_before_it(finding
 
 
 def test_a_prefix_tree_that_is_wrong_is_noticed(findings: Any) -> None:
-    """Rows share prompts, so all tests of this file compute trees. Each of four faults changes logprobs by far more than rounding."""
+    """All rows share prompts, so the tests of this file compute trees.
+
+    Each of four faults changes logprobs by far more than rounding.
+    """
     assert len(findings["broken"]) == 4
     assert all(distance > 0.1 for distance in findings["broken"].values()), findings["broken"]

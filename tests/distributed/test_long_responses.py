@@ -1,4 +1,4 @@
-"""A response may take longer than the deadline of a collective, as long as its engine draws tokens."""
+"""A response may take longer than a collective's deadline while its engine samples tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of a reward model and of a critic learn in every layout what they learn in PEFT, and their heads learn beside them."""
+"""Compare adapters and heads of reward models and critics under every layout with PEFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What breaks a rule of NCCL is refused, in the words of the rule. So is what the bridge did before all ranks connected."""
+"""Check that an operation that breaks an NCCL rule is rejected with the rule's message, including the bridge's former
+unconnected save.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ OF_ONE_KIND = "a tensor of the {} in the group, which is of {} alone"
 
 
 def second(sequence: str, mine: str, theirs: str) -> list[str]:
-    """Rank 0 has begun, and rank 1 is told that it does something else."""
+    """Return the messages if rank 0 starts one operation and rank 1 another. Only rank 1 reports it."""
     return ["", f"{sequence} of the group: '{mine}' at 1, '{theirs}' at 0", "", ""]
 
 
@@ -44,7 +46,7 @@ REFUSED = {
     "an_engine_uses_its_groups": NOBODY,
     "an_engine_has_a_tensor_of_the_host_in_its_group_of_devices": [OF_ONE_KIND.format("host", "nccl")] * 4,
     "what_is_sent_is_changed": ["torch.float32 [3] was changed while it was sent", ""] * 2,
-    # Of four ranks that save one file, rank 2 has a copy of what rank 0 sends, and no message.
+    # Four ranks save one file. Rank 2 already has a copy of rank 0's data, so it exchanges no message.
     "a_save_of_the_transports_that_did_not_connect": [OF_A_PART.format([2]) if rank != 2 else "" for rank in range(4)],
     "a_save": NOBODY,
 }
@@ -62,7 +64,7 @@ def test_what_breaks_a_rule_is_refused(findings: Any, broken: str) -> None:
 
 
 def test_what_was_not_waited_for_is_garbage(findings: Any) -> None:
-    """Rank 0 sends a 2 to rank 1, and 2 to 3; all sum ones. Receivers see 0xA5 first, and of the sum everybody does."""
+    """Before the wait, receivers see 0xA5. Rank 0 sends a 2 to rank 1, rank 2 sends a 2 to rank 3, and all ranks sum ones."""
     early = {rank: [165 if rank % 2 else 1, 165] for rank in range(4)}
     late = {rank: [2 if rank % 2 else 1, 4] for rank in range(4)}
     found = findings["what_is_received_is_read_before_it_is_waited_for"]

@@ -1,4 +1,4 @@
-"""Megatron on four ranks says what transformers says, for every family, on every kind of layout; weights go there and back."""
+"""Compare Megatron on four ranks with transformers for every family and kind of layout, and save and reload the weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_gathered_weights_are_the_files_bit_for_bit(findings: Any, model: str) -
 
 
 def check_weights(found: Any) -> None:
-    """The gathered tensors, and the names of what each rank has."""
+    """Check that the gathered tensors are equal, and that each rank holds the predicted names."""
     assert found["gather"] == ""
     for held, predicted in found["names"]:
         assert held == predicted
@@ -57,7 +57,7 @@ def check_weights(found: Any) -> None:
 
 @EVERY_MODEL
 def test_a_saved_directory_is_the_one_it_came_from(directory: Path, findings: Any, model: str) -> None:
-    """Written by four ranks in many files; read by transformers, which joins or splits experts as it likes."""
+    """Four ranks write many files. transformers reads them, and joins or splits experts in its own way."""
     original, expected = load_file(directory / model / "model.safetensors"), load_hf(directory / model).state_dict()
 
     def check(name: str) -> None:

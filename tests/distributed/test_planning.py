@@ -1,4 +1,4 @@
-"""The planner's bytes are within 5 % of what real Megatron models and checkpoints take on four ranks."""
+"""Check that the planner's bytes are within 5 % of real Megatron models and checkpoints on four ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_bytes_of_every_rank_and_of_a_checkpoint(findings: Any, case: str) -> No
     held, predicted = found["state"]
     for kind in ("weights", "gradients"):
         assert [rank[kind] for rank in predicted] == pytest.approx([rank[kind] for rank in held], rel=0.05)
-    for kind in ("masters", "moments"):  # which the ranks of a tiny model cannot share equally
+    for kind in ("masters", "moments"):  # ranks of a tiny model cannot share it equally
         assert sum(rank[kind] for rank in predicted) == pytest.approx(sum(rank[kind] for rank in held), rel=0.05)
     assert all(rank["moments"] > 0 for rank in held)
     held, predicted = found["frozen"]
     assert predicted == pytest.approx(held, rel=0.05)
     whole, (held, predicted) = predicted, found["by_layer"]
-    for rank in range(4):  # chunks of a single layer have no two layers next to each other
+    for rank in range(4):  # chunks of a single layer have no adjacent layers
         assert 0.95 * held[rank] <= predicted[rank] <= whole[rank]
     written, predicted = found["checkpoint"]
     assert predicted == pytest.approx(written, rel=0.05)

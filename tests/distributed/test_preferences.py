@@ -1,4 +1,4 @@
-"""Learning from pairs under several layouts: every update is that of plain transformers and the loss written out."""
+"""Compare updates from preference pairs under several layouts with plain transformers and an explicit loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bridge to engines in processes of their own: four trainer ranks, and engines that are started, killed and stopped."""
+"""Sync with engines in separate processes. There are four trainer ranks, and engines start, are killed and stop."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from tests.distributed.cells import check_all
 from tests.distributed.remote_bridge_worker import CHANGES, TIMEOUT_S
 from tests.distributed.world import World
 
-# Elements of the models of tests/distributed/models.py, counted by hand: 64 wide, 97 words, 4 query and 2 key heads of 32, 96 inner.
-NORMS = 2 * 64 + 2 * 32  # of a layer
+# Elements of the models of tests/distributed/models.py, counted by hand: width 64, 97 tokens, 4 query and 2 key heads
+# of 32, MLP width 96.
+NORMS = 2 * 64 + 2 * 32  # per layer
 ATTENTION = 128 * 64 + 2 * 64 * 64 + 64 * 128
 DENSE_LAYER = NORMS + ATTENTION + 3 * 96 * 64
 EXPERT_LAYER = NORMS + ATTENTION + 4 * 64 + 4 * 3 * 48 * 64
 BYTES = {
-    "uneven": 4 * (97 * 64 + 7 * DENSE_LAYER + 64),  # one tensor for words in and out
+    "uneven": 4 * (97 * 64 + 7 * DENSE_LAYER + 64),  # one tensor for input and output embedding
     "layouts": 4 * (2 * 97 * 64 + 4 * DENSE_LAYER + 64),
     "experts": 4 * (2 * 97 * 64 + 4 * EXPERT_LAYER + 64),
 }
@@ -31,7 +32,7 @@ def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 @pytest.mark.parametrize("part", BYTES)
 def test_every_layout_arrives_bit_for_bit_at_the_lower_bound(findings: Any, part: str) -> None:
-    """Trainer ranks receive nothing; an engine rank needs everything and holds nothing of it."""
+    """Trainer ranks receive nothing. An engine rank receives every byte, because it starts without weights."""
 
     def check(found: Any) -> None:
         assert found["stats"] == [[0, 0]] * 4
@@ -53,7 +54,7 @@ def test_what_has_changed_travels_alone_and_who_comes_late_gets_everything(findi
 
 
 def test_only_changed_elements_travel_until_an_engine_has_lost_one(findings: Any) -> None:
-    """Doubling a power of two times a norm changes all of its 64 words of 4 bytes, for two engines, and nothing else."""
+    """Doubling a norm changes all its 64 words of 4 bytes for two engines. No other weight changes."""
     found = findings["only_changes"]
     for number, sync in enumerate(found):
         assert [(held["wrong"], held["version"]) for held in sync["weights"]] == [([], number)] * 2
@@ -67,7 +68,7 @@ def test_only_changed_elements_travel_until_an_engine_has_lost_one(findings: Any
 
 
 def test_engines_that_read_messages_get_every_bit_at_the_lower_bound(findings: Any) -> None:
-    """In processes, by the library itself where it is installed: contrib/nixl/tests has its calls."""
+    """Trainer and engines run in processes with the installed library. contrib/nixl/tests checks the calls."""
     found = findings["by_nixl"]
     if found is None:
         pytest.skip("nixl is not installed")
@@ -109,12 +110,12 @@ def test_fault_20_an_engine_that_fails_is_left_out_and_the_others_are_whole(
 
 
 def test_an_engine_that_fails_holds_the_trainer_no_longer_than_was_said(findings: Any) -> None:
-    """torch's own limit is half an hour. A machine with more processes than cores gets some time more than the deadline."""
+    """torch's own limit is half an hour. If the machine runs more processes than cores, the deadline is extended a little."""
     assert max(found["seconds"] for found in findings["faults"]) < 10 * TIMEOUT_S
 
 
 def test_engines_without_whole_weights_have_none_that_may_be_used(findings: Any) -> None:
-    """One of the trainer's ranks has failed: all raise, naming it, and the engine refuses to generate until the next sync."""
+    """A trainer rank fails. All ranks raise with its name, and the engine rejects generation until the next sync."""
     found = findings["own_fault"]
     assert found["alone"] == [0, 0]  # no engine was there
     assert [error.split(": ", 1)[-1] for error in found["errors"]] == [
@@ -126,7 +127,10 @@ def test_engines_without_whole_weights_have_none_that_may_be_used(findings: Any)
 
 
 def test_a_machine_imports_what_it_lacks_once(findings: Any) -> None:
-    """Two engines of one machine share what crosses to it; one that is beside a stage of the model gets the other stage only."""
+    """Two engines on one machine share one copy of the data sent to it.
+
+    An engine next to one stage receives only the other stage.
+    """
     found = findings["nodes"]
     assert [held["wrong"] for held in found["weights"]] == [[]] * 4
     imported = {answer["engine"]: answer["answer"]["imported"] for answer in found["answers"]}
@@ -137,9 +141,9 @@ def test_a_machine_imports_what_it_lacks_once(findings: Any) -> None:
 
 
 def test_engines_that_come_and_go_leave_nothing_behind(findings: Any) -> None:
-    """Descriptors, threads and memory of four trainer ranks and of the engine that stays."""
+    """Checks descriptors, threads and memory of four trainer ranks and of the remaining engine."""
     found = findings["changes"]
     assert found["wrong"] == [[]] * (CHANGES + 4)
     for first, *later in zip(*found["left"], strict=True):
         assert [seen[:2] for seen in later] == [first[:2]] * len(later)
-        assert later[-1][2] - first[2] < 8 * 1024  # KiB; a group's messages alone are some 100
+        assert later[-1][2] - first[2] < 8 * 1024  # KiB; the messages of one group alone take about 100

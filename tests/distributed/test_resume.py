@@ -1,4 +1,4 @@
-"""Two ranks resume from a checkpoint that takes longer to read than a rank waits for another one."""
+"""Two ranks resume from a checkpoint whose read takes longer than a rank waits for another."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ from tests.distributed.world import run_world
 def test_each_rank_reads_its_part_of_a_checkpoint_in_time(tmp_path: Path) -> None:
     found = run_world("distributed.resume_worker", 2, tmp_path, timeout_s=120)
     assert found["first_step"] == 3
-    assert found["parts"] == pytest.approx([0.5, 0.5], abs=0.2)  # the first rank also reads what the run is made from
+    assert found["parts"] == pytest.approx([0.5, 0.5], abs=0.2)  # the first rank also reads the run's model and data

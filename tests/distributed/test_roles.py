@@ -1,4 +1,4 @@
-"""Actor and critic each under their own layout, on the same ranks or apart: the losses are those of one process."""
+"""Train actor and critic with separate layouts, on shared or separate ranks, and compare the losses with one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.distributed.roles_worker import NUM_STEPS, SETUPS
 from tests.distributed.setting import NOISE
 from tests.distributed.world import World
 
-# Of values and scores: as of logprobs, where a row of the head has a norm of about 1; the scalar heads' is 0.3 times the root of 64.
+# Noise of values and scores. Like logprobs, but the norm of a head row is 0.3 · sqrt(64) instead of about 1.
 VALUE_NOISE = 0.3 * 8 * NOISE
 
 
@@ -52,7 +52,7 @@ def test_values_are_those_of_token_classification(findings: Any) -> None:
             assert mine == pytest.approx(theirs, abs=VALUE_NOISE)
         assert found["last"] == pytest.approx(oracle["last"], abs=VALUE_NOISE)
         assert found["weights"] == "", "a saved critic is the model that it was loaded from"
-        # transformers maps a file into memory: another file's tensors may be aligned otherwise, and be multiplied by another kernel.
+        # transformers maps a file into memory. Tensors of another file may have another alignment, and therefore another kernel.
         for saved, theirs in zip(
             [*found["saved"]["before"], found["saved"]["last"]], [*oracle["before"], oracle["last"]], strict=True
         ):
@@ -84,7 +84,7 @@ def test_a_reference_by_layer_computes_the_same_and_holds_two_layers(findings: A
         assert len(ranks) == SETUPS[setup][0][0]
         for held in ranks:
             assert len(held["layers"]) == 4 / pp and len(set(held["layers"])) == 1 and held["left"] == 0
-            together = min(2, len(held["layers"]) // (vpp or 1))  # of one chunk
+            together = min(2, len(held["layers"]) // (vpp or 1))  # one chunk
             assert held["peak"] == held["rest"] + together * held["layers"][0]
 
     check_all(list(SETUPS), check)

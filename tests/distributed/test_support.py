@@ -1,4 +1,6 @@
-"""What top-k and top-p have left is what ratios and gradients are of, on every layout: that of transformers' warpers."""
+"""Check that ratios and gradients use the support left by top-k and top-p, under every layout. transformers' warpers
+are the reference.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 
 def test_logprobs_are_those_within_the_supports(findings: Any) -> None:
-    """In double precision; of a pass of their own and of the update's forward pass."""
+    """Logprobs in double precision, from a separate pass and from the update's forward pass."""
     sizes = findings["sizes"]
     assert sizes[0] == 0 and len(sizes) > 4 and sizes[-1] <= 31
 

@@ -1,4 +1,4 @@
-"""An update does not depend on how ranks, microbatches and packing share it: it is that of plain transformers and AdamW."""
+"""Check that an update does not depend on ranks, microbatches and packing, and compare it with plain transformers and AdamW."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_clipped_update(found: Any, oracle: Any) -> None:
 
 
 def check_update(found: Any, oracle: Any) -> None:
-    """Loss, norm of the gradient and new weights; all ranks report the same loss."""
+    """Check loss, gradient norm and new weights. All ranks report the same loss."""
     check_close("loss/total", found["loss/total"], oracle["loss"], rel=1e-5)
     check_close("actor/grad_norm", found["actor/grad_norm"], oracle["grad_norm"], rel=1e-5)
     assert found["weights"] == ""
@@ -56,7 +56,7 @@ def test_no_loss_depends_on_how_ranks_share_a_sequence(findings: Any, where: str
         found, whole = (
             {
                 name: value for name, value in of_loss.items() if name != "trainer/computed_share"
-            }  # which is of the layout
+            }  # depends on the layout
             for of_loss in (findings["losses"][where][loss], unshared[loss])
         )
         assert found.keys() == whole.keys() and len(found) >= 10
@@ -74,7 +74,7 @@ def test_every_loss_and_aggregation_is_another_one(findings: Any) -> None:
 
 
 def test_overlapped_communication_changes_nothing(findings: Any) -> None:
-    """Of gradients behind the backward pass, and of weights behind the forward pass. Buckets are summed in another order."""
+    """Gradients overlap with the backward pass, and weights with the forward pass. The order of bucket sums changes."""
 
     def check(found: Any) -> None:
         for overlapped, plain in zip(found["overlapped"], found["plain"], strict=True):
@@ -90,7 +90,7 @@ def test_old_logprobs_of_the_update_itself_are_those_of_a_pass_before_it(finding
 
 
 def check_old_of_update(found: Any) -> None:
-    """Loss, gradient, correction and every metric, to the noise of fp32."""
+    """Check that loss, gradient, correction and every metric agree within fp32 noise."""
     assert found["distance"] < NOISE
     computed, skipped = found["computed"], found["skipped"]
     assert computed.keys() == skipped.keys() and len(computed) >= 20
@@ -105,9 +105,9 @@ def test_small_steps_add_up_in_fp32_masters(findings: Any) -> None:
 
 
 def check_small_steps(found: Any) -> None:
-    """A weight near 1 has steps of 4e-3 in bf16: updates of 2e-5 are lost but for the fp32 masters."""
+    """Near 1, bf16 weights have a resolution of 4e-3. Without fp32 masters, updates of 2e-5 would be lost."""
     assert found["skipped"] == 0
-    # The batch is the same in each step: a weight whose gradient keeps its sign is moved by about the learning rate in each.
+    # The batch is the same in each step. A weight whose gradient keeps its sign moves by about the learning rate per step.
     assert found["moved"] == pytest.approx(NUM_SMALL_STEPS * SMALL_LR, rel=0.2)
     assert found["losses"][-1] < found["losses"][0]
     assert 0 < found["grad_norm"] < float("inf")

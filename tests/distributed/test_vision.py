@@ -1,4 +1,4 @@
-"""Models that read images say, keep and learn on four ranks what they do in transformers."""
+"""Compare models that read images on four ranks with transformers: logprobs, weights and updates."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_logprobs_are_those_of_transformers_and_weights_make_the_way_back(
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_plans_count_a_tower_as_it_is_trained(findings: Any, model: str, layout: str) -> None:
-    """Each rank's weights and gradients, of which what is frozen has none."""
+    """Weights and gradients of each rank. Frozen weights have no gradients."""
     for weights, gradients, *planned in findings[f"{model}/{layout}"]["memory"]:
         assert planned == pytest.approx([weights, gradients], rel=0.05)
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_an_update_is_that_of_transformers(findings: Any, model: str, layout: str) -> None:
-    """Of all weights, of the decoder and the merger, of all with recomputation, and of the decoder alone."""
+    """Train all weights, then decoder and merger, then all weights with recomputation, then only the decoder."""
     found = findings[f"{model}/{layout}"]["update"]
     assert found["grad_norm"] == pytest.approx(found["oracle"], rel=1e-5)
     assert found["weights"] == ""
@@ -54,7 +54,7 @@ def kinds(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_an_update_on_given_responses_to_images_is_that_of_transformers(kinds: Any, model: str, kind: str) -> None:
-    """Fine-tuning, DPO and a reward model: all weights learn, the tower's too."""
+    """Fine-tuning, DPO and a reward model train all weights, including the tower."""
     found, oracle = kinds[f"{model}/{kind}"]["found"], kinds[f"{model}/{kind}"]["oracle"]
     assert found["loss"] == pytest.approx(oracle["loss"], rel=1e-5)
     assert found["grad_norm"] == pytest.approx(oracle["grad_norm"], rel=1e-5)
@@ -63,7 +63,10 @@ def test_an_update_on_given_responses_to_images_is_that_of_transformers(kinds: A
 
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_a_frozen_tower_reads_an_image_once_in_a_step_on_one_rank(kinds: Any, model: str) -> None:
-    """Of four ranks with the same rows, or two of the first stage; the reference, whose tower is equal, comes first."""
+    """All four ranks, or two of the first stage, have the same rows.
+
+    The reference comes first, and its tower equals the policy's.
+    """
     images = {name for names, _ in ROWS for name in names}
     patches = sum(rows * columns for _, rows, columns in (GRIDS[name] for name in images))
     assert patches == 24 + 4 + 40

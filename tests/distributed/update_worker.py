@@ -303,8 +303,8 @@ def oracle(
 ) -> dict[str, float]:
     """Compute the same update naively: autograd through transformers, row by row, and torch's AdamW.
 
-    ``extra``: a loss of the model to add. ``drawn_logprobs``: logprobs of a row for the ratio, if they differ from those of KL and
-    entropy. The new weights go to the directory ``after``.
+    ``extra``: a loss of the model to add. ``drawn_logprobs``: logprobs of a row for the ratio, if KL and entropy use
+    others. The new weights go to the directory ``after``.
     """
     hf, all_rows, cfg = load_hf(path), rows(), algorithm()
     scores = torch.tensor([row.score for row in all_rows])

@@ -1,4 +1,4 @@
-"""The same checks as on gloo, on one GPU. Skipped where there is none."""
+"""Run the parity checks of the gloo tests on one GPU. Skipped without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is sent of weights that are multiplied in blocks of fp8, against Transformer Engine's quantiser. Skipped without both."""
+"""Compare the fp8 weights that a sync sends, for products in 8-bit blocks, with Transformer Engine's quantiser.
+
+Skipped without a GPU or Transformer Engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole loss of the actor against that of TRL's GRPOTrainer, and logprobs and entropy against TRL's, in value and gradient."""
+"""Compare the actor's whole loss, logprobs and entropy with TRL's GRPOTrainer, in value and gradient."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOSS_TYPES = {"token": "bnpo", "sequence": "grpo", "constant": "dr_grpo"}  # our
 
 
 def theirs(batch: Ragged, new: Tensor, entropy: Tensor, cfg: AlgorithmConfig, factors: Tensor | None) -> Tensor:
-    """TRL's loss of given logprobs and entropies; everything that it needs of a trainer is a constant."""
+    """Compute TRL's loss from given logprobs and entropies. All fields that the loss reads from its trainer are constants."""
     same = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1, sync_gradients=True)
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (new, entropy, None),
@@ -64,7 +64,7 @@ def theirs(batch: Ragged, new: Tensor, entropy: Tensor, cfg: AlgorithmConfig, fa
 
 
 def ours(batch: Ragged, new: Tensor, entropy: Tensor, cfg: AlgorithmConfig, factors: Tensor | None) -> Tensor:
-    """The loss of the actor, of a microbatch that holds the whole batch."""
+    """Compute the actor's loss for one microbatch with the whole batch."""
     objective = PolicyObjective(cfg, find_policy_loss(cfg), temperature=1.0, kl_coef=cfg.kl.coef)
     fields = {
         "weights": batch.weights(cfg.loss_aggregation),
@@ -81,7 +81,7 @@ def ours(batch: Ragged, new: Tensor, entropy: Tensor, cfg: AlgorithmConfig, fact
 
 
 class _GivenOutputs:
-    """A model whose outputs are the logprobs and entropies themselves."""
+    """A model that outputs given logprobs and entropies."""
 
     def logprobs_and_entropy(self, outputs: Tensor, *_: object, **__: object) -> TokenLogprobs:
         return TokenLogprobs(*outputs.unbind(), log_mass=None)
@@ -92,9 +92,10 @@ class _GivenOutputs:
 @pytest.mark.parametrize("with_kl", [False, True])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_whole_loss(seed: int, name: str, aggregation: str, corrected: bool, with_kl: bool) -> None:
-    """Policy term, KL and entropy bonus together; the correction is of the policy term alone, for both.
+    """Policy term, KL and entropy bonus agree together. The correction weighs only the policy term in both.
 
-    TRL has the sequence form of GSPO, which is our token form where a response has one advantage and one factor.
+    TRL uses the sequence form of GSPO. It equals our token form if all tokens of a response have one advantage and one
+    factor.
     """
     batch = Ragged(seed)
     if name == "gspo":
@@ -104,7 +105,7 @@ def test_the_whole_loss(seed: int, name: str, aggregation: str, corrected: bool,
         clip_low=0.1,
         clip_high=0.3,
         loss_aggregation=aggregation,
-        # TRL's bonus is a mean over tokens whatever the aggregation.
+        # TRL's bonus is always a mean over tokens.
         entropy_coef=0.2 if aggregation == "token" else 0.0,
         kl=KLConfig(coef=0.3 if with_kl else 0.0, clip=None),
     )

@@ -1,6 +1,7 @@
-"""Estimators, losses, aggregations, KLs, corrections and logprobs against verl's, in value and gradient.
+"""Compare estimators, losses, aggregations, KLs, corrections and logprobs with verl's, in value and gradient.
 
-Where the two differ on purpose the test says how: verl whitens with N - 1 in the variance where ours has N.
+If they differ on purpose, the test explains the difference. For example, verl divides the variance by N - 1 in
+whitening, and we divide by N.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ NUM_TOKENS = sum(LENGTHS)
 
 
 def assert_same(ours: Tensor, theirs: Tensor, mask: Tensor | None = None, rtol: float = 1e-6) -> None:
-    """Equal in the mask, and both of some size there."""
+    """Check that values are equal inside the mask and not all tiny."""
     chosen = (ours, theirs) if mask is None else (ours[mask], theirs[mask])
     assert float(chosen[1].abs().max()) > 1e-3, "there must be something to compare"
     torch.testing.assert_close(chosen[0].double(), chosen[1].double(), rtol=rtol, atol=rtol)
 
 
 def assert_same_with_gradient(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], at: Tensor) -> None:
-    """Of scalars."""
+    """Check that two scalar functions have the same value and gradient."""
     here, there = leaf(at), leaf(at)
     value, reference = ours(here), theirs(there)
     assert_same(value.detach(), reference.detach())
@@ -76,7 +77,7 @@ def test_policy_losses(batch: Ragged, ours: str, theirs: str, aggregation: str, 
     cfg = AlgorithmConfig(policy_loss=ours, clip_low=0.1, clip_high=0.3, dual_clip=3.0)
     factors = torch.exp(batch.old - batch.rollout).clamp(max=1.2) if corrected else None
     if factors is not None:
-        factors[1, 2] = factors[3] = 0.0  # a token, and a whole sequence, that are left out
+        factors[1, 2] = factors[3] = 0.0  # a rejected token and a rejected sequence
     loss = verl.core_algos.get_policy_loss_fn(theirs)
     assert_same_with_gradient(
         lambda new: find_policy_loss(cfg)(batch.loss_inputs(new, aggregation, factors))[0],
@@ -96,9 +97,10 @@ def test_policy_losses(batch: Ragged, ours: str, theirs: str, aggregation: str, 
 @pytest.mark.parametrize("loss", ["kl_cov", "clip_cov"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_losses_that_hold_back_tokens_of_high_covariance(seed: int, loss: str) -> None:
-    """verl takes the current logprobs for the covariance, ours the old ones: the choice is made of those of verl here.
+    """verl computes the covariance with the current logprobs, ours uses the old ones. Here our choice gets verl's logprobs.
 
-    Where verl draws by chance, all tokens of the band are drawn; with ratios of 1, since it draws from those that are not clipped.
+    verl selects tokens of the band at random, and the share 1.0 selects all of them. The ratios are 1, because verl
+    selects only unclipped tokens.
     """
     batch, share = Ragged(seed), {"kl_cov": 0.2, "clip_cov": 1.0}[loss]
     new = batch.new if loss == "kl_cov" else batch.old
@@ -139,12 +141,15 @@ def test_greedy_responses_as_baselines() -> None:
     inputs.baselines = baselines.double()
     theirs, _ = verl.core_algos.compute_remax_outcome_advantage(rewards, baselines, batch.floats)
     ours = find_advantage_estimator("remax")(inputs, AlgorithmConfig()).advantages
-    assert_same(ours.view_as(theirs), theirs, batch.mask, rtol=1e-5)  # theirs adds up in float32
+    assert_same(ours.view_as(theirs), theirs, batch.mask, rtol=1e-5)  # verl sums in float32
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_parts_of_scores(normalize_std: bool) -> None:
-    """verl divides by the deviation over tokens, with N - 1: here all responses have as many, so the two differ by a factor."""
+    """verl divides by the deviation over tokens, with N - 1.
+
+    All responses here have the same length, so the results differ by a factor.
+    """
     rows, width, groups = 8, 3, torch.tensor([0, 0, 1, 1, 1, 2, 2, 2])
     parts = torch.randn(rows, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * torch.tensor(
         [1.0, 9.0]
@@ -245,7 +250,7 @@ def test_gae(gamma: float, lam: float, gap: bool) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6])
 def test_whitening_of_small_values(scale: float) -> None:
-    """Beside eps the variance is nothing at 1e-6, so N - 1 makes no difference there."""
+    """At scale 1e-6 eps dominates the variance, so N - 1 makes no difference."""
     batch = Ragged(8)
     ours = whiten(batch.advantages.flatten() * scale, batch.mask.flatten(), everything(batch.mask)).view_as(batch.mask)
     theirs = verl.torch_functional.masked_whiten(batch.advantages * scale, batch.floats)
@@ -269,7 +274,7 @@ def test_rollout_correction(mode: str, masked: bool, spread: float) -> None:
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 @pytest.mark.parametrize("mode", ["token", "sequence"])
 def test_effective_sample_size(mode: str, spread: float) -> None:
-    """verl's counts tokens with their response's weight, ours responses: the same for responses of one length."""
+    """verl counts each token with its response's weight, ours counts responses. Both agree for responses of one length."""
     batch = Ragged(10, spread=spread)
     if mode == "sequence":
         batch.mask[:, :] = True
@@ -291,9 +296,10 @@ def test_effective_sample_size(mode: str, spread: float) -> None:
 def test_the_decoupled_objective(
     seed: int, masked: bool, mode: str, rejection: str, ours: str, theirs: str, aggregation: str
 ) -> None:
-    """Three policies: the sampling is weighed by proximal over behaviour, the clipping is around the proximal one.
+    """Sampled tokens are weighted by proximal / behaviour policy, and the ratio is clipped around the proximal policy.
 
-    verl takes what it rejects out of the counts of ``sequence`` too, ours stay; gspo's ratio is over the tokens left, or all.
+    verl removes rejected tokens from the counts of ``sequence``, and ours keeps them. GSPO's ratio covers the kept
+    tokens in ``sequence`` mode and all tokens in ``token`` mode.
     """
     batch = Ragged(seed, spread=0.4)
     low, high = (0.6, 1 / 0.6) if masked else (None, None)

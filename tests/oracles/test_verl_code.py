@@ -1,7 +1,8 @@
-"""The rule ``code`` against verl's score of programs (``prime_code``), which it computes for apps, taco, codecontests and codeforces.
+"""Compare the rule ``code`` with verl's score of programs (``prime_code``), which verl uses for apps, taco,
+codecontests and codeforces.
 
-Where the two differ on purpose: verl takes the first element of a list for the list, and minds blanks at the ends of some lines. Here
-a list is no element, and such blanks do not count.
+They differ on purpose in two cases. verl accepts the first element of a list in place of the list, and blanks at the
+ends of some lines matter to it. Ours rejects such an element and ignores such blanks.
 """
 
 from __future__ import annotations

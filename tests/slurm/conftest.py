@@ -1,4 +1,4 @@
-"""One cluster for all tests of this folder."""
+"""Start one cluster for all tests of this folder."""
 
 from __future__ import annotations
 

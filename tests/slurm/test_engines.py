@@ -1,4 +1,4 @@
-"""Engines on nodes of their own within a job on a real SLURM: Ray starts with the job, is joined by the trainer, and ends with it."""
+"""Train with engines on separate nodes of a real SLURM job. Ray starts and ends with the job, and the trainer joins it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_engines_under_ray_on_their_nodes_train_as_those_of_the_trainer_do(clust
 
 
 def is_free(folder: Path) -> bool:
-    """Whether no process holds a folder of Ray's; others than the job's have some meanwhile."""
+    """Return whether no process locks a Ray folder. Other jobs may use folders at the same time."""
     try:
         with (folder / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,6 @@
-"""What becomes of jobs on a real SLURM. The ranks are stand-ins that count (tests/stand_in.py); test_training.py has real ones."""
+"""Check the outcomes of jobs on a real SLURM. The ranks are stand-ins that count (tests/stand_in.py). test_training.py
+uses real ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ MANY = "trainer.num_steps=100000"
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    """A working directory with a configuration that `plan` accepts, and a model that is its config.json alone."""
+    """Return a working directory with a configuration that `plan` accepts, and a model that consists of its config.json."""
     model = json.loads((ROOT / "configs" / "models" / "Qwen2.5-0.5B-Instruct" / "config.json").read_text())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(model))
@@ -33,7 +35,7 @@ def workspace(tmp_path: Path) -> Path:
 def submit(
     cluster: Cluster, workspace: Path, *arguments: str, script: str = "submit.sh", **variables: str
 ) -> list[str]:
-    """Submit with stand-ins as ranks. Returns the numbers of the jobs."""
+    """Submit a job with stand-ins as ranks. Returns the job ids."""
     stand_in = {"RLHF_MCORE_MODULE": "tests.stand_in", "JOB_OF_TEST": workspace.name, "RLHF_MCORE_PLAN": "0"}
     environment = cluster.environment | stand_in | variables
     done = subprocess.run(
@@ -50,7 +52,7 @@ def submit(
 
 
 def with_gpus() -> list[str]:
-    """Both GPUs of a node of the test cluster."""
+    """Return the arguments for both GPUs of a node of the test cluster."""
     return ["run.yaml", "--gpus-per-node", "2", "--time", MINUTES, "--signal-before", "30"]
 
 
@@ -88,7 +90,7 @@ def test_the_signal_before_the_limit_puts_the_job_back_and_it_goes_on(cluster: C
     cluster.run("scancel", "--batch", "--signal=USR1", job_id)  # as --signal=B:USR1@30 does before the limit
     job = cluster.wait(job_id)
     assert (job["JobState"], job["Restarts"], exit_code(job)) == ("COMPLETED", "1", 0), log(workspace)
-    assert "4 x H100" in log(workspace) and "SIGUSR1" in log(workspace)  # planned, and signalled
+    assert "4 x H100" in log(workspace) and "SIGUSR1" in log(workspace)  # the plan was printed, and the signal arrived
     assert counts(workspace) == [60] * 4
     begun = [int(count) for count in re.findall(r"begins at (\d+)", rank_logs(workspace))]
     assert len(begun) == 8 and sum(count == 0 for count in begun) == 4 and all(count < 60 for count in begun)
@@ -96,7 +98,7 @@ def test_the_signal_before_the_limit_puts_the_job_back_and_it_goes_on(cluster: C
 
 @pytest.mark.parametrize("options", [small(1), with_gpus()], ids=["ranks", "gpus"])
 def test_ranks_share_all_cores_of_their_part_of_the_node(cluster: Cluster, workspace: Path, options: list[str]) -> None:
-    """SLURM binds a step that asks for nothing to one core, with all ranks of the node."""
+    """By default, SLURM binds all ranks of a node to one core."""
     for more in ((), ("--exclusive",)):
         (job_id,) = submit(cluster, workspace, *options, "trainer.num_steps=1", *more)
         assert cluster.wait(job_id)["JobState"] == "COMPLETED", log(workspace)
@@ -162,6 +164,6 @@ def test_a_chain_starts_a_stage_when_the_one_before_has_ended_well(cluster: Clus
     assert [cluster.wait(job)["JobState"] for job in jobs[1:]] == ["CANCELLED", "CANCELLED"]
     assert counts(workspace, "ppo") == []
 
-    jobs = submit(cluster, workspace, *arguments, script="chain.sh")  # the first goes on from its count
+    jobs = submit(cluster, workspace, *arguments, script="chain.sh")  # the first job continues from its count
     assert [cluster.wait(job)["JobState"] for job in jobs] == ["COMPLETED"] * 3, log(workspace)
     assert counts(workspace, "ppo") == [2, 2]

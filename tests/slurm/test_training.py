@@ -1,4 +1,4 @@
-"""A real training on a real SLURM: told to stop before its time limit, it comes back by itself and ends as if nothing had been."""
+"""Check that a training on a real SLURM is requeued before its time limit and ends with the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_a_job_that_came_back_ends_with_the_weights_of_one_that_was_left_alone(c
     log, cut, hold = made / "outputs" / "slurm" / f"grpo-{job_id}.out", run_directory(made, "cut"), made / "hold"
     cluster.wait_for(lambda: scan(cut), job_id, lambda: log.read_text() if log.exists() else "no log")
     hold.touch()
-    # So SIGUSR1 is due; SLURM looks twice a minute. It comes in the middle of a step.
+    # SIGUSR1 is now due. SLURM checks twice a minute, so the signal arrives in the middle of a step.
     cluster.run("scontrol", "update", f"JobId={job_id}", "TimeLimit=1")
     wait_for(lambda: "SIGUSR1" in log.read_text(), 110, log.read_text)  # beyond 120 s the step ends by itself
     hold.unlink()
     job = cluster.wait(job_id, state=("COMPLETING", "PENDING"))
     assert job["Restarts"] == "1" and len(scan(cut)) < STEPS, log.read_text()
-    cluster.run("scontrol", "update", f"JobId={job_id}", f"TimeLimit={MINUTES}")  # or it would come back several times
+    cluster.run("scontrol", "update", f"JobId={job_id}", f"TimeLimit={MINUTES}")  # so that it is requeued only once
     job = cluster.wait(job_id)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log.read_text()
     assert_same_end(cut, run_locally(made, "whole", cluster.environment))

@@ -1,15 +1,16 @@
 """Certify the installed Megatron-core, vLLM and transformers on this machine, from a checkout, without an install step:
 
-    python -m tools.certify                         all parts; certificate.md and logs in outputs/certificate
-    python -m tools.certify --quick                 three families in two layouts each, and the short parts
+    python -m tools.certify                         all parts; certificate.md and logs in outputs/certificate.
+    python -m tools.certify --quick                 three families in two layouts each, and the short parts.
     python -m tools.certify --only families --families llama,qwen3_moe --ranks 8 --keep
-    python -m tools.certify --pack certify.tar.gz   one archive of this checkout and the pure-Python packages that it needs
+    python -m tools.certify --pack certify.tar.gz   one archive of this checkout and the pure-Python packages that it needs.
 
 Tiny models of every family run under every layout that the ranks allow. Logprobs of trainer and engine and the gradient
-are compared with transformers, a sync with its digests, a sleep and a save with the state before, a resumed run with a
-whole one. Then trainings run, and the device is measured. The machine needs torch >= 2.10, transformers, Python 3.11 or
-3.12 and no network: unpack the archive there and run the command in it. Without vLLM, transformers generates. Without a
-GPU, or with --device cpu, the same code runs on tiny sizes. Every part is a process with a time limit.
+are compared with transformers, and a sync with its digests. A sleep and a save are compared with the state before, and
+a resumed run with an uninterrupted one. Then trainings run, and the device is measured. The machine needs torch >=
+2.10, transformers, Python 3.11 or 3.12 and no network: unpack the archive there and run the command in it. Without
+vLLM, transformers generates. Without a GPU, or with --device cpu, the same code runs on tiny sizes. Every part is a
+process with a time limit.
 """
 
 from __future__ import annotations

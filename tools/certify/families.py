@@ -28,7 +28,7 @@ _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 64}
 _DELTA = dict(
     linear_num_key_heads=4,
     linear_num_value_heads=8,
-    linear_key_head_dim=64,  # 64 or 128, also for values: vLLM's CPU kernels support no other sizes
+    linear_key_head_dim=64,  # 64 or 128 for keys and for values; vLLM's CPU kernels support no other sizes
     linear_value_head_dim=64,
     full_attention_interval=2,
 )

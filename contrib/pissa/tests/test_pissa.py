@@ -32,7 +32,7 @@ def best_of_rank(weight: Tensor, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (9, 9)])
 def test_factors_are_the_principal_part(shape: tuple[int, int]) -> None:
-    """As in PiSSA, both factors contain the square roots of the singular values."""
+    """Both factors contain the square roots of the singular values, as in PiSSA."""
     torch.manual_seed(0)
     weight = torch.randn(shape)
     a, b = principal_factors(weight, 3, 4.0)

@@ -5,8 +5,8 @@ in ``benchmarks.asynchronous``. In every round each workload runs synchronously,
 runs is predicted in three ways:
 
 - from the lengths and times of the workload's synchronous run, and from the contention in its run one step off. A user has these runs
-  before trying partial rollouts;
-- ``alone``: from the workload's synchronous run only;
+  before trying partial rollouts.
+- ``alone``: from the workload's synchronous run only.
 - ``elsewhere``: from these two runs of the other workloads, and from the lengths of this workload's synchronous run.
 
 The ratio is the largest deviation of predicted / measured from 1 for the first kind of prediction, in samples/s and tokens/s, over the
