@@ -16,7 +16,6 @@ from tests.unit.bridge.test_execute import (
     CASES,
     DTYPES,
     SHAPES,
-    BriefBuffers,
     KeptBuffers,
     Wire,
     held,
@@ -112,27 +111,6 @@ def test_every_run_brings_what_the_sources_hold_then(
             moved = changes.moved
             assert not changes.is_full or (moved.sent, moved.received) == (moved.planned_sent, moved.planned_received)
             assert moved.received <= moved.planned_received
-
-    wire.run(rank_body)
-
-
-def test_layers_that_exist_in_their_turn_only_are_changed_too() -> None:
-    wire, sources, destinations = Wire(0), held(2, 2), needed(1, buffers=3)
-    plan, old = make_plan(sources, destinations, None), random_model(3)
-
-    def rank_body(rank: int) -> None:
-        mine, received = tensors_of(sources, rank), BriefBuffers(tensors_of(destinations, rank), brief=("1", "2"))
-        previous = HostCopies(mine)
-        changes = Changes(wire, previous, 100, torch.device("cpu"))
-        executor = Executor(plan.rank_view(rank), LiveSources(mine), DTYPES, wire, changes=changes)
-        for version in (old, few_changes(old)):
-            spread(mine, sources, rank, version)
-            executor.run(received, is_full=False)
-            previous.take()
-        expected = tensors_of(destinations, rank)
-        spread(expected, destinations, rank, few_changes(old))
-        assert all(torch.equal(received.flats[name], tensor) for name, tensor in expected.items())
-        assert not changes.is_full
 
     wire.run(rank_body)
 

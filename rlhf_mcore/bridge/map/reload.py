@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,24 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class Scratch:
-    """Reusable memory for one weight at a time. New pages for each weight would add a sixth to the packing time."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor. It overwrites the previous tensor."""
-        size = math.prod(shape) * dtype.itemsize
-        if self._memory.numel() < size:
-            self._memory = torch.empty(size, dtype=torch.uint8)
-        return self._memory[:size].view(dtype).view(*shape)
-
-
 @contextmanager
-def reloading(
-    model: nn.Module, group: Sequence[EngineParameter], scratch: Scratch | None = None
-) -> Iterator[dict[str, Tensor]]:
+def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[dict[str, Tensor]]:
     """Replace the repacked parameters of one layer, with vLLM's layerwise reload.
 
     Yield uninitialised flat tensors in the loading layout, by parameter name. The caller must write every element.
@@ -43,14 +26,13 @@ def reloading(
     Args:
         model: the live model.
         group: an element of ``EngineMap.repacked``.
-        scratch: reusable memory for layers that are reloaded one after the other.
     """
     from vllm.model_executor.model_loader.reload import layerwise, meta
     from vllm.platforms import current_platform
 
     module: Any = model.get_submodule(group[0].module)
     if _has_packed_weight_alone(module, group):
-        with _packing(module, group[0], scratch or Scratch()) as flats:
+        with _packing(module, group[0]) as flats:
             yield flats
         return
     layerwise.initialize_layerwise_reload(module)
@@ -88,9 +70,9 @@ def _has_packed_weight_alone(module: Any, group: Sequence[EngineParameter]) -> b
 
 
 @contextmanager
-def _packing(module: Any, weight: EngineParameter, scratch: Scratch) -> Iterator[dict[str, Tensor]]:
+def _packing(module: Any, weight: EngineParameter) -> Iterator[dict[str, Tensor]]:
     """Replace a packed weight like :func:`reloading`, without vLLM's reload records."""
-    empty, whole = module.weight, scratch.empty(weight.shape, weight.dtype)
+    empty, whole = module.weight, torch.empty(weight.shape, dtype=weight.dtype)
     yield {weight.name: whole.view(-1)}
     module.weight = torch.nn.Parameter(whole, requires_grad=False)
     try:

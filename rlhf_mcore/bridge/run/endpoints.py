@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_mcore.bridge.map.pieces import view
-from rlhf_mcore.bridge.map.reload import Scratch, reloading
+from rlhf_mcore.bridge.map.reload import reloading
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
 from rlhf_mcore.platform import current_platform
@@ -70,6 +69,36 @@ class KeptSources(Sources):
         """Copy the tensors that an update changes."""
 
 
+class BuiltSources(KeptSources):
+    """Tensors that are built when a bucket reads them, and freed when the last open bucket is closed."""
+
+    is_static = False
+
+    def __init__(self) -> None:
+        self._opened: dict[str, tuple[Tensor, int]] = {}  # flat tensor, and the number of open buckets that read it
+
+    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        for name in bucket.source_buffers:
+            flat, readers = self._opened.get(name) or (self._build(name), 0)
+            self._opened[name] = flat, readers + 1
+        return {name: self._opened[name][0] for name in bucket.source_buffers}
+
+    def close(self, bucket: Bucket) -> None:
+        for name in bucket.source_buffers:
+            flat, readers = self._opened.pop(name)
+            if readers > 1:
+                self._opened[name] = flat, readers - 1
+            else:
+                self._free(name)
+
+    @abstractmethod
+    def _build(self, name: str) -> Tensor:
+        """Compute the flat tensor of a buffer, or return the live tensor."""
+
+    def _free(self, name: str) -> None:
+        """Free what building a buffer has opened."""
+
+
 class HostCopies(KeptSources):
     """Host copies of tensors at the last ``take``. This version can be sent after the model was updated."""
 
@@ -102,32 +131,17 @@ class HostCopies(KeptSources):
     def close(self, bucket: Bucket) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TransientBuffers:
-    """Buffers that exist only inside a context. Enter, write and leave it before entering the next context."""
-
-    names: frozenset[str]
-    enter: Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
-
-
 class Destinations(ABC):
     """Tensors for received elements."""
 
     @abstractmethod
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        """Return the flat tensors that a bucket writes, by buffer name, without transient buffers."""
+        """Return the flat tensors that a bucket writes, by buffer name."""
         ...
 
     def written(self) -> Mapping[str, Tensor]:
         """Return the flat tensors that contain the last written values, by buffer name."""
         return {}
-
-    def transient(self, bucket: Bucket) -> Sequence[TransientBuffers]:
-        """Return the buffers that the bucket writes completely, one after the other.
-
-        A bucket that forwards data has none.
-        """
-        return ()
 
     @abstractmethod
     def close(self, bucket: Bucket) -> None:
@@ -137,15 +151,11 @@ class Destinations(ABC):
 
 @dataclass(slots=True)
 class _Group:
-    """The repacked parameters of one layer, from their first to their last bucket.
-
-    ``is_transient``: one bucket writes all of them and forwards nothing.
-    """
+    """The repacked parameters of one layer, from their first to their last bucket."""
 
     parameters: Sequence[EngineParameter]
     first: int
     last: int
-    is_transient: bool
     stack: ExitStack = field(default_factory=ExitStack)
     flats: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -154,8 +164,7 @@ class EngineDestinations(Destinations):
     """The destinations of one engine rank during one sync.
 
     Parameters that kernels read directly are written in place. A layer that the engine repacks is opened at its
-    first bucket and closed after its last bucket; then the engine processes it. Layers that a single bucket
-    completes are opened one after the other. Padding is set to zero.
+    first bucket and closed after its last bucket; then the engine processes it. Padding is set to zero.
 
     Args:
         model: the engine's live model.
@@ -182,12 +191,11 @@ class EngineDestinations(Destinations):
         for parameter in engine.direct:
             self._prepare(parameter, self._flats[parameter.name])
         self._groups = _groups(engine, plan)
-        self._scratch = Scratch()  # shared by layers that are opened one after the other
 
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
         """Return the flat tensors that the bucket writes."""
         for group in self._groups:
-            if group.first == bucket.index and not group.is_transient:
+            if group.first == bucket.index:
                 group.flats = group.stack.enter_context(self._reload(group))
                 self._flats.update(group.flats)
         return self._flats
@@ -197,25 +205,17 @@ class EngineDestinations(Destinations):
             {} if self._poison else {parameter.name: self._flats[parameter.name] for parameter in self._engine.direct}
         )
 
-    def transient(self, bucket: Bucket) -> Sequence[TransientBuffers]:
-        """Return the layers that the bucket writes completely."""
-        return [
-            TransientBuffers(frozenset(parameter.name for parameter in group.parameters), partial(self._reload, group))
-            for group in self._groups
-            if group.is_transient and group.first == bucket.index
-        ]
-
     def close(self, bucket: Bucket) -> None:
         """Make the engine process the layers that the bucket has completed."""
         for group in self._groups:
-            if group.last == bucket.index and not group.is_transient:
+            if group.last == bucket.index:
                 group.stack.close()
                 for name in group.flats:
                     del self._flats[name]
 
     @contextmanager
     def _reload(self, group: _Group) -> Iterator[Mapping[str, Tensor]]:
-        with reloading(self._model, group.parameters, self._scratch if group.is_transient else None) as flats:
+        with reloading(self._model, group.parameters) as flats:
             for parameter in group.parameters:
                 self._prepare(parameter, flats[parameter.name])
             yield flats
@@ -250,7 +250,6 @@ def _groups(engine: EngineMap, plan: RankPlan) -> list[_Group]:
     if not engine.repacked:
         return []
     touched: dict[str, list[int]] = {}
-    forwarding = {bucket.index for bucket in plan.buckets if bucket.phases[1].sends or bucket.phases[1].receives}
     for bucket in plan.buckets:
         for name in bucket.destination_buffers:
             touched.setdefault(name, []).append(bucket.index)
@@ -258,6 +257,5 @@ def _groups(engine: EngineMap, plan: RankPlan) -> list[_Group]:
     for parameters in engine.repacked:
         buckets = [bucket for parameter in parameters for bucket in touched.get(parameter.name, [])]
         if buckets:
-            first, last = min(buckets), max(buckets)
-            groups.append(_Group(parameters, first, last, first == last and first not in forwarding))
+            groups.append(_Group(parameters, min(buckets), max(buckets)))
     return groups

@@ -7,7 +7,7 @@ flight need extra memory: at most 2 * depth * bucket_bytes.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH, Bucket, Copy, RankPlan
-from rlhf_mcore.bridge.run.endpoints import Destinations, Sources, TransientBuffers
+from rlhf_mcore.bridge.run.endpoints import Destinations, Sources
 from rlhf_mcore.bridge.run.staging import Staging
 from rlhf_mcore.bridge.run.transports import ChangedMessages, Exchange, Links, Packet, PointToPoint, SharedMemory
 from rlhf_mcore.platform import current_platform
@@ -155,12 +155,8 @@ class Executor:
         """Wait for a bucket and write it. Forward parts to other ranks of the node, and copy local parts."""
         bucket = flight.bucket
         buffers = destinations.open(bucket)
-        transient = destinations.transient(bucket)
-        if transient:
-            self._write_transient(flight, buffers, transient)
-        else:
-            copy_parts([_view(copy.destination, buffers) for copy in bucket.local], flight.local)
-            _unpack(flight.exchange, flight.receives, buffers)
+        copy_parts([_view(copy.destination, buffers) for copy in bucket.local], flight.local)
+        _unpack(flight.exchange, flight.receives, buffers)
         forwarded = bucket.phases[1]
         if forwarded.sends or forwarded.receives:
             outgoing = [views_of_packet(packet, buffers) for packet in self._staging.stage(bucket).sends[1]]
@@ -172,39 +168,12 @@ class Executor:
         if not self._sources.is_static:
             self._sources.close(bucket)
 
-    def _write_transient(
-        self, flight: _Flight, buffers: Mapping[str, Tensor], transient: Sequence[TransientBuffers]
-    ) -> None:
-        """Write complete layers one after the other.
-
-        Each layer is still in the cache when its context exits and processes it. At most one layer exists at a
-        time.
-        """
-        assert not flight.bucket.phases[1].sends, "what is forwarded has to stay"
-        flight.exchange.arrive()
-        pairs = list(zip([copy.destination for copy in flight.bucket.local], flight.local, strict=True))
-        for packet in flight.receives:
-            pairs += zip(packet.message.copies, packet.parts, strict=True)
-        number_of = {name: number for number, group in enumerate(transient) for name in group.names}
-        written: dict[int | None, list[tuple[Copy, Tensor]]] = defaultdict(list)
-        for copy, part in pairs:
-            written[number_of.get(copy.buffer)].append((copy, part))
-        _write(written[None], buffers)
-        for number, group in enumerate(transient):
-            with group.enter() as entered:
-                _write(written[number], entered)
-        flight.exchange.release()
-
 
 def _unpack(exchange: Exchange, receives: Sequence[Packet], buffers: Mapping[str, Tensor]) -> None:
     exchange.arrive()
     for packet in receives:
-        _write(list(zip(packet.message.copies, packet.parts, strict=True)), buffers)
+        copy_parts([_view(copy, buffers) for copy in packet.message.copies], packet.parts)
     exchange.release()
-
-
-def _write(pairs: Sequence[tuple[Copy, Tensor]], buffers: Mapping[str, Tensor]) -> None:
-    copy_parts([_view(copy, buffers) for copy, _ in pairs], [part for _, part in pairs])
 
 
 def views_of_packet(packet: Packet, buffers: Mapping[str, Tensor]) -> list[Tensor]:

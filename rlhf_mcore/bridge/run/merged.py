@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.rules import Block, adapter_names, blocks, hf_shapes
-from rlhf_mcore.bridge.plan.rank_plan import Bucket
-from rlhf_mcore.bridge.run.endpoints import HostCopies, KeptSources
+from rlhf_mcore.bridge.run.endpoints import BuiltSources, HostCopies
 from rlhf_mcore.families.adapters import B, base_name, hf_module
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 from rlhf_mcore.platform import current_platform
@@ -25,14 +24,12 @@ def adapted_weights(geometry: ModelGeometry) -> list[str]:
     return list(dict.fromkeys(f"{hf_module(name)}.weight" for name in hf_shapes(geometry)))
 
 
-class _AdapterSources(KeptSources):
-    """Tensors computed from adapters. Opening a bucket computes them, and closing their last bucket frees them.
+class _AdapterSources(BuiltSources):
+    """Tensors computed from adapters.
 
     All other tensors are live tensors. With ``keep``, adapters are read as of the last ``take``. Other tensors do
     not change.
     """
-
-    is_static = False
 
     def __init__(
         self,
@@ -43,12 +40,12 @@ class _AdapterSources(KeptSources):
         keep: bool = False,
     ):
         """Store this rank's ``parameters`` and ``adapters``. ``geometry`` is the adapters' geometry."""
+        super().__init__()
         assert geometry.adapter is not None
         self._sizes = geometry.adapter
         self._tensors = {parameter.name: parameter.tensor for parameter in parameters}
         self._adapters = {parameter.name: parameter.tensor for parameter in adapters}
         self._copies = HostCopies({name: t.view(-1) for name, t in self._adapters.items()}) if keep else None
-        self._opened: dict[str, tuple[Tensor, int]] = {}  # tensor, and the number of open buckets that read it
         tensors = (*self._tensors.values(), *self._adapters.values())
         self.device = next((tensor.device for tensor in tensors), current_platform().device())
 
@@ -57,17 +54,8 @@ class _AdapterSources(KeptSources):
         if self._copies is not None:
             self._copies.take()
 
-    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        for name in bucket.source_buffers:
-            flat, readers = self._opened.get(name) or (self._make(name).view(-1), 0)
-            self._opened[name] = flat, readers + 1
-        return {name: self._opened[name][0] for name in bucket.source_buffers}
-
-    def close(self, bucket: Bucket) -> None:
-        for name in bucket.source_buffers:
-            flat, readers = self._opened.pop(name)
-            if readers > 1:
-                self._opened[name] = flat, readers - 1
+    def _build(self, name: str) -> Tensor:
+        return self._make(name).view(-1)
 
     def _adapter(self, name: str) -> Tensor:
         tensor = self._adapters[name]

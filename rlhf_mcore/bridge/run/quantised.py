@@ -23,7 +23,7 @@ from rlhf_mcore.bridge.map.pieces import Piece, Place, view
 from rlhf_mcore.bridge.map.quantised import SCALES, QuantisedNames, are_quantised, scale_tables
 from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
-from rlhf_mcore.bridge.run.endpoints import KeptSources, Sources
+from rlhf_mcore.bridge.run.endpoints import BuiltSources, KeptSources, Sources
 from rlhf_mcore.families.quantised import Quantisation
 from rlhf_mcore.geometry import LocalParameter
 
@@ -133,7 +133,7 @@ class _ReadBucket(Bucket):
         return self._names
 
 
-class QuantisedSources(KeptSources):
+class QuantisedSources(BuiltSources):
     """Other sources quantised to 8 bits, and their scales. Or the dequantised values, in the sources' dtype.
 
     If several ranks hold parts of a block, the block's scale covers all parts. A sync starts with an all-reduce of
@@ -149,8 +149,6 @@ class QuantisedSources(KeptSources):
         dequantises: return dequantised values, for engines that do not store 8 bits.
     """
 
-    is_static = False
-
     def __init__(
         self,
         sources: Sources,
@@ -162,6 +160,7 @@ class QuantisedSources(KeptSources):
         *,
         dequantises: bool = False,
     ) -> None:
+        super().__init__()
         self._sources, self._kind, self._group, self._dequantises = sources, names.kind, group, dequantises
         self.device = sources.device
         of_rank = {parameter.name: names.pieces(parameter) for parameter in parameters}
@@ -173,7 +172,6 @@ class QuantisedSources(KeptSources):
             self._cut[name] = self._cut_numel, shape
             self._cut_numel += prod(shape)
         self._amax: Mapping[str, Tensor] = {}  # the largest magnitudes in blocks, flat, by buffer
-        self._opened: dict[str, tuple[Tensor, int]] = {}  # the result, and the number of open buckets that read it
         self.kept: QuantisedSources | None = None
         if kept is not None:
             self.kept = QuantisedSources(kept, parameters, names, places, group, dequantises=dequantises)
@@ -219,31 +217,14 @@ class QuantisedSources(KeptSources):
         start, extent = self._kind.blocks(piece.start, piece.shape)
         return shared[offset : offset + prod(shape)].view(shape)[Rectangle(start, extent).slices()]
 
-    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        flats = dict[str, Tensor]()
-        for name in bucket.source_buffers:
-            if name.endswith(SCALES):
-                flats[name] = scales_of(self._amax[name.removesuffix(SCALES)], self._kind)
-            elif name in self._pieces:
-                flat, readers = self._opened.get(name) or (self._quantise(name), 0)
-                self._opened[name] = flat, readers + 1
-                flats[name] = flat
-        if rest := bucket.source_buffers - flats.keys():
-            others = self._sources.open(_ReadBucket(rest))
-            flats |= {name: others[name] for name in rest}
-        return flats
+    def _build(self, name: str) -> Tensor:
+        if name.endswith(SCALES):
+            return scales_of(self._amax[name.removesuffix(SCALES)], self._kind)
+        return self._quantise(name) if name in self._pieces else self._sources.open(_ReadBucket({name}))[name]
 
-    def close(self, bucket: Bucket) -> None:
-        rest = set[str]()
-        for name in bucket.source_buffers:
-            if name in self._pieces:
-                flat, readers = self._opened.pop(name)
-                if readers > 1:
-                    self._opened[name] = flat, readers - 1
-            elif not name.endswith(SCALES):
-                rest.add(name)
-        if rest and not self._sources.is_static:
-            self._sources.close(_ReadBucket(rest))
+    def _free(self, name: str) -> None:
+        if not name.endswith(SCALES) and name not in self._pieces and not self._sources.is_static:
+            self._sources.close(_ReadBucket({name}))
 
     def _quantise(self, name: str) -> Tensor:
         """Quantise a buffer to a flat 8-bit tensor, or round it to the values of 8 bits."""

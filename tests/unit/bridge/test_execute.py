@@ -6,9 +6,8 @@ import os
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from rlhf_mcore.bridge.map.rules import adapter_names, blocks, hf_shapes, pieces
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_order
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run import transports
-from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, TransientBuffers
+from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources
 from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.merged import MergedSources, adapted_weights
 from rlhf_mcore.bridge.run.staging import Staging
@@ -228,48 +227,6 @@ def test_every_run_brings_what_the_sources_hold_then(
         assert executor.peak_bytes <= (2 if machine == RANKS and on_host else 4) * BUCKET
         staged = executor._staging._sends, executor._staging._receives
         assert bool(any(map(len, staged))) is on_host, "memory of a device belongs to others between two runs"
-
-    wire.run(rank_body)
-
-
-@dataclass(slots=True)
-class BriefBuffers(KeptBuffers):
-    """Some buffers are there in their turn only."""
-
-    brief: tuple[str, ...] = ()
-    entered: list[str] = field(default_factory=list)
-
-    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        return {name: flat for name, flat in self.flats.items() if not name.endswith(self.brief)}
-
-    def transient(self, bucket: Bucket) -> list[TransientBuffers]:
-        names = [name for name in self.flats if name.endswith(self.brief)]
-        return [TransientBuffers(frozenset([name]), partial(self.enter, name)) for name in names]
-
-    @contextmanager
-    def enter(self, name: str) -> Iterator[Mapping[str, Tensor]]:
-        self.entered.append(f"in {name}")
-        yield {name: self.flats[name]}
-        self.entered.append(f"out {name}")
-
-
-@pytest.mark.parametrize("machine", [0, 4])
-@pytest.mark.parametrize("brief", [("1", "2"), ("0", "1", "2")])
-def test_transient_buffers_exist_one_at_a_time(machine: int, brief: tuple[str, ...]) -> None:
-    wire = Wire(machine)
-    sources, destinations = held(2, 2), needed(1, buffers=3)
-    plan = make_plan(sources, destinations, None)
-
-    def rank_body(rank: int) -> None:
-        mine, received = tensors_of(sources, rank), BriefBuffers(tensors_of(destinations, rank), brief=brief)
-        full = random_model(3)
-        spread(mine, sources, rank, full)
-        Executor(plan.rank_view(rank), LiveSources(mine), DTYPES, wire).run(received)
-        expected = tensors_of(destinations, rank)
-        spread(expected, destinations, rank, full)
-        assert all(torch.equal(received.flats[name], tensor) for name, tensor in expected.items())
-        turn = [f"{way} part0.{number}" for number in brief for way in ("in", "out")]
-        assert received.entered == turn * plan.num_buckets
 
     wire.run(rank_body)
 
