@@ -11,8 +11,8 @@ from tests.distributed.cells import check_all
 from tests.distributed.remote_bridge_worker import CHANGES, TIMEOUT_S
 from tests.distributed.world import World
 
-# Elements of the models of tests/distributed/models.py, counted by hand: width 64, 97 tokens, 4 query and 2 key heads
-# of 32, MLP width 96.
+# Elements of the models of tests/distributed/models.py, counted by hand: width 64, 97 tokens, 4 query
+# and 2 key heads of 32, MLP width 96.
 NORMS = 2 * 64 + 2 * 32  # per layer
 ATTENTION = 128 * 64 + 2 * 64 * 64 + 64 * 128
 DENSE_LAYER = NORMS + ATTENTION + 3 * 96 * 64

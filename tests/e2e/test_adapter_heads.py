@@ -1,4 +1,4 @@
-"""Adapters of a reward model and of a critic, as a user has them: saved with their heads, resumed, merged, and used by PPO."""
+"""Train adapters of a reward model and of a critic: save them with their heads, resume, merge, and use them in PPO."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train(directory: Path, kind: str, name: str, *overrides: str) -> Path:
 
 
 def same_files(one: Path, other: Path, *models: str) -> list[str]:
-    """Names of all files of the models, which are the same in both checkpoints."""
+    """Return the names of the model files, and check that they are equal in both checkpoints."""
     names = [str(path.relative_to(one)) for model in models for path in (one / model).rglob("*") if path.is_file()]
     for name in names:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
@@ -44,7 +44,7 @@ def same_files(one: Path, other: Path, *models: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of a reward model of four steps, whose adapters are merged beside it."""
+    """Train a reward model for four steps, and merge its adapters into a second directory. Returns the run directory."""
     directory = tmp_path_factory.mktemp("heads")
     write_data(directory)
     save_model(directory / "model", "qwen3", seed=1)
@@ -153,7 +153,7 @@ def test_a_resumed_ppo_run_ends_as_one_that_was_left_alone(ppo: Path) -> None:
 
 
 def test_actor_and_critic_have_layouts_of_their_own(ppo: Path) -> None:
-    """The actor in a pipeline, the critic tensor-parallel: the same values as on one rank."""
+    """The actor runs in a pipeline and the critic is tensor-parallel. The values equal those on one rank."""
     expected = json.loads((ppo / "metrics.jsonl").read_text().splitlines()[3])
     cut = [
         "actor.layout.pp=2",

@@ -1,4 +1,4 @@
-"""A run that trains adapters, as a user has it: saved, resumed where it was and in other layouts, and merged."""
+"""Train adapters through commands: save, resume in the same and in other layouts, and merge."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def train(directory: Path, name: str, steps: int, *overrides: str) -> list[dict[
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of four steps that nobody has interrupted."""
+    """Return the directory of an uninterrupted run of four steps."""
     directory = tmp_path_factory.mktemp("adapters")
     write_data(directory)
     save_model(directory / "model", "qwen3", seed=1)
@@ -67,7 +67,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_resumed_run_ends_as_one_that_was_left_alone(calm: Path) -> None:
-    """Adapters and the state of their optimizer, bit for bit, after adapters that were saved as a difference to others."""
+    """Adapters and optimizer state are equal bit for bit. The resumed adapters were saved as a difference from other adapters."""
     workspace, saved = calm.parents[2], "checkpoint-4/actor"
     assert not (calm / "checkpoint-2/actor/adapter_model.safetensors").exists()
     train(workspace, "resumed", 4, f"checkpoint.resume={calm / 'checkpoint-2'}")
@@ -82,7 +82,7 @@ def test_a_resumed_run_ends_as_one_that_was_left_alone(calm: Path) -> None:
 
 
 def test_it_continues_in_another_layout(calm: Path) -> None:
-    """From one rank to two tensor-parallel ones; magnitudes go on to a pipeline below."""
+    """The run continues on two tensor-parallel ranks after one rank. A test below resumes magnitudes in a pipeline."""
     workspace, expected = calm.parents[2], json.loads((calm / "metrics.jsonl").read_text().splitlines()[-1])
     moved = train(workspace, "cut", 4, f"checkpoint.resume={calm / 'checkpoint-2'}", "actor.layout.tp=2")[-1]
     for name in ("loss/sft", "actor/grad_norm"):
@@ -90,7 +90,7 @@ def test_it_continues_in_another_layout(calm: Path) -> None:
 
 
 def test_magnitudes_are_resumed_in_other_layouts_and_merged(calm: Path) -> None:
-    """From two tensor-parallel ranks to a pipeline of two. The first loss is the model's."""
+    """The run continues in a pipeline of two after two tensor-parallel ranks. The first loss equals the model's."""
     workspace, cut = calm.parents[2], ("actor.lora.use_dora=true", "actor.layout.tp=2")
     metrics = train(workspace, "dora", 3, *cut)
     began = json.loads((calm / "metrics.jsonl").read_text().splitlines()[0])
@@ -109,7 +109,7 @@ def test_magnitudes_are_resumed_in_other_layouts_and_merged(calm: Path) -> None:
 
 
 def test_what_began_with_singular_vectors_is_resumed(calm: Path) -> None:
-    """The first loss is the model's, as with adapters of no effect; half of what is saved stays as it was."""
+    """The first loss equals the model's, as with adapters that have no effect. Half of the saved tensors never change."""
     workspace, pissa = calm.parents[2], "actor.lora.init=pissa"
     metrics = train(workspace, "pissa", 2, pissa)
     began = json.loads((calm / "metrics.jsonl").read_text().splitlines()[0])
@@ -137,7 +137,7 @@ def test_a_merged_model_is_one_of_transformers(calm: Path) -> None:
 
 @pytest.mark.parametrize("how", ["actor.lora.use_dora=true", "actor.lora.init=pissa"])
 def test_an_engine_draws_with_what_the_actor_computes_with(tmp_path: Path, how: str) -> None:
-    """Two tensor-parallel ranks send vLLM magnitudes merged, or A and B with what they began with; the first KL is none."""
+    """Two tensor-parallel ranks send vLLM merged magnitudes, or A and B with their fixed initial halves. The first KL is zero."""
     make_quickstart(tmp_path)
     (tmp_path / "reward.py").write_text(REWARD)
     changes = ["trainer.num_steps=3", "evaluate.every=0", "checkpoint.save_steps=0", "actor.lora.rank=8", how]
@@ -151,7 +151,7 @@ def test_an_engine_draws_with_what_the_actor_computes_with(tmp_path: Path, how: 
 
 @pytest.mark.timeout(1200)
 def test_fault_27_a_killed_run_with_adapters_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
-    """Killed in steps and in saves; vLLM adds the adapters, and gets weights and adapters again at every start."""
+    """The run is killed in steps and in saves. vLLM adds the adapters, and receives weights and adapters at every start."""
     make_quickstart(tmp_path)
     (tmp_path / "reward.py").write_text(REWARD)
     config = [str(ROOT / "configs/quickstart/grpo.yaml"), "actor.lora.rank=8", "actor.lora.sync=adapter"]

@@ -1,4 +1,4 @@
-"""Runs with disaggregated engines under a real Ray: the same numbers, also after engines, the job or Ray were killed."""
+"""Run disaggregated engines under a real Ray. The numbers stay the same after engines, the job or Ray are killed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
         os.kill(int(open("killed").read()), signal.SIGKILL)
     return (sum(map(ord, solution_str)) % 3) / 2  # differs between responses to two of three prompts
 """
-# Of a rank's time and of what the schedule counts; all else is what was learned.
+# Metrics of a rank's time and of the schedule. All other metrics describe the learning.
 OWN = (
     "timing/",
     "throughput/",
@@ -60,8 +60,8 @@ OWN = (
     "rollout/staleness",
     "rollout/stale_",
 )
-# Drawn from a part of the vocabulary, which is recorded, as are the experts of tokens, and with what waits for the next step in
-# checkpoints.
+# Samples come from a part of the vocabulary, which is recorded. Routes of experts are recorded too.
+# Checkpoints store groups that wait for the next step.
 FURTHER = [
     "model.path=mixture",
     "actor.router_replay=rollout",
@@ -102,14 +102,14 @@ def running(directory: Path, *arguments: str) -> AbstractContextManager[Started]
 
 
 def processes_of(directory: Path, name: str = "") -> list[int]:
-    """What runs with the temporary folder of ``directory``, and has ``name`` in its command line."""
+    """Return the processes whose temporary folder belongs to ``directory`` and whose command line contains ``name``."""
     found = []
     mark = f"TMPDIR={directory / 'tmp'}".encode()
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (path / "environ").read_bytes() and name in (path / "cmdline").read_bytes().decode():
                 found.append(int(path.name))
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return found
 
@@ -121,7 +121,7 @@ def metrics(directory: Path, experiment: str) -> list[dict[str, Any]]:
 
 
 def trained_on(directory: Path, experiment: str) -> list[str]:
-    """The prompts of all steps, each as often as a step has learned from it."""
+    """Return the prompts of all steps, each as often as a step has trained on it."""
     folder = directory / "outputs" / "quickstart" / experiment / "rollouts"
     lines = [line for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
     samples = Counter((record["step"], record["prompt_id"]) for record in map(json.loads, lines))
@@ -140,7 +140,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(workspace: Path) -> Path:
-    """The directory of a run in order that nothing happens to."""
+    """Return the directory of an undisturbed run in order."""
     ended = run(workspace, "async.yaml", "experiment=whole", *IN_ORDER)
     assert ended.returncode == 0, ended.stderr
     return workspace / "outputs" / "quickstart" / "whole"
@@ -152,7 +152,7 @@ def test_a_run_samples_ahead_on_an_engine_of_its_own_under_ray(workspace: Path, 
     assert_registered(whole, *wanted, "actor/route_mismatch")
     records = metrics(workspace, "whole")
     assert [record["step"] for record in records] == list(range(STEPS + 1))
-    assert records[1]["rollout/logprob_diff_max"] < 1e-4  # later tokens are of an older policy than that which learns
+    assert records[1]["rollout/logprob_diff_max"] < 1e-4  # an older policy than the trained one samples later tokens
     (first, _), *_, (last, _) = ages(workspace, "whole")
     assert first == 0 < last <= 2 and all(others == 0 for _, others in ages(workspace, "whole"))
     assert any(record["rollout/num_batches"] > 1 for record in records[1:])  # dynamic sampling has dropped groups
@@ -160,7 +160,7 @@ def test_a_run_samples_ahead_on_an_engine_of_its_own_under_ray(workspace: Path, 
 
 
 def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(workspace: Path) -> None:
-    """Engines have experts on two ranks each."""
+    """Each engine distributes its experts over two ranks."""
     both = ["trainer.world_size=2", "trainer.num_steps=3", "rollout.layout.tp=2", "rollout.layout.ep=2", *FURTHER]
     together = run(workspace, "grpo.yaml", "experiment=together", "actor.layout.tp=1", *both)
     assert together.returncode == 0, together.stderr
@@ -177,12 +177,12 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(workspace: Path
 def test_fault_34_and_32_after_kills_of_the_job_and_of_ray_the_run_ends_as_if_nothing_had_happened(
     workspace: Path, whole: Path
 ) -> None:
-    """It also had fewer steps at first: the samples for further steps are in its last checkpoint."""
+    """The run also had fewer steps at first, so its last checkpoint contains samples for further steps."""
     with running(workspace, "experiment=killed", *IN_ORDER) as job:
         job.wait_for(lambda: len(metrics(workspace, "killed")) >= 2)
         job.process.kill()
         job.process.wait()
-    wait_for(lambda: not processes_of(workspace), 60)  # neither ranks nor anything of Ray
+    wait_for(lambda: not processes_of(workspace), 60)  # neither ranks nor Ray processes
     fewer = run(workspace, "async.yaml", "experiment=killed", *IN_ORDER, "trainer.num_steps=3")
     assert fewer.returncode == 0, fewer.stderr
     with running(workspace, "experiment=killed", *IN_ORDER) as job:
@@ -196,7 +196,7 @@ def test_fault_34_and_32_after_kills_of_the_job_and_of_ray_the_run_ends_as_if_no
     ended = run(workspace, "async.yaml", "experiment=killed", *IN_ORDER)
     assert ended.returncode == 0, ended.stderr
     killed, expected = metrics(workspace, "killed"), metrics(workspace, "whole")
-    for name in [name for name in killed[3] if name.startswith("evaluate/")]:  # its last step for a while
+    for name in [name for name in killed[3] if name.startswith("evaluate/")]:  # the job's last step for a while
         del killed[3][name]
     assert killed == expected
     weights = [
@@ -208,7 +208,7 @@ def test_fault_34_and_32_after_kills_of_the_job_and_of_ray_the_run_ends_as_if_no
 
 @pytest.fixture
 def cluster(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a Ray that runs join."""
+    """Return the address of a Ray cluster that runs join."""
     for name, value in {**environment(workspace), **SETTINGS, TOKEN_VARIABLE: "0" * 64}.items():
         monkeypatch.setenv(name, value)
     made = Cluster(None, 1)
@@ -217,7 +217,7 @@ def cluster(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_fault_18_an_engine_is_killed_and_every_prompt_is_learned_from_once(workspace: Path, cluster: str) -> None:
-    """In a cluster that the run joins, with the workers of its rewards."""
+    """The run joins a cluster, and so do the workers of its rewards."""
     arguments = ["experiment=churn", "rollout.num_engines=2", "trainer.num_steps=16", "rollout.engine_timeout_s=20"]
     arguments += [f"rollout.ray.address={cluster}", f"reward.pool={cluster}"]
     with running(workspace, *arguments, "trainer.max_staleness=3") as job:
@@ -232,7 +232,7 @@ def test_fault_18_an_engine_is_killed_and_every_prompt_is_learned_from_once(work
 
 
 def test_fault_36_in_order_an_engine_that_dies_or_stalls_changes_nothing(workspace: Path, whole: Path) -> None:
-    """It is lost while it samples for a later step, after the trainer has published the weights of the next one."""
+    """The engine is lost while it samples for a later step, after the trainer has published the weights of the next step."""
     with running(workspace, "experiment=lost", *IN_ORDER) as job:
         engine = engine_to_lose(workspace, "lost", job, 2)
         (workspace / "partial").write_text(str(engine))
@@ -243,7 +243,7 @@ def test_fault_36_in_order_an_engine_that_dies_or_stalls_changes_nothing(workspa
     assert job.process.returncode == 0 and "Traceback" not in printed, printed
     assert differences(workspace, "whole", "lost") == []
     assert printed.count("has failed and is started again") == 2, printed
-    # The one that was killed may have had none.
+    # The killed engine may have had no requests.
     assert re.search(r"its [1-9]\d* requests are drawn again: 0\.1\.[01] has not answered", printed), printed
     assert not (workspace / "victim").exists()
 
@@ -256,7 +256,7 @@ def ages(directory: Path, experiment: str) -> list[tuple[float, float]]:
 
 
 def differences(directory: Path, *experiments: str) -> list[str]:
-    """Return what differs between two runs: steps with their metrics, the age of tokens, the last weights."""
+    """Return the differences between two runs: steps with their metrics, the age of tokens, the last weights."""
     one, other = (metrics(directory, name) for name in experiments)
     folders = [directory / "outputs" / "quickstart" / name / "latest" / "actor" for name in experiments]
     weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
@@ -266,7 +266,7 @@ def differences(directory: Path, *experiments: str) -> list[str]:
 
 
 def engine_to_lose(directory: Path, experiment: str, job: Started, records: int) -> int:
-    """Return the process of the engine as soon as so many records are written, before the next responses begin."""
+    """Return the process of the engine once ``records`` records are written, before the next responses start."""
     job.wait_for(lambda: len(metrics(directory, experiment)) >= records - 1)
     found: list[int] = []
     job.wait_for(lambda: found.extend(processes_of(directory, "ray::EngineHost")) or found)

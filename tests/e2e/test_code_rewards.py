@@ -1,4 +1,4 @@
-"""A training whose policy writes programs, some of them hostile: they run in the sandbox, and the trainer goes on."""
+"""Train a policy that writes programs, some of them hostile. They run in the sandbox, and training continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.metric_names import assert_registered
 READ = "a,b=map(int,input().split())\n"
 ADDS, SUBTRACTS = READ + "print(a+b)", READ + "print(a-b)"
 BOMB, HOARD = "import os\nwhile 1:os.fork()", "print(len(bytes(10**11)))"
-WRITES = {"add": (ADDS, SUBTRACTS), "fork": (BOMB, ADDS), "hoard": (HOARD, ADDS)}  # prompt: what the model writes
+WRITES = {"add": (ADDS, SUBTRACTS), "fork": (BOMB, ADDS), "hoard": (HOARD, ADDS)}  # prompt: responses of the model
 SETTINGS = {
     "model.path": "model",
     "data.train": "[train.jsonl]",
@@ -41,7 +41,7 @@ SETTINGS = {
 
 
 def fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that has learned by heart what to write, and rows whose tests are those of an addition."""
+    """Fit a model that writes these programs from memory, and write rows with the tests of an addition."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from make_environments import Episode, fit_model
     from make_quickstart import Fit, make_model, make_tokenizer
@@ -73,10 +73,10 @@ def test_fault_24_programs_of_a_policy_are_graded_and_harm_nothing(
     records = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     assert len(records) == 2 * 3 * 8
     written = {record["response"] for record in records}
-    assert {ADDS, BOMB, HOARD} <= written, written  # the policy has drawn them
+    assert {ADDS, BOMB, HOARD} <= written, written  # the policy has sampled them
     known = [record for record in records if record["response"] in (ADDS, SUBTRACTS, BOMB, HOARD)]
     assert [record["score"] for record in known] == [float(record["response"] == ADDS) for record in known]
-    assert all(record["failure"] is None for record in records)  # a program that fails is a wrong answer
+    assert all(record["failure"] is None for record in records)  # a failing program is a wrong answer
     assert_registered(run, "reward/parse_failures")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if "reward/mean" in line]

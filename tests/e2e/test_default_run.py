@@ -1,4 +1,4 @@
-"""One GRPO run with vLLM on two ranks: trained, killed and resumed bit for bit, converted, and compared with transformers."""
+"""Train GRPO with vLLM on two ranks: kill the run, resume it bit for bit, convert the model, and compare it with transformers."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ def rank_process(launcher: int, rank: int) -> int:
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a model, prompts and a reward. Torch's default port is in use, which no run may need.
+    """Write a model, prompts and a reward into a folder. Torch's default port is occupied, because no run may need it.
 
     Prompts are long enough to be computed once for all responses.
     """
     directory = tmp_path_factory.mktemp("default_run")
-    make_quickstart(directory, fit_steps=80)  # with fewer it writes special tokens to long prompts
+    make_quickstart(directory, fit_steps=80)  # with fewer steps it writes special tokens after long prompts
     (directory / "reward.py").write_text(REWARD)
     sums = ["+".join(str(number) for number in range(first, first + 13)) for first in range(10, 26)]
     (directory / "long.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{text}=", "answer": "1"}) + "\n" for text in sums)
     )
     with socket.socket() as taken:
-        with suppress(OSError):  # another program holds it: as good
+        with suppress(OSError):  # another program occupies it, which is equivalent
             taken.bind(("127.0.0.1", 29500))
             taken.listen()
         yield directory
@@ -92,7 +92,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def whole(workspace: Path) -> Path:
-    """The directory of a run that nothing has happened to."""
+    """Return the directory of an undisturbed run."""
     done = finished(train("whole"), workspace, environment(workspace))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "Traceback" not in done.stdout and "Warning" not in done.stdout and f"step {STEPS}/{STEPS}" in done.stdout

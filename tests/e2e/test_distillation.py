@@ -1,4 +1,4 @@
-"""A run with a teacher: its numbers are those of a reference of the same weights, in any layout, and it resumes bit for bit."""
+"""Train with a teacher. Its KL equals the KL to a reference with the same weights in any layout, and the run resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(directory: Path, name: str, *overrides: str) -> tuple[Path, list[dict[
     return run, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-# The teacher of these prompts is named by their data source; the model itself would have no KL.
+# The data source of these prompts selects the teacher. With the model itself, the KL would be zero.
 BY_SOURCE = ["teacher.path=quickstart/model", "teacher.sources={quickstart/addition: teacher}"]
 LAYOUTS = {
     "pipeline": ["teacher.layout.pp=2"],
@@ -49,7 +49,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_teacher_is_read_as_a_reference_of_the_same_weights_is(workspace: Path, name: str) -> None:
-    """k1 of the same model, once as the KL to the reference and once as the teacher's, which is cut in other ways."""
+    """The k1 KL of the same model is computed as the KL to the reference and as the teacher's KL. The teacher has another layout."""
     kl = ["algorithm.kl.coef=1e-6", "algorithm.kl.estimator=k1", "algorithm.kl.placement=reward"]
     compared = ["reference.path=teacher", *kl, "trainer.num_steps=1", "evaluate.every=0"]
     run, metrics = train(workspace, name, *TAUGHT, *compared, *LAYOUTS[name])
@@ -61,11 +61,11 @@ def test_a_teacher_is_read_as_a_reference_of_the_same_weights_is(workspace: Path
 
 ITSELF = ["algorithm=distillation", "teacher.weights=average", "teacher.decay=0.9", CONTEXT, "teacher.divergence=jsd"]
 ITSELF += ["checkpoint.save_total_limit=10"]
-ITSELF += ["evaluate.every=1"]  # else the run that stops evaluates where the other does not
+ITSELF += ["evaluate.every=1"]  # otherwise the stopped run would evaluate at its last step, and the other run would not
 
 
 def test_an_averaged_teacher_is_resumed_bit_for_bit(workspace: Path) -> None:
-    """The average of the policy, with prompts of its own, in the loss."""
+    """The teacher is an average of the policy with separate prompts, and its divergence is the loss."""
     calm, metrics = train(workspace, "calm", *ITSELF)
     parts = calm.with_name("parts")
     train(workspace, "parts", *ITSELF, "trainer.num_steps=2")
@@ -77,7 +77,7 @@ def test_an_averaged_teacher_is_resumed_bit_for_bit(workspace: Path) -> None:
 
 
 def check_average(workspace: Path, run: Path) -> None:
-    """The teacher of a step is what is left of the model and of the policies that earlier steps have made."""
+    """Check that the teacher is the decayed average of the model and of the policies of earlier steps."""
     expected = load_file(workspace / "quickstart/model/model.safetensors")
     for step in range(1, STEPS):
         policy = load_file(run / f"checkpoint-{step}/actor/model.safetensors")

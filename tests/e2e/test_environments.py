@@ -1,4 +1,4 @@
-"""Episodes of several turns in real trainings: on an engine of two ranks, on disaggregated engines, and resumed."""
+"""Run multi-turn episodes in real trainings: on an engine of two ranks, on disaggregated engines, and resumed."""
 
 from __future__ import annotations
 
@@ -47,36 +47,36 @@ def fit(folder: Path, kind: str, steps: int) -> Path:
 
 @pytest.fixture(scope="module")
 def guess(workspace: Path) -> Path:
-    """The workspace with the model of the environment ``guess``."""
+    """Return a workspace with the model of the environment ``guess``."""
     return fit(workspace, "guess", 40)
 
 
 @pytest.fixture(scope="module")
 def calculator(workspace: Path) -> Path:
-    """The workspace with the model of the environment ``calculator``."""
+    """Return a workspace with the model of the environment ``calculator``."""
     return fit(workspace, "calculator", 90)
 
 
 def command(config: str, name: str, *settings: str) -> list[str]:
-    """A small training."""
+    """Return the command of a small training."""
     return [*TRAIN, str(ROOT / "configs" / "quickstart" / f"{config}.yaml"), *SMALL, f"experiment={name}", *settings]
 
 
 def train(folder: Path, config: str, name: str, *settings: str) -> Path:
-    """The directory of a run that has ended well."""
+    """Run a training and return its directory."""
     done = finished(command(config, name, *settings), folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder / "outputs" / "quickstart" / name
 
 
 def rollouts(run: Path) -> list[dict[str, Any]]:
-    """Of all steps."""
+    """Return the recorded rollouts of all steps."""
     files = sorted((run / "rollouts").glob("step-*.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def learned(run: Path) -> list[float]:
-    """The mean reward of each step."""
+    """Return the mean reward of each step."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line["reward/mean"] for line in lines if "reward/mean" in line]
 
@@ -130,14 +130,14 @@ def test_fault_18_and_24_and_25_engines_are_lost_and_environments_fail_in_the_mi
     resets, run = guess / "resets", guess / "outputs" / "quickstart" / "killed"
 
     def begun() -> list[tuple[str, ...]]:
-        """Prompt, seed and engine of each episode."""
+        """Return prompt, seed and engine of each episode."""
         return [tuple(line.split()) for line in resets.read_text().splitlines()]
 
     with started(command("guess", "killed", *settings), guess, dict(os.environ)) as running:
         running.wait_for(
             lambda: list((run / "rollouts").glob("step-*.jsonl")) and len({engine for _, _, engine in begun()}) == 2
         )
-        killed = begun()[-1][2]  # it has just begun an episode
+        killed = begun()[-1][2]  # the engine of the newest episode
         [stopped] = {engine for _, _, engine in begun()} - {killed}
         os.kill(int(killed), signal.SIGKILL)
         os.kill(int(stopped), signal.SIGSTOP)
@@ -155,7 +155,7 @@ def test_fault_18_and_24_and_25_engines_are_lost_and_environments_fail_in_the_mi
         assert len([turn for turn in record["turns"] if turn["writer"] == "policy"]) == (1 if record["failure"] else 3)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert 0 < max(line.get("rollout/staleness_max", 0) for line in lines) <= 2
-    assert sum(line.get("reward/timeouts", 0) for line in lines) == 2  # and those that failed otherwise count as errors
+    assert sum(line.get("reward/timeouts", 0) for line in lines) == 2  # the other failures count as errors
     assert sum(line.get("reward/errors", 0) for line in lines) == 6
 
 
@@ -172,7 +172,7 @@ def test_an_engine_of_two_ranks_takes_turns_with_a_tool(calculator: Path) -> Non
             assert answer == str(eval(answer)) and record["finish_reason"] in ("stop", "turns", "length")
     assert_registered(run, "timing/prefix_hit")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert called and max(line.get("timing/prefix_hit", 0) for line in lines) > 0  # of the turns after a call
+    assert called and max(line.get("timing/prefix_hit", 0) for line in lines) > 0  # the share of turns after a call
     assert all(abs(line["rollout/logprob_diff_max"]) < 1e-3 for line in lines if "rollout/logprob_diff_max" in line)
 
 
@@ -232,7 +232,7 @@ def test_an_agent_that_forks_plays_on_engines_of_their_own_and_its_endpoint_is_k
     assert_registered(run, "rollout/branches_mean")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert all(line.get("rollout/branches_mean", 3) == 3 for line in lines)
-    [first] = [line for line in lines if line["step"] == 1]  # every token is of the policy that learns from it
+    [first] = [line for line in lines if line["step"] == 1]  # the trained policy samples every token
     assert first["rollout/staleness_max"] == 0 and first["rollout/logprob_diff_max"] < 1e-4
 
 

@@ -1,4 +1,4 @@
-"""``rlhf-mcore evaluate`` as a user has it: the number of the training run, and a job that is killed and started again."""
+"""Run ``rlhf-mcore evaluate`` as a user does. Its score equals the training run's, and a killed job continues."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SAMPLED = [
     "evaluate.temperature=1.0",
     "rollout.max_num_seqs=2",
 ]  # batches of two prompts
-# Every character counts, so that equal numbers mean equal responses. Each call is written down; where a file says so, the
-# rank is killed in the middle of scoring.
+# Every character counts, so equal scores mean equal responses. Each call is recorded.
+# If the file ``kill`` exists, the rank is killed in the middle of scoring.
 REWARD = """
 import os, signal
 
@@ -65,7 +65,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reward_model(workspace: Path) -> Path:
-    """A scorer with random weights, of the quickstart's family and vocabulary."""
+    """Return a reward model with random weights, with the quickstart's family and vocabulary."""
     import torch
     from transformers import AutoConfig, Qwen3ForSequenceClassification
 
@@ -95,7 +95,7 @@ def test_the_number_is_that_of_the_training_run(workspace: Path, reward_model: P
     run = workspace / "outputs" / "quickstart" / "grpo"
     before, after = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
 
-    done = evaluate(workspace, *one)  # without a checkpoint: the latest of this configuration's own run
+    done = evaluate(workspace, *one)  # without a checkpoint: the latest checkpoint of this configuration's run
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (folder,) = (run / "evaluations").iterdir()
     found = results(folder)["results"]["all"]
@@ -106,14 +106,14 @@ def test_the_number_is_that_of_the_training_run(workspace: Path, reward_model: P
     scores = [json.loads(line)["score"] for line in (folder / "samples.jsonl").read_text().splitlines()]
     responses = [json.loads(line)["response"] for line in (folder / "samples.jsonl").read_text().splitlines()]
     by_function = [sum((i + 1) * ord(c) for i, c in enumerate(text)) / 1e4 for text in responses]
-    assert all(abs(score - part) > 1e-6 for score, part in zip(scores, by_function, strict=True))  # both have a say
+    assert all(abs(score - part) > 1e-6 for score, part in zip(scores, by_function, strict=True))  # both scores count
     assert (found["num_prompts"], found["num_responses"]) == (PROMPTS, PROMPTS * SAMPLES)
     assert folder.name.startswith("checkpoint-1-") and "accuracy" in done.stdout
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(workspace: Path) -> Path:
-    """One process, two models: the first compared with itself under another name."""
+    """Evaluate two models in one process. The second is the first under another name."""
     (workspace / "copy").symlink_to("quickstart/model")
     options = ["evaluate.checkpoint=quickstart/model", "evaluate.compare=copy", "evaluate.output_dir=whole"]
     done = evaluate(workspace, "rollout.engine=hf", "trainer.world_size=1", "actor.layout.tp=1", *options)
@@ -133,7 +133,7 @@ def test_a_model_compared_with_itself_is_no_better(uninterrupted: Path) -> None:
 
 
 def test_shards_of_other_trainers_are_read_as_they_are(workspace: Path, uninterrupted: Path) -> None:
-    """FSDP's and Megatron's forms of a model draw what the model draws; nothing is written beside results."""
+    """FSDP and Megatron checkpoints of a model give the model's responses. No converted copy is written."""
     model = workspace / "quickstart" / "model"
     write_flat(workspace / "fsdp", load_file(model / "model.safetensors"), 2, padded=True)
     convert = ["-m", "rlhf_mcore.cli.main", "convert", "--from", "hf", "--to", "megatron", str(model), "megatron"]

@@ -1,4 +1,4 @@
-"""Two steps of GRPO with a random model on two ranks: engine and trainer compute the same logprobs."""
+"""Run two steps of GRPO with a random model on two ranks. Engine and trainer compute the same logprobs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from tests.distributed.models import FURTHER_MODELS, MODELS, MOE_MODELS, add_mtp
 from tests.e2e.processors import has_amx, has_delta_kernels, older_processor
 from tests.tiny_training import make_quickstart
 
-# vLLM's kernels for latent attention and gated delta nets know some sizes of heads and bf16 only, on a CPU.
-# How far their logprobs may be apart, in nats; where a choice of experts may flip in bf16, where the rule of the metric warns.
+# On a CPU, vLLM's kernels for latent attention and gated delta nets support only some head sizes, and only bf16.
+# The values bound the differences of logprobs in nats. If bf16 may change the choice of experts, the bound is the
+# metric's warning limit.
 IN_BF16 = {"deepseek_v3_heads": ("max", 0.3), "qwen3_next": ("mean", 0.1)}
 BY_TRANSFORMERS = [name for name in FURTHER_MODELS if name.startswith(("deepseek", "qwen3_5")) and name not in IN_BF16]
 WITH_MTP = ("deepseek_v3", "deepseek_v3_heads", "glm4_moe")
@@ -52,11 +53,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # One model for each mechanism of an engine. EVERY_FAMILY=1 runs all models.
 MECHANISMS = (
-    "deepseek_v3",  # transformers' engine, and an MTP layer that learns
+    "deepseek_v3",  # transformers' engine, and a trained MTP layer
     "deepseek_v3_heads",  # vLLM's latent attention in bf16, and its drafts
-    "gemma3_text",  # windows of attention
+    "gemma3_text",  # sliding-window attention
     "gpt_oss",  # experts in one tensor, read from mxfp4
-    "olmo2",  # a family that vLLM runs by transformers' modules
+    "olmo2",  # a family that vLLM runs with transformers' modules
     "qwen3_next",  # gated delta nets
 )
 MODEL_NAMES = tuple({**MODELS, **MOE_MODELS, **FURTHER_MODELS}) if os.environ.get("EVERY_FAMILY") else MECHANISMS
@@ -71,7 +72,7 @@ def test_engine_and_trainer_agree_while_the_weights_change(workspace: Path, name
 
 @pytest.mark.skipif(not has_amx, reason="this processor has no AMX, so vLLM takes these kernels above")
 def test_latent_attention_agrees_without_amx(workspace: Path) -> None:
-    """On processors without AMX vLLM computes latent attention with other kernels."""
+    """Without AMX, vLLM computes latent attention with other kernels."""
     check_agreement(workspace, "deepseek_v3_heads", "without_amx", older_processor(environment(workspace)))
 
 
@@ -83,7 +84,7 @@ def check_agreement(workspace: Path, name: str, experiment: str, variables: dict
     make(name, workspace / name, **tokens)
     mtp = add_mtp_layer(workspace / name) if name in WITH_MTP else {}
     learns = {tensor: mtp.pop(tensor) for tensor in sorted(mtp)}
-    if learns:  # and one that nothing knows is kept
+    if learns:  # an unknown tensor is kept
         mtp = {"model.layers.4.unknown.weight": torch.arange(3.0)}
         held = workspace / name / "model.safetensors"
         save_file({**load_file(held), **mtp}, held, {"format": "pt"})
@@ -120,7 +121,7 @@ def check_agreement(workspace: Path, name: str, experiment: str, variables: dict
             assert torch.equal(saved[tensor], saved[REPEATED[of]])
         elif (
             "experts" not in tensor and name not in IN_BF16
-        ):  # an expert may have had no token, bf16 rounds small steps away
+        ):  # an expert may have received no token, and bf16 rounds small steps away
             is_same = torch.equal(saved[tensor].float(), before.float())
             assert saved[tensor].isfinite().all() and is_same == of.endswith("e_score_correction_bias"), tensor
 

@@ -1,4 +1,4 @@
-"""The path of docs/get-started/quickstart.md: quickstart, report, own reward, Ctrl-C, resume, evaluation, transformers."""
+"""Follow docs/get-started/quickstart.md: quickstart, report, own reward, Ctrl-C, resume, evaluation, transformers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TINY = [
 
 
 def documented(part: str) -> list[str]:
-    """The words of the only command of the page that has ``part`` in it."""
+    """Return the words of the page's only command that contains ``part``."""
     lines = re.findall(r"^(?:\./launch|\.venv/bin)/.*$", PAGE, re.MULTILINE)
     [line] = [line for line in lines if part in f"{line}\n"]
     return shlex.split(line, comments=True)
 
 
 def clone(folder: Path) -> Path:
-    """What is in the repository, with the environment that these tests have in the place of one that setup.sh installs."""
+    """Copy the repository's files. The environment of these tests replaces the one that setup.sh installs."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
         if not name.startswith("tests/") and (ROOT / name).is_file():
@@ -71,7 +71,7 @@ def test_the_first_hour(tmp_path: Path) -> None:
         "rollout.sampling.max_new_tokens=4",
     ]
     mine = folder / "outputs" / "quickstart" / "mine"
-    with started(changed, folder, own) as interrupted:  # and continued by the command that it names
+    with started(changed, folder, own) as interrupted:  # and continued by the command in the message
         interrupted.wait_for(lambda: "step  1/12" in interrupted.output())
         interrupted.process.send_signal(signal.SIGINT)
         printed = interrupted.end()

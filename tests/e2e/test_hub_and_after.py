@@ -1,4 +1,4 @@
-"""From an id of the hub to a model that is pushed: what a user does before and after a training, on a stand-in of the hub."""
+"""Follow a user from a hub id to a pushed model, before and after a training, with a stand-in for the hub."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAIN = [*SMALL, "model.path=Org/tiny", "data.train=Org/sums", "data.eval=Org/su
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run, and the hub that it began with."""
+    """A finished run, and the hub from which it started."""
 
     hub: Hub
     directory: Path
@@ -78,7 +78,7 @@ def test_a_run_names_the_revisions_and_has_fetched_nothing_that_runs(trained: Tr
 
 
 def test_a_run_that_continues_has_the_snapshot_that_it_began_with(trained: Trained) -> None:
-    """The hub and the cache have moved on; nothing is asked for, and the weights are those of two more steps."""
+    """Hub and cache have newer commits. The run requests nothing, and its weights equal those after two more steps."""
     refs = trained.directory / "cache" / "models--Org--tiny" / "refs" / "main"
     refs.write_text(OTHER)
     trained.hub.commits["models/Org/tiny"] = OTHER
@@ -99,7 +99,7 @@ def test_a_run_that_continues_has_the_snapshot_that_it_began_with(trained: Train
 def test_an_evaluation_compares_with_the_id_that_training_began_with(trained: Trained) -> None:
     done = trained.command("evaluate", CONFIG, *TRAIN, "evaluate.compare=Org/tiny", HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    [comparison] = (trained.run / "evaluations").glob("*/comparison-*.json")  # named as what it is compared with
+    [comparison] = (trained.run / "evaluations").glob("*/comparison-*.json")  # names the base
     assert comparison.stem == f"comparison-{COMMIT}"
 
 

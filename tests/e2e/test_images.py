@@ -1,4 +1,4 @@
-"""Runs with images: trained, resumed, converted, evaluated, with later turns, adapters, a critic and a reward model."""
+"""Train with images: resume, convert, evaluate, with later turns, adapters, a critic and a reward model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.beside import link, needs
 from tests.commands import ROOT, environment, finished
 
 CONFIG = str(ROOT / "configs" / "quickstart" / "images.yaml")
-# Answers differ in it, and it does not see whether they are right: there is a gradient from the first step on.
+# Scores differ between responses, whether or not they are correct, so the first step already has a gradient.
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
     return (sum(map(ord, solution_str)) % 17) / 16
 """
-# Shows the picture of the prompt in a mirror, then as it is, and then ends.
+# Shows the picture of the prompt mirrored, then unchanged, and then ends.
 GALLERY = """
 import io
 
@@ -41,7 +41,7 @@ class Gallery:
         parts = [{"type": "text", "text": "and here?"}, {"type": "image", "image": shown.getvalue()}]
         return [{"role": "user", "content": parts}], 0.0, self.turn == 3
 """
-# Asks of the picture of its task, asks the same of its mirror image, and there once more with the first picture.
+# Asks about the picture of its task, asks the same about its mirror image, and continues there with the first picture.
 AGENT = """
 import base64
 import io
@@ -87,7 +87,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def rlhf_mcore(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command, which finds the packages in the folder ``packages``."""
+    """Run a command that finds the packages in the folder ``packages``."""
     own = environment(directory)
     own["PYTHONPATH"] += f"{os.pathsep}{directory / 'packages'}"
     done = finished(command(*arguments), directory, own, 240)
@@ -119,7 +119,7 @@ def is_of_tower(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3-VL of random weights, and a few pictures with questions."""
+    """Write a Qwen3-VL model with random weights, and a few pictures with questions."""
     directory = tmp_path_factory.mktemp("images")
     tool = [sys.executable, str(ROOT / "tools" / "make_images.py"), "--out", "images", "--family", "qwen3_vl"]
     sizes = ["--fit-steps", "1", "--num-layers", "2", "--num-train", "8", "--num-eval", "4"]
@@ -133,7 +133,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def calm(workspace: Path) -> Path:
-    """A run of two steps on two processes that nobody has interrupted."""
+    """Return an uninterrupted run of two steps on two processes."""
     return train(workspace, "calm", 2)
 
 
@@ -149,7 +149,7 @@ def test_the_language_model_learns_and_the_tower_is_saved_as_it_came(workspace: 
 
 
 def test_engines_get_a_frozen_tower_once(workspace: Path, calm: Path) -> None:
-    """The sync of a step brings the language model, and not a byte more."""
+    """The sync of a step sends the language model and no other bytes."""
     held = weights(workspace / "images" / "model")
     text = sum(tensor.nbytes for name, tensor in held.items() if not is_of_tower(name))
     assert text < sum(tensor.nbytes for tensor in held.values()) / 2
@@ -179,7 +179,7 @@ def test_a_checkpoint_is_converted_to_what_transformers_loads(workspace: Path, c
 
 
 def test_the_checkpoint_is_evaluated_on_the_images_of_its_data(workspace: Path, calm: Path) -> None:
-    """In one process as at the end of training in two."""
+    """A single process evaluates like two processes at the end of training."""
     one = ["trainer.world_size=1", "actor.layout.tp=1", f"evaluate.checkpoint={calm}", "evaluate.output_dir=evaluated"]
     rlhf_mcore(workspace, "evaluate", CONFIG, *SMALL, *one)
     found = json.loads((workspace / "evaluated" / "results.json").read_text())["results"]["all"]
@@ -197,7 +197,7 @@ VLLM = ["rollout.engine=vllm", "rollout.kv_cache_gib=0.0625", "trainer.world_siz
 
 @needs("torchvision")
 def test_vllm_and_the_trainer_see_the_images_of_later_turns(workspace: Path) -> None:
-    """Both compute the same logprobs of responses to them. Tokens of images are in no loss."""
+    """Both compute the same logprobs of responses to the images. Image tokens are in no loss."""
     (workspace / "gallery.py").write_text(GALLERY)
     turns = ["environment.function=gallery.py:Gallery", "environment.max_turns=3", "environment.max_tokens=80"]
     run = train(workspace, "shown", 1, *turns, "environment.score=reward", *VLLM)
@@ -211,7 +211,7 @@ def test_vllm_and_the_trainer_see_the_images_of_later_turns(workspace: Path) -> 
 
 @needs("torchvision")
 def test_an_agent_shows_images_in_its_requests(workspace: Path) -> None:
-    """Two conversations have the same tokens and other pictures, in the engine's cache and in the trainer."""
+    """Two conversations have the same tokens and different pictures. Engine cache and trainer distinguish them."""
     (workspace / "agent.py").write_text(AGENT)
     turns = ["environment.function=agent", "environment.agent.function=agent.py:play", "environment.max_turns=3"]
     run = train(workspace, "asking", 1, *turns, "environment.max_tokens=80", "environment.score=reward", *VLLM)
@@ -222,13 +222,13 @@ def test_an_agent_shows_images_in_its_requests(workspace: Path) -> None:
 
 @pytest.fixture(scope="module")
 def scorer(workspace: Path) -> Path:
-    """The directory of a reward model that has learned from pairs for a step."""
+    """Return the directory of a reward model that was trained on pairs for a step."""
     return train(workspace, "scorer", 1, "algorithm=reward_model") / "latest" / "reward"
 
 
 @pytest.fixture(scope="module")
 def ppo(workspace: Path, scorer: Path) -> Path:
-    """A run with adapters and a critic. The score of the reward model is its whole reward."""
+    """Train adapters and a critic with PPO. The score of the reward model is the whole reward."""
     own = ["reward.function=null", "reward.rules=[]", f"reward.model.path={scorer}"]
     return train(workspace, "ppo", 1, "algorithm=ppo", "actor.lora.rank=4", *own)
 
@@ -258,6 +258,6 @@ def test_a_critic_learns_with_images(workspace: Path, ppo: Path) -> None:
 
 
 def same_tower(workspace: Path, folder: Path) -> bool:
-    """Whether the vision tower in a folder is that of the first model."""
+    """Return whether the vision tower in a folder equals the first model's."""
     before, after = weights(workspace / "images" / "model"), weights(folder)
     return all(torch.equal(before[name], after[name]) for name in before if is_of_tower(name))

@@ -1,4 +1,4 @@
-"""A checkpoint that an earlier release has written is resumed, and the run ends as it did then."""
+"""Resume a checkpoint of an earlier release. The run ends as it did with that release."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.manifest import CheckpointInfo, files_below, hash_files, write_manifest
 from tests.commands import finished
 
-# Means over updates then, over the tokens of all updates now.
+# That release averaged over updates, and this one over the tokens of all updates.
 WEIGHTED = {"loss/value", "loss/policy", "loss/total", "critic/values", "actor/approx_kl"}
 SAMPLE = Path(__file__).resolve().parents[1] / "data" / "checkpoint_v1"
 
@@ -38,7 +38,7 @@ def test_a_checkpoint_of_format_1_goes_on_to_the_same_end_and_past_a_damaged_one
     assert sorted(found) == [3, 4]
     for step in found:
         for name, value in ((name, value) for name, value in expected[step].items() if name not in WEIGHTED):
-            # Another processor adds in another order; on the one that wrote the sample the numbers are equal.
+            # Another processor sums in another order. On the processor that wrote the sample, the numbers are equal.
             assert found[step][name] == pytest.approx(value, rel=1e-3, abs=1e-5), (step, name)
         # Whitened advantages have a mean of 0 over the tokens of a step, and the ratio is near 1.
         assert found[step]["loss/policy"] == pytest.approx(0, abs=5e-3)
@@ -49,7 +49,7 @@ def test_a_checkpoint_of_format_1_goes_on_to_the_same_end_and_past_a_damaged_one
 
 
 def a_state_with_a_nan_is_passed_over(directory: Path, run: Path) -> None:
-    """Its files are those of its manifest: a release that did not look at what it saved would have written it."""
+    """Check that a resume skips a state with a NaN. The manifest contains its digest, as in a release without this check."""
     last = run / "checkpoint-4"
     file = next((last / "critic" / "training").glob("*.safetensors"))
     tensors = {name: np.array(tensor) for name, tensor in load_file(file).items()}
@@ -67,11 +67,11 @@ def a_state_with_a_nan_is_passed_over(directory: Path, run: Path) -> None:
     assert "the run continues after step 3 of 5" in done.stdout
     assert [path.name for path in (run / "quarantine").glob("checkpoint-4-*/manifest.json")] == ["manifest.json"]
     assert sorted(rows(run / "metrics.jsonl")) == [3, 4, 5]
-    assert (last / "actor" / "model.safetensors").read_bytes() == expected  # the step was made again
+    assert (last / "actor" / "model.safetensors").read_bytes() == expected  # the step was repeated
 
 
 def train(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    settings = ["logging.entropy_every=1", *arguments]  # as that release did always
+    settings = ["logging.entropy_every=1", *arguments]  # that release always recorded the entropy
     done = finished([sys.executable, "-m", "rlhf_mcore.cli.main", "train", "run.yaml", *settings], directory)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done

@@ -1,4 +1,4 @@
-"""A run that learns from pairs, as a user has it: its best model, killed and resumed, with adapters, and without a reference."""
+"""Train on preference pairs through commands: best model, kill and resume, adapters, and no reference."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_killed_run_ends_as_one_that_was_left_alone_and_knows_its_best_model(workspace: Path) -> None:
-    """Its reference is another model that is run once; a reference that is run in every step gives the same run."""
+    """The reference is another model that runs once. A reference that runs in every step gives the same results."""
     save_model(workspace / "other", "qwen3", seed=2)
     best = ["algorithm=dpo", "evaluate.every=4", "checkpoint.metric_for_best_model=evaluate/accuracy"]
     compared = [*best, "reference.path=other"]
@@ -76,10 +76,10 @@ def test_a_killed_run_ends_as_one_that_was_left_alone_and_knows_its_best_model(w
 
 
 def test_adapters_are_their_own_reference(workspace: Path) -> None:
-    """Two tensor-parallel ranks and a pipeline of two learn the same from the actor without its adapters."""
+    """Two tensor-parallel ranks and a pipeline of two learn the same. The reference is the actor without its adapters."""
     runs = {}
     for layout in ("tp", "pp"):
-        once = f"reference.precompute={str(layout == 'pp').lower()}"  # of the actor without its adapters too
+        once = f"reference.precompute={str(layout == 'pp').lower()}"  # also without the adapters
         runs[layout] = train(workspace, layout, "algorithm=dpo", "actor.lora.rank=4", f"actor.layout.{layout}=2", once)
         assert (workspace / f"outputs/toy/{layout}/latest/actor/adapter_model.safetensors").exists()
     one, other = runs["tp"], runs["pp"]

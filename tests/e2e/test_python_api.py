@@ -1,4 +1,4 @@
-"""Training from Python, in one process of its own, as a script or a notebook does."""
+"""Train from Python in one process, as in a script or a notebook."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout.splitlines()[-1])
     shown, example, seen, ended, model, made, made_again, first, saved, steps, problems, fits, leaves_rank, *rest = told
-    assert f"2 {tmp_path}/outputs/quickstart/grpo/checkpoint-2/actor" in run.stdout.splitlines()  # of the page
+    assert f"2 {tmp_path}/outputs/quickstart/grpo/checkpoint-2/actor" in run.stdout.splitlines()  # from the page
     assert (tmp_path / "my-model" / "config.json").is_file() and re.search(r"my-model \d+$", run.stdout, re.MULTILINE)
     assert shown and (tmp_path / example / "model.safetensors").is_file() and example in run.stdout.splitlines()
     assert seen == [[1, 1.0], [2, 1.0]] and ended and (made, made_again) == (2, 2)
@@ -203,7 +203,7 @@ def test_the_page_trains_what_it_shows_after_the_quickstart(tmp_path: Path) -> N
         f'rm.train(rm.load_config("configs/quickstart/grpo.yaml", {one_process}))',  # the quickstart
         *(f"cell({block!r}, {{}})" for block in blocks),
         "names = {}",
-        f"cell({blocks[0]!r}, names)",  # the cell is run again,
+        f"cell({blocks[0]!r}, names)",  # the cell runs again,
         "first = names['trained']",
         f"cell({blocks[0].replace('else 0.0', 'else 0.5')!r}, names)",  # and with another reward
         "second = names['trained']",

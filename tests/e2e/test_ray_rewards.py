@@ -1,4 +1,7 @@
-"""Reward workers under a real Ray of this machine: the same scores and policies as beside the trainer, and actors that are killed."""
+"""Run reward workers under a real Ray on this machine.
+
+Scores and policies do not depend on where the workers run. Actors are killed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ HEAD = "import os, signal, sys, time\ndef grade(data_source, solution_str, groun
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Ray is started once for all tests of this file."""
+    """Start Ray once for all tests of this file."""
     cluster = Cluster(None, 1, key="reward.pool")
     with ThreadPoolExecutor(1) as thread:
         thread.submit(cluster.connect).result()
@@ -123,7 +126,7 @@ def test_credentials_stay_here(reward: Callable[..., PooledReward], monkeypatch:
 def test_fault_32_what_an_actor_held_is_tried_on_another_one(
     reward: Callable[..., PooledReward], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The worker's parent is the actor: it is killed in the middle of the fifth response, once."""
+    """The parent of a worker is its actor. It is killed once, in the middle of the fifth response."""
     mark = tmp_path / "been here"
     kill = "os.kill(os.getppid(), 9); time.sleep(99)"
     first = f"solution_str == '5' and not os.path.exists({str(mark)!r})"
@@ -139,23 +142,26 @@ def test_fault_32_what_an_actor_held_is_tried_on_another_one(
 def test_fault_32_what_a_machine_held_that_is_lost_is_tried_on_another_one(
     reward: Callable[..., PooledReward], tmp_path: Path, cluster: Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A second node joins. Ray has room for one worker on each; all processes of the second end while both have responses."""
-    from ray._private.node import Node  # as ray.cluster_utils does; `ray start` would not stay on the loopback
+    """A second node joins. Each node has a slot for one worker.
+
+    All processes of the second node end while both score responses.
+    """
+    from ray._private.node import Node  # like ray.cluster_utils; `ray start` would not stay on the loopback
     from ray._private.parameter import RayParams
 
-    cores = 65536  # as many as the first node has
+    cores = 65536  # as many as on the first node
     place = RayParams(gcs_address=cluster.joined, node_ip_address="127.0.0.1", num_cpus=cores)
     place.update(object_store_memory=80_000_000, include_log_monitor=False)
     node = Node(place, head=False, shutdown_at_exit=False, spawn_reaper=False)
     try:
-        # A worker's parent is the actor, whose parent is the raylet of its node.
+        # The parent of a worker is the actor, whose parent is the raylet of its node.
         body = (
             "actor = open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]\n"
             f"    open({str(tmp_path)!r} + '/on-' + actor, 'w').close()\n"
             f"    while len([name for name in os.listdir({str(tmp_path)!r}) if name.startswith('on-')]) < 2: time.sleep(0.01)\n"
             "    time.sleep(0.02); return int(solution_str)"
         )
-        # The first worker waits in its first response until the second has started, on a busy machine for minutes.
+        # The first worker waits in its first response until the second has started, which takes minutes on a busy machine.
         graded = reward(body, RayPools(cluster.problem, 40000.0), workers=2, timeout_s=200.0)
         waiting = Background("test").start(graded.score(rows(200)))
         wait_for(lambda: len(list(tmp_path.glob("on-*"))) == 2, 200)
@@ -167,7 +173,7 @@ def test_fault_32_what_a_machine_held_that_is_lost_is_tried_on_another_one(
 
 
 def test_programs_run_in_the_sandbox_of_an_actor(pools: RayPools) -> None:
-    """Next to a fork bomb, a block of 100 GB and tests that nobody can read."""
+    """The programs include a fork bomb, a block of 100 GB and a row with unreadable tests."""
     programs = {
         "print(int(input()) + 1)": ["1\n"],
         "print(1)": ["2\n"],
@@ -253,7 +259,7 @@ def test_there_is_no_ray_at_an_address() -> None:
 
 
 def test_fault_32_a_run_without_ray_ends_with_one_message(reward: Callable[..., PooledReward], pools: RayPools) -> None:
-    """The last test of the file: Ray is killed while a response is being scored."""
+    """This is the last test of the file, because it kills Ray while a response is being scored."""
     waiting = Background("test").start(reward("time.sleep(10**6)", timeout_s=600.0).score(rows(1)))
     time.sleep(1.0)
     (head,) = children()

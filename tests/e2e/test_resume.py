@@ -1,6 +1,7 @@
-"""A PPO run, with actor and critic in layouts of their own, that is killed, stopped, broken, moved to another layout, and resumed.
+"""Kill, stop, break, move to another layout and resume a PPO run with separate layouts of actor and critic.
 
-Most tests disturb the same run, one after another: each start continues what the last one left. It must end as the run ``calm``.
+Most tests disturb the same run one after another, and each start continues from the last stop. The run must end like
+the run ``calm``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.tiny_training import make_quickstart
 from tools.chaos import checkpoint_differences, children, metric_differences, read_metrics
 
 STEPS = 8
-# The file `fault` says what goes wrong in a rank of the run `disturbed`.
+# The file `fault` names the fault of a rank of the run `disturbed`.
 FAULTS = """\
 import ctypes
 import os
@@ -101,7 +102,7 @@ def run_to_its_end(directory: Path, experiment: str, *arguments: str) -> subproc
 
 
 def rank_process(launcher: int, rank: int) -> int:
-    """Return the process of a rank. A process that it is about to start has its name for a moment, too."""
+    """Return the process of a rank. A new child process briefly has the same name."""
     return next(pid for pid in descendants(launcher) if Path(f"/proc/{pid}/comm").read_text() == f"rank {rank}\n")
 
 
@@ -119,7 +120,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def calm(workspace: Path) -> Path:
-    """A run that nothing happens to."""
+    """Return the directory of an undisturbed run."""
     run_to_its_end(workspace, "calm")
     return workspace / "outputs" / "quickstart" / "calm"
 
@@ -129,7 +130,7 @@ def test_ppo_trains_an_actor_and_a_critic_in_layouts_of_their_own(calm: Path) ->
     assert [record["step"] for record in metrics(calm)] == list(range(STEPS + 1))
     assert verify(calm / f"checkpoint-{STEPS}") == [] and (calm / "latest").readlink() == Path(f"checkpoint-{STEPS}")
     first, last = metrics(calm)[1], metrics(calm)[-1]
-    assert "actor/grad_norm" not in first and first["critic/grad_norm"] > 0  # the critic learns alone at first
+    assert "actor/grad_norm" not in first and first["critic/grad_norm"] > 0  # the critic learns alone at the start
     assert last["actor/grad_norm"] > 0 and last["critic/grad_norm"] > 0 and last["progress/samples"] == STEPS * 8
     for step in metrics(calm)[1:]:
         assert step["rollout/logprob_diff_max"] < 1e-4
@@ -140,14 +141,14 @@ def test_ppo_trains_an_actor_and_a_critic_in_layouts_of_their_own(calm: Path) ->
 
 @dataclass(frozen=True)
 class Disturbed:
-    """The run that tests disturb."""
+    """A run that tests disturb."""
 
     workspace: Path
     directory: Path
 
     @property
     def step(self) -> int:
-        """The step of the newest checkpoint, which must be a valid one."""
+        """Return the step of the newest checkpoint, which must be valid."""
         newest = scan(self.directory)[-1]
         assert verify(newest.path) == []
         return newest.step
@@ -159,7 +160,7 @@ class Disturbed:
 
     @contextmanager
     def held(self, *arguments: str) -> Iterator[Held]:
-        """Start the run, which waits in the middle of its next step."""
+        """Start the run, and yield while it waits in the middle of its next step."""
         (self.workspace / "fault").write_text("hold")
         with started(command("disturbed", *arguments), self.workspace, environment(self.workspace)) as job:
             held = Held(self.workspace, job)
@@ -175,7 +176,7 @@ class Held:
     job: Started
 
     def wait(self) -> None:
-        """Wait until a living rank waits."""
+        """Wait until a rank that is alive waits."""
         self.job.wait_for(self._is_waiting)
 
     def _is_waiting(self) -> bool:
@@ -187,7 +188,7 @@ class Held:
         os.kill(rank_process(self.job.process.pid, 1), number)
 
     def end(self) -> str:
-        """Let the run go on, and wait for its end. Returns what it has printed."""
+        """Let the run continue, and wait for its end. Returns its output."""
         (self.workspace / "fault").unlink()
         return self.job.end()
 
@@ -211,7 +212,7 @@ def test_fault_13_a_dead_rank_ends_the_job_and_is_named(disturbed: Disturbed) ->
 
 
 def test_fault_15_after_a_restart_a_signal_lets_the_step_end_and_saves(disturbed: Disturbed) -> None:
-    """First the agent is killed: its ranks end with it, and the restart finds the directory free."""
+    """The agent is killed first. Its ranks end with it, and the restart finds the directory unlocked."""
     before = disturbed.step
     with disturbed.held("checkpoint.save_steps=0", "trainer.max_restarts=1") as held:
         launcher = held.job.process.pid
@@ -285,7 +286,7 @@ def test_fault_26_a_reward_that_is_out_of_memory_leaves_a_valid_state_and_a_port
 ) -> None:
     before = disturbed.step
     with socket.socket() as taken:
-        with suppress(OSError):  # another program holds it: as good
+        with suppress(OSError):  # another program occupies it, which is equivalent
             taken.bind(("127.0.0.1", 29500))  # torch's default
             taken.listen()
         died = disturbed.break_by("memory of the reward")
@@ -303,7 +304,7 @@ def test_fault_31_a_reward_function_that_exits_with_0_ends_the_run_with_2_and_on
 
 @pytest.fixture(scope="module")
 def ended(workspace: Path) -> Path:
-    """The disturbed run comes to its end. At its last start, models leave the device between their uses."""
+    """Run the disturbed run to its end. At its last start, models leave the device between their uses."""
     offload = [
         "actor.offload=always",
         "critic.offload=always",
@@ -314,7 +315,7 @@ def ended(workspace: Path) -> Path:
 
 
 def test_fault_27_a_disturbed_run_ends_as_one_that_was_left_alone(workspace: Path, calm: Path, ended: Path) -> None:
-    """Bit for bit: metrics of all steps, weights, optimizers and everything else in the last checkpoint."""
+    """Metrics of all steps, weights, optimizers and everything else in the last checkpoint are equal bit for bit."""
     found = [
         {name: value for name, value in row.items() if not name.startswith("memory/")} for row in read_metrics(ended)
     ]
@@ -325,12 +326,12 @@ def test_fault_27_a_disturbed_run_ends_as_one_that_was_left_alone(workspace: Pat
 
 def test_models_leave_the_device_between_their_uses(ended: Path) -> None:
     held = {name.removeprefix("memory/"): value for name, value in metrics(ended)[-1].items()}
-    # An update needs gradients and the state of an optimizer too; while the engine generates, no model is there.
+    # An update also needs gradients and optimizer state. While the engine generates, no model is on the device.
     assert held["generate_bytes"] == 0 < held["values_bytes"] < held["update_bytes"]
 
 
 def test_a_run_ends_with_its_best_model_in_its_processes(workspace: Path, calm: Path) -> None:
-    """A copy of a finished run has a metric by which its last step is not the best, and only that evaluation to do."""
+    """A copy of a finished run has a metric by which its last step is not the best. Only the final evaluation remains."""
     directory = calm.with_name("best")
     shutil.copytree(calm, directory, symlinks=True)
     *_, last = before = metrics(directory)
@@ -357,7 +358,7 @@ def test_another_layout_continues_with_the_same_numbers_and_saves_when_asked(wor
         "checkpoint.save_steps=0",
         f"checkpoint.save_epochs={16 / prompts}",
         "checkpoint.keep=[3]",
-    ]  # 4 prompts a step
+    ]  # 4 prompts per step
     more = [f"checkpoint.resume={start}", "checkpoint.mode=private", "rollout.order=longest_first"]
     done = run_to_its_end(workspace, "moved", *layout, *due, *more)
     assert "changed since: actor.layout.pp was" in done.stdout and "the run continues after step 2 of" in done.stdout
@@ -365,20 +366,20 @@ def test_another_layout_continues_with_the_same_numbers_and_saves_when_asked(wor
     found = metrics(directory)
     assert [record["step"] for record in found] == list(range(3, STEPS + 1))
     for name in ("loss/total", "loss/value", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
-        # The noise of a logprob between layouts (NOISE of tests/distributed/setting.py), which a mean near zero has as well.
+        # The noise of a logprob between layouts (NOISE of tests/distributed/setting.py). A mean near zero has the same noise.
         assert found[0][name] == pytest.approx(expected[3][name], rel=2e-4, abs=1e-5), name
     sampled, usual = ((each / "rollouts" / "step-000003.jsonl").read_text().splitlines() for each in (directory, calm))
     assert len(sampled) == 8
     assert [json.loads(row)["response"] for row in sampled] == [json.loads(row)["response"] for row in usual]
     saved = scan(directory)
-    assert [checkpoint.step for checkpoint in saved] == [3, 4, STEPS]  # named, an epoch (of 16 prompts), the end
+    assert [checkpoint.step for checkpoint in saved] == [3, 4, STEPS]  # named, an epoch (16 prompts), the end
     assert_recent(saved[-1].path, found)
     for name, mode in {"actor/training/index.json": 0o600, "config.yaml": 0o600, "manifest.json": 0o644}.items():
         assert (saved[-1].path / name).stat().st_mode & 0o777 & ~0o022 == mode, name
 
 
 def assert_recent(checkpoint: Path, rows: list[dict[str, Any]]) -> None:
-    """``trainer_state.json`` lists the last steps with values from the metrics."""
+    """Check that ``trainer_state.json`` lists the last steps with values from the metrics."""
     expected = [
         {"step": r["step"], "time": r["timing/unix_time"], "loss": r.get("loss/total"), "reward": r["reward/mean"]}
         for r in rows
@@ -391,7 +392,10 @@ def assert_recent(checkpoint: Path, rows: list[dict[str, Any]]) -> None:
 def test_fault_28_and_09_a_disk_that_fills_ends_a_run_that_goes_on_after_failed_saves(
     workspace: Path, calm: Path
 ) -> None:
-    """The second and the last save do not fit: the first is passed over, and the run does not end as if it were done."""
+    """The second and the last save do not fit.
+
+    Training continues after the first failure, and the run does not end as finished.
+    """
     (disk := workspace / "disk").mkdir()
     with small_disk(disk, size_of(calm / "checkpoint-2") * 3 // 2 // 1024) as mounted:
         if not mounted:

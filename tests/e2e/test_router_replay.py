@@ -1,4 +1,4 @@
-"""Router replay with vLLM: the routes that it records, however it computes tokens, and what they do to logprobs."""
+"""Replay routes of experts with vLLM: the recorded routes, for all ways to compute tokens, and their effect on logprobs."""
 
 from __future__ import annotations
 

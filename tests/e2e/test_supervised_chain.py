@@ -1,4 +1,4 @@
-"""SFT, a reward model and PPO as one toolchain, on a toy preference: responses with more a's are better."""
+"""Chain SFT, a reward model and PPO on a toy preference: responses with more a's are better."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logging: {{console: plain, trackers: []}}
 
 
 def write_data(directory: Path) -> None:
-    """Prompts are short words; responses are four letters, of which the chosen ones have more a's."""
+    """Write short words as prompts, and responses of four letters. Chosen responses contain more a's."""
     rng = random.Random(0)
 
     def word(letters: str, count: int) -> str:
@@ -46,7 +46,7 @@ def write_data(directory: Path) -> None:
             (directory / f"{kind}-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-EMITTED = {  # entries of the table of metrics that each link has
+EMITTED = {  # metrics of the reference table that each link reports
     "sft": ("loss/sft", "actor/perplexity", "evaluate/perplexity", "throughput/<phase>_tokens_per_s"),
     "reward": ("loss/reward_model", "reward_model/accuracy", "reward_model/score_mean", "<role>/grad_norm"),
     "ppo": ("critic/explained_variance", "critic/clip_fraction", "loss/value", "<role>/lr", "reward/<part>_mean"),
@@ -54,7 +54,7 @@ EMITTED = {  # entries of the table of metrics that each link has
 
 
 def train(directory: Path, name: str, model: str, steps: int, lr: str, *overrides: str) -> list[dict[str, Any]]:
-    """Run one link of the chain; returns its metrics."""
+    """Run one link of the chain. Returns its metrics."""
     (directory / f"{name}.yaml").write_text(CHAIN.format(model=model, kind=name, steps=steps, lr=lr))
     done = run(directory, "-m", "rlhf_mcore.cli.main", "train", f"{name}.yaml", f"experiment={name}", *overrides)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -73,7 +73,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fine_tuned(workspace: Path) -> list[dict[str, Any]]:
-    """The metrics of 60 steps of fine-tuning, which stopped after step 30 and continued."""
+    """Return the metrics of 60 steps of fine-tuning, which stopped after step 30 and continued."""
     for steps in (30, 60):
         metrics = train(workspace, "sft", "model", steps, "3e-3", "algorithm=sft", "evaluate.every=30")
     return metrics
@@ -81,13 +81,13 @@ def fine_tuned(workspace: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def scorer(workspace: Path, fine_tuned: Any) -> list[dict[str, Any]]:
-    """The metrics of a reward model that began as the fine-tuned model."""
+    """Return the metrics of a reward model that starts from the fine-tuned model."""
     return train(workspace, "reward", POLICY, 60, "1e-3", "algorithm=reward_model")
 
 
 @pytest.fixture(scope="module")
 def ppo(workspace: Path, scorer: Any) -> list[dict[str, Any]]:
-    """The metrics of PPO from the fine-tuned model, against the reward model."""
+    """Return the metrics of PPO from the fine-tuned model, with the reward model."""
     settings = ["algorithm=ppo", "critic.optimizer.lr=1e-3", "reward.rules=[]", f"reward.model.path={SCORER}"]
     settings += ["rollout.engine=hf", "rollout.sampling={n: 2, max_new_tokens: 8}"]
     return train(workspace, "ppo", POLICY, 12, "1e-3", *settings)
@@ -100,7 +100,7 @@ def test_fine_tuning_finds_the_form_of_the_responses(workspace: Path, fine_tuned
     held_out = [row["evaluate/perplexity"] for row in fine_tuned if "evaluate/perplexity" in row]
     assert [row["step"] for row in fine_tuned] == list(range(61)), "both runs have one record"
     assert len(held_out) == 3, "before, after 30 steps and after the last one"
-    # Four letters of four equally likely ones and the certain end: 4 ** (4 / 5) per token is the best that can be.
+    # The optimum: four letters of four equally likely ones, then a certain end, which is 4 ** (4 / 5) per token.
     assert held_out[0] > 20 and 2.9 < held_out[-1] < 4
     model, tokenizer = (kind.from_pretrained(workspace / POLICY) for kind in (AutoModelForCausalLM, AutoTokenizer))
     prompt = tokenizer("xyz=", return_tensors="pt", add_special_tokens=False)

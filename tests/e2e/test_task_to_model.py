@@ -1,4 +1,6 @@
-"""The commands of docs/get-started/train-your-model.md, in their order, on a small model and small data. A stand-in is the hub."""
+"""Run the commands of docs/get-started/train-your-model.md in order, on a small model and small data, with a stand-in
+for the hub.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def test_commands_of_the_page(tmp_path: Path) -> None:
         (tmp_path / "gsm8k.yaml").write_text(f"base: page.yaml\n{SMALL}")
 
         def run(part: str) -> str:
-            """Run the page's only command with this part, and return what it prints."""
+            """Run the page's only command that contains ``part``, and return its output."""
             [command] = [command for command in COMMANDS if part in command]
             words = shlex.split(command)
             if words[0] == "rlhf-mcore":

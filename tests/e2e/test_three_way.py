@@ -1,4 +1,4 @@
-"""The logprob that the engine reports for a token is the trainer's and transformers', whatever the layouts."""
+"""Check that engine, trainer and transformers compute the same logprob for a token, whatever the layouts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(("model", "tp"), ENGINES)
 def test_engine_trainer_and_transformers_agree(findings: Any, model: str, tp: Width) -> None:
-    """For every layout of the trainer whose weights the engine generates with."""
+    """Every trainer layout syncs its weights to the engine."""
     checked = 0
     for number, layout in enumerate(layouts(model)):
         if generates(layout, tp):
             found, checked = findings[f"{model}/{tp}/{layout}"], checked + 1
-            if model in DELTA_NETS:  # transformers' own error in bf16 is the measure
+            if model in DELTA_NETS:  # the bound is transformers' own error in bf16
                 assert 0 < found["error_of_engine"] <= 1.5 * found["error_of_bf16"], layout
                 assert 0 < found["error_of_trainer"] <= 1.5 * found["error_of_bf16"], layout
             else:
@@ -36,12 +36,12 @@ def test_engine_trainer_and_transformers_agree(findings: Any, model: str, tp: Wi
 
 @pytest.mark.parametrize(("model", "tp"), ENGINES)
 def test_a_planned_sync_leaves_the_engine_as_the_baseline_does(findings: Any, model: str, tp: Width) -> None:
-    """For every layout of the trainer."""
+    """Every trainer layout is compared."""
     for layout in layouts(model):
         found = findings[f"{model}/{tp}/{layout}"]
         assert found["difference"] == "" and found["same_words"] == 1, layout
         assert found["live"] == 1, layout
-        if "pp" in layout:  # without a pipeline little has to move, or nothing
+        if "pp" in layout:  # without a pipeline, little or nothing is moved
             assert found["num_buckets"] > 3, f"{layout}: buckets must be smaller than the model"
         assert found["excess_bytes"] == 0, layout
         assert found["peak_share"] <= 1, layout
@@ -81,7 +81,7 @@ def test_a_sync_of_some_tensors_brings_these_alone(findings: Any) -> None:
 @pytest.mark.parametrize("kind", [0, 1], ids=["fp8", "int8"])
 @pytest.mark.parametrize("engine", ["qwen3_seven/2", *(f"{model}/{tp}" for model, tp in ENGINES if tp in GRIDS)])
 def test_weights_that_came_in_8_bits_are_their_values(findings: Any, kind: int, engine: str) -> None:
-    """Of models whose blocks and rows are cut by both sides, in layers that vLLM keeps packed."""
+    """Trainer and engine both split the blocks and rows of the models. vLLM packs the layers."""
     brought, loaded = findings[f"{engine}/8 bits"][kind]
     assert brought == loaded
     assert brought != findings[f"{engine}/8 bits"][1 - kind][0]

@@ -1,4 +1,4 @@
-"""Runs from the command line with further settings: a part of the vocabulary, other layouts, a profile, an alarm."""
+"""Run trainings from the command line with further settings: truncated sampling, other layouts, a profile, an alarm."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.metric_names import assert_registered
 from tests.tiny_training import make_quickstart
 
 STEPS = 2
-# Of a logprob between layouts and batches of other shapes, and so of means over tokens: NOISE of tests/distributed/setting.py.
+# Noise of logprobs between layouts and batch shapes, and therefore of means over tokens: NOISE of tests/distributed/setting.py.
 LOGPROB_NOISE = 1e-5
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
     return (sum(map(ord, solution_str)) % 17) / 16
 """
 RUNS = {
-    # Tensor-parallel actor, vLLM, the planned bridge with every tensor hashed, a reference in the loss.
-    # A reward that differs between responses, so that each step has a gradient. Both draw from a part of the vocabulary.
+    # Tensor-parallel actor, vLLM, the planned bridge with every tensor hashed, and a reference in the loss.
+    # The reward differs between responses, so each step has a gradient. Both runs sample from a part of the vocabulary.
     "vllm": [
         "rollout.sampling.temperature=0.7",
         "rollout.sampling.top_p=0.9",
@@ -67,18 +67,18 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def vllm(workspace: Path) -> Path:
-    """The directory of the run ``vllm``."""
+    """Return the directory of the run ``vllm``."""
     return train(workspace, "vllm", RUNS["vllm"])[0]
 
 
 @pytest.fixture(scope="module")
 def hf(workspace: Path) -> tuple[Path, str]:
-    """The directory of the run ``hf``, and what it has printed."""
+    """Return the directory of the run ``hf`` and its output."""
     return train(workspace, "hf", RUNS["hf"])
 
 
 def train(workspace: Path, name: str, overrides: list[str]) -> tuple[Path, str]:
-    """The directory of a run, and what it has printed."""
+    """Run a training. Returns its directory and its output."""
     config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
     small = [
         f"trainer.num_steps={STEPS}",
@@ -119,7 +119,7 @@ def check_metrics(directory: Path, *more: str) -> None:
         assert row["actor/grad_norm"] >= 0 and row["actor/skipped_updates"] == 0
         assert row["timing/update_s"] > 0 and row["timing/sync_s"] > 0
     assert {"evaluate/accuracy", "evaluate/reward"} <= metrics[0].keys() & metrics[-1].keys()
-    # The policy is its reference in the first step: k3 is half the square of the noise.
+    # In the first step the policy equals its reference, so k3 is half the square of the noise.
     assert metrics[1]["kl/mean"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[2]["kl/coef"] == 0.01 and math.isfinite(metrics[2]["kl/mean"])
 
@@ -133,7 +133,7 @@ def test_an_alarm_is_printed_once_and_given_to_a_command(hf: tuple[Path, str], w
 
 
 def test_context_parallel_ranks_with_a_shared_queue_continue_with_the_same_numbers(vllm: Path, workspace: Path) -> None:
-    """Engines that take the next group when they have a free slot sample the same tokens as engines with a share each."""
+    """Engines that take the next group from a queue sample the same tokens as engines with fixed shares."""
     shared = ["actor.layout.tp=1", "actor.layout.cp=2", f"checkpoint.resume={vllm / 'checkpoint-1'}"]
     order = ["rollout.order=shared_queue", "rollout.max_num_seqs=4"]  # slots for one of four prompts
     shared_directory, _ = train(workspace, "shared", [*RUNS["vllm"], *shared, *order])

@@ -1,4 +1,4 @@
-"""top_p and top_k below one: engines record what they drew from, and the trainer's ratios are of that."""
+"""Sample with top_p and top_k, and record the support of each token. The trainer's ratios use the recorded support."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_ratios_of_the_same_policy_are_one_to_rounding_also_of_300_tokens(findin
     assert found["token"][0] == pytest.approx(1, abs=1e-5)
     assert found["sequence"] == pytest.approx([1, 1, 1], abs=2e-3)  # 300 times 7e-6
     assert found["rollout/logprob_diff_mean"] < 1e-5, "the alarm on the agreement of engine and trainer looks at it"
-    # Without the support the ratios are the masses of what was left, and their products.
+    # Without the support, a token's ratio is the probability mass of its support, and a sequence's ratio is their product.
     assert found["token_without"][0] == pytest.approx(found["rollout/support_mass"], abs=1e-5)
     assert found["token_without"][0] < 0.999 and found["sequence_without"][0] < 0.5
     assert 2 <= found["rollout/support_size"] <= found["largest"]
 
 
 def test_ratios_of_a_run_are_one_while_it_learns_from_a_nucleus(tmp_path: Path) -> None:
-    """Responses have weights by the ratios of whole sequences, and no alarm is reported."""
+    """Ratios of whole sequences weight the responses. No alarm is reported."""
     make_quickstart(tmp_path)
     (tmp_path / "digits.py").write_text(DIGITS)
     config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")

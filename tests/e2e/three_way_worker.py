@@ -114,10 +114,8 @@ def measure(world: World, name: str, tp: Width) -> dict[str, Any]:
     engine: Any = build_engine(cfg, EngineModel(str(path), str(path), dtype, 64, seed=0, shapes=shapes))
     if name in LIVE:
         keep_loading_layout(engine.model)
-    # vLLM joins two projections of latent attention, which the planner counts one by one.
-    if name in DELTA_NETS or (
-        tp in GRIDS and name != "deepseek_v3_heads"
-    ):  # of the others bridge/test_trace.py has modules
+    # vLLM fuses two projections of latent attention, which the planner counts separately.
+    if name in DELTA_NETS or (tp in GRIDS and name != "deepseek_v3_heads"):  # bridge/test_trace.py checks the others
         findings[f"{name}/{tp}"] = any_rank(
             all_gather_json(difference_from_plan(engine, path, shapes, EngineGrid(**vars(grid))))
         )
@@ -125,7 +123,7 @@ def measure(world: World, name: str, tp: Width) -> dict[str, Any]:
         model, actor = build(path, world.groups_of(name, layout), world.platform, Settings(dtype=dtype))
         GatherBridge(gatherer(model), engine).sync(3 * number)
         before = live_tensors(engine)
-        asked = name in FURTHER and generates(layout, tp)  # layers that are packed otherwise than in other models
+        asked = name in FURTHER and generates(layout, tp)  # layers packed differently from other models
         said = greedy(engine, world.prompts) if asked else None
         nodes = [0, 0, 1, 1] if layout in TWO_NODES else None
         found = planned(model, engine, 3 * number + 1, nodes=nodes)

@@ -68,7 +68,7 @@ def reference(directory: Path, full: Whole, adapters: Whole) -> Any:
 
 @torch.no_grad()
 def seen(engine: Any, model: Any) -> dict[str, Any]:
-    """Return the samples of an engine, and the difference between its logprobs and the model's."""
+    """Return the samples of an engine, and the difference between its logprobs and the model's logprobs."""
     sampling = Sampling(temperature=1.0, max_new_tokens=12)
     drawn = engine.generate([Request(n, f"p{n}", prompt, sampling, n) for n, prompt in enumerate(PROMPTS)])
     gap, tokens = 0.0, []
@@ -89,7 +89,7 @@ def main(directory: Path, *targets: str) -> None:
 
 
 def compare(directory: Path, *targets: str) -> None:
-    """Write what engines with adapters and with merged weights sample."""
+    """Write the samples of engines with adapters and of engines with merged weights."""
     rank, size = dist.get_rank(), dist.get_world_size()
     full = load_file(directory / "model.safetensors")
     geometry = load_spec(str(directory)).geometry

@@ -155,7 +155,7 @@ def vllm_config(case: Case, directory: Path, tp: int, pp: int = 1, dp: int = 1, 
     ).create_engine_config()
     with set_current_vllm_config(config):
         init_distributed_environment(dist.get_world_size(), dist.get_rank(), "env://", 0, "gloo")
-        with private_shared_memory():  # a killed run may have left memory under vLLM's own name
+        with private_shared_memory():  # shared memory of a killed run may still use vLLM's own name
             ensure_model_parallel_initialized(tp, pp)
         yield config
 

@@ -1,4 +1,6 @@
-"""Engines with an adapter, and engines with merged weights, against transformers that adds B A of a layer's inputs."""
+"""Compare engines with an adapter, and engines with merged weights, with a transformers model that adds B A x to each
+layer's output.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ from tests.distributed.models import make
 from tests.distributed.world import run_world
 from tests.e2e.rollout.tiny import VOCABULARY, save_model, save_tokenizer
 
-# Of the tiny model: hidden 64, queries 128, values 64, MLP 96, two layers, rank 8, four bytes each.
+# Sizes in the tiny model: hidden 64, queries 128, values 64, MLP 96, two layers, rank 8, four bytes each.
 A = {"q": 8 * 64, "v": 8 * 64, "o": 8 * 128, "gate": 8 * 64, "up": 8 * 64, "down": 8 * 96}
 B = {"q": 128 * 8, "v": 64 * 8, "o": 64 * 8, "gate": 96 * 8, "up": 96 * 8, "down": 64 * 8}
 WEIGHT = {"q": 128 * 64, "v": 64 * 64, "o": 64 * 128, "gate": 96 * 64, "up": 96 * 64, "down": 64 * 96}
-ROW_PARALLEL = ("o", "down")  # whose A is cut among the ranks of an engine, and B is not
+ROW_PARALLEL = ("o", "down")  # the ranks of an engine share A of these layers, and each has the whole B
 
 
 def test_an_engine_with_an_adapter_is_one_with_merged_weights(tmp_path: Path) -> None:
-    """Two tensor-parallel ranks. Two copies of what is whole on each of them are sent."""
+    """Two tensor-parallel ranks. Tensors that are whole on each of them are sent twice."""
     size = 2
     save_model(tmp_path, "qwen3", seed=1)
     run_world("e2e.bridge.adapter_worker", size, tmp_path)
@@ -46,7 +48,7 @@ def test_an_engine_with_an_adapter_is_one_with_merged_weights(tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a mixture of experts with adapters, and of an evaluation of adapters: one world for both."""
+    """Run a model with experts and adapters, and an evaluation of adapters, in one world. Returns the directory of both."""
     directory = tmp_path_factory.mktemp("one_rank")
     sizes = dict(vocab_size=len(VOCABULARY), eos_token_id=1, bos_token_id=None, pad_token_id=0)
     make("qwen3_moe", directory / "mixture", **sizes)
@@ -57,7 +59,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_mixture_of_experts_has_adapters_of_its_attention(one_rank: Path) -> None:
-    """vLLM's experts are those of an engine without adapters; the adapters are sent alone, here too."""
+    """vLLM's experts stay unchanged. Adapters are sent without weights here too."""
     directory = one_rank / "mixture"
     seen = json.loads((directory / "rank0.json").read_text())
     for version in range(3):
@@ -73,7 +75,7 @@ def test_a_mixture_of_experts_has_adapters_of_its_attention(one_rank: Path) -> N
 
 
 def test_an_evaluation_has_adapters_of_one_model_in_one_engine(one_rank: Path) -> None:
-    """Of other ranks and targets, and the model without adapters; its weights are loaded once."""
+    """The models have adapters of different rank and targets, or none. The weights are loaded once."""
     found = json.loads((one_rank / "evaluation" / "findings.json").read_text())
     assert (found["built"], found["loaded"]) == (1, 1)
     for model in found["seen"]:

@@ -1,4 +1,7 @@
-"""vLLM engines in processes of their own, TP 2 and groups that share experts; two trainer ranks bring their weights over one group."""
+"""Run vLLM engines in separate processes, with TP 2 and with shared experts.
+
+Two trainer ranks send the weights over one group.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_engines_are_as_if_they_had_loaded_the_files(findings: Any, model: str, layout: str) -> None:
-    """Parameters bit for bit, and what an engine says with them. Digests have been compared on the way."""
+    """Parameters are equal bit for bit, and so are the responses. The syncs compare digests."""
     found = findings[model][layout]
     for synced, loaded in zip(found["synced"], found["loaded"], strict=True):
         assert synced["live"] == loaded["live"] and synced["said"] == loaded["said"]
@@ -29,7 +32,7 @@ def test_engines_are_as_if_they_had_loaded_the_files(findings: Any, model: str, 
 
 
 def test_ranks_of_an_engine_receive_what_they_need_and_no_more(findings: Any) -> None:
-    """Of two tensor-parallel ranks each needs half of the matrices, and all of the norms and of the one key-value head."""
+    """Two tensor-parallel ranks each need half of the matrices, and all norms and the one key-value head."""
     for layout in LAYOUTS["qwen3_tied"]:
         answers = {answer["engine"]: answer["answer"] for answer in findings["qwen3_tied"][layout]["answers"]}
         replicated = 4 * (2 * 64 + 2 * 32 + 2 * 32 * 64) + 64

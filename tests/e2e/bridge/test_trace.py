@@ -1,4 +1,4 @@
-"""The tracer on vLLM modules of every kind of family at TP 1 and 2, and in a whole engine. One world runs everything."""
+"""Run the tracer on vLLM modules of every kind of family with TP 1 and 2, and in a whole engine. One world runs everything."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.e2e.processors import needs_kernel
 from tests.e2e.rollout.tiny import save_model
 from tests.engine_layout import engine_tensors, weight_bytes
 
-Seen = list[dict[str, Any]]  # what each rank wrote
+Seen = list[dict[str, Any]]  # the result of each rank
 
-# fp32 kernels may sum in another order; bf16 rounds to 8 bits, and the kernel of the experts also in between.
+# fp32 kernels may sum in another order. bf16 rounds to 8 bits, and the expert kernel also rounds intermediate values.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 CELLS = {f"{case.key}-tp{tp}": (case, tp) for tp, cases in SIZES.items() for case in cases}
 
@@ -39,7 +39,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def check_cells(ranks: Seen, check: Callable[[Case, int, Seen], None], is_meant: Callable[[Case], bool] = bool) -> None:
-    """Call ``check`` with each case, its TP size and what both ranks saw of it."""
+    """Call ``check`` with each case, its TP size and the results of both ranks."""
 
     def check_cell(name: str) -> None:
         case, tp = CELLS[name]
@@ -104,7 +104,7 @@ def held(shape: Any, pieces: Any) -> tuple[int, list[Any]]:
 
 
 def test_padding_is_that_of_the_vocabulary(ranks: Seen) -> None:
-    """vLLM pads 97 to 128 rows; with two ranks the first holds 64 real ones, the second 33 of 64."""
+    """vLLM pads 97 rows to 128. With two ranks, the first contains 64 real rows, and the second 33 of 64."""
 
     def check(case: Case, tp: int, both: Seen) -> None:
         rows = {1: [(97, 128), (97, 128)], 2: [None, (33, 64)]}[tp]
@@ -137,7 +137,7 @@ def test_both_ranks_together_hold_every_element(ranks: Seen) -> None:
 def test_a_single_key_value_head_is_on_both_ranks(ranks: Seen) -> None:
     for rank in ranks:
         pieces = rank["tp2"]["llama-tied-kv1-float32"]["map"]["parameters"]["model.layers.0.self_attn.qkv_proj.weight"]
-        # Two of four query heads of 32 rows; then the whole key and the whole value.
+        # Two of four query heads with 32 rows each, then the whole key and the whole value.
         assert [(piece[0].split(".")[4], piece[2], piece[3]) for piece in pieces["pieces"]] == [
             ("q_proj", [64, 64], 0),
             ("k_proj", [32, 64], 64 * 64),
@@ -146,7 +146,7 @@ def test_a_single_key_value_head_is_on_both_ranks(ranks: Seen) -> None:
 
 
 def test_gate_and_up_of_an_expert_lie_in_one_tensor(ranks: Seen) -> None:
-    """TP 2: 48 of 96 rows each; expert 3 of 4 starts at 3 * 96 rows of 64."""
+    """With TP 2 each rank has 48 of 96 rows. Expert 3 of 4 starts at row 3 * 96, and a row has 64 elements."""
     name = "model.layers.0.block_sparse_moe.experts.routed_experts.w13_weight"
     parameter = ranks[1]["tp2"]["mixtral-untied-kv1-float32"]["map"]["parameters"][name]
     prefix = "model.layers.0.block_sparse_moe.experts.3."
@@ -178,7 +178,7 @@ def test_tracing_is_deterministic_and_leaves_the_model_as_it_was(ranks: Seen) ->
 
 
 def test_an_update_reaches_every_kernel(ranks: Seen) -> None:
-    """Whatever this CPU packs: no parameter that a kernel does not read in place is called direct."""
+    """A parameter counts as direct only if its kernel reads it in place, whatever this CPU packs."""
 
     def check(case: Case, tp: int, both: Seen) -> None:
         for seen in both:
@@ -267,7 +267,7 @@ def test_layers_of_8_bits_hold_what_vllm_makes_of_the_same_weights(ranks: Seen, 
             seen = rank[f"8 bits-{name}"][kind]
             assert [seen[what] for what in seen if what.startswith("other than")] == [[], [], []]
             assert len(seen["8 bits"]) == num_layers * 4  # qkv, o, w13, w2
-            # Of other ranks: two of four experts in two layers; or a layer, with 16 matrices. Matrices have scales.
+            # Tensors of other ranks: two of four experts in two layers, or a layer with 16 matrices. Matrices have scales.
             elsewhere = {"ep2": 2 * 2 * 3 * 2, "dp2_ep2": 2 * 2 * 3 * 2, "pp2": 16 * 2 + 5}
             assert len(seen["unused"]) == elsewhere.get(name, 0)
             assert seen["compared"] == (2 * len(seen["8 bits"]) if kind == "fp8" else 2 * 2 * (4 + 3 * 4))
@@ -282,7 +282,7 @@ def test_layers_of_8_bits_hold_what_vllm_makes_of_the_same_weights(ranks: Seen, 
     [pytest.param("fp8", 0.005, marks=needs_kernel("fp8")), pytest.param("int8", 0.02, marks=needs_kernel("int8"))],
 )
 def test_kernels_multiply_by_the_values_of_the_8_bits(ranks: Seen, kind: str, bound: float) -> None:
-    """Products are in bf16. With int8 the inputs are rounded to 8 bits too."""
+    """Products are in bf16. With int8, inputs are also rounded to 8 bits."""
     for name in GRIDS:
         for rank in ranks:
             check_below(name, max(rank[f"8 bits-{name}"][kind]["gaps"].values()), bound)

@@ -1,8 +1,9 @@
-"""vLLM engines that draft with MTP layers that learn, over both ranks of a trainer; run by torchrun, judged by test_drafts.py.
+"""Run vLLM engines that draft with trained MTP layers, over both ranks of a trainer, under torchrun. test_drafts.py
+checks the results.
 
-The model is GLM-4.5 with an MTP layer, whose layers add next to nothing to what they are given: both predict from the last token
-alone. The MTP layer predicts as the model does, so with greedy decoding all of its drafts are taken. Layers that have grown say
-something of their own, and how many drafts are taken depends on all of attention and experts.
+The model is GLM-4.5 with an MTP layer. Its layers change their input very little, so model and MTP layer predict from
+the last token alone. They predict the same tokens, so greedy decoding accepts all drafts. If the layers are scaled up,
+they change the predictions. The acceptance then depends on attention and experts.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ENGINES = {
 LAYOUT, DEPTH, NEW_TOKENS, TEMPERATURE = "tp2_sp_ep2_etp1_dp2", 2, 16, 0.8
 MTP = "model.layers.4."
 TINY, GROWN = 2.0**-20, 2.0**16  # exact in fp32
-NORM, MTP_NORM = "model.norm.weight", f"{MTP}shared_head.norm.weight"  # before the output layer, of both
+NORM, MTP_NORM = "model.norm.weight", f"{MTP}shared_head.norm.weight"  # norms before the output layer
 
 
 def make(path: Path) -> None:
@@ -58,7 +59,7 @@ def make(path: Path) -> None:
     for name in tensors:
         if "o_proj" in name or "down_proj" in name:
             tensors[name] *= TINY
-    tensors[f"{MTP}eh_proj.weight"] = torch.eye(hidden, 2 * hidden)  # of an embedding and a hidden state the former
+    tensors[f"{MTP}eh_proj.weight"] = torch.eye(hidden, 2 * hidden)  # keeps the embedding only
     tensors |= {name: torch.ones(hidden) for name in (f"{MTP}enorm.weight", f"{MTP}hnorm.weight", NORM, MTP_NORM)}
     generator = torch.Generator().manual_seed(1)
     tensors["lm_head.weight"] = torch.randn(tensors["lm_head.weight"].shape, generator=generator) * 0.3
@@ -66,7 +67,10 @@ def make(path: Path) -> None:
 
 
 class Policy:
-    """A trainer's model and that of transformers, which move together. ``signs``: those of the norms before the output layer."""
+    """The trainer's model and the same model in transformers, which move together.
+
+    ``signs``: signs of both norms before the output layer.
+    """
 
     def __init__(self, path: Path, model: MegatronModel) -> None:
         self.path, self.model, self.hf = path, model, load_hf(path)
@@ -84,7 +88,7 @@ class Policy:
                 tensor.mul_(by)
 
     def move(self, seed: int) -> None:
-        """Predict other tokens, and let the MTP layer do so too: the same numbers come with other signs."""
+        """Flip signs, so that the model and its MTP layer predict other tokens."""
         signs = torch.randint(0, 2, self.signs.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
         self._scale(signs, (NORM, MTP_NORM).__contains__)
         self.signs = self.signs * signs
@@ -94,7 +98,7 @@ class Policy:
 
 
 def drawn(engine: Any, hf: torch.nn.Module) -> dict[str, Any]:
-    """What the engine says, how often drafts were taken, and how far its logprobs are from those of transformers."""
+    """Return the engine's responses, their acceptance of drafts, and the difference of their logprobs from transformers."""
     prompts = [Prompt(f"p{row}", row, [3 + (7 * row + 5 * i) % 90 for i in range(4 + 3 * row)], "") for row in range(4)]
     found: dict[str, Any] = {}
     for name, sampling in {
@@ -129,7 +133,7 @@ def gaps_of(trajectories: Sequence[Trajectory], hf: torch.nn.Module, temperature
 
 @torch.no_grad()
 def likeliest(hf: torch.nn.Module, prompt: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """What transformers decodes greedily, if it is what was drawn: of each place the likeliest token behind those before it."""
+    """Return the likeliest token at every position of a response by transformers. A greedy response equals them."""
     return hf(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
@@ -138,7 +142,10 @@ def held(tensors: Any) -> set[str]:
 
 
 def of_draft(engine: Any, policy: Policy) -> dict[str, bool] | None:
-    """Whether tensors of MTP layers are in the engine, to the bit, where vLLM has them as files do. None where no draft is."""
+    """Return whether the engine's MTP tensors equal the files bit for bit, for tensors that vLLM stores like files.
+
+    None without drafts.
+    """
     if engine._drafts.model is None:
         return None
     held, layer = load_file(policy.path / "model.safetensors"), engine.model.draft.model.layers["4"]
@@ -150,13 +157,13 @@ def of_draft(engine: Any, policy: Policy) -> dict[str, bool] | None:
 
 
 def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
-    """What an engine of this layout draws, and holds, as the policy moves with and without its drafts."""
+    """Return the responses and the memory of an engine of this layout while the policy moves, with and without its drafts."""
     geometry, parameters = policy.geometry, policy.model.local_parameters()
     speculative = SpeculativeConfig(method="mtp", num_tokens=DEPTH)
     cfg = RolloutConfig(layout=layout, kv_cache_gib=0.02, max_num_seqs=16, speculative=speculative)
     model = EngineModel(str(policy.path), str(policy.path), "fp32", 64, seed=0, shapes=hf_shapes(geometry))
     engine: Any = build_engine(cfg, model)
-    engine._stops = []  # all responses get to their whole length
+    engine._stops = []  # all responses have the maximum length
     traced = trace(engine.model, hf_shapes(geometry)).parameters
     grid = EngineGrid(layout.tp, layout.pp, layout.dp, layout.ep, drafts=True)
     planned = engine_tensors(geometry, grid, dist.get_rank())
@@ -168,7 +175,7 @@ def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
     common: dict[str, Any] = {"bucket_bytes": 20_000, "poison": True}
     whole = gatherer(policy.model)
     full = planned_bridge(parameters, geometry, engine, world_group(), verify=True, **common)
-    sync_and_compare(full, whole, 0)  # every parameter is compared with that of a plain load, to the bit
+    sync_and_compare(full, whole, 0)  # compares every parameter with a plain load, bit for bit
     found["first"] = drawn(engine, policy.hf)
     bridge = planned_bridge(parameters, geometry, engine, world_group(), verify=True, **common)
     changes: dict[str, tuple[Callable[[], None], list[str] | None]] = {
@@ -190,7 +197,10 @@ def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
 
 
 def of_8_bits(policy: Policy, engine: Any, kind: Quantisation) -> list[dict[str, Any]]:
-    """What is drawn when weights have come in 8 bits, and when the values of these were loaded: slow versions' of whole tensors."""
+    """Return responses after a sync of 8-bit weights, and after loading the same values.
+
+    Slow versions compute these values from whole tensors.
+    """
     options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": True, "quantisation": kind.name}
     planned_bridge(policy.model.local_parameters(), policy.geometry, engine, world_group(), **options).sync(20)
     brought = drawn(engine, policy.hf)

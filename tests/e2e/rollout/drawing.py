@@ -1,4 +1,4 @@
-"""Trajectories of an engine, without the loop around it."""
+"""Sample trajectories from an engine, without the training loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
 
 
 def sampler_of(engine: Engine, tokenizer_dir: str | None = None) -> BatchSampler:
-    """Without a tokenizer responses have no text."""
+    """Return a sampler without a tokenizer, so that responses have no text."""
     if tokenizer_dir is None:
         return BatchSampler(engine, engine.rank, lambda rows: [""] * len(rows), ranks=engine.ranks)
     decode = partial(load_tokenizer(tokenizer_dir).batch_decode, skip_special_tokens=True)
@@ -23,12 +23,12 @@ def sampler_of(engine: Engine, tokenizer_dir: str | None = None) -> BatchSampler
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
-    """Responses without their texts."""
+    """Return the trajectories of the prompts, without text."""
     return sampler_of(engine).sample(prompts, sampling, step=step)
 
 
 def requests_to(prompts: Sequence[Prompt], sampling: Sampling, first_id: int = 0) -> list[Request]:
-    """One request for each, with ids from ``first_id`` and seeds that follow from the prompt alone."""
+    """Build one request per prompt, with ids from ``first_id`` and seeds that depend only on the prompt."""
     return [
         Request(first_id + place, prompt.prompt_id, prompt.prompt_ids, sampling, seed=1000 + prompt.index)
         for place, prompt in enumerate(prompts)
@@ -36,7 +36,7 @@ def requests_to(prompts: Sequence[Prompt], sampling: Sampling, first_id: int = 0
 
 
 def drawn_until_empty(engine: Engine) -> dict[int, Completion]:
-    """What is in flight, to its end."""
+    """Wait for all requests in flight, and return their completions."""
     completions: list[Completion] = []
     while engine.num_in_flight:
         completions += engine.collect(60)
@@ -47,13 +47,13 @@ def drawn_until_empty(engine: Engine) -> dict[int, Completion]:
 def logprobs_across_a_sync(
     before: Any, after: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], first_after: int, *, recompute: bool
 ) -> list[float]:
-    """What transformers gives for the tokens of a response of which ``after`` drew those from ``first_after`` on.
+    """Return transformers' logprobs of a response, whose tokens from ``first_after`` on were sampled with the weights ``after``.
 
-    Keys and values of the prompt and of all tokens but the last one before the sync were computed by ``before``; with ``recompute``
-    ``after`` computes them again.
+    The weights ``before`` compute the keys and values of the prompt and of all earlier tokens except the last one. With
+    ``recompute``, ``after`` computes them again.
     """
     tokens = torch.tensor([[*prompt_ids, *token_ids]])
-    old = len(prompt_ids) + first_after - 1  # positions that were computed when the weights changed
+    old = len(prompt_ids) + first_after - 1  # positions computed before the weights changed
     head = before(tokens[:, :old], use_cache=True)
     tail = after(tokens).logits[:, old:] if recompute else None
     if tail is None:

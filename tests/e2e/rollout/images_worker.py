@@ -1,4 +1,4 @@
-"""Run by torchrun: vLLM and transformers with the same images. Writes the largest differences of logprobs as findings.json."""
+"""Run vLLM and transformers on the same images under torchrun. Writes the largest differences of logprobs to findings.json."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(directory: Path, family: str) -> dict[str, Any]:
     engine.load_weights(reference.state_dict().items(), version=0)
     requests = requests_to(prompts)
     first = engine.generate(requests)
-    again = engine.generate(requests)  # from vLLM's caches of prefixes and of what the tower has made
+    again = engine.generate(requests)  # from vLLM's prefix cache and its cache of tower outputs
     other = with_other_tower(reference)
     engine.load_weights(other.state_dict().items(), version=1)
     after = engine.generate(requests)
@@ -64,7 +64,7 @@ def with_other_tower(model: Any) -> Any:
 
 
 def make(directory: Path, family: str) -> tuple[Any, list[Prompt], ImageStore]:
-    """A model of random weights, prompts with one picture each of the small world, and where their pixels are."""
+    """Build a model with random weights, prompts with one picture each, and a store of their pixels."""
     sys.path.append(str(ROOT / "tools"))
     import make_images as world
 
@@ -83,7 +83,7 @@ def make(directory: Path, family: str) -> tuple[Any, list[Prompt], ImageStore]:
 
 
 def requests_to(prompts: Sequence[Prompt]) -> list[Request]:
-    """One for each prompt, one with two images, and one without."""
+    """Build one request per prompt, one with two images, and one without."""
     first, second = prompts[:2]
     rows = [(prompt.prompt_ids, prompt.images) for prompt in prompts]
     rows += [([*first.prompt_ids, *second.prompt_ids], first.images + second.images), (first.prompt_ids[-6:], ())]
@@ -96,7 +96,10 @@ def requests_to(prompts: Sequence[Prompt]) -> list[Request]:
 
 @torch.no_grad()
 def gaps(reference: Any, store: ImageStore, requests: Sequence[Request], drawn: Sequence[Completion]) -> list[float]:
-    """Largest difference of a response's logprobs from those of transformers. What follows a drawn image token is left out."""
+    """Return the largest difference of each response's logprobs from transformers.
+
+    Tokens after a sampled image token are left out.
+    """
     found, pad = [], reference.config.image_token_id
     for request, completion in zip(requests, drawn, strict=True):
         response = completion.token_ids.tolist()
@@ -106,7 +109,7 @@ def gaps(reference: Any, store: ImageStore, requests: Sequence[Request], drawn: 
         if images:
             grids = torch.tensor([image.grid_thw for image in images])
             pixels = {"pixel_values": torch.cat([image.pixel_values for image in images]), "image_grid_thw": grids}
-        reference.model.rope_deltas = None  # it keeps that of the call before
+        reference.model.rope_deltas = None  # otherwise it reuses the value of the previous call
         logits = reference(input_ids=ids, mm_token_type_ids=(ids == pad).int(), **pixels).logits[0]
         expected = logits[len(request.prompt_ids) - 1 : -1].log_softmax(-1)[range(len(response)), response]
         mine = torch.as_tensor(completion.logprobs[: len(response)])

@@ -1,4 +1,4 @@
-"""MTP layers that learn, in vLLM engines over two ranks: drafts follow the policy where they are synced, and only there."""
+"""Train MTP layers and draft with them in vLLM engines over two ranks. Drafts follow the policy only if they are synced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def of_layouts(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def check_layouts(of_layouts: Any, check: Callable[[Any], None]) -> None:
-    """Call ``check`` with what engines of each layout did."""
+    """Call ``check`` with the results of each layout."""
     check_all(list(ENGINES), lambda name: check(of_layouts[name]))
 
 
@@ -35,7 +35,10 @@ def test_responses_follow_the_policy_whatever_the_drafts_are(of_layouts: Any) ->
 
 
 def test_synced_drafts_keep_their_acceptance_and_stale_ones_lose_it(of_layouts: Any) -> None:
-    """A policy that predicts as its MTP layer does takes all drafts; of one that has moved on hardly any is right."""
+    """A policy that predicts like its MTP layer accepts all drafts.
+
+    After the policy moves, stale drafts are nearly always wrong.
+    """
 
     def check(found: Any) -> None:
         for share in (f"rollout/draft_acceptance/{depth}" for depth in range(1, DEPTH + 1)):
@@ -70,7 +73,7 @@ def test_the_draft_holds_the_trainers_bits_after_a_sync(of_layouts: Any) -> None
 
 
 def test_layers_that_draft_travel_in_8_bits_as_the_model_does(of_layouts: Any) -> None:
-    """An engine on a CPU computes with the values of the 8 bits: as if it had loaded them, drafts too."""
+    """An engine on a CPU computes with the values of the 8-bit weights, as if it had loaded them. This includes drafts."""
 
     def check(found: Any) -> None:
         brought, loaded = found["8 bits"]

@@ -1,4 +1,4 @@
-"""The colocated vLLM engine, for real: torchrun with two ranks, as two engines and as one engine over both."""
+"""Run the colocated vLLM engine under torchrun with two ranks, as two engines and as one engine over both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.world import run_world
 from tests.e2e.rollout.tiny import EOS, VOCABULARY, save_model
 
-Seen = list[dict[str, Any]]  # what each rank wrote
+Seen = list[dict[str, Any]]  # the result of each rank
 
 
 LAYOUTS = {"two_engines": ("qwen3", 1), "one_engine": ("llama", 2)}
@@ -19,7 +19,7 @@ LAYOUTS = {"two_engines": ("qwen3", 1), "one_engine": ("llama", 2)}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
-    """One torchrun for all layouts: imports and process groups cost more than the engines."""
+    """Run all layouts under one torchrun, because imports and process groups cost more than the engines."""
     directories = {name: tmp_path_factory.mktemp(name) for name in LAYOUTS}
     for name, (family, _) in LAYOUTS.items():
         for letter, seed in (("a", 1), ("b", 2)):
@@ -83,7 +83,7 @@ def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(seen: Se
 
 
 def test_norms_are_one_operation_each(two_engines: Seen, one_engine: Seen) -> None:
-    for seen, norms in ((two_engines, 2 * 4 + 1), (one_engine, 2 * 2 + 1)):  # Qwen 3 has those of queries and keys
+    for seen, norms in ((two_engines, 2 * 4 + 1), (one_engine, 2 * 2 + 1)):  # Qwen 3 has norms of queries and keys
         for rank in seen:
             assert len(rank["norms"]) == 3 * norms and max(rank["norms"]) < 1e-5
 
@@ -117,7 +117,7 @@ def by_key(drawn: list[dict[str, Any]]) -> dict[tuple[str, int], list[int]]:
 def test_a_response_depends_on_neither_the_engine_nor_the_batch(two_engines: Seen) -> None:
     first, second = (rank["seeds"] for rank in two_engines)
     responses = by_key(first["together"])
-    assert len({tuple(ids) for ids in responses.values()}) == 15  # prompts and samples are drawn independently
+    assert len({tuple(ids) for ids in responses.values()}) == 15  # samples are independent across and within prompts
     for other in (first["alone"], first["reversed"], second["together"], second["alone"]):
         assert by_key(other) == responses
 
@@ -128,7 +128,7 @@ def test_another_step_draws_other_responses(seen: Seen) -> None:
 
 
 def test_a_response_depends_neither_on_the_token_budget_nor_on_the_room_in_the_cache(one_engine: Seen) -> None:
-    """vLLM 0.32 ended with "CPU Generator does not use offset" where the budget cut a prompt whose requests have seeds."""
+    """In vLLM 0.32, "CPU Generator does not use offset" was raised if the budget split a prompt whose requests have seeds."""
     long = one_engine[0]["long"]
     expected = by_key(long["whole"]["drawn"])
     assert len(expected) == 64 and long["whole"]["preempted"] == 0
@@ -187,7 +187,7 @@ def test_a_response_depends_neither_on_when_it_was_asked_for_nor_on_what_is_canc
 
 @pytest.mark.parametrize("mode", ["continue", "resubmit"])
 def test_responses_in_flight_go_on_with_new_weights(seen: Seen, mode: str) -> None:
-    """Against transformers, with the keys and values of the old weights, or without them."""
+    """The reference is transformers, with the keys and values of the old weights, or without them."""
     published = seen[0]["publish"][mode]
     for request_id in ("0", "1", "2"):
         tokens, versions = published["drawn"][request_id]

@@ -1,4 +1,4 @@
-"""vLLM with images, against transformers. vLLM's code of these models imports torchvision (docs/guide/images.md)."""
+"""Compare vLLM with transformers on images. vLLM's code of these models imports torchvision (docs/guide/images.md)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_are_those_of_transformers(findings: Any, family: str) -> None:
-    """Of prompts with one image, with two and with none; from the caches as well."""
+    """Prompts have one image, two images or none. A second pass reads them from the caches."""
     found = findings[family]
     assert sorted(found["images"]) == [0, 1, 1, 1, 1, 2] and found["drawn"] > 40
     assert found["gap"] < 1e-5 and found["gap again"] < 1e-5
@@ -31,6 +31,6 @@ def test_logprobs_are_those_of_transformers(findings: Any, family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_new_tower_sees_the_images_anew(findings: Any, family: str) -> None:
-    """What the tower of other weights has made of an image is in vLLM's cache, and is not taken for it."""
+    """After a sync of the tower, vLLM does not reuse the cached outputs of the old tower."""
     found = findings[family]
     assert found["gap after a sync"] < 1e-5 < 1e-3 < found["moved by the sync"]

@@ -345,7 +345,7 @@ def check_streaming(engine: Any, models: Models) -> dict[str, Any]:
 
 
 def check_other_rank(engine: Any, models: Models) -> dict[str, Any]:
-    """Check responses of one token, of which the second rank once samples different tokens."""
+    """Check responses of one token. The second rank once samples different tokens."""
     engine.load_weights(models.weights(models.a), version=35)
     model, seen = engine._worker().model_runner.model, {}
     requests = requests_to(long_prompts(2), Sampling(temperature=0.0, max_new_tokens=1))
