@@ -16,8 +16,8 @@ from rlhf_mcore.api.commands import Evaluation as Evaluation
 from rlhf_mcore.api.commands import convert as convert
 from rlhf_mcore.api.commands import evaluate as evaluate
 from rlhf_mcore.api.commands import plan as plan
-from rlhf_mcore.api.settings import Config as Config
-from rlhf_mcore.api.settings import load_config as load_config
+from rlhf_mcore.api.inputs import Config as Config
+from rlhf_mcore.api.inputs import load_config as load_config
 from rlhf_mcore.api.training import Callback as Callback
 from rlhf_mcore.api.training import Trained as Trained
 from rlhf_mcore.api.training import Trainer as Trainer

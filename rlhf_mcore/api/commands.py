@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.api import display
-from rlhf_mcore.api.arguments import (
+from rlhf_mcore.api.inputs import (
+    check,
     checked_choice,
     checked_config,
-    checked_count,
     checked_flag,
     checked_list,
     checked_path,
-    refusal,
+    run_config,
 )
-from rlhf_mcore.api.inputs import run_config
 from rlhf_mcore.api.training import Reward, Rows, checked_world_size, one_process
 from rlhf_mcore.cli import rank
-from rlhf_mcore.cli.preflight import check_engine, check_packages
+from rlhf_mcore.cli.preflight import check_engine
 from rlhf_mcore.commands.convert.command import DTYPES, FORMATS, ROLES, TARGETS, check_destination, num_bytes
 from rlhf_mcore.commands.evaluate.checkpoints import default_checkpoint, validate_evaluation
 from rlhf_mcore.config.resolve import default_world_size, resolve
@@ -73,8 +72,7 @@ def evaluate(
     Raises:
         ConfigError: the configuration, the data, the reward or the checkpoint is invalid.
     """
-    if cfg is None:
-        raise refusal("cfg", cfg, "give a configuration from rm.load_config or rm.Config")
+    check("cfg", cfg, cfg is not None, "give a configuration from rm.load_config or rm.Config")
     cfg = run_config(cfg, {}, reward=reward, eval_prompts=prompts)
     if checkpoint is not None:
         cfg.evaluate.checkpoint = str(checked_path("checkpoint", checkpoint))
@@ -83,7 +81,6 @@ def evaluate(
     cfg.evaluate.checkpoint = cfg.evaluate.checkpoint or default_checkpoint(cfg)
     localize(cfg, (*MODEL_KEYS, "data.eval"))
     validate_evaluation(cfg, checked_world_size(default_world_size(cfg)))
-    check_packages(cfg)
     check_engine(cfg)
     with one_process():
         from rlhf_mcore.commands.evaluate.evaluation import run
@@ -123,8 +120,7 @@ def convert(
         checked_choice(name, given[name], choices)
     origin, target = checked_path("source", source), checked_path("destination", destination)
     averaged = [checked_path("average", path) for path in checked_list("average", average, "paths of checkpoints")]
-    if not isinstance(shard_size, str):
-        raise refusal("shard_size", shard_size, "give a text such as 500MB or 4GiB")
+    check("shard_size", shard_size, isinstance(shard_size, str), "give a text such as 500MB or 4GiB")
     checked_flag("verify", verify)
     check_destination(target, origin, may_exist=checked_flag("overwrite", overwrite))
     converted = run(
@@ -154,6 +150,8 @@ def plan(cfg: Config, world_size: int | None = None, gpu: str = "H100") -> RunPl
     """
     checked_choice("gpu", gpu, tuple(GPUS))
     cfg = checked_config(cfg)
-    size = default_world_size(cfg) if world_size is None else checked_count("world_size", world_size)
+    is_count = isinstance(world_size, int) and not isinstance(world_size, bool) and world_size > 0
+    check("world_size", world_size, world_size is None or is_count, "give a number of at least 1")
+    size = world_size or default_world_size(cfg)
     validate(cfg, size, check_files=False)
     return make_plan(resolve(cfg), size, *device_and_assumptions(gpu, []))

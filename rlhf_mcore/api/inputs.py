@@ -1,4 +1,7 @@
-"""Convert arguments that replace keys (rewards, rows of data) to a configuration and its run directory."""
+"""Check the arguments of the Python API, and convert rewards and rows of data to a configuration and its run directory.
+
+Each error message contains the argument, its value and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,105 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rlhf_mcore.api.arguments import checked_config, checked_path, refusal, shown
 from rlhf_mcore.checkpoint.config_changes import FREE
+from rlhf_mcore.config import load
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
+from rlhf_mcore.foreign import is_plain, shorten
 from rlhf_mcore.observability.files import FullDiskError, json_line, write_atomically
 from rlhf_mcore.readers.user_functions import OwnFunction, is_file_spec
 from rlhf_mcore.rewards.user_function import load_reward
 from rlhf_mcore.trainer.inputs import own_files
 
+T = TypeVar("T")
 _COLUMNS = ("data_source", "reward_model", "extra_info", "ability", "answer")  # these are always read
 DATA_FILES = (".parquet", ".jsonl")
 # Keys that may change without starting a new run.
 _NOT_THE_RUN = (*FREE, "trainer.num_steps", "data.train", "data.eval")
+
+
+def refusal(name: str, value: Any, remedy: str) -> ConfigError:
+    """Return the error for an invalid argument."""
+    return ConfigError(f"{name}={shown(value)} is not valid; {remedy}")
+
+
+def shown(value: Any) -> str:
+    """Return a shortened value for a message."""
+    return shorten(repr(value) if isinstance(value, str) else value)
+
+
+def check(name: str, value: T, is_valid: bool, remedy: str) -> T:
+    """Return the value of an argument.
+
+    Raises:
+        ConfigError: it is not valid.
+    """
+    if not is_valid:
+        raise refusal(name, value, remedy)
+    return value
+
+
+def checked_config(cfg: Any) -> Config:
+    """Return a validated copy of a configuration.
+
+    Raises:
+        ConfigError: ``cfg`` is not a configuration, or a list in it was changed to an invalid value.
+    """
+    if isinstance(cfg, str | os.PathLike):
+        raise refusal("cfg", cfg, "read a file with rm.load_config(path)")
+    if isinstance(cfg, Mapping):
+        raise refusal("cfg", cfg, "make a configuration of a dict with rm.Config(settings)")
+    check("cfg", cfg, isinstance(cfg, Config), "give a configuration from rm.load_config or rm.Config")
+    copied: Config = cfg.updated()  # lists and tables may have been changed in place
+    if copied.model.path == "???":
+        raise ConfigError(
+            "model.path is not set; give a Hugging Face directory, as in rm.Config(model=...) or cfg.model.path = ..."
+        )
+    return copied
+
+
+def checked_path(name: str, value: Any) -> Path:
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    is_valid = isinstance(path, str) and path != "" and is_plain(path)
+    return Path(
+        check(name, value, is_valid, "give a path, as a text or a Path, which is not empty and contains no NUL")
+    )
+
+
+def checked_flag(name: str, value: Any) -> bool:
+    return bool(check(name, value, isinstance(value, bool), "give True or False"))
+
+
+def checked_choice(name: str, value: Any, choices: Sequence[str | None]) -> Any:
+    is_choice = (value is None or isinstance(value, str)) and value in choices
+    return check(name, value, is_choice, f"choose one of {', '.join(map(str, choices))}")
+
+
+def checked_list(name: str, value: Any, items: str) -> list[Any]:
+    """Return the items of a list, a tuple or another iterable that is not a text or a mapping."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | os.PathLike)
+    return list(check(name, value, is_list, f"give a list of {items}"))
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, without_model: bool = False) -> Config:
+    """Read a configuration from a YAML file. Null values that mean "derived" stay null.
+
+    Args:
+        path: path of the file.
+        overrides: further settings, ["a.b=c", ...], as on the command line.
+        without_model: allow a configuration without ``model.path``, which is then "none".
+
+    Raises:
+        ConfigError: the file is invalid. The message lists all unknown keys, wrong types, unresolved references and missing values.
+    """
+    file, items = checked_path("path", path), "texts such as 'trainer.num_steps=5'"
+    texts = checked_list("overrides", overrides, items)
+    check("overrides", texts, all(isinstance(text, str) for text in texts), f"give a list of {items}")
+    return load.load_config(file, texts, without_model=checked_flag("without_model", without_model))
 
 
 def run_config(

@@ -7,17 +7,17 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from rlhf_mcore.api import display
-from rlhf_mcore.api.arguments import checked_callback, checked_list, checked_path
-from rlhf_mcore.api.inputs import run_config
+from rlhf_mcore.api.inputs import check, checked_list, checked_path, run_config
 from rlhf_mcore.checkpoint.layout import BEST, LATEST
 from rlhf_mcore.cli import rank
-from rlhf_mcore.cli.preflight import check_engine, check_packages
+from rlhf_mcore.cli.preflight import check_engine
 from rlhf_mcore.cli.rank import torchrun_world_size
 from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.config.errors import ConfigError
@@ -117,19 +117,15 @@ class Trainer:
         callbacks: Sequence[Callback | OnStep] = (),
         **keys: Any,
     ) -> None:
-        listeners = [
-            checked_callback(one, Callback)
-            for one in checked_list("callbacks", callbacks, "functions of (step, metrics)")
-        ]
+        listeners = checked_list("callbacks", callbacks, "functions of (step, metrics)")
+        self._steps = _Steps([_checked_callback(one) for one in listeners])
         named = {"model": model, "algorithm": algorithm, "trainer.num_steps": num_steps}
         settings = {name: value for name, value in named.items() if value is not None}
         cfg = run_config(cfg, {**keys, **settings}, reward=reward, prompts=prompts, eval_prompts=eval_prompts)
         localize(cfg)
         validate(cfg, checked_world_size(default_world_size(cfg)))
-        check_packages(cfg)
         check_engine(cfg)
         self.cfg = resolve(cfg)
-        self._steps = _Steps([one if isinstance(one, Callback) else _StepFunction(one) for one in listeners])
         self._stack = ExitStack()
         self._run: OpenRun | None = None
         self._next, self._last = 1, self.cfg.trainer.num_steps
@@ -141,15 +137,15 @@ class Trainer:
             from rlhf_mcore.cli.compose import open_run
 
             stack.enter_context(rank.forbid_early_exit())
-            self._run = stack.enter_context(open_run(self.cfg, 0, [self._steps], self._steps.saved))
+            self._run = stack.enter_context(open_run(self.cfg, 0, [self._steps], partial(self._steps.call, "on_save")))
             listens = any(type(one).on_rollouts is not Callback.on_rollouts for one in self._steps.callbacks)
-            self._run.record.listen(self._steps.rollouts if listens else None)
+            self._run.record.listen(partial(self._steps.call, "on_rollouts") if listens else None)
             self._next = self._run.first_step
             if self._run.record.directory is not None:
                 self._steps.recall(self._run.record.directory.records(), self._next)
             if self._run.trainer is not None:
                 if self._run.record.directory is not None:
-                    self._steps.begins(self._run.record.directory.path, self._next)
+                    self._steps.call("on_begin", self._run.record.directory.path, self._next)
                 self._run.trainer.begin(self._last, self._next)
             self._stack = stack.pop_all()
         return self
@@ -182,8 +178,7 @@ class Trainer:
             run.record.close_profile()
             run.finish()
         if (self._ended or self._next > self._last) and run.record.directory is not None:
-            for callback in self._steps.callbacks:
-                callback.on_end(self.trained())
+            self._steps.call("on_end", self.trained())
         return next(iter(self._steps.own[count:]), {})
 
     def save_checkpoint(self, directory: str | Path) -> Path:
@@ -242,6 +237,27 @@ class _StepFunction(Callback):
         self._function(step, metrics)
 
 
+def _checked_callback(value: Any) -> Callback:
+    """Return a callback: an object of ``Callback``, or a function of a step and its metrics."""
+    if isinstance(value, Callback):
+        return value
+    remedy = "give functions of (step, metrics), or objects of a subclass of rm.Callback"
+    if isinstance(value, type):
+        remedy += f": {value.__name__}() and not the class"
+    is_function = callable(value) and not isinstance(value, type) and _accepts_step(value)
+    return _StepFunction(check("callbacks", value, is_function, remedy))
+
+
+def _accepts_step(function: Callable[..., Any]) -> bool:
+    try:
+        signature(function).bind(1, {})
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True
+
+
 @dataclass(slots=True)
 class _Steps:
     """A tracker that stores the metrics of steps and calls the callbacks."""
@@ -259,23 +275,15 @@ class _Steps:
         is_step = step > 0 and "final/step" not in metrics  # otherwise an evaluation without a step
         if is_step:
             self.own.append({"step": step, **metrics})
-        for callback in self.callbacks:
-            if evaluation:
-                callback.on_evaluation(step, evaluation)
-            if is_step:
-                callback.on_step(step, metrics)
+        if evaluation:
+            self.call("on_evaluation", step, evaluation)
+        if is_step:
+            self.call("on_step", step, metrics)
 
-    def rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+    def call(self, method: str, *given: Any) -> None:
+        """Call a method of every callback."""
         for callback in self.callbacks:
-            callback.on_rollouts(step, rollouts)
-
-    def saved(self, step: int, checkpoint: Path) -> None:
-        for callback in self.callbacks:
-            callback.on_save(step, checkpoint)
-
-    def begins(self, directory: Path, step: int) -> None:
-        for callback in self.callbacks:
-            callback.on_begin(directory, step)
+            getattr(callback, method)(*given)
 
     def close(self) -> None:
         """Do nothing."""

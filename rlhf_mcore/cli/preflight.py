@@ -89,11 +89,12 @@ def check_packages(cfg: Config) -> None:
 
 
 def check_engine(cfg: Config) -> None:
-    """Check that the engine supports the model on this machine. On a CPU its KV cache must hold a prompt and a response.
+    """Check that the engine is installed and supports the model here. On a CPU its KV cache must hold a prompt and a response.
 
     Raises:
-        ConfigError: the engine does not support the model, or the cache is too small.
+        ConfigError: a package is missing, the engine does not support the model, or the cache is too small.
     """
+    check_packages(cfg)
     run, engine = run_kind(cfg), engine_kind(cfg.rollout.engine)
     geometry = inspect_model(cfg.model.path, "model.path", run.starting_heads)[0] if run.generates else None
     if geometry is None:

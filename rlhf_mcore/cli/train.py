@@ -73,7 +73,6 @@ def _start(args: argparse.Namespace) -> int:
     if args.print_config:
         _show(cfg)
         return exit_codes.DONE
-    preflight.check_packages(cfg)
     preflight.check_engine(cfg)
     if world_size is None:
         for note in (*notes_of(local), *([epochs] if epochs else [])):

@@ -84,7 +84,6 @@ def _evaluate(args: argparse.Namespace) -> int:
         cfg.evaluate.checkpoint = default_checkpoint(cfg)
     validate_evaluation(cfg, torchrun_world_size())
 
-    preflight.check_packages(cfg)
     preflight.check_engine(cfg)
     if torchrun_world_size() is None:
         from rlhf_mcore.rewards.start_trial import check_reward
