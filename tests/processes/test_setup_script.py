@@ -1,4 +1,4 @@
-"""launch/setup.sh against a stand-in for Python, pip and uv that writes down how it was called."""
+"""Run launch/setup.sh with a stand-in for Python, pip and uv that records its calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ esac
 
 
 class Checkout:
-    """A copy of what setup.sh reads, in a folder with a space in its name, with the stand-in as PYTHON."""
+    """A copy of the files that setup.sh reads, in a folder with a space in its name, with the stand-in as PYTHON."""
 
     def __init__(self, base: Path) -> None:
         self.root = base / "a checkout"
@@ -60,7 +60,7 @@ class Checkout:
         return subprocess.run(command, env=variables, capture_output=True, text=True, cwd="/", timeout=60)
 
     def calls(self) -> list[str]:
-        """The calls since the last time this was asked."""
+        """Return the calls since the previous read."""
         lines = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
         self.calls_file.unlink(missing_ok=True)
         return lines
@@ -130,7 +130,7 @@ def test_a_failed_update_takes_the_old_stamp_away(checkout: Checkout) -> None:
 
 
 def test_trl_is_installed_into_a_folder_of_its_own(checkout: Checkout) -> None:
-    """Without PEFT and torchvision, which transformers would import from there."""
+    """The folder contains neither PEFT nor torchvision, because transformers would import them."""
     assert checkout.setup("--with", "bench").returncode == 0
     *stack, bench = checkout.calls()
     assert len(stack) == 6 and f"--target {checkout.root}/.venv/bench" in bench and "--require-hashes" in bench
@@ -192,7 +192,7 @@ def test_another_torch_than_that_of_the_container_is_refused(checkout: Checkout,
 
 
 def test_libraries_that_lack_something_do_not_load(tmp_path: Path) -> None:
-    """As setup.sh asks: of a vLLM with one library that is none. The one that is installed here loads."""
+    """setup.sh's check rejects a vLLM with an unusable library. The installed vLLM loads."""
     setup = (ROOT / "launch" / "setup.sh").read_text(encoding="utf-8")
     check = re.search(r"vllm_loads\(\) \{\n *\S+ -c '(.*?)'\n\}", setup, re.DOTALL)
     assert check is not None
@@ -213,7 +213,7 @@ def test_libraries_that_lack_something_do_not_load(tmp_path: Path) -> None:
         and done.stderr.startswith("_C.abi3.so: ")
         and done.stderr.endswith("_C.abi3.so does not load\n")
     )
-    # Built for another torch: it lacks a symbol. Only a third-party library has a replacement in vLLM.
+    # The library was built for another torch and lacks a symbol. Only a third-party library has a replacement in vLLM.
     needy = tmp_path / "needy.c"
     needy.write_text("extern int of_another_torch(void); int call(void) { return of_another_torch(); }")
     place = tmp_path / "vllm" / "third_party" / "deep_gemm"

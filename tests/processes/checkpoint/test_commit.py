@@ -1,4 +1,4 @@
-"""The commit protocol under kills and failing storage. A save is killed in a process of its own, at every boundary."""
+"""Test the commit protocol under kills and failing storage. A separate process saves, and is killed at every boundary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ OLD = {"10": "first", "20": "first"}
 
 
 def in_a_process_that_kills(module: str, *arguments: object) -> Any:
-    """What a module of this folder found out. In memory where there is such a place: it is about order, not about disks."""
+    """Run a module of this folder and return its findings.
+
+    It uses memory as storage if the machine has /dev/shm, because the tests check order, not disks.
+    """
     with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         command = [sys.executable, "-m", f"tests.processes.checkpoint.{module}", folder, *map(str, arguments)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
@@ -37,14 +40,14 @@ def in_a_process_that_kills(module: str, *arguments: object) -> Any:
 
 @pytest.fixture(scope="module")
 def walked() -> dict[str, list[dict[str, Any]]]:
-    """What was found after a kill at every boundary, by scenario."""
+    """Return the findings after a kill at every boundary, by scenario."""
     return in_a_process_that_kills("walk")
 
 
 def kills(walked: dict[str, list[dict[str, Any]]], scenario: str, at_least: int) -> list[dict[str, Any]]:
     found = walked[scenario]
     assert sum(item["killed"] for item in found) >= at_least
-    assert sum(not item["killed"] for item in found) == 2  # each half came to the end of the action
+    assert sum(not item["killed"] for item in found) == 2  # each half finished the action
     return found
 
 
@@ -96,7 +99,7 @@ def test_fault_29_a_kill_inside_pruning_leaves_no_differences_without_their_full
 ) -> None:
     seen = set()
     for found in kills(walked, "prune deltas", at_least=40):
-        assert set(found["before"].values()) == {"first"}, found  # every one that is listed can be loaded
+        assert set(found["before"].values()) == {"first"}, found  # every listed checkpoint can be loaded
         assert found["after"] == found["before"] and (found["left"], found["link_after"]) == ([], 25)
         seen.add(tuple(found["before"]))
     assert seen >= {("20", "25"), ("10", "20", "22", "25"), ("25",)}
@@ -115,19 +118,19 @@ def test_fault_29_no_link_names_differences_whose_full_checkpoint_is_gone(tmp_pa
 
 
 def test_fault_27_a_directory_of_runs_killed_at_random_loses_nothing_that_was_reported_as_saved() -> None:
-    """Full and delta saves, retention and recovery, killed many times and never cleaned up in between."""
+    """Full and delta saves, retention and recovery are killed many times, without a cleanup in between."""
     kills = 40
     found = in_a_process_that_kills("soak", 1, kills)
     assert sum(item["killed"] for item in found) >= kills // 2
     for item in found:
         assert item["newest"] >= item["said"] and item["linked"] == (item["newest"] or None), item
         assert item["same"] and (item["problems"], item["left"]) == ([], []), item
-        assert item["count"] <= 5, item  # two newest, their base, and what a killed run had not removed yet
+        assert item["count"] <= 5, item  # two newest, their base, and files that a killed run has not yet removed
     assert found[-1]["newest"] > 2.5 * kills
 
 
 def test_everything_is_durable_before_it_gets_its_name(tmp_path: Path) -> None:
-    """A power cut, unlike a kill, loses what was not fsynced: the order of calls is what protects from it."""
+    """Unlike a kill, a power cut loses data without fsync. Only the order of calls protects against it."""
     disk = RecordingDisk()
     save(tmp_path, 10, disk=disk)
     partial = tmp_path / ".checkpoint-10.partial-0a1b"
@@ -192,7 +195,7 @@ def test_fault_09_a_full_disk_leaves_the_earlier_checkpoint_and_no_partial(tmp_p
     disk = FailingDisk(errno.ENOSPC, lambda name, path: name == "write" and path.name == "manifest.json")
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 20, disk=disk)
-    assert disk.pauses == []  # waiting does not make room
+    assert disk.pauses == []  # a retry does not free space
     disk.remove_tree(tmp_path / ".checkpoint-20.partial-0a1b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "latest"]
     assert verify(tmp_path / "checkpoint-10") == []
@@ -211,7 +214,8 @@ def test_fault_12_storage_that_fails_for_a_moment_is_asked_again(tmp_path: Path)
     seal(partial, {}, CheckpointInfo(10), disk)
     publish(tmp_path, 10, partial, disk)
     assert verify(tmp_path / "checkpoint-10") == [] and linked_step(tmp_path, "latest") == 10
-    # mkdir; fsync of the directory; write and fsync of the manifest; rename; fsync of the run; symlink, rename, unlink of the link
+    # mkdir; fsync of the directory; write and fsync of the manifest; rename; fsync of the run; symlink, rename and
+    # unlink of the link
     assert disk.pauses == [0.1, 0.1, 0.1, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1]
 
 

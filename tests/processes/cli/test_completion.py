@@ -1,4 +1,4 @@
-"""TAB in real shells, on real terminals."""
+"""Press TAB in real shells, on real terminals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-# What is typed before TAB, and the line that it becomes.
+# Text before TAB, and the completed line.
 CASES = [
     ("rlhf-mcore verif", "rlhf-mcore verify-checkpoint "),
     ("rlhf-mcore plan --wor", "rlhf-mcore plan --world-size "),
@@ -32,7 +32,7 @@ CASES = [
 
 @contextmanager
 def terminal(command: list[str], folder: Path) -> Iterator[int]:
-    """A program on a terminal of its own."""
+    """Run a program on a separate terminal."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "TERM": "dumb", "PS1": "> "}
     environment |= {"PYTHONPATH": str(ROOT), "HOME": str(folder), "COLUMNS": "300", "HISTFILE": ""}
@@ -46,7 +46,7 @@ def terminal(command: list[str], folder: Path) -> Iterator[int]:
 
 
 def shown_until(terminal: int, wanted: str, seconds: float = 60) -> str:
-    """What the terminal shows until it shows what is wanted, or the time is over."""
+    """Return the terminal's output until it contains ``wanted``, or until the time limit."""
     shown, end = "", time.monotonic() + seconds
     while wanted not in shown and time.monotonic() < end:
         if select.select([terminal], [], [], 0.2)[0]:
@@ -71,7 +71,7 @@ def test_tab_in_bash(tmp_path: Path) -> None:
         for typed, completed in CASES:
             os.write(keyboard, typed.encode() + b"\t")
             assert completed in shown_until(keyboard, completed), typed
-            os.write(keyboard, b"\x15")  # the line is taken back
+            os.write(keyboard, b"\x15")  # clears the line
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")

@@ -1,4 +1,4 @@
-"""Ranks that are forks of torchrun's process are to the run, and to torchrun, what processes of their own are."""
+"""Check that forked ranks behave like separate processes for the run and for torchrun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_mcore.cli.preflight import has_gpu
 from tests.commands import ROOT, finished
 
 MODULE = "tests.processes.cli.forkable"
-# As torchrun's agent does: with a handler of its own, signals that are held for ranks, and a thread.
+# Like torchrun's agent: with its own handler, a thread, and signals that ranks receive blocked.
 AGENT = f"""
 import json, os, signal, subprocess, sys, threading, time
 from pathlib import Path
@@ -56,7 +56,7 @@ print(json.dumps(codes))
 
 def exit_codes(folder: Path, *ends: str) -> dict[str, list[int]]:
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "LEFT_OUT": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONIOENCODING"] = "ascii"  # of a locale that does not have every letter
+    environment["PYTHONIOENCODING"] = "ascii"  # a locale without all letters
     ended = finished([sys.executable, "-W", "ignore", "-c", AGENT, *ends], folder, environment, 60)
     assert ended.returncode == 0, ended.stderr
     codes: dict[str, list[int]] = json.loads(ended.stdout)
@@ -78,7 +78,7 @@ def test_forks_have_what_torchrun_gives_to_a_rank_and_their_exit_codes_come_out(
             "environment": {"RANK": rank, "LEFT_OUT": None},
             "name": f"rank {rank}",
             "default": True,
-            "held": [signal.SIGUSR1],  # until the rank listens
+            "held": [signal.SIGUSR1],  # until the rank handles signals
         }
         assert (folder / f"out-{rank}").read_text() == f"rank {rank} prints \\u2581\n"
         assert (folder / f"err-{rank}").read_text() == f"rank {rank} complains\n"

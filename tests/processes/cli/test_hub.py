@@ -1,4 +1,4 @@
-"""Ids of the hub in the place of directories and files, with the hub's own client and a stand-in of its API."""
+"""Use hub ids as paths of directories and files, with the hub's own client and a stand-in for its API."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_data_sets_by_split_and_configuration(hub: Hub, tmp_path: Path) -> None:
     keys = {"data__train": ["Org/math/main:train", "mine.jsonl"], "data__eval": ["Org/math/main:test"]}
     assert localized(hub, tmp_path, offline="1", **keys) == expected
     assert hub.asked == []
-    Path(parts[1]).unlink()  # a data set of which parts are missing is not what it was
+    Path(parts[1]).unlink()  # an incomplete data set is not used
     assert "data.train" not in dict(localized(hub, tmp_path, offline="1", **keys))  # type: ignore[call-overload]
 
 

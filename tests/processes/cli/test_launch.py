@@ -1,4 +1,4 @@
-"""The parent of the supervisor: its command, its environment, signals in and exit code out. No rank is started."""
+"""Test the supervisor's command, environment, signals and exit code. No rank is started."""
 
 from __future__ import annotations
 
@@ -103,19 +103,19 @@ def test_the_store_listens_on_one_address_only() -> None:
 def test_the_way_to_a_host_gives_address_and_interface() -> None:
     assert source_address("localhost") == "127.0.0.1"
     assert interface_of("127.0.0.1") in ("lo", "lo0")
-    with pytest.raises(ValueError, match=r"192\.0\.2\.1"):  # of a network for documentation, RFC 5737
+    with pytest.raises(ValueError, match=r"192\.0\.2\.1"):  # the network is reserved for documentation (RFC 5737)
         interface_of("192.0.2.1")
 
 
 @pytest.mark.parametrize(
     ("codes", "max_restarts", "expected"),
     [
-        ([1, 0], 2, (0, 2)),  # the second attempt goes through
-        ([1, 137, 1], 2, (1, 3)),  # as many as allowed, and no more
+        ([1, 0], 2, (0, 2)),  # the second attempt succeeds
+        ([1, 137, 1], 2, (1, 3)),  # at most the allowed number of attempts
         ([1], 0, (1, 1)),
-        ([2], 5, (2, 1)),  # a mistake stays one
-        ([76], 5, (76, 1)),  # an alarm has stopped it
-        ([75], 5, (75, 1)),  # saved because somebody asked: not ours to start again
+        ([2], 5, (2, 1)),  # a user's mistake does not go away
+        ([76], 5, (76, 1)),  # stopped by an alarm
+        ([75], 5, (75, 1)),  # saved on request, so the supervisor does not restart it
         ([130], 5, (130, 1)),  # Ctrl-C
         ([143], 5, (143, 1)),
     ],
@@ -167,7 +167,7 @@ def failure(exitcode: int, timestamp: int, local_rank: int = 0) -> SimpleNamespa
 
 
 def test_the_exit_code_is_that_of_the_cause_not_of_those_that_were_ended_for_it() -> None:
-    """torch ends the others by SIGTERM; in the same second their order says nothing."""
+    """torch ends the other ranks with SIGTERM. Their order within the same second says nothing."""
     assert supervisor.find_first_failure({0: failure(-15, 100), 1: failure(75, 100)})[0] == 1
     assert supervisor.find_first_failure({0: failure(-15, 99), 1: failure(-9, 100), 2: failure(1, 101)})[0] == 1
     assert supervisor.find_first_failure({0: failure(-15, 101), 1: failure(-15, 100)})[0] == 1
@@ -189,7 +189,7 @@ def test_signals_that_ask_for_a_save_end_nothing() -> None:
 
 
 class Files(RankFiles):
-    """Of ranks in phase update, some of which have told of an error."""
+    """Files of ranks in phase update. Some ranks report an error."""
 
     def __init__(self, *errors: dict[str, Any], ranks: int = 2, done: bool = False) -> None:
         super().__init__(has_ended=lambda pid: False)
@@ -209,16 +209,16 @@ LOST = {"rank": 0, "kind": "consequence", "message": "RuntimeError: Connection c
 @pytest.mark.parametrize(
     ("told", "failures", "code", "words"),
     [
-        # the first word is that of the rank that lost its peer, and torchrun's seconds are equal
+        # the rank that lost its peer reports first, and torchrun's seconds are equal
         ([LOST, BAD], {0: failure(1, 100), 1: failure(1, 100)}, 1, BAD["message"]),
         ([MISTAKE, LOST], {0: failure(1, 100), 1: failure(2, 100)}, 2, MISTAKE["message"]),
-        ([BAD], {0: failure(-9, 130), 1: failure(1, 100)}, 1, BAD["message"]),  # torchrun had to kill the other one
+        ([BAD], {0: failure(-9, 130), 1: failure(1, 100)}, 1, BAD["message"]),  # torchrun had to kill the other rank
         (
             [MISTAKE],
             {0: failure(-9, 130), 1: failure(-15, 100)},
             2,
             MISTAKE["message"],
-        ),  # or ended both, for a third one
+        ),  # or torchrun ended both because of a third rank
         ([LOST], {0: failure(1, 100), 1: failure(-9, 101)}, 137, "rank 1 was ended by SIGKILL"),
         ([], {0: failure(-15, 100), 1: failure(-11, 100)}, 139, "rank 1 was ended by SIGSEGV"),
         ([LOST], {0: failure(1, 100)}, 1, "rank 1 ended with exit code 0 before the run was done"),
@@ -243,7 +243,7 @@ def test_a_run_that_saved_and_asks_to_be_started_again_says_nothing_here(capsys:
 
 def test_exit_code_0_needs_the_word_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert supervisor.Supervisor(Files(done=True)).check_done() == 0
-    assert supervisor.Supervisor(Files(ranks=0)).check_done() == 0  # a module that tells nothing
+    assert supervisor.Supervisor(Files(ranks=0)).check_done() == 0  # a module without rank files
     assert capsys.readouterr().err == ""
     assert supervisor.Supervisor(Files()).check_done() == 1
     assert "rank 0 ended with exit code 0 before the run was done" in capsys.readouterr().err
@@ -338,7 +338,7 @@ agent._interrupt(2, None)
 
 
 def test_on_a_terminal_the_message_of_ctrl_c_has_a_line_of_its_own() -> None:
-    ours, its = os.openpty()  # where ^C, or the edge of the live display, is on the line already
+    ours, its = os.openpty()  # if ^C or the edge of the live display is already on the line
     try:
         done = subprocess.run([sys.executable, "-c", INTERRUPTED], stderr=its)
         shown = os.read(ours, 4096)

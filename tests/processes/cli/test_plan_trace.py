@@ -1,4 +1,4 @@
-"""``plan --trace``: what Megatron allocates for a rank of a world that is not there, beside the formulas."""
+"""Compare ``plan --trace``, which lets Megatron allocate one rank of an imagined world, with the formulas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TINY = {
 }
 GLM = ROOT / "configs" / "models" / "GLM-4.5-Air" / "config.json"
 SHARED_EXPERTS = {"num_hidden_layers": 4, "n_routed_experts": 16, "num_nextn_predict_layers": 0}
-# Both sizes of an expert's group occur with and without recomputed experts.
+# Both sizes of an expert-parallel group occur with and without recomputed experts.
 RECOMPUTED = {
     "nothing": "",
     "everything": "actor.recompute.granularity=full actor.optimizer.name=sgd",
@@ -38,7 +38,7 @@ RECOMPUTED = {
 
 
 def differences(model: Path, world_size: int, overrides: str, limit_s: float = 500) -> dict[str, str]:
-    """By what it is of, as the table has it."""
+    """Return the relative differences by kind of memory, as in the table."""
     command = [sys.executable, "-m", "rlhf_mcore.cli.main", "plan", str(ROOT / "configs" / "base.yaml"), "--trace"]
     keys = [f"model.path={model}", "model.dtype=bf16", "data.train=[absent.parquet]", *overrides.split()]
     keys += ["actor.layout.sequence_parallel=true", "trainer.max_tokens_per_microbatch=2048"]

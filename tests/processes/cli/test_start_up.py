@@ -1,4 +1,4 @@
-"""Commands as a shell starts them: what they do not import, because it takes seconds, and what they print."""
+"""Start commands like a shell. Check their output, and that they do not import slow modules."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_plan_needs_neither_weights_nor_prompts_nor_torch(workspace: Any) -> N
     assert report["roles"][0]["parameters"] == 7_615_616_512
     assert (
         0 < report["sync"]["received"] <= 2 * report["roles"][0]["parameters"]
-    )  # an estimate: at most the whole model, in bf16
+    )  # an estimate: at most the whole model in bf16
 
 
 def test_a_world_that_the_layout_does_not_divide(workspace: Any) -> None:

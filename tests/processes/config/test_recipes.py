@@ -1,4 +1,4 @@
-"""CONTRIBUTING's recipes for a policy loss, a grader and a tracker, followed to the letter in a copy of the package."""
+"""Follow CONTRIBUTING's recipes for a policy loss, a grader and a tracker to the letter, in a copy of the package."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ print(json.dumps({
 
 
 def recipe(title: str) -> str:
-    """The text below a heading of the page, which has the number of lines of its code."""
+    """Return the text below a heading of the page. The heading states the number of code lines."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (section,) = re.findall(rf"^### {title}: .*?(?=^##)", page, re.MULTILINE | re.DOTALL)
     return section
 
 
 def follow(copy: Path, section: str) -> None:
-    """Add each block to the file that the page names, a new one too: at the end of the table or class it names, else of the file."""
+    """Append each block to the table or class that the page names, otherwise to the end of the file, which may be new."""
     for name, inside, code in _BLOCK.findall(section):
         file = copy / name
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
@@ -76,7 +76,7 @@ def follow(copy: Path, section: str) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package with what all recipes add."""
+    """Copy the package and follow all recipes in it."""
     folder = tmp_path_factory.mktemp("copy")
     for name in ("rlhf_mcore", "tools", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -84,7 +84,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         follow(folder, recipe(title))
     (group, line), *others = re.findall(r'^\[project\.entry-points\."(\S+)"\]\n(.*)', recipe("A tracker"), re.MULTILINE)
     assert not others
-    installed = folder / "my_trackers-1.dist-info"  # as pip makes it of the page's pyproject.toml
+    installed = folder / "my_trackers-1.dist-info"  # as pip would install it from the page's pyproject.toml
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my-trackers\nVersion: 1\n", encoding="utf-8")
     (installed / "entry_points.txt").write_text(f"[{group}]\n{line.replace(chr(34), '')}\n", encoding="utf-8")

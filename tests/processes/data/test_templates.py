@@ -1,4 +1,4 @@
-"""Chat templates that come with a model are rendered in a process of their own, which ends where they misbehave."""
+"""Render chat templates of models in a separate process, which is ended if they misbehave."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_prompt_at_which_a_template_hangs_is_named(
         load_prompts([file], tokenizer, DataConfig(apply_chat_template="true"))
 
 
-BOMBS = {  # loops are ended by processor time, the others by memory or by jinja's own limits
+BOMBS = {  # CPU time ends loops, and memory or jinja's own limits end the others
     "sort": "{{ ('xy' * 2_000_000) | sort | length }}",
     "list": "{{ ('x' * 60_000_000) | list | length }}",
     "join": "{{ range(99_999) | join('x' * 9_999) | length }}",
@@ -89,7 +89,7 @@ def test_what_a_template_may_hold_in_memory_is_bounded(
 
 
 def memory_of_children() -> int:
-    """The most that one has had in memory, in bytes; it begins with its parent's."""
+    """Return the largest memory of a child in bytes. It starts with its parent's memory."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 

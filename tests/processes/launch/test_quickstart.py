@@ -1,4 +1,7 @@
-"""launch/quickstart.sh beside stand-ins for Python, setup.sh and nvidia-smi: which Python trains, on how many processes, and where."""
+"""Run launch/quickstart.sh with stand-ins for Python, setup.sh and nvidia-smi.
+
+Check the Python, the number of processes and the place.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# Tells as many GPUs as $DEVICES says where it is asked by name, makes what it is told to make, and prints how it trains.
+# Called by name, it reports $DEVICES GPUs. It creates requested files, and prints how it trains.
 PYTHON = """#!/bin/sh
 case "$1" in
     -c) echo "${DEVICES:-0}" ;;
@@ -30,7 +33,7 @@ def program(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose .venv is the CPU's, which setup.sh would make."""
+    """Return a checkout with the CPU's .venv, which setup.sh would create."""
     folder = tmp_path / "checkout"
     shutil.copytree(ROOT / "launch", folder / "launch")
     program(folder / "launch" / "setup.sh", '#!/bin/sh\necho "setup of ${RLHF_MCORE_STACK:-nothing}"\n')
@@ -76,7 +79,7 @@ def test_a_gpu_without_such_a_stack_is_told_with_what_to_do(checkout: Path, tmp_
 
 
 def test_code_that_cannot_be_written_trains_where_the_caller_is(checkout: Path, tmp_path: Path) -> None:
-    """As user 10001 in the image. A test that runs as root may write anywhere, so the test for writing is what is replaced."""
+    """The caller is user 10001 in the image. Root may write anywhere, so this test replaces the script's check for writing."""
     script = checkout / "launch" / "quickstart.sh"
     script.write_text(script.read_text().replace('[[ -w "$root" ]]', "[[ $root == . ]]"))
     (work := tmp_path / "workspace").mkdir()

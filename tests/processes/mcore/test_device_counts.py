@@ -1,4 +1,4 @@
-"""What an update asks of a CUDA device, counted on tensors without data: the host waits for it no oftener than is known."""
+"""Count the CUDA operations of an update on tensors without data. The host must not wait more often than the counts below."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.commands import environment, finished
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=guard.missing())
 
-# Host syncs and copies between an update's first forward and last backward pass: two layers, two microbatches.
+# Host syncs and copies between the first forward and the last backward pass of an update: two layers, two microbatches.
 BOUNDS = {
     "dense, padded": (0, 1),
     "dense, packed, top_p": (0, 1),
@@ -24,9 +24,9 @@ BOUNDS = {
     "pipeline 2, last stage": (0, 1),
     "gated delta nets, context parallel 2": (0, 1),
     "experts": (0, 1),
-    "experts parallel 2": (4, 17),  # in each layer and microbatch the sizes of the exchange
+    "experts parallel 2": (4, 17),  # sizes of the exchange in each layer and microbatch
 }
-# Beside the passes: for metrics, and for the norm of the gradient.
+# Outside the passes: for metrics and for the gradient norm.
 BOUND_OF_REST = 2
 
 
@@ -65,7 +65,7 @@ COUNTED = {
     "copied and waited for": [1, 1, 0, 0],
     "computed": [0, 0, 0, 1],  # two views and one difference
     "read": [1, 0, 1, 0],
-    "backward": [0, 0, 0, 5],  # sum and product; a gradient of one, the product's, and the sum's, made contiguous
+    "backward": [0, 0, 0, 5],  # sum and product; gradients of one, of the product, and of the contiguous sum
     "of a size that the device knows": [1, 0, 0, 0],
     "asked": [1, 0, 0, 2],
 }

@@ -1,4 +1,4 @@
-"""The display of a run on a real terminal, and in a pipe: the same program in both."""
+"""Run the same program with the display on a real terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ with Console(sys.argv[1], 20, "math / first") as console:
 
 
 def on_a_terminal(mode: str, directory: Path) -> str:
-    """What the program writes to a terminal of 100 columns."""
+    """Return the program's output to a terminal of 100 columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color"}
@@ -71,7 +71,7 @@ def on_a_terminal(mode: str, directory: Path) -> str:
                 break
             written += data
             if not is_asked and "╯".encode() in written:
-                is_asked = os.write(ours, b"\x03") > 0  # which the terminal echoes; it is nobody's controlling one
+                is_asked = os.write(ours, b"\x03") > 0  # the terminal echoes it; it is not a controlling terminal
         assert process.wait(60) == 0, written.decode(errors="replace")
     os.close(ours)
     return written.decode()
@@ -79,10 +79,10 @@ def on_a_terminal(mode: str, directory: Path) -> str:
 
 def test_a_terminal_shows_all_of_it_and_gets_no_command_of_the_models(tmp_path: Path) -> None:
     written = on_a_terminal("auto", tmp_path)
-    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")  # the cursor is there again
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")  # the cursor is visible again
     assert (
         "^C" in written and "╯^C" not in written
-    )  # behind a full line it would be in the next one, and frames a line too low
+    )  # after a full line it would wrap, and frames would be one line too low
     assert "\x1b]0;" not in written and "\x1b[2J" not in written and "\x07" not in written
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written).replace("\r", "\n")
     for expected in (

@@ -1,4 +1,4 @@
-"""MKL's mode is chosen before its first product, in every way in which a process becomes a rank or an engine on a CPU."""
+"""Check that MKL's mode is set before its first product, for every way to start a rank or an engine on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANK = f"""
 with rank.join_world(Config(deterministic=True), timedelta(seconds=60)):
     {MULTIPLY}"""
 PRELOADED = f"assert forked_ranks.preload('rlhf_mcore.cli.train', [{str(ROOT / 'configs/quickstart/grpo.yaml')!r}])\n"
-# The body of a Ray actor, in this process: nobody else is in its engine, whose model is not there.
+# The body of a Ray actor in this process. The engine has no other ranks and no model.
 ENGINE = f"""
 host = EngineHost()
 host._listening = listener("127.0.0.1")
@@ -26,7 +26,7 @@ try:
     host._build(EngineSpec(None, None, None), RankRendezvous((Location("127.0.0.1", host._listening.getsockname()[1]),), 0), 1)
 except AttributeError:
     {MULTIPLY}"""
-# What a training computes, of operands at each place of a float in the alignment that kernels look at (64 bytes).
+# Compute operations of a training with operands at every float offset within the alignment that kernels check (64 bytes).
 AT_EVERY_OFFSET = """
 import torch.nn.functional as F
 
@@ -49,7 +49,7 @@ for rows, inner, outer in [(1, 32, 97), (7, 64, 96), (37, 34, 65), (64, 256, 100
             assert torch.equal(one, other), (rows, inner, outer, offset, place)
 """
 NOTEBOOK = MULTIPLY + RANK
-# name -> what a process computes, what is set in its environment
+# name -> code of a process, its environment variables
 PROCESSES: dict[str, tuple[str, dict[str, str]]] = {
     "own torchrun": (RANK, {}),
     "forked rank": (PRELOADED + RANK, {}),
@@ -58,13 +58,13 @@ PROCESSES: dict[str, tuple[str, dict[str, str]]] = {
     "notebook": (NOTEBOOK, {}),
     "notebook, not deterministic": (NOTEBOOK.replace("deterministic=True", ""), {}),
 }
-# The kernels of other processors are among them. Those that look at alignment take other paths for the first elements.
+# Includes kernels of other processors. Kernels that check alignment take other paths for the first elements.
 MODES = {"AUTO": AUTO, "COMPATIBLE": COMPATIBLE}
 for mode in MODES:
     for kernels in ("", "avx2", "default"):
         variables = {"MKL_CBWR": mode} | ({"ATEN_CPU_CAPABILITY": kernels} if kernels else {})
         PROCESSES[f"offsets {mode} {kernels}"] = AT_EVERY_OFFSET, variables
-# A fork for each of them, after everything is imported once: a process chooses mode and kernels at its first product.
+# Forks one process for each, after all imports. A process chooses mode and kernels at its first product.
 IN_FORKS = """
 import ctypes, json, os, sys, traceback
 from datetime import timedelta
@@ -93,7 +93,7 @@ for number, (code, variables) in enumerate(json.loads(sys.argv[1])):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    """By process its mode, its kernels and what it has printed as errors. The environment has no MKL_CBWR but the one given."""
+    """Return mode, kernels and error output by process. The environment contains MKL_CBWR only if a process sets it."""
     import torch
 
     if not torch.backends.mkl.is_available():

@@ -1,4 +1,4 @@
-"""A rank of an engine under Ray gets the devices that it sees after its order has arrived: nothing may have asked CUDA before."""
+"""Check that an engine rank under Ray sees its devices after its order arrives. No code may ask CUDA before."""
 
 from __future__ import annotations
 

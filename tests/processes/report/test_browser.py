@@ -1,4 +1,4 @@
-"""The report in a real browser. Skipped without Chromium and playwright: `./launch/test.sh --with browser` installs both."""
+"""Open the report in a real browser. Skipped without Chromium and playwright: `./launch/test.sh --with browser` installs both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS, PROMPTS, SAMPLES = 79, 16, 8  # 10,112 rollouts
 
 
 def write_run(directory: Path, seed: int, lr: float) -> None:
-    """A run of 79 steps whose entropy collapses, with answers of random words."""
+    """Write a run of 79 steps whose entropy collapses, with answers of random words."""
     rng = random.Random(seed)
     (directory / "rollouts").mkdir(parents=True)
     (directory / "config.yaml").write_text(f"seed: {seed}\nactor: {{optimizer: {{lr: {lr}}}}}\nproject: p\n")
@@ -34,7 +34,7 @@ def write_run(directory: Path, seed: int, lr: float) -> None:
         for step in range(STEPS + 1):
             reward = 0.3 + 0.6 * (1 - math.exp(-step / 20)) + rng.gauss(0, 0.02)
             timing = {"timing/generate_s": 2.0, "timing/update_s": 1.0, "timing/unix_time": 1.7e9 + 3.0 * step}
-            timing["timing/prefix_hit"] = 0.5  # a share, and no phase
+            timing["timing/prefix_hit"] = 0.5  # a share, but not of a phase
             metrics = {
                 "reward/mean": reward,
                 "actor/entropy": 2 * 0.93**step,
@@ -80,7 +80,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A page; its console has to stay empty, and it may ask for nothing but itself."""
+    """Open a page. Its console must stay empty, and it may request only itself."""
     page, said = browser.new_page(viewport={"width": 1300, "height": 900}), []
     page.set_default_timeout(120_000)  # a busy machine
     page.on("console", lambda message: said.append(message.text))
@@ -97,13 +97,13 @@ def test_two_runs_side_by_side_with_ten_thousand_rollouts_each(page: Any, runs: 
     page.goto(out.as_uri())
     assert page.title() == "slow, fast · rlhf_mcore"
 
-    # Health: both runs have lost their entropy (means of 8 steps, 72 apart: 0.93**72), and nothing else is wrong.
-    # The table of runs says so of each, then the run's own figures do.
+    # Health: the entropy of both runs has collapsed (means of 8 steps, 72 apart: 0.93**72). No other rule fires.
+    # The table of runs shows this for each run, and then each run's own page.
     assert page.locator("td.state.bad").count() == 4 and page.locator("td.state.watch").count() == 0
     assert "0.5 %" in page.locator("tr", has=page.locator("td.state.bad")).nth(2).inner_text()
     page.locator(".chart canvas").first.wait_for()
 
-    # Charts: filter by name, choose the axis, and leave a run out.
+    # Charts: filter by name, choose the axis, hide a run.
     page.get_by_role("tab", name="Charts").click()
     page.locator("#metric-filter").fill("reward/me")
     page.locator("[data-metric='reward/mean'] canvas").wait_for()
@@ -122,7 +122,7 @@ def test_two_runs_side_by_side_with_ten_thousand_rollouts_each(page: Any, runs: 
     assert "66.7 %" in page.locator("tr", has_text="generate").first.inner_text()
     assert page.locator("tbody").first.locator("tr td:first-child").all_inner_texts() == ["generate", "update"]
 
-    # Rollouts: the count, a search, what is found is text and nothing else, turns of an environment are folded.
+    # Rollouts: the count, a search, matches shown as plain text, folded turns of an environment.
     page.get_by_role("tab", name="Rollouts").click()
     assert page.locator("#count").inner_text().startswith(f"{STEPS * PROMPTS * SAMPLES + 3} rollouts")
     assert page.locator("details.group").count() == 50
@@ -141,7 +141,7 @@ def test_two_runs_side_by_side_with_ten_thousand_rollouts_each(page: Any, runs: 
     assert "<img src=x" in page.locator(".sample").first.inner_text() and page.locator("main img").count() == 0
     assert page.locator("details.environment").get_attribute("open") is None
 
-    # Tokens: green where the advantage is above zero, red below, as strong as their share of the group's largest.
+    # Tokens: green for positive advantages, red for negative ones. The strength is the share of the group's largest.
     page.locator("#filter-colour").select_option("advantages")
     page.locator("details.group > summary").click()
     page.locator(".tokens span").nth(2).wait_for()
@@ -157,7 +157,7 @@ def test_two_runs_side_by_side_with_ten_thousand_rollouts_each(page: Any, runs: 
     page.locator("#filter-failed").check()
     assert page.locator("#count").inner_text().startswith("1 rollout in 1 group")
 
-    # Configuration: what differs, then all.
+    # Configuration: first the differences, then all keys.
     page.get_by_role("tab", name="Configuration").click()
     assert page.locator("tbody tr td:first-child").all_inner_texts() == ["seed", "actor.optimizer.lr"]
     page.locator("#config-all").check()
@@ -184,7 +184,10 @@ def test_a_run_that_goes_on_is_seen_to(page: Any, runs: list[Path]) -> None:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eleven runs: three seeds of one configuration, seven learning rates, and one that is NaN from step 16. No response scores 0."""
+    """Write eleven runs: three seeds of one configuration, seven learning rates, and one with NaN from step 16.
+
+    No response scores 0.
+    """
     folder = tmp_path_factory.mktemp("outputs")
     for number in range(11):
         directory = folder / "p" / f"run-{number:02d}"
@@ -216,10 +219,10 @@ def test_a_live_index_of_all_runs(page: Any, many: Path) -> None:
             swatches = page.locator("#runs .swatch").evaluate_all("all => all.map((one) => one.style.background)")
             assert len(set(swatches)) == 11, "every run has a colour of its own"
 
-            # Three seeds are one line with a band, eight runs have their own.
+            # Three seeds form one line with a band. Eight runs have separate lines.
             chart = page.locator("[data-metric='reward/mean']")
             legend = chart.locator(".u-legend")
-            chart.scroll_into_view_if_needed()  # where it is drawn
+            chart.scroll_into_view_if_needed()  # charts are rendered only when visible
             legend.wait_for()
             assert "run-00, mean of 3 seeds" in legend.inner_text() and "run-01" not in legend.inner_text()
             assert legend.locator("tr").count() == 1 + 3 + 8
@@ -228,16 +231,16 @@ def test_a_live_index_of_all_runs(page: Any, many: Path) -> None:
             legend.wait_for()
             assert legend.locator("tr").count() == 1 + 11 and "run-01" in legend.inner_text()
 
-            # What is NaN is not judged by older values.
+            # Older values do not decide the rules of a metric that is now NaN.
             assert page.get_by_text("NaN from step 16: actor/grad_norm, reward/mean").count() == 1
             assert rows.nth(10).locator("td").all_inner_texts()[2:4] == ["✗ bad", "NaN"]
 
-            # A share of 0 throughout has the axis of a share.
+            # A share that is always 0 uses the axis of shares.
             page.get_by_role("tab", name="Charts").click()
             page.locator("#metric-filter").fill("share_zero")
             page.locator("[data-metric='reward/share_zero'] canvas").wait_for()
 
-            # A run that begins is there too; a run's own page has its rollouts, the newest first.
+            # A new run is listed too. A run's own page shows its rollouts, the newest first.
             page.get_by_role("tab", name="Health").click()
             later = many / "q" / "later"
             later.mkdir(parents=True)
@@ -266,7 +269,7 @@ def test_nothing_is_cut_on_a_narrow_screen(page: Any, runs: list[Path], tmp_path
         assert page.locator(".scroll").evaluate_all(wide) == 0, tab
 
 
-SITE = ROOT / "outputs" / "site"  # made by ./launch/docs.sh
+SITE = ROOT / "outputs" / "site"  # written by ./launch/docs.sh
 
 
 @pytest.mark.skipif(not (SITE / "assets" / "mermaid.min.js").is_file(), reason="needs the site, with its diagrams")
@@ -274,7 +277,7 @@ def test_the_site_draws_its_diagrams_and_asks_nothing_of_a_network(browser: Any)
     page, asked = browser.new_page(), []
     page.on("request", lambda request: asked.append(request.url))
     page.goto((SITE / "concepts.html").as_uri())
-    page.locator("div.mermaid").nth(1).wait_for(timeout=120_000)  # in the place of the text that it was
+    page.locator("div.mermaid").nth(1).wait_for(timeout=120_000)  # the diagram has replaced its text
     page.wait_for_load_state("networkidle")
     assert page.locator("pre.mermaid").count() == 0 and page.locator("div.mermaid").first.bounding_box()["height"] > 50
     assert [url for url in asked if not url.startswith("file:")] == []

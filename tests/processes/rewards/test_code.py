@@ -1,4 +1,4 @@
-"""The rule ``code``: the forms of tests, what counts as the same output, and grades from real workers and a real sandbox."""
+"""Test the rule ``code``: the forms of tests, equal outputs, and grades from real workers and a real sandbox."""
 
 from __future__ import annotations
 
@@ -206,12 +206,12 @@ def test_fault_24_a_program_that_is_wrong_gets_nothing_and_harms_nothing(
 
 
 def test_what_a_function_gives_back_is_data_and_nothing_else(graders: dict[str, CodeGrader]) -> None:
-    """Text that would import, build or compute something where it is read, outside of the sandbox."""
+    """The returned text would import, build or compute something if it were evaluated outside the sandbox."""
     truth = {"inputs": [[1]], "outputs": [2], "fn_name": "f"}
     written = [
         '{"module": "unittest.__main__"}',
         '{"array": ["S1000000000", ["a", "b"]]}',
-        '{"array": ["<i8", 2]}',  # is read as 2
+        '{"array": ["<i8", 2]}',  # read as 2
         "[" * 10**5,
         '{"set": [' + ",".join(str(i * (2**61 - 1)) for i in range(20000)) + "]}",
         '{"int": "0x2"}',
@@ -263,12 +263,12 @@ def test_less_isolation_than_the_minimum_is_refused_before_anything_starts(monke
     assert "reward.sandbox.minimum=rlimits; with rlimits alone" in str(refused.value)
     cfg.sandbox.minimum = "rlimits"
     build_reward(cfg).close()
-    build_reward(RewardConfig(rules=[RuleConfig(name="math")])).close()  # runs nothing
+    build_reward(RewardConfig(rules=[RuleConfig(name="math")])).close()  # does not run any code
 
 
 @pytest.mark.parametrize("level", [pytest.param(None, id="strongest"), "rlimits"])
 def test_fault_24_nothing_outlives_a_trainer_that_is_killed(level: str | None, tmp_path: Path) -> None:
-    """Neither processes nor the directories of programs, in the strongest sandbox of this machine and in the weakest."""
+    """In the strongest and in the weakest sandbox of this machine, neither processes nor program directories remain."""
     trainer = """
 import sys
 from rlhf_mcore.config.schema import RuleConfig, SandboxConfig

@@ -1,4 +1,4 @@
-"""The rule `math`: equality beyond spelling, and answers meant to hang, to fill the memory or to be taken for others."""
+"""Test the rule `math`: equality beyond spelling, and answers that try to hang, fill the memory or deceive."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DIFFERENT = [
     (r"1", r"0,1"),
     (r"3", r"\frac{3}{"),
 ]
-# Each would take minutes or gigabytes; all but the last two are refused by their looks.
+# Each would take minutes or gigabytes. All but the last two are rejected before parsing.
 BOMBS = [
     r"5^{5^{5^{5^5}}}",
     r"9^9^9^9",
@@ -82,7 +82,7 @@ def grader() -> Iterator[MathGrader]:
 
 @pytest.mark.parametrize(("truth", "answer"), EQUAL)
 def test_what_is_equal_passes_in_all_notations(grader: MathGrader, truth: str, answer: str) -> None:
-    assert boxed(f"\\boxed{{{answer}}}", truth) == 0.0  # not by spelling
+    assert boxed(f"\\boxed{{{answer}}}", truth) == 0.0  # mathematical equality
     assert grader(f"So \\[\\boxed{{{answer}}}\\]", truth) == 1.0
     assert grader(f"So\nAnswer: ${answer}$", f"Because of this and that, \\boxed{{{truth}}}.") == 1.0
     assert grader(f"So\n#### {answer}", truth) == 1.0
@@ -96,10 +96,10 @@ def test_what_is_not_equal_fails(grader: MathGrader, truth: str, answer: str) ->
 @pytest.mark.parametrize(
     ("response", "expected"),
     [
-        (r"\boxed{3} no, \boxed{x+2}", 1.0),  # the last one counts
+        (r"\boxed{3} no, \boxed{x+2}", 1.0),  # the last box counts
         (r"\boxed{x+2} no, \boxed{3}", 0.0),
         ("#### 2. Solve\nAnswer: 2 + x", 1.0),
-        ("x + 2", 0.0),  # not marked
+        ("x + 2", 0.0),  # without a box
         ("", 0.0),
         (r"\boxed{}", 0.0),
     ],
@@ -113,7 +113,7 @@ def test_a_bomb_is_no_answer(grader: MathGrader, bomb: str) -> None:
     ((grade, failure),) = run(grader.grade([(f"\\boxed{{{bomb}}}", "x+1")]))
     assert grade == 0.0
     assert failure == ("timeout" if bomb in BOMBS[-2:] else None)
-    assert run(grader.grade([(r"\boxed{\frac{2x+2}{2}}", "x+1")])) == [(1.0, None)]  # the next one is judged as ever
+    assert run(grader.grade([(r"\boxed{\frac{2x+2}{2}}", "x+1")])) == [(1.0, None)]  # as usual
 
 
 def test_a_worker_that_is_stuck_is_replaced_and_only_its_answer_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_a_rule_counts_what_it_is_told_to(grader: MathGrader, monkeypatch: pytes
     )
     monkeypatch.setattr(
         reward, "_grader", lambda rule: grader if rule.name == "math" else answer_format
-    )  # has sympy already
+    )  # sympy is already imported
     assert run(reward.score(rows)) == [
         Score(1.5, {"math": 1.0, "format": 1.0}),
         Score(-0.5, {"math": 0.0, "format": 1.0}),

@@ -1,4 +1,4 @@
-"""The client of reward servers, against a server that does whatever it should not."""
+"""Test the client of reward servers against a misbehaving server."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def doubled(request: Request) -> bytes:
-    """A right answer: each response is a number, and scores twice of it."""
+    """Return a correct answer. Each response is a number, and its score is twice this number."""
     items = request.json()["items"]
     return answer({"scores": [{"score": 2 * float(item["solution_str"]), "parts": {"n": 1}} for item in items]})
 
 
 def first_then_right(*first: Callable[[Request], bytes | None]) -> Callable[[Request], bytes | None]:
-    """``first`` answer one request each, and then all are right."""
+    """Answer one request with each of ``first``, and then correctly."""
     left, lock = list(first), threading.Lock()
 
     def reply(request: Request) -> bytes | None:
@@ -149,7 +149,10 @@ def test_fault_35_no_server_ends_the_run_after_its_deadline() -> None:
 
 
 def test_a_server_that_is_down_is_left_alone_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails thirty times. Without the breaker eight requests at a time would find that out; with it one does after the fifth."""
+    """The server fails thirty times.
+
+    Without the breaker, eight concurrent requests would find this. With it, one request does after the fifth failure.
+    """
     monkeypatch.setattr(http_pool, "LONGEST_PAUSE_S", 0.02)
     at_a_time, most, lock = [0], [0], threading.Lock()
     failures = [30]

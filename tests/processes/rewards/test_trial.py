@@ -1,4 +1,4 @@
-"""Rewards tried on their own ground truths, before a run and by ``rlhf-mcore reward-test``."""
+"""Try rewards on their own ground truths, before a run and by ``rlhf-mcore reward-test``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_rule_that_cannot_read_the_truths_is_named(data: Any) -> None:
     ("body", "wrong", "empty", "others"),
     [
         ("return float(solution_str.endswith('#### ' + ground_truth))", 0, 0, 0),
-        ("return 1.0", 3, 3, 0),  # no answer is worth more than none
+        ("return 1.0", 3, 3, 0),  # no answer scores more than an empty one
         ("return float(solution_str != '')", 0, 0, 3),
         ("return 0.0", 3, 3, 0),
         ("return float(ground_truth == '1' and ground_truth in solution_str)", 2, 0, 0),
@@ -104,7 +104,7 @@ def test_a_function_is_measured_by_its_own_best_score(
     assert (len(report.wrong_truths), len(report.paid_empty), len(report.paid_others)) == (wrong, empty, others)
     text, top = as_text(report), "right means the highest score of any ground truth: "
     assert (top + ("0" if "0.0" in body or "raise" in body else "1") in text) is not report.is_sound
-    if "raise" in body:  # told once
+    if "raise" in body:  # reported once
         line = as_text(report).splitlines()[-1]
         assert line.startswith(
             f"  3 rows, the first is {tmp_path}/rows.jsonl, line 1: ground truth '1', response '1': 0"
@@ -134,7 +134,7 @@ def test_the_start_of_a_run_refuses_a_rule_that_reads_nothing(data: Any, tmp_pat
     assert "grade.py:grade gives none of 8 ground truths" in (check_reward(cfg.reward, cfg.data) or "")
     (tmp_path / "strict.py").write_text("def grade(source, text, truth, info):\n    return float(text == truth)\n")
     cfg.reward = RewardConfig(function=f"{tmp_path}/strict.py:grade", workers=1)
-    assert check_reward(cfg.reward, cfg.data) is None  # a bare answer is all that it takes
+    assert check_reward(cfg.reward, cfg.data) is None  # a bare answer suffices
     (tmp_path / "broken.py").write_text("def grade(*a):\n    return missing\n")
     cfg.reward = RewardConfig(function=f"{tmp_path}/broken.py:grade", workers=1)
     with pytest.raises(ConfigError, match=r"raised NameError: name 'missing' is not defined.*All 8 tested rows"):
@@ -146,14 +146,14 @@ def test_the_start_of_a_run_refuses_a_rule_that_reads_nothing(data: Any, tmp_pat
     with refused(ConfigError, value=(10, "exit code 0")):
         check_reward(cfg.reward, cfg.data)
     cfg.reward = rules("format")
-    assert check_reward(cfg.reward, cfg.data) is None  # nothing is compared
+    assert check_reward(cfg.reward, cfg.data) is None  # there is nothing to compare
 
 
 def test_the_command_prints_a_table_and_its_exit_code_tells(data: Any, tmp_path: Path, capsys: Any) -> None:
     config = tmp_path / "run.yaml"
     files = json.dumps(data([*NUMBERS, "Monday"]).train)
     config.write_text(
-        f"data: {{train: {files}}}\nevaluate: {{every: 0}}\nreward: {{workers: 1}}\n"  # a model is not needed
+        f"data: {{train: {files}}}\nevaluate: {{every: 0}}\nreward: {{workers: 1}}\n"  # no model is needed
     )
     assert main(["reward-test", str(config)]) == 2
     shown = capsys.readouterr()
@@ -186,7 +186,7 @@ def test_ten_deadlines_in_a_row_end_the_command(data: Any, tmp_path: Path) -> No
 
 
 def require_no_processes_but(before: set[int]) -> None:
-    def left() -> list[int]:  # one that has ended may wait for its parent, which another test made this process
+    def left() -> list[int]:  # a dead process may wait for this process, which another test made its parent
         return [pid for pid in descendants(os.getpid()) if pid not in before and not has_ended(pid)]
 
     wait_for(lambda: not left(), 30, lambda: describe_processes(left()))
@@ -250,7 +250,7 @@ def test_a_file_that_loads_for_ever_ends_the_command(
 @pytest.mark.parametrize(
     ("reward", "is_slow"),
     [
-        ("import time\ndef grade(*a):\n    time.sleep(0.5)\n    return 1.0\n", True),  # each call is quick enough
+        ("import time\ndef grade(*a):\n    time.sleep(0.5)\n    return 1.0\n", True),  # each call is fast enough
         ("def grade(source, text, truth, info):\n    return float(truth in text)\n", False),
     ],
     ids=["slow", "quick"],
@@ -259,7 +259,7 @@ def test_a_file_that_loads_for_ever_ends_the_command(
 def test_the_trial_tells_of_itself_and_ends(
     reward: str, is_slow: bool, data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A busy machine may take seconds to start the worker of a quick reward.
+    # A busy machine may take seconds to start the worker of a fast reward.
     monkeypatch.setattr(start_trial, "SILENT_S", 1.5 if is_slow else 100.0)
     monkeypatch.setattr(start_trial, "TRIAL_S", 5.0 if is_slow else 200.0)
     (tmp_path / "slow.py").write_text(reward)

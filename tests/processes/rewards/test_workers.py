@@ -1,4 +1,4 @@
-"""Reward functions in worker processes: whatever one does, it ends in its policy with one message, and nothing is left of it."""
+"""Run reward functions in worker processes. A failing function ends as its policy says, with one message and no leftovers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trajectory(text: str, index: int = 0, **extra: Any) -> Trajectory:
 
 @pytest.fixture
 def reward(tmp_path: Path):
-    """Makes the reward of a file; with ``body``, of a function with that body."""
+    """Return a function that builds a reward from a file, or from the body of a function."""
     made: list[PooledReward] = []
 
     def make(body: str = "", source: str = "", **settings: Any) -> PooledReward:
@@ -55,7 +55,7 @@ def reward(tmp_path: Path):
 
 
 def processes_with(word: str) -> list[int]:
-    """Numbers of processes whose environment or command line holds ``word``."""
+    """Return the ids of processes whose environment or command line contains ``word``."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
@@ -72,16 +72,16 @@ def processes_with(word: str) -> list[int]:
 def test_so_many_workers_are_started_as_the_configuration_asks_for(
     reward: Any, monkeypatch: pytest.MonkeyPatch, workers: int | None, expected: int
 ) -> None:
-    """Without a number, this rank's share of the cores: one where a machine has more ranks than cores."""
+    """Without a number, the default is this rank's share of the cores, and 1 if a machine has more ranks than cores."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
     monkeypatch.setenv("WORD", word := f"word-{os.getpid()}-{workers}")
     graded = reward("return 1", workers=workers, env=["WORD"])
     assert [score.value for score in run(graded.score([trajectory("x", number) for number in range(9)]))] == [1.0] * 9
 
     def count() -> int:
-        return len({os.getsid(pid) for pid in processes_with(word)})  # each worker has a session of its own
+        return len({os.getsid(pid) for pid in processes_with(word)})  # each worker has its own session
 
-    wait_for(lambda: count() >= expected)  # the last one may still start, when the others have graded all
+    wait_for(lambda: count() >= expected)  # the last worker may still start when the others have graded all responses
     assert count() == expected
 
 
@@ -89,7 +89,7 @@ def test_more_memory_than_there_can_be_is_no_limit(reward: Any) -> None:
     assert run(reward("return 1", memory_gib=1e300).score([trajectory("x")]))[0].value == 1.0
 
 
-# body of the function; what the message says of it. The response is "bad"; "good" ones get 1 (see below).
+# Body of the function, and the expected message. The response is "bad", and "good" responses get 1 (see below).
 BAD = {
     "raises": ("raise ValueError('no such unit')", r"raised ValueError: no such unit \(my_reward\.py, line 4\)"),
     "none": ("return None", r"returned None \(NoneType\): the score must be a number"),
@@ -111,7 +111,7 @@ NO_ANSWER = {
 
 
 def scoring(threads: ThreadPoolExecutor, reward: Any, body: str, timeout_s: float) -> list[Future[list[Score]]]:
-    """A good, a bad and a good response, scored by the same function under both policies."""
+    """Score a good, a bad and a good response with the same function under both policies."""
     rows = [trajectory(text, index) for index, text in enumerate(["good", "bad", "good"])]
     guarded = "if solution_str == 'good': return 1\n    " + body
     rewards = [reward(guarded, on_error=policy, timeout_s=timeout_s, memory_gib=0.25) for policy in ("fail", "zero")]
@@ -119,7 +119,7 @@ def scoring(threads: ThreadPoolExecutor, reward: Any, body: str, timeout_s: floa
 
 
 def check_policies(name: str, scored: list[Future[list[Score]]], cause: str, failure: str) -> None:
-    """The bad response ends the run, or is worth nothing."""
+    """Check that the bad response ends the run or scores 0."""
     failing, zeroing = scored
     with pytest.raises(ConfigError, match=r"my_reward\.py:grade on prompt 'train-1', sample 3, " + cause) as error:
         failing.result()
@@ -142,7 +142,7 @@ def test_fault_24_and_31_a_bad_function_ends_in_its_policy(
 def test_fault_24_and_31_functions_that_do_not_answer_end_in_their_policy(
     reward: Callable[..., PooledReward], capfd: Any
 ) -> None:
-    with ThreadPoolExecutor(2 * len(NO_ANSWER)) as threads:  # all wait for the same time
+    with ThreadPoolExecutor(2 * len(NO_ANSWER)) as threads:  # all wait equally long
         scored = {name: scoring(threads, reward, body, timeout_s=1.5) for name, body in NO_ANSWER.items()}
         for name, futures in scored.items():
             check_policies(name, futures, r"gave no result within reward\.timeout_s=1\.5 s", "timeout")
@@ -203,7 +203,10 @@ def test_workers_see_no_credentials(reward: Callable[..., PooledReward], monkeyp
 
 
 def test_scores_come_in_order_from_several_workers(reward: Callable[..., PooledReward], tmp_path: Path) -> None:
-    """Each worker waits at its first response until all three have one: on a busy machine two could score all the others."""
+    """Each worker waits at its first response until all three have one.
+
+    Otherwise two could score all responses on a busy machine.
+    """
     begun = tmp_path / "begun"
     begun.mkdir()
     body = f"""open({str(begun)!r} + f'/{{os.getpid()}}', 'w').close()
@@ -231,7 +234,7 @@ def test_groups_are_scored_while_others_are_waited_for(reward: Callable[..., Poo
     waits = thread.start(scored.score([trajectory("slow")]))
     wait_for(lambda: not waits.done())
     scored.close()
-    with pytest.raises(RuntimeError, match="closed"):  # nobody waits for workers that have ended
+    with pytest.raises(RuntimeError, match="closed"):  # waiting for ended workers raises
         waits.result()
     thread.close()
 
@@ -268,7 +271,7 @@ def test_ctrl_c_frees_the_worker_of_what_was_waited_for(reward: Callable[..., Po
 
 
 def test_a_group_that_fails_takes_no_other_along(reward: Callable[..., PooledReward]) -> None:
-    """Quick items of several groups are given to a worker together; it is killed for the one that nobody wants any more."""
+    """A worker gets fast items of several groups together. It is killed for the item whose group has failed."""
     scored = reward("return 1 / int(solution_str)", on_error="fail")
     thread = Background("test")
     futures = [
@@ -302,7 +305,7 @@ def test_arguments_travel_unchanged(reward: Callable[..., PooledReward]) -> None
     body = f"extra_info['list'].append(1); return float(extra_info == {extra | {'list': [*extra['list'], 1]}!r})"
     row = trajectory("\ud800\n\x00é", **extra)
     assert [score.value for score in run(reward(body).score([row, row]))] == [1.0, 1.0]
-    assert row.prompt.extra_info == extra  # the prompt's own dict was not touched
+    assert row.prompt.extra_info == extra  # the prompt's own dict stays unchanged
     row = trajectory("x", array=np.arange(3), scalar=np.float32(0.5), nested=[np.int64(7)])
     body = "return float(extra_info == {'array': [0, 1, 2], 'scalar': 0.5, 'nested': [7]})"
     assert run(reward(body).score([row]))[0].value == 1.0
@@ -367,7 +370,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     ) as trainer:
         assert trainer.stderr is not None
         assert trainer.stderr.readline() == "at it\n"
-        wait_for(lambda: len(processes_with(word)) > 3)  # trainer, two workers, what they have started
+        wait_for(lambda: len(processes_with(word)) > 3)  # trainer, two workers, their children
         trainer.kill()
     wait_for(lambda: not processes_with(word))
 

@@ -1,4 +1,4 @@
-"""Programs that try to get out of the sandbox, to fill the machine or to stay: real processes, at every level of this machine."""
+"""Run programs that try to escape the sandbox, fill the machine or outlive it, as real processes on every level of this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.commands import wait_for
 ROOT = Path(__file__).resolve().parents[3]
 DEAF = "import signal\nfor n in {*range(1, 32)} - {9, 19}: signal.signal(n, signal.SIG_IGN)\n"
 QUICK = Limits(cpu_s=1, wall_s=20, memory_bytes=256 * 2**20, scratch_bytes=2**20, output_bytes=2**16, processes=8)
-SHORT = replace(QUICK, wall_s=0.2)  # for what does not end by itself
+SHORT = replace(QUICK, wall_s=0.2)  # for programs that never end
 
 
 def _of_this_machine(names: tuple[str, ...]) -> list[str]:
@@ -42,7 +42,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 @pytest.fixture(scope="module", params=_of_this_machine(LEVELS[1:]))
 def walled(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    """Levels that keep programs from files, network and other processes."""
+    """Yield sandboxes of the levels that block files, network and other processes."""
     with Sandbox(request.param) as made:
         yield made
 
@@ -196,7 +196,7 @@ def test_all_files_of_a_program_together_are_limited(sandbox: Sandbox, after: st
     code = "import os, time\nkept = []\n" + WRITES + "time.sleep(0.5)"
     full = (
         Reason.WRONG if sandbox.level.name == "namespaces" else Reason.OUTPUT_LIMIT
-    )  # there is no space left, or it is ended
+    )  # no space is left, or the program is killed
     assert attack(sandbox, code.format(files=1, after=after)).reason is Reason.OK
     if after == "pass" or os.geteuid() == 0 or sandbox.level.name != "rlimits":
         assert attack(sandbox, code.format(files=4, after=after)).reason is full
@@ -332,7 +332,7 @@ for pid in ({victim.pid}, {os.getpid()}, {walled._process.pid}, os.getppid(), 1)
         result = attack(walled, code)
         alive = victim.poll() is None
         victim.communicate(b"\n")
-    # Signals to the first process of a pid namespace are sent, and do nothing.
+    # Signals to the first process of a pid namespace are delivered without effect.
     reached = [line for line in result.stdout.splitlines() if not (line.startswith("signal") and line.endswith(" 1"))]
     reached = [line for line in reached if not (line.startswith("signal") and walled.level.name == "namespaces")]
     assert (reached, result.stderr, alive) == ([], "", True)
@@ -366,7 +366,7 @@ for user in (0, 1000):
 
 # ------------------------------------------------------------------------------------------------------ who starts it
 def test_a_sandbox_ends_with_its_starter(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kill -9 of a process that has a program running in the sandbox: nothing of it is there a moment later."""
+    """A process that runs a program in the sandbox gets kill -9. All sandbox processes end a moment later."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     starter = f"""
 import sys
@@ -399,7 +399,7 @@ def test_fault_39_a_sandbox_that_ends_scores_nobody(
     monkeypatch.setattr(tempfile, "tempdir", None)
     with Sandbox(sandbox.level.name) as fresh, Sandbox(sandbox.level.name) as tester:
         for _ in range(3):
-            os.kill(fresh._process.pid, signal.SIGKILL)  # and nobody waits until it has ended
+            os.kill(fresh._process.pid, signal.SIGKILL)  # without waiting for its end
             assert fresh.run(Program("print(1)"), QUICK).stdout == "1\n"
         with kills(fresh, 1):
             assert fresh.run(Program("import time\ntime.sleep(0.3)\nprint(2)"), QUICK).stdout == "2\n"
@@ -410,7 +410,7 @@ def test_fault_39_a_sandbox_that_ends_scores_nobody(
         for each in (fresh, tester):
             with kills(each, 1):
                 assert fresh.test(code, test, tester, QUICK).reason is Reason.OK
-        with kills(fresh, run.TRIES):  # as a program would that ends every sandbox
+        with kills(fresh, run.TRIES):  # like a program that kills every sandbox
             assert fresh.run(Program("import time\ntime.sleep(0.3)\nprint(3)"), QUICK).reason is Reason.KILLED
         assert fresh.run(Program("print(4)"), QUICK).stdout == "4\n"
     assert os.listdir(tmp_path) == []
@@ -489,9 +489,9 @@ def test_less_isolation_than_asked_for_is_refused(monkeypatch: pytest.MonkeyPatc
     os.geteuid() != 0 or not shutil.which("setpriv"), reason="becoming another user needs root and setpriv"
 )
 def test_an_ordinary_user_has_the_same_walls(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """This file again, as the user nobody, with an interpreter that nobody may read.
+    """Repeat the checks as the user ``nobody``, with an interpreter that this user may read.
 
-    The package is copied to where that user may read it: a clone may be in a directory that its owner alone may enter.
+    The package is copied to a readable folder, because the clone may be in a directory that only its owner may enter.
     """
     python = "/usr/bin/python3"
     if subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 10))"], check=False).returncode:
@@ -578,8 +578,8 @@ def test_a_machine_on_which_nothing_can_be_started(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("refused", "level"),
     [
-        (["unshare", "mount", "pivot_root"], "filters"),  # as in a container of Docker or Podman
-        (["mount"], "filters"),  # as under AppArmor's profile of Docker
+        (["unshare", "mount", "pivot_root"], "filters"),  # as in a Docker or Podman container
+        (["mount"], "filters"),  # as under Docker's AppArmor profile
         (["unshare", "landlock_create_ruleset"], "rlimits"),
     ],
 )
