@@ -83,6 +83,28 @@ def translate(values: Mapping[str, Any], *, defaults_too: bool = False) -> Itera
         yield Translation(former, was, changed, now)
 
 
+def to_current(values: Settings, place: Callable[[str], str] = lambda key: "") -> Settings:
+    """Return settings with current keys instead of former keys, and print a warning for each changed former key.
+
+    Settings after the former key win.
+
+    Raises:
+        ConfigError: as ``translate``.
+    """
+    for found in translate(values):
+        found.warn(place)
+        keys = list(values)
+        later = set(keys[max(map(keys.index, found.was)) :]) - {*found.former.keys}
+        values = {key: value for key, value in values.items() if key not in found.was}
+        values |= {key: value for key, value in found.now.items() if key not in later}
+    return values
+
+
+def is_former_group(key: str) -> bool:
+    """Return whether a group contained only former keys, if it is not a current group."""
+    return any(name.startswith(f"{key}.") for name in BY_KEY)
+
+
 def _settings(now: Settings, prefix: str = "") -> Iterator[str]:
     for name, value in now.items():
         if isinstance(value, dict):
@@ -277,9 +299,4 @@ FORMER = (
     Former(_TRIES, {"reward.remote.deadline_s": 300.0, "reward.remote.retries": 4}),
     Former(_TRIES, {"reward.judge.deadline_s": 600.0, "reward.judge.retries": 4}),
 )
-GROUPS = (
-    "reward.alarm",
-    "actor.optimizer.loss_scale",
-    "critic.optimizer.loss_scale",
-)  # groups that contained only former keys
 BY_KEY = {key: former for former in FORMER for key in (*former.defaults, *former.lost)}

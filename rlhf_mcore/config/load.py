@@ -21,7 +21,7 @@ from rlhf_mcore.config.problems import problems_of
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.schema.tree import merge, nest, with_preset
-from rlhf_mcore.config.settings import Setting, SettingReader
+from rlhf_mcore.config.settings import SettingReader
 from rlhf_mcore.config.yaml_text import interpolated_texts
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.redaction import FromEnvironment
@@ -61,14 +61,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without_mode
         reader.read_file(Path(path))
     for override in overrides:
         reader.read_override(override)
-    if without_model and all(setting.value == MISSING for setting in reader.settings if setting.key == "model.path"):
+    if without_model and reader.values.get("model.path", MISSING) == MISSING:
         reader.read_override("model.path=none")
     reader.translate_former()
-    places = {setting.key: setting.place for setting in reader.settings}
-    values: dict[str, Any] = {}
-    for setting in reader.settings:
-        values[setting.key] = merge(values.get(setting.key), setting.value)
-    problems = dict.fromkeys([*reader.problems, *_choose_length(values, reader.settings)])
+    values, places = reader.values, reader.places
+    problems = dict.fromkeys([*reader.problems, *_choose_length(values, places)])
     wrong = {key: [problem] for key, problem in _resolve_references(values, places)}
     cfg = _read(values, places, wrong)
     if wrong or problems:
@@ -169,16 +166,17 @@ def _mark(value: Any, written: Any) -> Any:
     return value
 
 
-def _choose_length(values: dict[str, Any], settings: Sequence[Setting]) -> list[str]:
+def _choose_length(values: dict[str, Any], places: Mapping[str, str]) -> list[str]:
     """Choose the later setting of ``trainer.num_steps`` and ``num_epochs``. Return a problem if one source sets both."""
-    last = {setting.key: index for index, setting in enumerate(settings) if setting.value is not None}
-    if _STEPS not in last or _EPOCHS not in last:
+    steps, epochs = values.get(_STEPS), values.get(_EPOCHS)
+    if steps is None or epochs is None:
         return []
-    steps, epochs = settings[last[_STEPS]], settings[last[_EPOCHS]]
-    if steps.source == epochs.source:
-        both = f"{_STEPS}={steps.value} and {_EPOCHS}={epochs.value}"
-        return [f"{steps.place}: {both} both set the length of the run; remove one of them"]
-    if last[_STEPS] > last[_EPOCHS]:
+    files = {places[key].rpartition(":")[0] if _begin(places, key) else "" for key in (_STEPS, _EPOCHS)}
+    if len(files) == 1:
+        return [
+            f"{places[_STEPS]}: {_STEPS}={steps} and {_EPOCHS}={epochs} both set the length of the run; remove one of them"
+        ]
+    if list(values).index(_STEPS) > list(values).index(_EPOCHS):
         values[_EPOCHS] = None
     return []
 

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.former import BY_KEY, GROUPS, translate
+from rlhf_mcore.config.former import BY_KEY, is_former_group, to_current
 from rlhf_mcore.config.keys import KEYS, is_group, table_of
 from rlhf_mcore.config.other_names import hint, is_foreign_group
 from rlhf_mcore.config.schema.group import describe_keys, inner_types, is_group_type
-from rlhf_mcore.config.schema.tree import SHORT
+from rlhf_mcore.config.schema.tree import SHORT, merge
 from rlhf_mcore.config.yaml_text import Document, read_yaml_text
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.redaction import redact_arguments
@@ -28,32 +27,25 @@ _NULL = "tag:yaml.org,2002:null"
 _SUGGESTIONS = 20  # unknown keys with a suggestion, because each search takes milliseconds
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A key that the user set. ``place`` is its file and line, for messages ("configs/a.yaml:7", "override ...")."""
-
-    key: str
-    value: Any
-    place: str
-
-    @property
-    def source(self) -> str:
-        """The file, or "" for the command line."""
-        return "" if self.place.startswith("override ") else self.place.rpartition(":")[0]
-
-
 class SettingReader:
     """Collects settings and problems. It does not stop at the first problem.
 
     Attributes:
+        values: the values by key, in the order in which they were set. A later value wins, and tables are merged.
+        places: file and line of each key, for messages ("configs/a.yaml:7", "override ...").
         is_whole: whether every file could be read. Otherwise settings are missing, and rules would report consequences of that.
     """
 
     def __init__(self) -> None:
-        self.settings: list[Setting] = []
+        self.values: dict[str, Any] = {}
+        self.places: dict[str, str] = {}
         self.problems: list[str] = []
         self.is_whole = True
         self._num_unknown = 0
+
+    def _set(self, key: str, value: Any, place: str) -> None:
+        self.values[key] = merge(self.values.pop(key, None), value)
+        self.places[key] = place
 
     def read_file(self, path: Path, chain: tuple[str, ...] = ()) -> None:
         """Add the settings of the files in ``base``, then the settings of the file.
@@ -88,21 +80,12 @@ class SettingReader:
             self.problems.append(str(error))
 
     def translate_former(self) -> None:
-        """Replace settings of former keys by settings of current keys, with a warning for each. Later settings still win."""
-        last = {setting.key: setting for setting in self.settings}
+        """Replace settings of former keys by settings of current keys, with a warning for each."""
         try:
-            translations = list(translate({key: setting.value for key, setting in last.items()}))
+            self.values = to_current(self.values, self.places.__getitem__)
         except ConfigError as error:
             self.problems.append(str(error))
-            translations = []
-        for found in translations:
-            found.warn(lambda key: last[key].place)
-            involved = [index for index, setting in enumerate(self.settings) if setting.key in found.former.keys]
-            index = involved[-1]
-            now = [Setting(key, value, self.settings[index].place) for key, value in found.now.items()]
-            before, after = self.settings[: index + 1], self.settings[index + 1 :]
-            self.settings = [*(setting for setting in before if setting.key not in found.was), *now, *after]
-        self.settings = [setting for setting in self.settings if setting.key in KEYS]
+        self.values = {key: value for key, value in self.values.items() if key in KEYS}
 
     def _take_document(self, document: Document, path: Path, chain: tuple[str, ...]) -> None:
         if document.root is None:
@@ -122,13 +105,13 @@ class SettingReader:
             value = document.value(node)
             for name in reversed(key[len(table) + 1 :].split(".")):
                 value = {name: value}
-            self.settings.append(Setting(table, value, document.place(node)))
+            self._set(table, value, document.place(node))
         elif key in BY_KEY and key not in KEYS:
-            self.settings.append(Setting(key, document.value(node), document.place(node)))
-        elif key not in KEYS and key not in GROUPS:
+            self._set(key, document.value(node), document.place(node))
+        elif key not in KEYS and not is_former_group(key):
             self._take_unknown(document, key, node)
         elif key in KEYS and not is_group(key):
-            self.settings.append(Setting(key, _value(document, node, KEYS[key]), document.place(node)))
+            self._set(key, _value(document, node, KEYS[key]), document.place(node))
         elif key in SHORT and isinstance(node, yaml.ScalarNode) and not is_null:
             self._take(document, f"{key}.{SHORT[key]}", node)
         elif isinstance(node, yaml.MappingNode):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ from pydantic import ValidationError
 
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.former import FORMER, translate
+from rlhf_mcore.config.former import is_former_group, to_current
 from rlhf_mcore.config.schema.algorithm import AlgorithmConfig
 from rlhf_mcore.config.schema.environment import EnvironmentConfig
 from rlhf_mcore.config.schema.group import Group, is_group_type, to_dict
@@ -180,31 +179,17 @@ def with_keys_of_today(tree: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a former key has a value that it never allowed.
     """
-    for found in translate(dict(_settings_for_translation(tree))):
-        found.warn()
-        for name in found.was:
-            tree = _without(tree, name)
-        tree = merge(tree, nest(found.now))
-    return tree
+    return nest(to_current(dict(_flatten(tree))))
 
 
-def _settings_for_translation(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the former keys of a tree, and the keys that their translation reads."""
-    for dotted in dict.fromkeys(chain.from_iterable(former.keys for former in FORMER)):
-        *groups, last = dotted.split(".")
-        inner: Any = tree
-        for name in groups:
-            inner = inner.get(name) if isinstance(inner, Mapping) else None
-        if isinstance(inner, Mapping) and last in inner:
-            yield dotted, inner[last]
-
-
-def _without(tree: Mapping[str, Any], dotted: str) -> dict[str, Any]:
-    """Copy a tree without a key, and without groups that become empty."""
-    first, _, rest = dotted.partition(".")
-    inner = _without(tree[first], rest) if rest else {}
-    others = {name: value for name, value in tree.items() if name != first}
-    return {**others, first: inner} if inner else others
+def _flatten(tree: Mapping[str, Any], kind: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys and values of a tree, without the names within tables of the user."""
+    for name, value in tree.items():
+        hint = kind.model_fields[name].annotation if name in kind.model_fields else Group
+        if isinstance(value, Mapping) and is_group_type(hint) and (hint is not Group or is_former_group(prefix + name)):
+            yield from _flatten(value, hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def with_preset(tree: dict[str, Any]) -> dict[str, Any]:
