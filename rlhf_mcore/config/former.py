@@ -259,10 +259,7 @@ FORMER = (
         {"reward.judge.rubric_file": None},
         translate=lambda path: {"reward.judge.rubric": path},
     ),
-    Former(
-        "it is 5 times environment.container.timeout_s",
-        {"environment.container.start_timeout_s": 300.0},
-    ),
+    Former("it is 5 times environment.container.timeout_s", {"environment.container.start_timeout_s": 300.0}),
     Former(
         "set enable_prefix_caching in rollout.vllm",
         {"rollout.prefix_caching": True},

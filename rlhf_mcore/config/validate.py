@@ -32,19 +32,11 @@ from rlhf_mcore.config.rules.layouts import (
 from rlhf_mcore.config.rules.lora import lora_problems, target_problems
 from rlhf_mcore.config.rules.megatron import megatron_problems
 from rlhf_mcore.config.rules.mtp import mtp_problems
-from rlhf_mcore.config.rules.reward import (
-    ray_problems,
-    reward_problems,
-)
+from rlhf_mcore.config.rules.reward import ray_problems, reward_problems
 from rlhf_mcore.config.rules.rollout import rollout_problems, route_problems
 from rlhf_mcore.config.rules.run import alarm_problems, path_problems, tracker_problems
 from rlhf_mcore.config.rules.teacher import teacher_problems
-from rlhf_mcore.config.rules.trainer import (
-    batch_problems,
-    example_batch_problems,
-    position_problems,
-    schedule_problems,
-)
+from rlhf_mcore.config.rules.trainer import batch_problems, example_batch_problems, position_problems, schedule_problems
 from rlhf_mcore.config.rules.vision import processor_problems, vision_problems
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, TeacherConfig
@@ -164,12 +156,7 @@ def _conditional_defaults() -> dict[str, Any]:
 
 def reward_and_data_problems(cfg: Config) -> Iterator[str]:
     """Check only rewards, environment and prompts. No model is read."""
-    yield from (
-        *named_function_problems(cfg),
-        *environment_problems(cfg),
-        *reward_problems(cfg),
-        *prompt_problems(cfg),
-    )
+    yield from (*named_function_problems(cfg), *environment_problems(cfg), *reward_problems(cfg), *prompt_problems(cfg))
 
 
 # ------------------------------------------------------------------------------------------------------------ warnings
