@@ -27,7 +27,7 @@ from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.saved_checkpoint import SharedChecker, serve
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.config.rules.checkpoint import ARCHIVE, DELTAS
+from rlhf_mcore.config.rules.run import ARCHIVE, DELTAS
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import time_left
 from rlhf_mcore.config.yaml_text import to_yaml

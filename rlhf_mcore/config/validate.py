@@ -18,7 +18,6 @@ from rlhf_mcore.config.load import MISSING, WrongValues
 from rlhf_mcore.config.questions import grades, reads_scores
 from rlhf_mcore.config.reward_sources import unused_rules
 from rlhf_mcore.config.rules.algorithm import algorithm_problems, preference_problems
-from rlhf_mcore.config.rules.checkpoint import checkpoint_problems
 from rlhf_mcore.config.rules.data import example_problems, prompt_problems
 from rlhf_mcore.config.rules.environment import environment_problems
 from rlhf_mcore.config.rules.fp8 import fp8_problems, quantised_problems
@@ -29,15 +28,19 @@ from rlhf_mcore.config.rules.layouts import (
     role_problems,
     world_problems,
 )
-from rlhf_mcore.config.rules.lora import lora_problems, target_problems
 from rlhf_mcore.config.rules.megatron import megatron_problems
-from rlhf_mcore.config.rules.mtp import mtp_problems
+from rlhf_mcore.config.rules.parts import (
+    lora_problems,
+    mtp_problems,
+    processor_problems,
+    target_problems,
+    vision_problems,
+)
 from rlhf_mcore.config.rules.reward import ray_problems, reward_problems
 from rlhf_mcore.config.rules.rollout import rollout_problems, route_problems
-from rlhf_mcore.config.rules.run import alarm_problems, path_problems, tracker_problems
+from rlhf_mcore.config.rules.run import alarm_problems, checkpoint_problems, path_problems, tracker_problems
 from rlhf_mcore.config.rules.teacher import teacher_problems
 from rlhf_mcore.config.rules.trainer import batch_problems, example_batch_problems, position_problems, schedule_problems
-from rlhf_mcore.config.rules.vision import processor_problems, vision_problems
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, TeacherConfig
 from rlhf_mcore.config.schema.key import ENGINE

@@ -41,18 +41,15 @@ def fp8_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
 def _size_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     """List reasons why a rank's blocks of 128x128 would differ from the blocks of the Hugging Face tensors."""
     layout, model = cfg.actor.layout, f"model.path={cfg.model.path}"
-    if unsupported := [
-        f"{model}: {problem}, which is not quantised here" for problem in quantisation_problems(geometry)
-    ]:
-        yield from unsupported
+    unsupported = [f"{model}: {problem}, which is not quantised here" for problem in quantisation_problems(geometry)]
+    yield from unsupported
+    if unsupported:
         return
     if geometry.hidden_size % 16:
         yield f"{model}: hidden_size={geometry.hidden_size} is not a multiple of 16, as Transformer Engine requires"
     if geometry.head_dim % 128:
-        yield (
-            f"{model}: the head size {geometry.head_dim} is not a multiple of 128, so blocks of Megatron's fused queries, keys "
-            "and values differ from the engines' blocks"
-        )
+        blocks = "blocks of Megatron's fused queries, keys and values differ from the engines' blocks"
+        yield f"{model}: the head size {geometry.head_dim} is not a multiple of 128, so {blocks}"
     elif geometry.num_kv_heads % layout.tp:
         yield f"actor.layout.tp={layout.tp} splits the {geometry.num_kv_heads} key heads"
     for problem in cut_problems(geometry, layout.tp, etp=layout.etp or layout.tp):
@@ -76,9 +73,7 @@ def quantised_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[
     if cfg.bridge.method != "planned":
         yield f"{name}: bridge.method={cfg.bridge.method} sends whole tensors without quantisation; set it to planned"
     if cfg.rollout.speculative.method == "mtp" and (mode := cfg.actor.mtp.mode) not in MTP_TRAINED:
-        yield (
-            f"{name}: rollout.speculative.method=mtp: with actor.mtp.mode={mode} engines load MTP layers from files, which are not "
-            "quantised; set actor.mtp.mode=train, or rollout.speculative.method=off or ngram"
-        )
+        loaded = f"with actor.mtp.mode={mode} engines load MTP layers from files, which are not quantised"
+        yield f"{name}: rollout.speculative.method=mtp: {loaded}; set actor.mtp.mode=train, or that to off or ngram"
     for problem in () if geometry is None else quantisation_problems(geometry):
         yield f"{name}: model.path={cfg.model.path}: {problem}, which is not quantised here; set rollout.quantization=null"

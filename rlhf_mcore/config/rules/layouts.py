@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.questions import RoleLayout, balanced_stages, needs_critic, needs_reference, role_layouts
 from rlhf_mcore.config.resolve import default_world_size
-from rlhf_mcore.config.rules.lora import layer_problems
+from rlhf_mcore.config.rules.parts import layer_problems
 from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig, RolloutConfig
 from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.annotations import accepts
-from rlhf_mcore.config.questions import RoleLayout, needs_critic, role_layouts
-from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.keys import value_of
+from rlhf_mcore.config.questions import RoleLayout, role_layouts
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.foreign import shorten
 
@@ -106,19 +106,13 @@ def reason_refused(name: str) -> str | None:
 
 def megatron_problems(cfg: Config) -> Iterator[str]:
     """List Megatron fields that are unknown, have values of another type, or are set by other keys."""
-    settings = {"actor": cfg.actor.megatron}
-    if run_kind(cfg).generates:
-        settings |= {"critic": cfg.critic.megatron} if needs_critic(cfg) else {}
-        settings |= {"reward.model": cfg.reward.model.megatron} if cfg.reward.model.path is not None else {}
-        settings |= {"teacher": cfg.teacher.megatron} if cfg.teacher.path is not None else {}
-    for role, values in settings.items():
-        yield from _field_problems(f"{role}.megatron", values or {}, is_trained=role in ("actor", "critic"))
-    for layout in role_layouts(cfg):
-        values = settings.get(layout.name) or {}
+    for role in role_layouts(cfg):
+        values = value_of(cfg, f"{role.name}.megatron") or {}
+        yield from _field_problems(f"{role.name}.megatron", values, is_trained=role.name in ("actor", "critic"))
         if values.get("tp_comm_overlap") is True:
-            yield from _overlap_problems(cfg, layout)
+            yield from _overlap_problems(cfg, role)
         if "a2a+p2p" in str(kind := values.get("cp_comm_type")):
-            shown = f"{layout.name}.megatron.cp_comm_type={shorten(repr(kind), 100)}"
+            shown = f"{role.name}.megatron.cp_comm_type={shorten(repr(kind), 100)}"
             yield f"{shown} needs hierarchical process groups, which are not supported; set it to p2p, all_gather or a2a"
 
 
@@ -135,9 +129,8 @@ def _field_problems(key: str, settings: Mapping[str, Any], *, is_trained: bool) 
         elif (reason := reason_refused(name)) is not None:
             yield f"{shown}: cannot be set, because {reason}; remove it"
         elif not field.accepts(value):
-            declared = re.sub(r"^Optional\[(.*)\]$", r"\1 or null", field.annotation).replace(
-                "torch.dtype", "fp32, bf16 or fp16"
-            )
+            declared = re.sub(r"^Optional\[(.*)\]$", r"\1 or null", field.annotation)
+            declared = declared.replace("torch.dtype", "fp32, bf16 or fp16")
             yield f"{shown} is not valid; Megatron-core declares it as {declared}"
         elif not is_trained and MODEL not in field.classes:
             yield f"{shown}: it is a field of {' and '.join(field.classes)}, but this model is not trained; remove it"

@@ -1,4 +1,4 @@
-"""Rules for the output directory, ``logging`` and ``alarms``."""
+"""Rules for the output directory, ``checkpoint``, ``logging`` and ``alarms``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import os
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
-from os.path import exists, isdir
+from os.path import exists, isdir, isfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlhf_mcore.config.choices import TRACKERS, find_trackers
 from rlhf_mcore.config.errors import FileProblem
-from rlhf_mcore.config.schema import AlarmsConfig, LoggingConfig
-from rlhf_mcore.config.schema.run import wanted_trackers
+from rlhf_mcore.config.schema import AlarmsConfig, Config, LoggingConfig
+from rlhf_mcore.config.schema.run import AUTO, NEVER, wanted_trackers
 from rlhf_mcore.metrics.catalogue import find_metric, nearest_metric
+from rlhf_mcore.plugins import missing_plugin
 from rlhf_mcore.redaction import REDACTED
+
+# Arguments of ``load_plugin``.
+DELTAS = ("checkpoint_hooks", "deltas", "checkpoint.deltas")
+ARCHIVE = ("checkpoint_hooks", "archive", "checkpoint.archive=true")
 
 
 def path_problems(output_dir: str) -> Iterator[str]:
@@ -27,6 +32,19 @@ def path_problems(output_dir: str) -> Iterator[str]:
         yield f"output_dir={output_dir}: {existing} is a file, not a directory; choose another output_dir"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"output_dir={output_dir}: {existing} is not writable; choose another output_dir"
+
+
+def checkpoint_problems(cfg: Config) -> Iterator[str]:
+    """List problems between the keys of ``checkpoint``, and with their files and plug-ins."""
+    checkpoint, metric = cfg.checkpoint, cfg.checkpoint.metric_for_best_model
+    if metric is not None and not cfg.data.eval:
+        yield f"checkpoint.metric_for_best_model={metric!r} needs held-out prompts, but data.eval=[]; name files in data.eval"
+    for is_used, plugin in ((checkpoint.deltas, DELTAS), (checkpoint.archive, ARCHIVE)):
+        if is_used and (problem := missing_plugin(*plugin)) is not None:
+            yield problem
+    resume = checkpoint.resume
+    if resume not in (AUTO, NEVER) and not isfile(Path(resume) / "manifest.json"):
+        yield f"checkpoint.resume={resume!r} is not a checkpoint directory (with a manifest.json); choose one, or {AUTO} or {NEVER}"
 
 
 def tracker_problems(cfg: LoggingConfig) -> Iterator[str]:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.questions import adapter_sizes, sends_adapters
-from rlhf_mcore.config.rules.lora import lora_problems, target_problems
+from rlhf_mcore.config.rules.parts import lora_problems, target_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import hf_shapes
 from rlhf_mcore.geometry import AdapterSizes, ExpertSizes, GroupedSizes, ModelGeometry

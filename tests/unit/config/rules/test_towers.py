@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.rules.vision import vision_problems
+from rlhf_mcore.config.rules.parts import vision_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.readers.model_files import inspect_model, read_geometry, sees_images
 from rlhf_mcore.rollout.vllm.limits import model_problems

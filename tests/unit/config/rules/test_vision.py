@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.config.errors import FileProblem
-from rlhf_mcore.config.rules.vision import processor_problems, vision_problems
+from rlhf_mcore.config.rules.parts import processor_problems, vision_problems
 from rlhf_mcore.config.schema import Config, DataConfig, LayoutConfig, RewardModelConfig
 from rlhf_mcore.readers.model_files import read_geometry
 from tests.messages import assert_names
