@@ -30,6 +30,15 @@ from rlhf_mcore.types import ROUTES, Field, Microbatch, Ragged, RowSizes, TrainB
 Deal = list[list[int]]  # the rows of each data-parallel rank
 
 
+@dataclass(frozen=True, slots=True)
+class RowOutputs:
+    """Outputs of a model for all rows of a batch: a tensor in model layout for each microbatch of this rank."""
+
+    deal: Deal
+    outputs: Sequence[Tensor] = ()
+    microbatches: Sequence[Microbatch] = ()
+
+
 @dataclass(slots=True)
 class RoleModel:
     """A model, and methods that run it over the rows of a step.
@@ -255,63 +264,65 @@ class RoleModel:
         reads from the microbatches, as in ``deliver``. ``shape``: shape of the result for one token. Collective over
         the world.
         """
-        deal, _, tokens = self._run(batch, function, fields, shape)
-        return self.to_owners(batch, deal, tokens)
+        return zero_outside_mask(batch, self.to_owners(batch, self._run(batch, function, fields), shape))
 
     def per_row(self, batch: TrainBatch, function: OutputFunction) -> Tensor:
         """Return the result of ``function`` at the last token of each row: [B] fp32 on every rank.
 
         Collective over the world.
         """
-        _, last, _ = self._run(batch, function)
-        return merge_rows(last)
+        return self._merge_last(batch, self._run(batch, function))
 
     def per_token_and_row(self, batch: TrainBatch, function: OutputFunction) -> tuple[Tensor, Tensor]:
         """Return the results of ``per_token`` and ``per_row`` from one run of the model."""
-        deal, last, tokens = self._run(batch, function)
-        return self.to_owners(batch, deal, tokens), merge_rows(last)
+        found = self._run(batch, function)
+        return zero_outside_mask(batch, self.to_owners(batch, found)), self._merge_last(batch, found)
 
-    def to_owners(self, batch: TrainBatch, deal: Deal, tokens: Tensor) -> Tensor:
-        """Send values of tokens in the loss mask to the owners of the rows: [N, ...] fp32, zero elsewhere.
+    def to_owners(
+        self,
+        batch: TrainBatch,
+        found: RowOutputs,
+        shape: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Send outputs at all tokens to the owners of the rows: [N, *shape]. Collective over the world.
 
-        Collective over the world. ``tokens``: as in ``all_to_owners``.
+        ``shape``: shape of the output for one token.
         """
-        values = self.all_to_owners(batch, deal, tokens)
-        return torch.where(batch.loss_mask.view(-1, *(1 for _ in values.shape[1:])), values, 0.0)
-
-    def all_to_owners(self, batch: TrainBatch, deal: Deal, tokens: Tensor) -> Tensor:
-        """Send values of all tokens to the owners of the rows: [N, ...]. Collective over the world.
-
-        ``tokens``: values of the rows that ran on this output rank, back to back. Other ranks pass no values.
-        """
-        holders = np.zeros(batch.num_rows, np.int64)
-        for rank, rows in zip(self.output_ranks, deal, strict=True):
+        tokens, holders = torch.zeros(0, *shape, dtype=dtype), np.zeros(batch.num_rows, np.int64)
+        for rank, rows in zip(self.output_ranks, found.deal, strict=True):
             holders[rows] = rank
+        if self.keeps_outputs:
+            lengths = [size for sizes in batch.sequences_of(self._own_rows(found)) for size in sizes]
+            tokens = restore_tokens(found.outputs, found.microbatches, lengths, dtype)
         owned = rows_by_rank(batch.owners.numpy(), dist.get_world_size())
         return move_rows({"values": tokens}, batch.lengths.numpy(), holders, owned)["values"]
 
-    def own_lengths(self, batch: TrainBatch, deal: Deal) -> list[int]:
-        """Return the lengths of the sequences that this rank runs."""
-        rows = deal[self.layout.coordinates(dist.get_rank())["dp"]]
-        return [size for sizes in batch.sequences_of(rows) for size in sizes]
+    def _merge_last(self, batch: TrainBatch, found: RowOutputs) -> Tensor:
+        """Return the outputs at the last tokens of all rows: [B] fp32 on every rank. Collective over the world."""
+        last = torch.zeros(batch.num_rows)
+        if self.keeps_outputs:
+            rows = self._own_rows(found)
+            ends = [*accumulate(map(len, batch.sequences_of(rows)))]
+            of_sequences = restore_last(found.outputs, found.microbatches, ends[-1] if ends else 0)
+            last[rows] = of_sequences[[end - 1 for end in ends]]
+        return merge_rows(last)
+
+    def _own_rows(self, found: RowOutputs) -> list[int]:
+        return found.deal[self.layout.coordinates(dist.get_rank())["dp"]]
 
     def _run(
-        self,
-        batch: TrainBatch,
-        function: OutputFunction,
-        fields: Mapping[str, Field] | None = None,
-        shape: tuple[int, ...] = (),
-    ) -> tuple[Deal, Tensor, Tensor]:
-        """Run all rows. Return their deal, and the outputs at the last tokens [B, *shape] and at all tokens of own rows."""
+        self, batch: TrainBatch, function: OutputFunction, fields: Mapping[str, Field] | None = None
+    ) -> RowOutputs:
+        """Run all rows of a batch. Collective over the world."""
         deal = self.deal(batch)
         parts = self.deliver(batch, [deal], fields or {})
-        last, tokens = torch.zeros(batch.num_rows, *shape), torch.zeros(0, *shape)
-        if self.model is not None:
-            microbatches = self.microbatches(parts[0], forward_only=True)
-            outputs = self.model.forward(microbatches, function)
-            if self.keeps_outputs:
-                rows, lengths = parts[0].rows, parts[0].sequence_lengths
-                tokens = restore_tokens(outputs, microbatches, lengths)
-                ends = [*accumulate(map(len, parts[0].sequences or [[0]] * len(rows)))]
-                last[rows] = restore_last(outputs, microbatches, len(lengths))[[end - 1 for end in ends]]
-        return deal, last, tokens
+        if self.model is None:
+            return RowOutputs(deal)
+        microbatches = self.microbatches(parts[0], forward_only=True)
+        return RowOutputs(deal, self.model.forward(microbatches, function), microbatches)
+
+
+def zero_outside_mask(batch: TrainBatch, values: Tensor) -> Tensor:
+    """Set values [N, ...] of tokens outside the loss mask to zero."""
+    return torch.where(batch.loss_mask.view(-1, *(1 for _ in values.shape[1:])), values, 0.0)

@@ -20,12 +20,12 @@ from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.supervised import perplexity, sft_loss
 from rlhf_mcore.config.choices import POLICY_LOSSES
 from rlhf_mcore.config.schema import AlgorithmConfig
-from rlhf_mcore.data.collate import restore_tokens, sequence_ids
+from rlhf_mcore.data.collate import sequence_ids
 from rlhf_mcore.mcore.model import MegatronModel, Metrics
 from rlhf_mcore.mcore.route_replay import Routing
 from rlhf_mcore.parallel.logprobs import TokenLogprobs
 from rlhf_mcore.parallel.rows import merge_rows
-from rlhf_mcore.roles.model import RoleModel
+from rlhf_mcore.roles.model import RoleModel, RowOutputs, zero_outside_mask
 from rlhf_mcore.roles.trained_model import Objective, TrainedModel, Update, minibatches
 from rlhf_mcore.types import ROUTES, TEACHER_TOP, Field, Microbatch, Ragged, TrainBatch
 
@@ -262,9 +262,10 @@ class Actor:
         Collective over the world.
         """
         values, microbatches = [values for values, _ in self._passes], [microbatch for _, microbatch in self._passes]
-        found = self.model.tokens_of_update(batch, values, microbatches, shape=() if batch.support is None else (2,))
+        found = RowOutputs(self.model.deal(batch), values, microbatches)
+        logprobs = self.model.to_owners(batch, found, shape=() if batch.support is None else (2,))
         self._passes = []
-        return set_log_mass(batch, found)
+        return set_log_mass(batch, zero_outside_mask(batch, logprobs))
 
 
 def replay_routes(model: RoleModel) -> None:
@@ -282,13 +283,9 @@ def recorded_routes(model: RoleModel, batch: TrainBatch) -> Iterator[None]:
     yield
     experts = model.spec.geometry.experts
     assert experts is not None, "config.validate refuses dense models"
-    deal = model.deal(batch)
-    tokens = torch.zeros(0, len(model.spec.geometry.moe_layers), experts.per_token, dtype=torch.int16)
-    if routing is not None:
-        wholes, microbatches = routing.recorded()
-        if model.keeps_outputs:
-            tokens = restore_tokens(wholes, microbatches, model.own_lengths(batch, deal), torch.int16)
-    batch.fields[ROUTES] = model.all_to_owners(batch, deal, tokens)
+    found = RowOutputs(model.deal(batch), *(routing.recorded() if routing is not None else ()))
+    shape = len(model.spec.geometry.moe_layers), experts.per_token
+    batch.fields[ROUTES] = model.to_owners(batch, found, shape, torch.int16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf_mcore.algorithms.masking import row_weights
 from rlhf_mcore.config.schema import OptimizerConfig
-from rlhf_mcore.data.collate import RowTokens, restore_tokens
+from rlhf_mcore.data.collate import RowTokens
 from rlhf_mcore.mcore.model import LossSums, MegatronModel, Metrics
 from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate
 from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
@@ -158,23 +158,6 @@ class TrainedModel(RoleModel):
             rows = [row for part in parts for row in part[replica]]
             owners[rows] = torch.tensor(ranks)[owners_of(sizes.lengths[rows].numpy(), len(ranks))]
         return owners, self.layout.replicas
-
-    def tokens_of_update(
-        self,
-        batch: TrainBatch,
-        outputs: Sequence[Tensor],
-        microbatches: Sequence[Microbatch],
-        *,
-        shape: tuple[int, ...] = (),
-    ) -> Tensor:
-        """Return outputs that the loss stored in the only update of a step, in the form of ``per_token``.
-
-        Collective over the world.
-        """
-        deal, tokens = self.deal(batch), torch.zeros(0, *shape)
-        if self.keeps_outputs:
-            tokens = restore_tokens(outputs, microbatches, self.own_lengths(batch, deal))
-        return self.to_owners(batch, deal, tokens)
 
     def _weigh(self, batch: TrainBatch, objective: Objective, tokens: RowTokens, counts: MinibatchCounts) -> RowTokens:
         """Replace the loss mask of rows by token weights."""
