@@ -1,4 +1,4 @@
-"""The distance between the engine's logprobs and the trainer's, and factors that make up for it."""
+"""Test the distance between the logprobs of engine and trainer, and the factors that correct it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def distances(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
 def correction(
     old: Tensor, rollout: Tensor, mask: Tensor, cfg: RolloutCorrectionConfig, staleness: Tensor | None = None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Of tensors [B, T]."""
+    """Compute the correction of tensors [B, T]."""
     ages = None if staleness is None else staleness.flatten()
     found, statistics = rollout_correction(old.flatten(), rollout.flatten(), mask.flatten(), everything(old), cfg, ages)
     return found.view_as(mask), statistics
@@ -45,7 +45,7 @@ def test_by_hand():
     old = torch.tensor([[NAN, -1.0, -2.0], [-3.0, NAN, NAN]])
     rollout = torch.tensor([[0.0, -1.25, -1.5], [-3.0, 0.0, NAN]])
     mask = torch.tensor([[False, True, True], [True, False, False]])
-    # |-1 + 1.25| + |-2 + 1.5| + 0 = 0.75 over 3 tokens, the largest of them 0.5
+    # |-1 + 1.25| + |-2 + 1.5| + 0 = 0.75 over 3 tokens; the largest is 0.5
     assert distances(old, rollout, mask) == {
         "logprob_diff_mean": 0.25,
         "logprob_diff_max": 0.5,
@@ -79,13 +79,13 @@ def test_half_precision():
     assert abs(found["logprob_diff_max"] - 0.001) < 1e-6
 
 
-# Rows of log ratios log 2, log 8 | log 1/4, log 2 | none trainable.
+# Rows of log ratios: log 2, log 8 | log 1/4, log 2 | no trainable token.
 MASK = torch.tensor([[False, True, True], [True, True, False], [False, False, False]])
 RATIOS = torch.tensor([[NAN, 2.0, 8.0], [0.25, 2.0, NAN], [NAN, NAN, NAN]])
 
 
 def corrected(staleness: Tensor | None = None, **settings: object) -> tuple[list[list[float]], dict[str, float]]:
-    """Factors on the trainable tokens of each row, and statistics."""
+    """Return the factors of the trainable tokens of each row, and statistics."""
     rollout = torch.full((3, 3), -3.0)
     cfg = RolloutCorrectionConfig(**settings)  # type: ignore[arg-type]
     factors, statistics = correction(rollout + RATIOS.log(), rollout, MASK, cfg, staleness)
@@ -115,7 +115,7 @@ def test_truncated_importance_sampling_per_token():
 
 
 def test_truncated_importance_sampling_per_sequence():
-    # Products 16 and 1/2; the row without a token is no sequence.
+    # Products 16 and 1/2. The row without trainable tokens does not count as a sequence.
     factors, statistics = corrected(mode="sequence", cap=4.0)
     assert factors == close([[4.0, 4.0], [0.5, 0.5], []])
     expected = {
@@ -132,7 +132,7 @@ def test_a_band_masks_what_lies_outside_of_it():
     factors, statistics = corrected(mode="token", cap=100.0, mask_low=0.5, mask_high=4.0)
     assert factors == close([[2.0, 0.0], [0.0, 2.0], []])
     assert statistics["masked_fraction"] == 0.5 and statistics["effective_sample_size"] == pytest.approx(0.5)
-    factors, statistics = corrected(mode="token", cap=1.0, mask_high=4.0)  # what is masked is not capped
+    factors, statistics = corrected(mode="token", cap=1.0, mask_high=4.0)  # masked tokens are not capped
     assert factors == close([[1.0, 0.0], [0.25, 1.0], []])
     assert statistics["clipped_fraction"] == 0.5 and statistics["masked_fraction"] == 0.25
     factors, statistics = corrected(mode="sequence", cap=100.0, mask_high=4.0)
@@ -152,7 +152,7 @@ def test_a_geometric_mean_does_not_depend_on_the_length_and_weighs_nothing():
 
 @pytest.mark.parametrize("mode", ["token", "sequence", "geometric"])
 def test_one_token_vetoes_its_response(mode: str):
-    factors, statistics = corrected(mode=mode, cap=100.0, veto=0.3)  # 1/4 is below
+    factors, statistics = corrected(mode=mode, cap=100.0, veto=0.3)  # 1/4 is below the veto
     assert factors[1] == [0.0, 0.0] and min(factors[0]) >= 1.0
     assert statistics["masked_fraction"] == 0.5
     assert corrected(mode=mode, cap=100.0, veto=0.2)[1]["masked_fraction"] == 0.0
@@ -161,8 +161,8 @@ def test_one_token_vetoes_its_response(mode: str):
 def test_tokens_whose_probabilities_diverge_are_left_out():
     # Probabilities (trainer, engine) of tokens, and the larger of the two divergences, worked out by hand:
     # (0.5, 0.5): 0. (0.9, 0.99): .9 ln(.9/.99) + .1 ln(.1/.01) = 0.144480. (0.3, 0.1): .3 ln 3 + .7 ln(.7/.9) = 0.153664.
-    # (0.03, 0.01): .03 ln 3 + .97 ln(.97/.99) = 0.013162; the ratio is that of the last one.
-    # (1 - 1e-3, 1), the engine's rounded to certainty: .001 ln(.001/1e-6) + .999 ln(.999/(1-1e-6)) = 0.005909.
+    # (0.03, 0.01): .03 ln 3 + .97 ln(.97/.99) = 0.013162, with the same ratio as the previous token.
+    # (1 - 1e-3, 1), with the engine's probability rounded to 1: .001 ln(.001/1e-6) + .999 ln(.999/(1-1e-6)) = 0.005909.
     p = torch.tensor([[0.5, 0.9, 0.3, 0.03, 1 - 1e-3, NAN]], dtype=torch.float64)
     q = torch.tensor([[0.5, 0.99, 0.1, 0.01, 1.0, NAN]], dtype=torch.float64)
     mask = torch.tensor([[True] * 5 + [False]])
@@ -181,7 +181,7 @@ def test_tokens_whose_probabilities_diverge_are_left_out():
         assert left_out(divergence - 2e-6)[place] and not left_out(divergence + 2e-6)[place]
 
 
-# The first row began two versions ago, and its last token one; outside of the mask there may be anything.
+# The first row's tokens are two versions and one version old. Values outside the mask are arbitrary.
 AGES = torch.tensor([[99, 2, 1], [0, 0, 99], [99, 99, 99]])
 
 
@@ -194,7 +194,7 @@ def test_tokens_and_responses_of_older_policies_are_left_out() -> None:
     factors, statistics = corrected(AGES, mode="token", cap=4.0, max_response_staleness=1)
     assert factors == close([[0.0, 0.0], [0.25, 2.0], []])
     assert statistics["stale_fraction"] == 0.5 and statistics["clipped_fraction"] == 0.25
-    # (1/4 + 2)^2 / (4 (1/16 + 4)): the same size as without the first row, out of four tokens
+    # (1/4 + 2)^2 / (4 (1/16 + 4)): the same as without the first row, out of four tokens
     assert statistics["effective_sample_size"] == pytest.approx(2.25**2 / (4 * 4.0625), rel=1e-5)
     factors, statistics = corrected(AGES, mode="sequence", cap=4.0, max_token_staleness=1)
     assert factors == close([[0.0, 4.0], [0.5, 0.5], []]), "the ratio is that of the whole response"
@@ -236,7 +236,7 @@ def test_without_staleness_weights_are_1_but_for_the_noise_of_the_engine(
 
 @pytest.mark.parametrize("mode", RATIO_MODES)
 def test_who_owns_a_row_changes_no_bit(mode: str) -> None:
-    """Factors, and statistics over all rows, the effective sample size among them."""
+    """Factors and statistics over all rows, including the effective sample size, do not depend on row owners."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([3, 1, 4, 1, 5, 2])
     old, rollout = (torch.randn(16, generator=generator) for _ in range(2))
@@ -298,7 +298,7 @@ ratios = st.lists(st.lists(st.floats(-3, 3, width=32), max_size=4), min_size=1, 
 
 @settings(max_examples=25, deadline=None)
 @given(rows=ratios, mode=st.sampled_from(RATIO_MODES), cap=st.sampled_from([0.5, 2.0, 1e9]))
-@example(rows=[[0.5], []], mode="geometric", cap=2.0)  # a row of one token is its own mean
+@example(rows=[[0.5], []], mode="geometric", cap=2.0)  # the mean of a one-token row is its token
 def test_correction_against_a_loop(rows: list[list[float]], mode: str, cap: float):
     mask = torch.tensor([[t < len(row) for t in range(5)] for row in rows])
     difference = torch.tensor([row + [NAN] * (5 - len(row)) for row in rows])

@@ -1,4 +1,4 @@
-"""KL-Cov and Clip-Cov: which tokens of a minibatch are chosen, whoever owns them, and the losses at chosen ones."""
+"""Test KL-Cov and Clip-Cov: the chosen tokens of a minibatch, for all row owners, and the losses at chosen tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ step_rows = st.lists(
 
 
 def batch_of(rows: list[list[tuple[float, int, bool]]], own: list[int]) -> TrainBatch:
-    """Tokens (old logprob, advantage, trainable) of the rows that a rank owns, NaN where they are not trainable."""
+    """Build a batch of a rank's own rows from tokens (old logprob, advantage, trainable). Other tokens are NaN."""
     tokens = [token for row in own for token in rows[row]]
     counts = torch.tensor([sum(mask for *_, mask in row) for row in rows], dtype=torch.int64)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
@@ -55,7 +55,7 @@ def alone(batch: TrainBatch) -> OwnedRows:
 @settings(max_examples=30, deadline=None)
 @given(rows=step_rows, share=st.sampled_from([0.01, 0.3, 0.7, 1.0]), cut=st.integers(0, 6))
 def test_kl_cov_chooses_the_largest_covariances_of_each_minibatch(rows: list, share: float, cut: int) -> None:
-    """Against sorted lists: covariances as in equation 9, the first of equal ones."""
+    """Compared with sorted lists of covariances as in equation 9. Among equal ones, the first is chosen."""
     batch = batch_of(rows, list(range(len(rows))))
     parts = [part for part in (list(range(len(rows)))[:cut], list(range(len(rows)))[cut:]) if part]
     chosen = choose_tokens(batch, parts, alone(batch), share)
@@ -97,7 +97,7 @@ def test_of_equal_values_the_first_are_chosen():
 
 @settings(max_examples=20, deadline=None)
 @given(values=st.lists(st.floats(allow_nan=False), min_size=1, max_size=30), count=st.integers(1, 30))
-@example(values=[1e-20, 3e-20, 2e-20, -1e-20], count=2)  # which are one number beside 1
+@example(values=[1e-20, 3e-20, 2e-20, -1e-20], count=2)  # numbers that become equal when 1 is added
 def test_any_values_can_be_ordered(values: list[float], count: int) -> None:
     tensor = torch.tensor(values, dtype=torch.float64)
     rows = OwnedRows(torch.tensor([0]), torch.tensor([len(values)]))
@@ -106,7 +106,7 @@ def test_any_values_can_be_ordered(values: list[float], count: int) -> None:
 
 
 def test_clip_cov_draws_from_the_band_by_chance_and_anew_at_every_step():
-    # Logprobs -1 and -3, advantages 1 and -1, a half each: covariances 1 * 1 or 1 * -1; the band leaves the former.
+    # Logprobs -1 and -3, advantages 1 and -1, half each. Covariances are 1 * 1 or 1 * -1, and the band contains only 1.
     rows = [[(-1.0, 1, True), (-3.0, -1, True), (-1.0, -1, True), (-3.0, 1, True)] * 50]
     batch, band = batch_of(rows, [0]), (0.5, 2.0)
     chosen = choose_tokens(batch, [[0]], alone(batch), 0.1, band)
@@ -116,7 +116,7 @@ def test_clip_cov_draws_from_the_band_by_chance_and_anew_at_every_step():
     batch.policy_version = 8
     again = choose_tokens(batch, [[0]], alone(batch), 0.1, band)
     assert int(again.sum()) == 20 and not torch.equal(again, chosen)
-    # Of 100 candidates in order, a draw by chance has some in each half.
+    # A random choice among 100 candidates in order includes some of each half.
     assert 4 <= int(chosen[:100].sum()) <= 16
     assert not choose_tokens(batch, [[0]], alone(batch), 0.1, (1.5, 2.0)).any()
 
@@ -149,7 +149,8 @@ def test_the_choice_does_not_depend_on_who_owns_a_row(band: tuple[float, float] 
 
 
 def test_kl_cov_by_hand():
-    # Ratios 2 and 1/2 at chosen tokens, 2 at another: -(2 * 3 - 0.5 log 2) - (0.5 * 3 - 0.5 log 2) - 2 * 3, slopes -+0.5 more.
+    # Ratios 2 and 1/2 at chosen tokens, 2 at another: -(2 * 3 - 0.5 log 2) - (0.5 * 3 - 0.5 log 2) - 2 * 3. Their
+    # slopes change by -+0.5.
     old = torch.full((1, 3), -1.0)
     logprobs = (old + torch.tensor([[2.0, 0.5, 2.0]]).log()).requires_grad_()
     made = loss_inputs(logprobs, old, torch.full((1, 3), 3.0), torch.ones(1, 3))
@@ -162,7 +163,7 @@ def test_kl_cov_by_hand():
 
 
 def test_clip_cov_by_hand():
-    # Ratio 1.1 is inside of the bounds, 1.5 is clipped at 1.2. The first and the fourth token are left out.
+    # Ratio 1.1 is within the bounds, 1.5 is clipped at 1.2. The first and the fourth token are left out.
     old = torch.full((1, 4), -1.0)
     logprobs = (old + torch.tensor([[1.1, 1.1, 1.5, 1.5]]).log()).requires_grad_()
     made = loss_inputs(logprobs, old, torch.full((1, 4), 2.0), torch.ones(1, 4))
@@ -171,5 +172,5 @@ def test_clip_cov_by_hand():
     loss.backward()
     assert loss.item() == pytest.approx(-2.2 - 2.4)
     torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, -2.2, 0.0, 0.0]]))
-    # Two are clipped, one of them chosen, and one more is chosen.
+    # Two tokens are clipped, one of them is chosen, and one more is chosen.
     assert metrics["clip_fraction_high"].item() == 3 and metrics["clip_fraction_low"].item() == 0

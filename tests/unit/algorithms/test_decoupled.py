@@ -1,4 +1,4 @@
-"""Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5) token by token, against the correction and the clipped loss together."""
+"""Compare decoupled PPO (AReaL, arXiv 2505.24298, eq. 5) token by token with the correction and the clipped loss together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_TOKEN_STALENESS = 2
 
 @dataclass
 class Token:
-    """Logprobs under three policies, the advantage, and how many versions behaviour is behind proximal."""
+    """A token: logprobs under three policies, the advantage, and the number of versions from behaviour to proximal policy."""
 
     behaviour: float
     proximal: float
@@ -32,7 +32,7 @@ class Token:
 
 
 def term(token: Token) -> tuple[float, float]:
-    """Loss of a token, and its derivative by the current logprob."""
+    """Return a token's loss and its derivative with respect to the current logprob."""
     weight = min(math.exp(token.proximal - token.behaviour), CAP)
     if token.staleness > MAX_TOKEN_STALENESS:
         weight = 0.0
@@ -57,7 +57,7 @@ def test_against_the_equation(rows: list[list[Token]]) -> None:
     mask = torch.tensor([[t < len(row) for t in range(4)] for row in rows])
 
     def padded(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """In double precision as drawn: a ratio of 18 would carry the rounding of logprobs to fp32 beyond the bounds below."""
+        """Return a field in double precision. With a ratio of 18, rounding logprobs to fp32 would exceed the bounds below."""
         filled = [[getattr(token, name) for token in row] + [7] * (4 - len(row)) for row in rows]
         return torch.tensor(filled, dtype=dtype)
 
@@ -85,10 +85,11 @@ VOCAB = 3
 
 
 def expected_gradient(mode: str, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients by the proximal policy's logits [1 + VOCAB, VOCAB] (of the first token, and of the second after each first).
+    """Return gradients with respect to the proximal policy's logits [1 + VOCAB, VOCAB]: first token, and second token
+    after each first.
 
-    Of every response of two tokens, weighed by its probability: what sampling from behaviour gives with the correction, and what
-    sampling from the proximal policy itself gives.
+    Both sum over all responses of two tokens, weighted by probability. The first samples from the behaviour policy and
+    applies the correction. The second samples from the proximal policy.
     """
     generator = torch.Generator().manual_seed(2)
     policies = {
@@ -123,6 +124,6 @@ def expected_gradient(mode: str, cap: float) -> tuple[torch.Tensor, torch.Tensor
 def test_what_an_older_policy_sampled_teaches_on_average_what_the_newer_one_would_have() -> None:
     found, expected = expected_gradient("sequence", cap=1e9)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
-    # The weight of a token leaves out how likely the other one is: biased for both, but less than without any.
+    # A token's weight ignores the probability of the other token. Both are biased, but less than without a weight.
     token, off = (float((expected_gradient(mode, 1e9)[0] - expected).norm()) for mode in ("token", "off"))
     assert 0.01 < token < off

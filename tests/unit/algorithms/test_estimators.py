@@ -1,4 +1,4 @@
-"""Every advantage estimator: hand-worked values, slow loops over lists, and what holds for all of them."""
+"""Compare every advantage estimator with hand-worked values and slow loops over lists, and check shared properties."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ NAN = float("nan")
 
 @dataclass
 class Response:
-    """One response as plain numbers: per trainable token a reward and a value, and what a critic says of its end."""
+    """A response as plain numbers: a reward and a value per trainable token, and the critic's value at its end."""
 
     group: int
     rewards: list[float]
     values: list[float]
     end: float = 0.0
     truncated: bool = False
-    greedy: float = 0.0  # the score of the greedy response to its prompt
+    greedy: float = 0.0  # score of the greedy response to its prompt
 
 
 def inputs(responses: list[Response], garbage: float = NAN, gap: int = 1) -> AdvantageInputs:
-    """Rows with ``gap`` positions of garbage in front of, and between, the trainable tokens."""
+    """Build rows with ``gap`` positions of garbage before and between the trainable tokens."""
     width = 2 + (1 + gap) * max((len(r.rewards) for r in responses), default=0)
     shape = (len(responses), width)
     rewards, values = torch.full(shape, garbage), torch.full(shape, garbage)
@@ -68,8 +68,8 @@ def per_token(values: torch.Tensor, made: AdvantageInputs) -> list[list[float]]:
 
 def test_gae_by_hand():
     # lam 1/2, gamma 1. delta_2 = 1 - 1/2, delta_1 = 1/2 - 1/4, delta_0 = 1/4 - 1/2; A = delta + A_next / 2: 0, 1/2, 1/2.
-    # Cut off in a state worth 2: delta_2 = 1 + 2 - 1/2 = 5/2, so 1/2, 3/2, 5/2. The end of the other one is worth nothing, and
-    # without bootstrapping neither is that of the first.
+    # Truncated in a state worth 2: delta_2 = 1 + 2 - 1/2 = 5/2, so 1/2, 3/2, 5/2.
+    # The end of a complete response is worth nothing. Without bootstrapping, a truncated end is worth nothing either.
     responses = [
         Response(0, [0.0, 0.0, 1.0], [0.5, 0.25, 0.5], end=9.0),
         Response(1, [0.0, 0.0, 1.0], [0.5, 0.25, 0.5], end=2.0, truncated=True),
@@ -84,7 +84,7 @@ def test_gae_by_hand():
 
 
 def test_running_into_the_token_limit_is_discouraged():
-    # Five tokens, cut off, score 0, where the critic expects 3/5 everywhere: each token's advantage is 0 - 3/5 with lam 1.
+    # Five tokens, truncated, score 0, and a critic that expects 3/5 everywhere. With lam 1, each token's advantage is 0 - 3/5.
     made = inputs([Response(0, [0.0] * 5, [0.6] * 5, end=0.6, truncated=True)])
     found = per_token(gae(made, AlgorithmConfig(gamma=1.0, lam=1.0)).advantages, made)
     assert found == [pytest.approx([-0.6] * 5)]
@@ -93,7 +93,7 @@ def test_running_into_the_token_limit_is_discouraged():
 
 
 def test_gae_discounts():
-    # gamma 1/2, lam 1: returns are discounted rewards: 4, 0 + 4/2, 2 + 2/2; truncated, at a state worth 8: 4 + 8/2, 8/2, 2 + 4/2.
+    # gamma 1/2, lam 1: returns are discounted rewards 4, 0 + 4/2, 2 + 2/2; truncated in a state worth 8: 4 + 8/2, 8/2, 2 + 4/2.
     rewards, values = [2.0, 0.0, 4.0], [1.0, -1.0, 0.5]
     made = inputs([Response(0, rewards, values), Response(0, rewards, values, end=8.0, truncated=True)])
     result = gae(made, AlgorithmConfig(gamma=0.5, lam=1.0, bootstrap_truncated=True))
@@ -103,7 +103,7 @@ def test_gae_discounts():
 
 
 def test_vapo_has_one_lam_for_the_critic_and_one_that_follows_the_length():
-    # Values 0, reward 1 at the end: A_t = lam^(steps left). alpha 0.5: lam is 1 - 2/4 for four tokens, and 0 for two.
+    # Values 0, reward 1 at the end: A_t = lam^(remaining steps). With alpha 0.5, lam is 1 - 2/4 for four tokens and 0 for two.
     long, short = Response(0, [0, 0, 0, 1.0], [0.0] * 4), Response(0, [0, 1.0], [0.0] * 2)
     made = inputs([long, short])
     result = ADVANTAGE_ESTIMATORS["gae"](made, AlgorithmConfig(gamma=1.0, lam=0.3, critic_lam=1.0, lam_alpha=0.5))
@@ -122,8 +122,10 @@ def test_opo_by_hand():
 
 
 def test_remax_by_hand():
-    # Scores 1 and 0 of one prompt, whose greedy response has 0.25; a KL of 0.1 and 0.2 is charged before the last token of the first.
-    # Rewards to go: 1 - 0.1 - 0.2, 1 - 0.2, 1. The other prompt's response scores as its greedy one does, and teaches exactly nothing.
+    # Scores 1 and 0 for one prompt, whose greedy response scores 0.25. The first response pays a KL of 0.1 and 0.2
+    # before its last token.
+    # Rewards to go: 1 - 0.1 - 0.2, 1 - 0.2, 1. The other prompt's response scores like its greedy response, so its
+    # advantage is exactly 0.
     first = Response(0, [-0.1, -0.2, 1.0], [9.0] * 3, greedy=0.25)
     made = inputs([first, Response(0, [0.0], [9.0], greedy=0.25), Response(1, [0.0, 0.75], [9.0] * 2, greedy=0.75)])
     for cfg in (AlgorithmConfig(), AlgorithmConfig(gamma=0.5, lam=0.1)):
@@ -132,8 +134,10 @@ def test_remax_by_hand():
 
 
 def test_gdpo_tells_equal_sums_of_unequal_parts_apart():
-    # Two groups of two: parts (1, 0), (0, 0) and (1, 1), (0, 0). In a pair each part that differs is +-1/sqrt(2): sums s, -s, 2s, -2s.
-    # Their mean is 0 and their deviation sqrt(10 s^2 / 3), so A = +-sqrt(0.3), +-2 sqrt(0.3). GRPO has the same for both groups.
+    # Two groups of two: parts (1, 0), (0, 0) and (1, 1), (0, 0). In a pair, each unequal part becomes +-1/sqrt(2):
+    # sums s, -s, 2s, -2s.
+    # Their mean is 0 and their deviation sqrt(10 s^2 / 3), so A = +-sqrt(0.3), +-2 sqrt(0.3). GRPO gives both groups
+    # equal advantages.
     made = inputs([Response(group, [total], [0.0]) for group, total in ((0, 1.0), (0, 0.0), (1, 2.0), (1, 0.0))])
     made.score_parts = torch.tensor([[1, 0], [0, 0], [1, 1], [0, 0]], dtype=torch.float64)
     cfg = AlgorithmConfig(advantage="gdpo", reward_weights={"right": 1.0, "format": 1.0})
@@ -180,7 +184,7 @@ def test_whitened_gae_keeps_its_returns():
 
 
 def test_rloo_by_hand():
-    # Rewards 1, 0, 5 of one prompt: 1 - 5/2, 0 - 6/2, 5 - 1/2. Of another: 2 - 4, 4 - 2.
+    # Rewards 1, 0, 5 for one prompt: 1 - 5/2, 0 - 6/2, 5 - 1/2. For another prompt: 2 - 4, 4 - 2.
     responses = [Response(g, [0.0, r], [0.0, 0.0]) for g, r in [(0, 1.0), (7, 2.0), (0, 0.0), (7, 4.0), (0, 5.0)]]
     made = inputs(responses)
     advantages = per_token(rloo(made, AlgorithmConfig()).advantages, made)
@@ -202,7 +206,7 @@ def test_a_group_of_one_is_refused(name: str):
 
 def test_reinforce_by_hand():
     made = inputs([Response(0, [1.0, -2.0, 4.0], [9.0] * 3), Response(0, [2.0], [9.0], end=5.0, truncated=True)])
-    # 4; -2 + 4/2; 1 + 0. No critic, so nothing is added for a truncated one.
+    # 4; -2 + 4/2; 1 + 0. Without a critic, a truncated response gets no extra value.
     advantages = reinforce(made, AlgorithmConfig(gamma=0.5)).advantages
     assert per_token(advantages, made) == [[1.0, 0.0, 4.0], [2.0]]
 
@@ -236,7 +240,7 @@ def whitened(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("size", [1e-3, 1.0, 100.0, 1e6])
 def test_rounding_of_equal_values_is_no_signal(size: float):
     exact = torch.full((4, 6), size)
-    # One or two units in the last place of float32, up and down.
+    # One or two units in the last place of float32, positive and negative.
     noisy = exact * (1 + torch.tensor([0, 1, -1, 2, 0, -2]) * 2.0**-23)
     assert noisy.unique().numel() > 2
     mask = torch.ones(4, 6, dtype=torch.bool)
@@ -246,7 +250,7 @@ def test_rounding_of_equal_values_is_no_signal(size: float):
 
 
 def test_whitening_does_not_scale_up_what_a_good_critic_leaves():
-    # Deviations of 1e-6: (1e-6)^2 is lost beside eps = 1e-8, whose root is 1e-4, so they become 1e-2.
+    # Deviations of 1e-6: (1e-6)^2 vanishes next to eps = 1e-8. The root of eps is 1e-4, so they become 1e-2.
     values = torch.tensor([[1e-6, -1e-6], [-1e-6, 1e-6]])
     found = whitened(values, torch.ones(2, 2, dtype=torch.bool))
     torch.testing.assert_close(found, values * 1e4, rtol=1e-3, atol=0)
@@ -286,11 +290,11 @@ def test_whitening_an_empty_mask_gives_zeros():
     assert whitened(torch.full((2, 3), NAN), torch.zeros(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
 
 
-# Slow versions: each a direct reading of the paper's formula, over lists of one response or group.
+# Slow versions read the paper's formula directly, over lists of one response or group.
 
 
 def slow_gae(response: Response, cfg: AlgorithmConfig) -> list[float]:
-    """The double sum of eq. 16."""
+    """Compute the double sum of eq. 16."""
     length, gamma, lam = len(response.rewards), cfg.gamma, cfg.lam
     values = [*response.values, response.end if response.truncated and cfg.bootstrap_truncated else 0.0]
     deltas = [response.rewards[t] + gamma * values[t + 1] - values[t] for t in range(length)]
@@ -306,7 +310,7 @@ def slow_normalized(tokens: list[list[float]]) -> list[list[float]]:
 
 
 def spread(responses: list[Response], advantage: Callable[[float, list[float]], float]) -> list[list[float]]:
-    """The advantage of each outcome beside those of the others in its group, at every token."""
+    """Return each outcome's advantage, relative to the other outcomes of its group, at every token."""
     totals = [sum(r.rewards) for r in responses]
     out = []
     for i, response in enumerate(responses):
@@ -316,7 +320,7 @@ def spread(responses: list[Response], advantage: Callable[[float, list[float]], 
 
 
 def by_length(responses: list[Response], group: int) -> float:
-    """Mean of the group's outcomes, each counted by its length."""
+    """Return the mean of the group's outcomes, weighted by length."""
     own = [(len(r.rewards), sum(r.rewards)) for r in responses if r.group == group]
     return sum(n * r for n, r in own) / max(sum(n for n, _ in own), 1)
 
@@ -324,7 +328,7 @@ def by_length(responses: list[Response], group: int) -> float:
 def slow_gdpo(
     parts: list[list[float]], weights: list[float], responses: list[Response], normalize_std: bool = True
 ) -> list[list[float]]:
-    """Equations 4 to 6 of GDPO, response by response."""
+    """Compute equations 4 to 6 of GDPO, response by response."""
 
     def normalized(mine: float, everyone: list[float], divided: bool = True) -> float:
         centered = mine - statistics.fmean(everyone)
@@ -383,7 +387,7 @@ token = st.tuples(number, number)
 
 @st.composite
 def steps(draw: st.DrawFn, equal: bool = False) -> list[Response]:
-    """Groups of 2 to 4 responses of 0 to 5 tokens, shuffled; ``equal``: one score for all, on the last token."""
+    """Generate groups of 2 to 4 responses of 0 to 5 tokens, shuffled. ``equal``: one score for all, on the last token."""
     sizes = draw(st.lists(st.integers(2, 4), min_size=1, max_size=3))
     score, made = draw(number), []
     for group, size in enumerate(sizes):
@@ -408,7 +412,7 @@ turn_configs = st.builds(
     configs,
     turn_gamma=st.sampled_from([0.0, 0.5, 1.0]),
     turn_credit=st.booleans(),
-)  # where every token is a turn
+)  # turns of one token
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
@@ -435,7 +439,7 @@ def test_against_the_slow_version(name: str, responses: list[Response], cfg: Alg
 @settings(max_examples=6, deadline=None)
 @given(responses=steps(equal=True), whitened=st.booleans())
 def test_equal_scores_give_zero_and_finite_advantages(name: str, responses: list[Response], whitened: bool):
-    """One score for every response. REINFORCE is zero once it is whitened; GAE against a critic that is right."""
+    """All responses have one score. REINFORCE is zero after whitening, and GAE with a perfect critic."""
     if name == "gae":
         score = responses[0].rewards[-1]
         responses = [replace(r, values=[score] * len(r.values), truncated=False) for r in responses]
@@ -481,7 +485,7 @@ def test_who_owns_a_row_changes_no_bit(
     owners = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=len(responses), max_size=len(responses))))
 
     def body(group: ThreadGroup) -> bool:
-        """One of three ranks, some of which may own nothing."""
+        """Run a rank of three. Some ranks may own no rows."""
 
         def merge(values: torch.Tensor) -> torch.Tensor:
             group.reduce(values, dist.ReduceOp.SUM)

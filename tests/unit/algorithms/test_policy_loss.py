@@ -1,4 +1,4 @@
-"""The clipped surrogate: hand-worked tokens, a slow loop, and the invariances that training relies on."""
+"""Test the clipped surrogate: hand-worked tokens, a slow loop, and the invariances on which training relies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_by_hand():
     assert loss.shape == ()
     assert loss.item() == pytest.approx(-3.25 / 6)
     loss.backward()
-    # -w * A * ratio where the unclipped term is the smaller one, else 0: clipped are the first and the fourth.
+    # -w * A * ratio if the unclipped term is smaller, otherwise 0. The first and the fourth token are clipped.
     expected = -torch.tensor([[0.0, -3.0, 1.0, 0.0, 1.25, 3.0]]) / 6
     torch.testing.assert_close(logprobs.grad, expected)
 
@@ -81,7 +81,7 @@ def test_garbage_in_padding_reaches_neither_loss_gradient_nor_metrics(garbage: f
 
 
 def test_a_runaway_ratio_stays_finite():
-    # exp(500) overflows. A token of negative advantage is not clipped by PPO: 1 * exp(20) remains, without a gradient.
+    # exp(500) overflows. PPO does not clip a token with a negative advantage, so 1 * exp(20) remains, without a gradient.
     logprobs = torch.tensor([[0.0, 0.0]], requires_grad=True)
     loss, _ = clip(
         logprobs,
@@ -104,7 +104,7 @@ def test_a_nan_in_a_trainable_token_is_not_hidden():
 
 
 def slow_ppo(new: list[float], old: list[float], advantage: float, low: float, high: float) -> list[float]:
-    """Per-token losses by the case table of the PPO paper's figure 1, without min or clamp."""
+    """Return losses per token by the case table of the PPO paper's figure 1, without min or clamp."""
     losses = []
     for a, b in zip(new, old, strict=True):
         ratio = math.exp(a - b)
@@ -125,7 +125,7 @@ rows = st.lists(
 @settings(max_examples=25, deadline=None)
 @given(rows=rows, aggregation=st.sampled_from(AGGREGATIONS), data=st.data())
 def test_microbatches_packed_or_padded_add_up_to_the_whole(rows, aggregation: str, data: st.DataObject):
-    """However rows are cut, packed and ordered, loss and gradient stay the same, and the loss is the slow loop's."""
+    """Loss and gradient do not depend on the split, packing and order of rows, and the loss equals the slow loop's."""
     num_tokens = sum(len(tokens) for tokens, _ in rows)
     expected = 0.0
     for tokens, advantage in rows:
@@ -157,7 +157,7 @@ def test_microbatches_packed_or_padded_add_up_to_the_whole(rows, aggregation: st
     cut = data.draw(st.integers(0, len(rows)))
     pieces = [piece for piece in (order[:cut], order[cut:]) if piece]
     whole_loss, whole_gradient, whole_metrics = run([list(range(len(rows)))], packed=False)
-    # A term is at most 2 exp(2); the log ratio's rounding, 2**-23, and the last place of the exponential are relative to it.
+    # A term is at most 2 exp(2). The log ratio's rounding, 2**-23, and the last place of the exponential are relative to it.
     rounded = 2 * math.exp(2) * 2**-21
     assert whole_loss == pytest.approx(expected, rel=1e-5, abs=rounded)
     for packed in (False, True):

@@ -1,4 +1,4 @@
-"""Dual clip, GSPO and CISPO by hand, every loss against a slow one, and what holds for all of them."""
+"""Compare dual clip, GSPO, CISPO and other losses with hand-worked values and slow versions, and check shared properties."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def tokens(ratios: list[list[float]], advantages: list[list[float]], weight: float) -> tuple[torch.Tensor, LossInputs]:
-    """Rows of tokens with these ratios, all of one weight, and the logprobs to differentiate by."""
+    """Build rows of equally weighted tokens with these ratios. Returns also the logprobs as the variable of gradients."""
     old = torch.full((len(ratios), len(ratios[0])), -1.0)
     logprobs = (old + torch.tensor(ratios).log()).requires_grad_()
     weights = torch.full_like(old, weight)
@@ -30,8 +30,9 @@ def tokens(ratios: list[list[float]], advantages: list[list[float]], weight: flo
 
 
 def test_dual_clip_by_hand():
-    # c = 3, clip 0.2. Negative advantages at ratios 5, 2.5, 0.5: -10 is raised to 3 * -2 = -6; -5 stays; min(-1, -1.6) = -1.6 stays.
-    # A positive advantage at ratio 5 is clipped from above as ever: 1.2 * 2.
+    # c = 3, clip 0.2. Negative advantages at ratios 5, 2.5, 0.5: -10 is raised to 3 * -2 = -6; -5 stays; min(-1,
+    # -1.6) = -1.6 stays.
+    # A positive advantage at ratio 5 is clipped from above as usual: 1.2 * 2.
     logprobs, made = tokens([[5.0, 2.5, 0.5, 5.0]], [[-2.0, -2.0, -2.0, 2.0]], weight=0.25)
     loss, metrics = ppo_clip(made, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     loss.backward()
@@ -42,19 +43,20 @@ def test_dual_clip_by_hand():
 
 
 def test_gspo_by_hand():
-    # Ratios 2 and 1/2: the sequence's is exp((log 2 - log 2) / 2) = 1. Ratios 4 and 1: exp(log 4 / 2) = 2, above 1 + 0.5.
+    # Ratios 2 and 1/2 give the sequence ratio exp((log 2 - log 2) / 2) = 1. Ratios 4 and 1 give exp(log 4 / 2) = 2,
+    # above 1 + 0.5.
     logprobs, made = tokens([[2.0, 0.5], [4.0, 1.0]], [[3.0, 3.0], [1.0, 1.0]], weight=0.25)
     loss, metrics = gspo(made, clip_low=0.5, clip_high=0.5)
     loss.backward()
     assert loss.item() == pytest.approx(-(3 + 3 + 1.5 + 1.5) / 4)
-    # The second sequence is clipped as a whole. In the first each token has -w A s.
+    # The second sequence is clipped as a whole. Each token of the first contributes -w A s.
     torch.testing.assert_close(logprobs.grad, torch.tensor([[-0.75, -0.75], [0.0, 0.0]]))
     assert metrics["clip_fraction_high"].item() == 2 and metrics["clip_fraction_low"].item() == 0
     assert metrics["importance_ratio"].item() == pytest.approx(1 + 1 + 2 + 2)
 
 
 def test_gspo_is_the_papers_sequence_loss():
-    """Equation 5 with s differentiated as a whole, and weights of ``sequence`` aggregation."""
+    """Equation 5, with s differentiated as a whole, and the weights of ``sequence`` aggregation."""
     torch.manual_seed(0)
     mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 1]], dtype=torch.bool)
     old, noise = -torch.rand(3, 5), 0.3 * torch.randn(3, 5)
@@ -81,12 +83,12 @@ def test_cispo_by_hand():
     above, below = math.log(6) - 1, math.log(0.25) - 1
     assert loss.item() == pytest.approx(-5 * above + 5 * above - 0.5 * 2 * below, rel=1e-5)
     torch.testing.assert_close(logprobs.grad, torch.tensor([[-5.0, 5.0, -1.0]]))
-    # A bound acts whatever the sign of the advantage.
+    # Bounds apply for both signs of the advantage.
     assert metrics["clip_fraction_high"].item() == 2 and metrics["clip_fraction_low"].item() == 1
 
 
 def test_gmpo_is_the_papers_sequence_loss():
-    """Equation 4 with the geometric mean differentiated as a whole, and weights of ``sequence`` aggregation."""
+    """Equation 4, with the geometric mean differentiated as a whole, and the weights of ``sequence`` aggregation."""
     torch.manual_seed(1)
     mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 1]], dtype=torch.bool)
     old, noise = -torch.rand(3, 5), 0.4 * torch.randn(3, 5)
@@ -106,7 +108,7 @@ def test_gmpo_is_the_papers_sequence_loss():
 
 
 def test_sapo_by_hand():
-    # tau 1 and 2: at ratio 2 the gates are 4 sigmoid(1) and 2 sigmoid(2), their slopes 4 s(1 - s) each times the ratio.
+    # tau 1 and 2: at ratio 2 the gates are 4 sigmoid(1) and 2 sigmoid(2). Each slope is 4 s(1 - s) times the ratio.
     logprobs, made = tokens([[2.0, 2.0]], [[1.0, -1.0]], weight=1.0)
     loss, _ = POLICY_LOSSES["sapo"](made, tau_positive=1.0, tau_negative=2.0)
     loss.backward()
@@ -116,7 +118,7 @@ def test_sapo_by_hand():
 
 
 def test_dppo_by_hand():
-    # Old probability 0.5, new ones 0.7 and 0.3; with A of the same sign they have gone too far by 0.2, with the other they return.
+    # Old probability 0.5, new ones 0.7 and 0.3. If A has the sign of the change, the token is 0.2 too far. Otherwise it returns.
     old = torch.full((1, 4), math.log(0.5))
     logprobs = torch.tensor([[0.7, 0.3, 0.7, 0.3]]).log().requires_grad_()
     made = loss_inputs(logprobs, old, torch.tensor([[1.0, -1.0, -1.0, 1.0]]), torch.ones(1, 4))
@@ -125,7 +127,7 @@ def test_dppo_by_hand():
     assert loss.item() == pytest.approx(1.4 - 0.6)
     torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, 0.0, 1.4, -0.6]]))
     assert metrics["clip_fraction_low"].item() == 1 and metrics["clip_fraction_high"].item() == 1
-    # KL of the coins: 0.5 ln(0.5 / 0.7) + 0.5 ln(0.5 / 0.3) = 0.0872, the same both ways.
+    # KL of the two Bernoulli distributions: 0.5 ln(0.5 / 0.7) + 0.5 ln(0.5 / 0.3) = 0.0872, the same in both directions.
     assert POLICY_LOSSES["dppo_kl"](made, clip_low=0.0871, clip_high=0.0871)[0].item() == pytest.approx(0.8)
     assert POLICY_LOSSES["dppo_kl"](made, clip_low=0.0872, clip_high=0.0872)[0].item() == pytest.approx(0.0, abs=1e-6)
 
@@ -137,11 +139,11 @@ def test_dppo_kl_leaves_out_what_has_become_certain():
     assert loss.item() == pytest.approx(-1.0) and metrics["clip_fraction_high"].item() == 1
 
 
-# Slow versions: one token after the other, in floats.
+# Slow versions compute one token after the other, in floats.
 
 
 def geometric_mean(row: list[tuple[float, float, float]], cfg: AlgorithmConfig) -> float:
-    """(prod of min(r, e^high) where A > 0, of max(r, e^-low) where A < 0, of 1 where A = 0)^(1 / length)."""
+    """Return (prod of min(r, e^high) for A > 0, max(r, e^-low) for A < 0 and 1 for A = 0)^(1 / length)."""
     product = 1.0
     for logprob, old, advantage in row:
         ratio = math.exp(logprob - old)
@@ -153,7 +155,10 @@ def geometric_mean(row: list[tuple[float, float, float]], cfg: AlgorithmConfig) 
 
 
 def is_left_out(name: str, logprob: float, old: float, advantage: float, cfg: AlgorithmConfig) -> bool:
-    """Whether DPPO leaves a token out: the divergence between two coins, in the direction of the advantage."""
+    """Return whether DPPO leaves a token out.
+
+    The divergence between two Bernoulli distributions counts in the direction of the advantage.
+    """
     p, q = math.exp(logprob), math.exp(old)
     if name == "dppo_tv":
         divergence = abs(p - q)
@@ -167,7 +172,7 @@ def is_left_out(name: str, logprob: float, old: float, advantage: float, cfg: Al
 
 
 def slow_loss(name: str, rows: list[list[tuple[float, float, float]]], cfg: AlgorithmConfig) -> float:
-    """Mean over all tokens (logprob, old logprob, advantage) of the rows."""
+    """Return the mean over all tokens (logprob, old logprob, advantage) of the rows."""
     total, count = 0.0, 0
     for row in rows:
         for logprob, old, advantage in row:
@@ -208,12 +213,12 @@ configs = st.builds(
 def compute(
     name: str, made: LossInputs, cfg: AlgorithmConfig | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss with the settings of a configuration."""
+    """Compute the loss with the settings of a configuration."""
     return bind(POLICY_LOSSES[name], cfg or AlgorithmConfig())(made)
 
 
 def padded(rows: list[list[tuple[float, float, float]]], garbage: float) -> tuple[torch.Tensor, LossInputs]:
-    """The rows behind two positions of garbage each, in one microbatch."""
+    """Pad the rows in one microbatch, each after two positions of garbage."""
     width = 7
     filled = [[(garbage,) * 3] * 2 + row + [(garbage,) * 3] * (width - 2 - len(row)) for row in rows]
     new, old, advantages = (part.contiguous() for part in torch.tensor(filled).unbind(-1))
@@ -224,7 +229,7 @@ def padded(rows: list[list[tuple[float, float, float]]], garbage: float) -> tupl
 
 
 def packed(made: LossInputs) -> LossInputs:
-    """All rows of a padded microbatch one behind the other."""
+    """Pack all rows of a padded microbatch."""
     flat = [
         getattr(made, name).reshape(1, -1) for name in ("logprobs", "old_logprobs", "advantages", "mask", "weights")
     ]
@@ -243,7 +248,7 @@ def test_against_the_slow_version_padded_and_packed(name: str, rows: list, cfg: 
     assert logprobs.grad is not None and logprobs.grad[made.weights == 0].eq(0).all()
     assert logprobs.grad.isfinite().all()
     again, packed_metrics = compute(name, packed(made), cfg)
-    # Up to 25 terms of up to 2 exp(2) in all, added in another order: 24 times half a unit in the last place of 8 to 16.
+    # The sum of up to 25 terms, at most 2 exp(2) in total, in another order: 24 times half a unit in the last place of 8 to 16.
     assert again.item() == pytest.approx(loss.item(), rel=1e-5, abs=24 * 2**-21)
     for key, value in metrics.items():
         assert packed_metrics[key].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-5)
@@ -304,20 +309,23 @@ def test_every_loss_reports_the_same_four_sums(name: str):
 
 
 def test_a_token_without_weight_stays_in_its_sequences_ratio():
-    """Log ratios log 2 and log 8: s = sqrt(16) = 4, clipped at 5/4. The second token is left out of the loss only."""
+    """Log ratios log 2 and log 8 give s = sqrt(16) = 4, clipped at 5/4. Only the loss leaves out the second token."""
     new = torch.tensor([[math.log(2.0), math.log(8.0)]], requires_grad=True)
     weights = torch.tensor([[0.5, 0.5]])
     made = loss_inputs(new, torch.zeros(1, 2), torch.full((1, 2), -1.0), weights)
     made.weights = torch.tensor([[0.5, 0.0]])
     loss, metrics = POLICY_LOSSES["gspo"](made, clip_low=0.25, clip_high=0.25)
     loss.backward()
-    # A = -1 and s above the range: not clipped, loss 1/2 s = 2, and its gradient 1/2 s at the token that counts.
+    # A = -1 and s above the range is not clipped. The loss is 1/2 s = 2, and its gradient 1/2 s at the weighted token.
     assert loss.item() == pytest.approx(2.0) and new.grad.tolist() == [pytest.approx([2.0, 0.0])]
     assert metrics["importance_ratio"].item() == pytest.approx(8.0)
 
 
 def test_a_far_token_counts_in_its_sequences_ratio_as_it_is_and_keeps_its_gradient():
-    """Log ratios 50, -49.9 and 0.2 have a mean of 0.1: the ratio is exp(0.1), within the range, so each token's gradient is -A w s."""
+    """Log ratios 50, -49.9 and 0.2 have a mean of 0.1.
+
+    The ratio exp(0.1) is within the range, so each token's gradient is -A w s.
+    """
     new = torch.tensor([[50.0, -49.9, 0.2]], dtype=torch.float64, requires_grad=True)
     zeros, third = torch.zeros(1, 3, dtype=torch.float64), torch.full((1, 3), 1 / 3, dtype=torch.float64)
     made = loss_inputs(new, zeros, third * 6, third)

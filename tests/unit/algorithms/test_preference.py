@@ -1,4 +1,4 @@
-"""Losses over pairs: against numbers of TRL's own functions, against the papers' equations, and where pairs are hostile."""
+"""Compare losses over pairs with TRL's own functions and the papers' equations, and test hostile pairs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ LOGPROBS = [[-3.25, -7.5], [-12.0, -4.75], [-0.5, -0.625], [-40.0, -95.0]]
 REFERENCE = [[-4.0, -6.75], [-10.5, -5.0], [-0.75, -0.5], [-42.5, -60.0]]
 LENGTHS = [[3, 5], [8, 2], [1, 1], [16, 40]]
 
-# What DPOTrainer.dpo_loss, CPOTrainer.cpo_loss, ORPOTrainer.odds_ratio_loss (with the chosen responses' mean negative log-likelihood)
-# and KTOTrainer.kto_loss of TRL 0.19.1 return for the numbers above in float64: the mean of the losses, its gradient with respect to
-# the sums of logprobs, row by row, and the rewards.
+# Results of DPOTrainer.dpo_loss, CPOTrainer.cpo_loss, ORPOTrainer.odds_ratio_loss (with the chosen responses' mean
+# negative log-likelihood)
+# and KTOTrainer.kto_loss of TRL 0.19.1 for the numbers above in float64.
+# They are the mean loss, its gradient with respect to the sums of logprobs, row by row, and the rewards.
 TRL: dict[str, tuple[dict[str, Any], float, list[float], list[float]]] = {
     "dpo": (
         {"loss": "dpo", "beta": 0.1},
@@ -149,7 +150,7 @@ def test_every_declared_loss_is_there() -> None:
 
 
 def test_dpo_by_hand() -> None:
-    """Sigmoid(log 3) = 3/4: the gradient is beta times how wrong the policy is, 1/4."""
+    """Sigmoid(log 3) = 3/4. The gradient is beta times the policy's error of 1/4."""
     logprobs = torch.tensor([[math.log(9.0) - 5, -5.0]], requires_grad=True)
     made = Pairs(logprobs, torch.tensor([[1, 1]]), torch.tensor([[-5.0, -5.0]]))
     loss, sums = sums_of(made, torch.ones(1), DpoConfig(beta=0.5))
@@ -206,7 +207,7 @@ def test_pairs_that_do_not_count_may_hold_anything(name: str) -> None:
     (
         "row",
         [
-            [0.0, 0.0],  # both certain
+            [0.0, 0.0],  # both responses are certain
             [-1e-30, -1e5],
             [-1e5, -1e-30],
             [-1e-8, -3e-8],
@@ -231,7 +232,7 @@ def test_a_tie_is_half_right() -> None:
 
 @pytest.mark.parametrize("mean", [-1e-6, -1e-3, -0.5, -0.7, -2.0, -50.0])
 def test_odds_are_exact_for_certain_and_for_improbable_responses(mean: float) -> None:
-    """log(p / (1 - p)) in 64 bits, where 1 - p is no rounded number: -log(expm1(-m))."""
+    """log(p / (1 - p)) = -log(expm1(-m)) in float64, which avoids rounding 1 - p."""
     logprobs = torch.tensor([[mean, -1.0]])
     loss, _ = sums_of(Pairs(logprobs, torch.tensor([[1, 1]])), torch.ones(1), DpoConfig(loss="orpo", beta=1.0))
     odds = [-math.log(math.expm1(-m)) for m in (mean, -1.0)]

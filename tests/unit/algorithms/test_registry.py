@@ -1,4 +1,4 @@
-"""Names in a configuration and the functions behind them, ours and a user's."""
+"""Find functions by their names in a configuration, built in or from a user's file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def inputs() -> AdvantageInputs:
-    """One prompt, two responses of two tokens, scores 1 and 0."""
+    """Build one prompt with two responses of two tokens and the scores 1 and 0."""
     return advantage_inputs(
         rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
         loss_mask=torch.tensor([[False, True, True], [False, True, True]]),

@@ -1,4 +1,4 @@
-"""Where a score and the KL penalty land."""
+"""Test the tokens that receive the score and the KL penalty."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlhf_mcore.algorithms.shaping import groups_that_differ, overlong_penalty, 
 from tests.rows import everything
 
 NAN = float("nan")
-# Trainable: tokens 1-2; tokens 1 and 3 (a gap, as a tool's output leaves it); none; all.
+# Trainable: tokens 1-2; tokens 1 and 3 (with a gap, as after a tool's output); no token; all tokens.
 MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
 
 
 def placed(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
-    """Of tensors [B, T]."""
+    """Return the token rewards of tensors [B, T]."""
     flat = kl.flatten() if kl is not None else None
     return token_rewards(scores, mask.flatten(), everything(mask), flat, kl_coef).view_as(mask)
 
@@ -69,13 +69,14 @@ def test_rewards_of_a_row_add_up_to_its_score_with_rewards_of_turns():
     mask = torch.tensor([[False, True, True, False, True], [True, True, False, True, True]])
     turns = torch.tensor(
         [[0.0, 0.0, 0.25, 9.0, 0.0], [0.0, -0.5, 9.0, 0.0, 0.0]]
-    )  # 9: not of the policy, so not learned
+    )  # 9: not written by the policy, so not trained on
     found = token_rewards(torch.tensor([1.0, -2.0]), mask.flatten(), everything(mask), turn_rewards=turns.flatten())
     assert found.view_as(mask).tolist() == [[0, 0, 0.25, 0, 0.75], [0, -0.5, 0, 0, -1.5]]
 
 
 def test_overlong_penalty_by_hand():
-    # Equation 13 with a limit of 20 and a cache of 8: nothing up to 12, then an eighth per token, all of it from 20 on.
+    # Equation 13 with a limit of 20 and a cache of 8: no penalty up to 12, then an eighth per token, and the full
+    # penalty from 20 on.
     lengths = torch.tensor([0, 12, 13, 16, 20, 25])
     assert overlong_penalty(lengths, max_tokens=20, cache_tokens=8).tolist() == [0, 0, -0.125, -0.5, -1, -1]
     assert overlong_penalty(lengths, 20, 8, penalty=4.0).tolist() == [0, 0, -0.5, -2, -4, -4]
@@ -97,7 +98,7 @@ def test_overlong_penalty_against_the_papers_cases(length: int, limit: int, data
 
 def test_groups_that_differ_by_hand():
     scores = torch.tensor([1.0, 0.5, 1.0, 0.5, 2.0, 7.0])
-    group_ids = torch.tensor([3, 1, 3, 1, 1, 0])  # 3: equal, 1: not, 0: alone
+    group_ids = torch.tensor([3, 1, 3, 1, 1, 0])  # 3: equal scores, 1: different scores, 0: a single response
     assert groups_that_differ(scores, group_ids).tolist() == [False, True, False, True, True, False]
     assert groups_that_differ(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
 

@@ -1,4 +1,4 @@
-"""Losses of supervised fine-tuning and of reward models: by hand, against loops and torch, and without leaks."""
+"""Test losses of supervised fine-tuning and reward models: hand-worked values, loops and torch, and masked values."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_sft_is_cross_entropy():
 
 
 def test_bradley_terry_by_hand():
-    # sigmoid(log 3) = 3/4, sigmoid(-log 3) = 1/4, and a tie: 1/2.
+    # sigmoid(log 3) = 3/4, sigmoid(-log 3) = 1/4, and 1/2 for a tie.
     chosen = torch.tensor([2.0 + math.log(3), 0.0, 1.0], requires_grad=True)
     rejected = torch.tensor([2.0, math.log(3), 1.0], requires_grad=True)
     loss, metrics = bradley_terry_loss(chosen, rejected, torch.full((3,), 1 / 3))
     loss.backward()
     assert loss.item() == pytest.approx(-(math.log(0.75) + math.log(0.25) + math.log(0.5)) / 3, rel=1e-6)
-    # -(1 - sigmoid) w on the chosen, and its opposite on the rejected.
+    # -(1 - sigmoid) w for the chosen response, and the opposite for the rejected one.
     torch.testing.assert_close(chosen.grad, -torch.tensor([0.25, 0.75, 0.5]) / 3)
     torch.testing.assert_close(rejected.grad, torch.tensor([0.25, 0.75, 0.5]) / 3)
     assert metrics["accuracy"].item() == 1.5
@@ -57,7 +57,7 @@ def test_margins_and_centering_by_hand():
     margins = torch.tensor([log3, 3 * log3])
     loss, metrics = bradley_terry_loss(chosen, rejected, torch.full((2,), 0.5), margins=margins, centering=0.1)
     assert loss.item() == pytest.approx(-(math.log(0.75) + math.log(0.25)) / 2 + 0.1 * (2 * log3) ** 2 / 2, rel=1e-6)
-    assert metrics["accuracy"].item() == 2  # of the rewards themselves
+    assert metrics["accuracy"].item() == 2  # compares the rewards themselves
 
 
 @pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e30])

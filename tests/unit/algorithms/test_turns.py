@@ -1,4 +1,6 @@
-"""Credit over several turns of the policy: by hand, a slow version over lists, one turn as before, and nothing of the environment."""
+"""Test credit over several turns of the policy: hand-worked values, a slow version over lists, a single turn, and
+masked environment text.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,16 @@ from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.types import Microbatch, TrainBatch
 
 NAN = float("nan")
-Turn = list[tuple[float, float]]  # per token of the policy a reward and a value
+Turn = list[tuple[float, float]]  # a reward and a value per token of the policy
 
 
 @dataclass
 class Episode:
-    """Turns of the policy; the environment answers between them."""
+    """An episode with turns of the policy. The environment answers between them."""
 
     group: int
     turns: list[Turn]
-    answers: list[int]  # tokens after the prompt's one and after each turn: the last may be 0
+    answers: list[int]  # tokens after the one prompt token and after each turn; the last may be 0
     truncated: bool = False
     end: float = 0.0
 
@@ -45,7 +47,7 @@ class Episode:
 
 
 def episode(group: int, *turns: list[float], truncated: bool = False) -> Episode:
-    """Of rewards, with values of 0."""
+    """Build an episode with these rewards and values of 0."""
     return Episode(group, [[(reward, 0.0) for reward in turn] for turn in turns], [1] * len(turns), truncated)
 
 
@@ -73,14 +75,14 @@ def inputs(episodes: list[Episode], garbage: float = NAN) -> AdvantageInputs:
 
 
 def per_turn(values: Tensor, made: AdvantageInputs, episodes: list[Episode]) -> list[list[list[float]]]:
-    """Of each turn of each episode, from [N]."""
+    """Split [N] by episodes and turns."""
     held = iter(values[made.loss_mask].tolist())
     assert values[~made.loss_mask].eq(0).all()
     return [[[next(held) for _ in turn] for turn in one.turns] for one in episodes]
 
 
 def test_turns_are_runs_of_trainable_tokens_of_a_row() -> None:
-    # Rows of 3, 4, 1 and 3 tokens: the last turn of one ends where the next row's first begins.
+    # Rows of 3, 4, 1 and 3 tokens. The last turn of a row is directly followed by the first turn of the next row.
     mask = torch.tensor([0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1]).bool()
     found = OwnedTurns.of(mask, OwnedRows(torch.tensor([0, 2, 3, 5]), torch.tensor([3, 9, 4, 1, 9, 3])))
     assert found.tokens.tolist() == [1, 2, 3, 5, 6, 8, 10] and found.of_token.tolist() == [0, 0, 1, 2, 2, 3, 4]
@@ -92,14 +94,15 @@ def test_turns_are_runs_of_trainable_tokens_of_a_row() -> None:
 
 def test_gae_steps_over_what_the_environment_wrote() -> None:
     # Two tokens, an answer, one token; gamma 1, lam 1/2, turn_gamma 1/2. Values 1/2, 1/4 | 1; rewards 0, 1 | 2.
-    # delta: 2 - 1 = 1; 1 + 1/2 - 1/4 = 5/4, as the value after the first turn is that before the second; 1/4 - 1/2 = -1/4.
-    # A: 1; 5/4 + 1/4 = 3/2, discounted where the turn ends; -1/4 + 3/4 = 1/2.
+    # delta: 2 - 1 = 1; 1 + 1/2 - 1/4 = 5/4, because the value after the first turn is the value before the second;
+    # 1/4 - 1/2 = -1/4.
+    # A: 1; 5/4 + 1/4 = 3/2, discounted at the end of the turn; -1/4 + 3/4 = 1/2.
     two = [Episode(0, [[(0.0, 0.5), (1.0, 0.25)], [(2.0, 1.0)]], [2, 1])]
     made = inputs(two)
     found = gae(made, AlgorithmConfig(lam=0.5, turn_gamma=0.5))
     assert per_turn(found.advantages, made, two) == [[[0.5, 1.5], [1.0]]]
     assert found.returns is not None and per_turn(found.returns, made, two) == [[[1.0, 1.75], [2.0]]]
-    # A turn as one action: delta 1 + 1/2 - 1/2 = 1 with the value of its first token, and 2 - 1; A: 1 + 1/2 1/2 1, and 1.
+    # A turn as one action: delta 1 + 1/2 - 1/2 = 1 with the value of its first token, and 2 - 1. A: 1 + 1/2 1/2 1, and 1.
     found = gae(made, AlgorithmConfig(lam=0.5, turn_gamma=0.5, turn_credit=True))
     assert per_turn(found.advantages, made, two) == [[[1.25, 1.25], [1.0]]]
     assert found.returns is not None and per_turn(found.returns, made, two) == [[[1.75, 1.75], [2.0]]]
@@ -122,7 +125,8 @@ def test_reinforce_sums_what_follows() -> None:
     assert per_turn(found, made, one) == [[[7.0, 7.0], [8.0, 8.0], [8.0]]]
 
 
-# Turns of a group give 1, 4 | 3, 0 | 2: returns 5, 4 | 3, 0 | 2. First turns have a mean of 10/3, second ones of 2.
+# Turns of a group have rewards 1, 4 | 3, 0 | 2 and returns 5, 4 | 3, 0 | 2. The mean is 10/3 for first turns and 2
+# for second turns.
 GROUP = [episode(0, [0.0, 1.0], [4.0]), episode(0, [3.0], [0.0, 0.0]), episode(0, [2.0])]
 
 
@@ -132,7 +136,7 @@ def test_turns_are_compared_with_the_same_turn_of_the_group() -> None:
     first = [5 - 10 / 3, 3 - 10 / 3, 2 - 10 / 3]
     expected = [[[first[0]] * 2, [2.0]], [[first[1]], [-2.0] * 2], [[first[2]]]]
     assert_close(per_turn(grpo(made, cfg).advantages, made, GROUP), expected)
-    # rloo: 5 - 5/2, 3 - 7/2, 2 - 4; of the second turns 4 - 0, 0 - 4.
+    # rloo: 5 - 5/2, 3 - 7/2, 2 - 4 for the first turns; 4 - 0, 0 - 4 for the second turns.
     expected = [[[2.5, 2.5], [4.0]], [[-0.5], [-4.0, -4.0]], [[-2.0]]]
     assert_close(per_turn(rloo(made, cfg).advantages, made, GROUP), expected)
 
@@ -168,9 +172,9 @@ def assert_close(found: list[list[list[float]]], expected: list[list[list[float]
 
 
 def slow_recursion(one: Episode, cfg: AlgorithmConfig, lam: float, with_values: bool) -> list[list[float]]:
-    """Sums of discounted deltas over tokens, or over turns, each step with the discounts of all steps before it."""
+    """Return sums of discounted deltas over tokens or turns. Each step has the discounts of all previous steps."""
     end = one.end if with_values and one.truncated and cfg.bootstrap_truncated else 0.0
-    steps: list[tuple[float, float, float]] = []  # reward, value, discount of what follows
+    steps: list[tuple[float, float, float]] = []  # reward, value, discount of later steps
     for j, turn in enumerate(one.turns):
         is_last = j == len(one.turns) - 1
         if cfg.turn_credit:
@@ -274,7 +278,7 @@ turn = st.lists(st.tuples(number, number), min_size=1, max_size=3)
 
 @st.composite
 def steps(draw: st.DrawFn, max_turns: int = 3) -> list[Episode]:
-    """Groups of 2 to 4 episodes, shuffled."""
+    """Generate groups of 2 to 4 episodes, shuffled."""
     made = []
     for group, size in enumerate(draw(st.lists(st.integers(2, 4), min_size=1, max_size=3))):
         for _ in range(size):
@@ -308,7 +312,7 @@ def test_against_the_slow_version(name: str, episodes: list[Episode], cfg: Algor
 @settings(max_examples=6, deadline=None)
 @given(episodes=steps(max_turns=1), cfg=configs)
 def test_one_turn_changes_no_bit(name: str, episodes: list[Episode], cfg: AlgorithmConfig) -> None:
-    """Of what is relative to a group, whatever the credit; of the others, whatever the discount by turns."""
+    """Group-relative estimators ignore turn_credit and turn_gamma for one turn. The other estimators ignore turn_gamma."""
     made, plain = inputs(episodes), cfg.model_copy(update={"turn_gamma": 1.0, "turn_credit": False})
     if name in ("gae", "reinforce", "reinforce_plus_plus"):
         cfg = cfg.model_copy(update={"turn_credit": False})
@@ -320,7 +324,7 @@ def test_one_turn_changes_no_bit(name: str, episodes: list[Episode], cfg: Algori
 @settings(max_examples=20, deadline=None)
 @given(episodes=steps(), lam=st.sampled_from([0.0, 0.5, 1.0]))
 def test_without_discount_by_turns_an_answer_is_no_step(episodes: list[Episode], lam: float) -> None:
-    """GAE over the tokens is that of the same tokens without any answer between them, bit for bit."""
+    """GAE over the tokens equals GAE without the answers between the tokens, bit for bit."""
     joined = [replace(one, turns=[one.tokens], answers=[0]) for one in episodes]
     whole, apart = inputs(joined), inputs(episodes)
     expected, found = (gae(made, AlgorithmConfig(gamma=0.9, lam=lam)) for made in (whole, apart))
@@ -331,7 +335,9 @@ def test_without_discount_by_turns_an_answer_is_no_step(episodes: list[Episode],
 
 
 def batch_of(made: AdvantageInputs, seed: int, environment: float) -> TrainBatch:
-    """A step with these tokens, logprobs from a seed, and ``environment`` wherever the policy did not write."""
+    """Build a step with these tokens, random logprobs from a seed, and ``environment`` at every token that the policy
+    did not write.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def numbers() -> Tensor:
@@ -361,14 +367,16 @@ def batch_of(made: AdvantageInputs, seed: int, environment: float) -> TrainBatch
 
 
 class GivenOutputs:
-    """A model whose outputs are the logprobs and entropies themselves."""
+    """A model that outputs given logprobs and entropies."""
 
     def logprobs_and_entropy(self, outputs: Tensor, *_: object, **__: object) -> TokenLogprobs:
         return TokenLogprobs(*outputs.unbind(), log_mass=None)
 
 
 def learned(batch: TrainBatch, cfg: AlgorithmConfig, seed: int, environment: float) -> tuple[Tensor, ...]:
-    """Advantages, and gradients of the actor's loss and of the critic's by logprobs, entropies and values, of a whole step."""
+    """Return the advantages, and gradients of actor and critic losses with respect to logprobs, entropies and values,
+    of a whole step.
+    """
     AdvantageComputer(cfg, merge=lambda values: values)(batch)
     assert batch.advantages is not None and batch.old_logprobs is not None and batch.correction is not None
     assert batch.ref_logprobs is not None and batch.old_values is not None
@@ -407,7 +415,10 @@ def learned(batch: TrainBatch, cfg: AlgorithmConfig, seed: int, environment: flo
 def test_what_the_environment_wrote_teaches_nothing(
     name: str, policy_loss: str, episodes: list[Episode], cfg: AlgorithmConfig, seed: int, environment: float
 ) -> None:
-    """Other values, logprobs, rewards and versions there: no bit of an advantage, loss or gradient changes, and none is there."""
+    """Other values, logprobs, rewards and versions at environment tokens change no bit of an advantage, loss or gradient.
+
+    All these are zero at environment tokens.
+    """
     cfg = cfg.model_copy(
         update={
             "advantage": name,

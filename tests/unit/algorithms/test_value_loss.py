@@ -1,4 +1,4 @@
-"""What a critic is trained with: hand-worked values, slow loops, and masks that do not leak."""
+"""Test the critic's loss and metrics: hand-worked values, slow loops, and masked values."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ NAN, INF = float("nan"), float("inf")
 
 
 def test_by_hand():
-    # Returns 0, old values 1, clip 0.5. Values 0.25: unclipped 1/16, clipped to 1/2: 1/4 is larger, no gradient. Value 1.25: 25/16
-    # within the bound. Value 2: 4 against (1.5)^2, the larger one has the gradient.
+    # Returns 0, old values 1, clip 0.5. Value 0.25: unclipped 1/16, clipped to 1/2 it is 1/4, which is larger and has
+    # no gradient.
+    # Value 1.25: 25/16, within the bound. Value 2: 4 against (1.5)^2, and the larger has the gradient.
     values = torch.tensor([[0.25, 1.25, 2.0]], requires_grad=True)
     ones = torch.ones(1, 3)
     loss, metrics = value_loss(values, ones, torch.zeros(1, 3), ones / 4, clip=0.5)
@@ -92,9 +93,9 @@ def explained(values: list[float], returns: list[float]) -> float:
 def test_explained_variance_by_hand():
     assert explained([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) == 1.0
     assert explained([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]) == pytest.approx(0.0)
-    assert explained([5.0, 6.0, 7.0], [1.0, 2.0, 3.0]) == pytest.approx(1.0)  # a constant offset is no variance
+    assert explained([5.0, 6.0, 7.0], [1.0, 2.0, 3.0]) == pytest.approx(1.0)  # a constant offset has no variance
     assert explained([3.0, 2.0, 1.0], [1.0, 2.0, 3.0]) == pytest.approx(-3.0)  # errors -2, 0, 2: 1 - 4
-    assert explained([1.0, 2.0], [0.1, 0.1]) == 0.0  # nothing to explain
+    assert explained([1.0, 2.0], [0.1, 0.1]) == 0.0  # no variance to explain
     assert explained([], []) == 0.0
 
 
@@ -148,7 +149,8 @@ def test_one_wild_return_does_not_decide_what_the_others_are_divided_by(first: b
     made = ReturnNormalizer()
     for number in range(20):
         take_in(made, hit if number == (0 if first else 19) else usual, mask)
-    # 100 spreads of at most 1 among 2000 returns of mean 1/2: the mean moves by 0.05 at most, the variance by 100^2 / 2000 = 5.
+    # 100 values of a spread of at most 1 among 2000 returns of mean 1/2 move the mean by at most 0.05, and the
+    # variance by 100^2 / 2000 = 5.
     assert made.mean == pytest.approx(0.5, abs=0.06) and 0.4 < made.deviation < 2.4
     assert made.normalize(usual).abs().max() < 3
 

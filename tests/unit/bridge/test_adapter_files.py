@@ -1,4 +1,4 @@
-"""PEFT directories: what is written, what is read of it by other layouts, and which damaged or hostile ones are refused."""
+"""Test PEFT directories: written files, reads by other layouts, and rejected damaged or hostile directories."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.unit.bridge.geometry import GEOMETRY, hf_tensors
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ENDS = ("embed_tokens", "lm_head")
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-# As PEFT 0.21 saves it.
+# A configuration as PEFT 0.21 saves it.
 CONTENT = {
     "alora_invocation_tokens": None,
     "alpha_pattern": {},
@@ -77,7 +77,7 @@ def write(directory: Path, tensors: dict[str, Tensor], **changed: object) -> Pat
 
 
 def held(geometry: ModelGeometry, shard: Shard) -> list[LocalParameter]:
-    """A rank's parameters, undefined."""
+    """Return a rank's parameters with undefined values."""
     parameters = []
     for names in stage_names(geometry, ParallelLayout(shard.size, tp=shard.size)):
         for name in names:
@@ -102,7 +102,7 @@ def test_what_is_written_is_read_again_and_has_one_file_of_tensors(tmp_path: Pat
     made = Exporter(
         parameters, geometry, [str(base)], world_group(), bucket_bytes=100, adapters_of=str(latest), dropout=0.25
     )
-    latest.unlink()  # more training of the base moves the link
+    latest.unlink()  # further training of the base moves the link
     paths = made.write(out := tmp_path / "out")
     assert sorted(path.name for path in paths) == [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "tokenizer.json"]
     assert sorted(path.name for path in out.iterdir()) == [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "tokenizer.json"]
@@ -114,7 +114,7 @@ def test_what_is_written_is_read_again_and_has_one_file_of_tensors(tmp_path: Pat
         ("LORA", "CAUSAL_LM", "none"): (content["peft_type"], content["task_type"], content["bias"]),
     }
     assert all(key == value for key, value in named.items())
-    if "*" in targets[0]:  # of one layer of two: the end of a name would mean both
+    if "*" in targets[0]:  # adapts one of two layers; a name's end would match both
         assert content["target_modules"] == sorted(
             {name.split("base_model.model.")[1].split(".lora")[0] for name in tensors}
         )
@@ -162,7 +162,7 @@ def test_state_is_read_in_another_layout_bit_for_bit(tmp_path: Path, saved: int,
     reader, _ = open_adapters(tmp_path / "a", GEOMETRY)
 
     def shards(rank: int, size: int) -> list[StateShard]:
-        """A rank's state, whose values are those of the matrices."""
+        """Return a rank's state, with the values of the matrices."""
         load(parameters := held(geometry, Shard(rank, size)), geometry, reader)
         return [
             StateShard(p.name, p.shard, 0, p.tensor.numel(), {"exp_avg": p.tensor, "exp_avg_sq": p.tensor.abs()})
@@ -189,7 +189,10 @@ def test_state_is_read_in_another_layout_bit_for_bit(tmp_path: Path, saved: int,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_merged_weight_is_the_sum_that_peft_documents(tmp_path: Path, dtype: torch.dtype) -> None:
-    """``W += (B @ A) * alpha / sqrt(r)``, with A and B in fp32; of an embedding transposed. PEFT 0.21 gave the same bits."""
+    """``W += (B @ A) * alpha / sqrt(r)``, with A and B in fp32, and transposed for an embedding.
+
+    PEFT 0.21 gives the same bits.
+    """
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text("{}")
@@ -333,7 +336,7 @@ def test_damaged_and_hostile_directories_are_refused(tmp_path: Path) -> None:
 
 
 def refused(directory: Path, named: list[str]) -> None:
-    """One message, which names the file and all of ``named``."""
+    """Check that one message names the file and all of ``named``."""
     with pytest.raises(ConfigError) as caught:
         open_adapters(directory, GEOMETRY)
     [message] = caught.value.problems

@@ -1,4 +1,4 @@
-"""Where the matrices of adapters are: names and shapes as PEFT saves them, and rows and columns as ranks have those of the weight."""
+"""Test the rules of adapter matrices: names and shapes as in PEFT, and the same rows and columns per rank as the weight."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_names_and_shapes_are_those_of_peft() -> None:
 @pytest.mark.parametrize("targets", [("q_proj", "k_proj", "v_proj"), ("q_proj", "v_proj"), ("k_proj",)])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_rank_has_the_rows_of_b_that_it_has_of_the_weight(kv_heads: int, targets: tuple[str, ...], size: int) -> None:
-    """Also where there are fewer groups than ranks, and Megatron splits rows of a group."""
+    """This also holds for fewer groups than ranks, for which Megatron splits the rows of a group."""
     geometry = replace(MODEL, attention=GroupedSizes(4, kv_heads, 16))
     for rank in range(size):
         rows = {"weight": [], "lora_b": []}
@@ -76,7 +76,7 @@ UNTIED = replace(MODEL, tied_embeddings=False, vocab_size=101)
 
 
 def test_both_ends_have_adapters_where_they_are_named() -> None:
-    """PEFT has those of an embedding transposed: its A has a column for each word, its B a row for each element of a state."""
+    """PEFT transposes the adapters of an embedding. A has a column per token, and B a row per element of a state."""
     ends = adapters("embed_tokens", "lm_head", model=UNTIED)
     assert hf_shapes(ends) == {
         "base_model.model.model.embed_tokens.lora_embedding_B": (64, 4),
@@ -91,7 +91,7 @@ def test_both_ends_have_adapters_where_they_are_named() -> None:
 @pytest.mark.parametrize("rank", [1, 4])
 @pytest.mark.parametrize("module", ["model.embed_tokens", "lm_head"])
 def test_a_rank_has_adapters_of_its_part_of_the_vocabulary(module: str, rank: int) -> None:
-    """101 words on two ranks, padded to 51 each: rows of B in the order of the weight's, padding behind them."""
+    """Two ranks share 101 tokens, padded to 51 each. Rows of B have the order of the weight's rows, then padding."""
     geometry = replace(UNTIED, adapter=AdapterSizes(rank, 8.0, ("embed_tokens", "lm_head")))
     layer = {"model.embed_tokens": "embedding.word_embeddings", "lm_head": "output_layer"}[module]
     a, b = (torch.randn(shape) for shape in ((rank, 64), (101, rank)))
@@ -125,7 +125,7 @@ def test_targets_that_cannot_be_are_refused(family: str, targets: tuple[str, ...
 
 
 def test_blocks_of_a_weight() -> None:
-    """Queries of two groups, then a value after a key that has no adapter: by hand."""
+    """Worked by hand: queries of two groups, then a value after a key without an adapter."""
     assert adapter_names(f"{QKV}.weight") == (f"{QKV}.lora_a", f"{QKV}.lora_b")
     assert blocks(f"{QKV}.weight", adapters("q_proj", "v_proj"), Shard(0, 1)) == [
         Block(0, 32, 0, 0),

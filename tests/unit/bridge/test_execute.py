@@ -1,4 +1,4 @@
-"""Plans carried out by four ranks that are threads, over a wire that delivers as late as it may."""
+"""Execute plans on four ranks in threads, over a wire that delivers as late as possible."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ DTYPES = {name: torch.float64 if "norm" in name else torch.float32 for name in S
 
 
 class Wire(Links):
-    """Point-to-point messages between threads. A message is read when its receiver waits: a buffer filled anew before shows."""
+    """Pass messages between threads. The receiver reads the sender's buffer only when it waits, so a reused buffer shows."""
 
     def __init__(self, ranks_per_machine: int = 1) -> None:
-        """``ranks_per_machine`` ranks read each other's memory; with 0 there is no such memory."""
+        """Connect ranks. ``ranks_per_machine`` ranks read each other's memory; 0: no shared memory."""
         self._boxes: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
         self._lock, self._here = threading.Lock(), threading.local()
         self._ranks_per_machine, self._meeting = ranks_per_machine, threading.Barrier(RANKS)
@@ -71,7 +71,7 @@ class Wire(Links):
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> list[Wait]:
         waits: list[Wait] = []
-        # Two ranks that waited for their sends first would wait for each other.
+        # Two ranks that first waited for their own sends would wait for each other.
         for tensor, peer in receives:
             box = self._box(peer, self._here.rank, tag)
             waits.append(partial(_receive, box, tensor))
@@ -98,7 +98,7 @@ def _receive(box: queue.Queue[Any], tensor: Tensor) -> None:
 
 @dataclass(slots=True)
 class KeptBuffers(Destinations):
-    """Destinations that are there all the time."""
+    """Destinations that always exist."""
 
     flats: dict[str, Tensor]
     fails_at: int = -1
@@ -126,7 +126,10 @@ def held(tp: int, pp: int) -> list[Place]:
 
 @cache
 def needed(parts: int, buffers: int = 1) -> list[Place]:
-    """``parts`` consecutive ranks share every matrix by its columns; vectors are whole on each. Names are dealt to the buffers."""
+    """Return the needed places. ``parts`` consecutive ranks split every matrix by columns, and each holds whole vectors.
+
+    Names are distributed over the buffers.
+    """
     places = []
     for part in range(parts):
         for buffer in range(buffers):
@@ -142,9 +145,9 @@ def needed(parts: int, buffers: int = 1) -> list[Place]:
 
 
 def tensors_of(places: list[Place], rank: int) -> dict[str, Tensor]:
-    """This rank's buffers, empty; float64 holds both dtypes of the wire exactly."""
+    """Return this rank's empty buffers. float64 represents both dtypes of the wire exactly."""
     sizes = {place.buffer: sum(piece.numel for piece in place.pieces) for place in places if rank in place.ranks}
-    # Sources hold one tensor each, so they have its dtype; a destination of many has the widest.
+    # A source buffer holds one tensor and has its dtype. A destination buffer of several tensors has the widest dtype.
     kinds = {place.buffer: {DTYPES[piece.hf_name] for piece in place.pieces} for place in places if rank in place.ranks}
     return {
         name: torch.zeros(size, dtype=kinds[name].pop() if len(kinds[name]) == 1 else torch.float64)
@@ -160,7 +163,7 @@ def spread(flats: dict[str, Tensor], places: list[Place], rank: int, full: Mappi
             )
 
 
-@cache  # four ranks ask for it
+@cache  # four ranks need it
 def random_model(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator).to(DTYPES[name]) for name, shape in SHAPES.items()}
@@ -195,7 +198,7 @@ CASES = [
 
 @pytest.fixture(params=["host", "device"])
 def on_host(request: pytest.FixtureRequest) -> bool:
-    """Whether ranks hold tensors on the host, where others can read them, or on a device of their own."""
+    """Return whether ranks hold tensors on the host, readable by other ranks, or on separate devices."""
     if request.param == "device":
         request.getfixturevalue("late_cuda")
     return bool(request.param == "host")
@@ -210,7 +213,7 @@ def test_every_run_brings_what_the_sources_hold_then(
 ) -> None:
     wire = Wire(machine)
     sources, destinations, plan = held(tp, pp), needed(parts), planned(tp, pp, parts, per_node)
-    # Buffers are used again, unless every rank holds all.
+    # Buffers are reused, unless every rank holds all tensors.
     assert plan.num_buckets > 2 or not count_bytes(plan).received.any()
 
     def rank_body(rank: int) -> None:
@@ -263,7 +266,7 @@ def test_a_run_after_one_that_failed_is_whole(machine: int, per_node: int | None
             executor.run(received)
 
     wire.run(failing)
-    wire.lose_messages()  # what was on the wire is lost
+    wire.lose_messages()  # messages in transit are lost
 
     def whole(rank: int) -> None:
         mine, received, executor = bodies[rank]
@@ -303,12 +306,12 @@ def test_sources_may_be_made_bucket_by_bucket(tp: int, pp: int, parts: int, per_
 
 @pytest.mark.parametrize(("tp", "pp", "parts", "per_node"), CASES)
 def test_adapters_are_merged_where_their_matrices_are(tp: int, pp: int, parts: int, per_node: int | None) -> None:
-    """Each rank merges what it has of W, A and B; engines get parts of the sum of the whole matrices."""
+    """Each rank merges its parts of W, A and B. Engines get parts of the sum of the whole matrices."""
     wire, sources, destinations = Wire(0), held(tp, pp), needed(parts)
     plan, weights, generator = planned(tp, pp, parts, per_node), random_model(0), torch.Generator().manual_seed(1)
     layout = ParallelLayout(RANKS, tp=tp, pp=pp)
     of_adapters = replace(GEOMETRY, adapter=AdapterSizes(2, 1.0, ("q_proj", "v_proj", "o_proj", "up_proj")))
-    # Of whole numbers, so that a product of parts is a part of the product to the last bit.
+    # Integers, so that a product of parts equals the part of the product bit for bit.
     adapters = {
         name: torch.randint(-3, 4, shape, generator=generator).float() for name, shape in hf_shapes(of_adapters).items()
     }
@@ -360,7 +363,7 @@ def test_sources_are_closed_after_a_failure() -> None:
 
 
 def test_a_peer_that_dies_while_memory_is_shared_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bridge to engines is built again and again as they come and go."""
+    """The bridge to remote engines is rebuilt whenever engines join or leave."""
 
     def lost(*_: object) -> None:
         raise RuntimeError("Connection closed by peer")

@@ -1,4 +1,4 @@
-"""Where experts lie: the rules against tensors cut by hand and by chunking, and against files that transformers writes."""
+"""Compare the placement rules of experts with tensors that are split by hand and by chunking, and with transformers' files."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """A model as transformers writes it, in several shards, and its tensors."""
+    """Return a model in transformers' files with several shards, and its tensors."""
     directory = tmp_path_factory.mktemp("saved")
     model = make("qwen2", directory)
     assert isinstance(model, PreTrainedModel)
@@ -34,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """Two tensors in two shards."""
+    """Write two tensors in two shards."""
     directory = tmp_path / "model"
     directory.mkdir()
     save_file({"a": torch.arange(6.0).view(2, 3)}, directory / FIRST)
@@ -48,7 +48,7 @@ def write_index(directory: Path, weight_map: object) -> None:
 
 
 def raw(header: object, data: bytes = b"", size: int | None = None) -> bytes:
-    """A safetensors file by hand."""
+    """Write a safetensors file by hand."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if size is None else size) + text + data
 
@@ -226,7 +226,7 @@ def test_the_copied_config_says_what_the_updates_say(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "chat_template.jinja", "vocab.json"])
 def test_a_link_out_of_the_directory_is_not_copied(tmp_path: Path, name: str) -> None:
-    """What it names may be a secret of whoever converts."""
+    """The link's target may be a secret of the user who converts."""
     (model := tmp_path / "model").mkdir()
     (target := tmp_path / "target").mkdir()
     (model / "config.json").write_text('{"torch_dtype": "float32"}')
@@ -238,7 +238,7 @@ def test_a_link_out_of_the_directory_is_not_copied(tmp_path: Path, name: str) ->
     assert list(target.iterdir()) == []
     (model / name).unlink()
     (model / "held").write_text('{"torch_dtype": "float32"}')
-    (model / name).symlink_to("held")  # inside
+    (model / name).symlink_to("held")  # within the directory
     copy_companions([model], target, torch.float32)
     assert (target / name).is_file() and not (target / name).is_symlink()
 

@@ -1,4 +1,4 @@
-"""Our map against one that was not written here: mbridge's names, fusions and cuts, on random tensors, bit for bit."""
+"""Compare our weight map with mbridge's independent map: names, fusions and splits of random tensors, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry, Shard
 from tests.distributed.models import MODELS, MOE_MODELS, SIZES
 
 KNOWN = {**MODELS, **MOE_MODELS}
-# mbridge has no mistral, gives a tied Llama no second owner, and its mixtures have experts in every layer.
+# mbridge does not support mistral, gives a tied Llama no second owner, and has experts in every layer of its MoE models.
 NAMES = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "qwen2_moe", "mixtral")
-# How Megatron cuts what is cut at all: column-parallel tensors by rows (0), row-parallel ones by columns (1).
+# Megatron splits column-parallel tensors by rows (0) and row-parallel tensors by columns (1).
 CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 @dataclass(slots=True)
 class Case:
-    """One model under one tensor-parallel size, as both sides see it."""
+    """A model under one tensor-parallel size, for both maps."""
 
     geometry: ModelGeometry
     theirs: Bridge
@@ -34,7 +34,7 @@ class Case:
     hf: dict[str, Tensor]
 
     def expected(self, name: str) -> list[Tensor]:
-        """mbridge's tensor of every rank, from full Hugging Face tensors."""
+        """Return mbridge's tensor of every rank, from full Hugging Face tensors."""
         full = self.theirs._weight_to_mcore_format(name, [self.hf[key] for key in self.hf_names(name)])
         return list(self.theirs._weight_split_across_tp(name, full, self.like(name, full), self.tp))
 
@@ -42,7 +42,7 @@ class Case:
         return self.theirs._weight_name_mapping_mcore_to_hf(name)
 
     def like(self, name: str, full: Tensor) -> Tensor:
-        """A tensor with what mbridge reads of Megatron's local parameter: its shape, and how it is cut."""
+        """Return an empty tensor with the properties of Megatron's local parameter that mbridge reads: its shape and split."""
         shape = list(full.shape)
         axis = int(name.endswith(CUT_BY_COLUMNS) or ".linear_fc2.weight" in name)
         if is_cut(name):
@@ -59,7 +59,7 @@ def is_cut(name: str) -> bool:
 def make_case(name: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> Case:
     _, config_class, extra = KNOWN[name]
     config = config_class(**{key: value for key, value in {**SIZES, **extra}.items() if value is not None})
-    # A tied model rewrites the table of its class for all later ones; here it gets one of its own.
+    # A tied model rewrites the table of its class for all later models. Here it gets a separate table.
     kind = type(AutoBridge.from_config(config_class(**SIZES), parallel_states=ParallelStates()))
     monkeypatch.setattr(kind, "_DIRECT_MAPPING", dict(kind._DIRECT_MAPPING))
     states = ParallelStates(tp_size=tp, etp_size=tp)
@@ -67,7 +67,7 @@ def make_case(name: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> Case:
         config, dtype=torch.float32, parallel_states=states, make_vocab_size_divisible_by=tp
     )
     geometry = make_geometry(config)
-    # mbridge works these out while it builds a model.
+    # mbridge computes these values while it builds a model.
     theirs.vocab_size, theirs.padded_vocab_size = geometry.vocab_size, -(-geometry.vocab_size // tp) * tp
     generator = torch.Generator().manual_seed(0)
     hf = {key: torch.randn(shape, generator=generator) for key, shape in hf_shapes(geometry).items()}
@@ -98,7 +98,7 @@ def make_geometry(config: object) -> ModelGeometry:
 
 
 def megatron_names(geometry: ModelGeometry) -> Iterator[str]:
-    """What a model built with Transformer Engine calls its parameters; mbridge knows only this naming."""
+    """Yield the parameter names of a model with Transformer Engine. mbridge knows only this naming."""
     yield from ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight")
     attention = ["linear_qkv.weight", "linear_qkv.layer_norm_weight", "linear_proj.weight"]
     if geometry.family.startswith("qwen2"):
@@ -117,7 +117,7 @@ def megatron_names(geometry: ModelGeometry) -> Iterator[str]:
 
 
 def ours(case: Case, name: str, shard: Shard, like: Tensor) -> Tensor:
-    """Our tensor of one rank, filled through the pieces from full Hugging Face tensors; padding is zero."""
+    """Return our tensor of one rank, filled piece by piece from full Hugging Face tensors. Padding is zero."""
     local = torch.zeros(like.shape)
     for piece in pieces(name, case.geometry, shard):
         view(local, piece).copy_(case.hf[piece.hf_name][piece.slices])
@@ -135,7 +135,7 @@ def test_every_rank_holds_what_mbridge_would_give_it(name: str, tp: int, monkeyp
         assert len(expected) == tp
         for rank, tensor in enumerate(expected):
             assert torch.equal(ours(case, parameter, Shard(rank, tp), tensor), tensor), (parameter, rank)
-    assert used == set(case.hf)  # mbridge's checkpoint has the tensors that ours has, no more and no fewer
+    assert used == set(case.hf)  # mbridge's checkpoint contains exactly our tensors
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -171,7 +171,7 @@ def test_expert_parallel_ranks_hold_the_experts_that_mbridge_deals_them(
 
 
 class Holder:
-    """As much of a model as mbridge asks for names."""
+    """The part of a model that mbridge asks for names."""
 
     def __init__(self, tensors: dict[str, Tensor]):
         self._tensors = tensors

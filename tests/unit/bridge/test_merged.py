@@ -1,4 +1,4 @@
-"""What is sent of a model with adapters, bucket by bucket. Expected values are those of whole matrices in Hugging Face coordinates."""
+"""Test the merged weights that a trainer with adapters sends, bucket by bucket, against merged whole Hugging Face matrices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bucket(*names: str) -> Any:
 
 
 def random_tensors(geometry: ModelGeometry, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Whole tensors in Hugging Face coordinates."""
+    """Return whole random tensors in Hugging Face coordinates."""
     generator = torch.Generator().manual_seed(3)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in hf_shapes(geometry).items()}
 
@@ -39,7 +39,7 @@ ENDS = ["embedding.word_embeddings.weight", "output_layer.weight"]
 
 
 def held(name: str, geometry: ModelGeometry, shard: Shard, full: dict[str, Tensor]) -> LocalParameter:
-    """Cut a rank's tensor out of whole ones."""
+    """Cut a rank's tensor out of whole tensors."""
     parts = pieces(name, geometry, shard)
     flat = torch.full((sum(part.numel for part in parts),), torch.nan, dtype=full[parts[0].hf_name].dtype)
     for part in parts:
@@ -49,7 +49,7 @@ def held(name: str, geometry: ModelGeometry, shard: Shard, full: dict[str, Tenso
 
 
 def merged_by_hand(full: dict[str, Tensor], adapters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """PEFT's formula on whole matrices: the product in fp32, rounded, added."""
+    """Apply PEFT's formula to whole matrices: compute the product in fp32, round, add."""
     whole = dict(full)
     for name in full:
         module = f"base_model.model.{name.removesuffix('.weight')}"
@@ -105,7 +105,7 @@ def test_a_rank_sends_its_part_of_merged_matrices(
 def test_an_embedding_and_an_output_layer_are_merged(
     size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In parts of the vocabulary."""
+    """Ranks hold parts of the vocabulary."""
     monkeypatch.setattr("rlhf_mcore.bridge.run.merged.ROWS", 3)
     test_a_rank_sends_its_part_of_merged_matrices(
         replace(MODEL, tied_embeddings=False),
@@ -116,7 +116,7 @@ def test_an_embedding_and_an_output_layer_are_merged(
 
 
 def test_weights_are_merged_while_a_bucket_reads_them() -> None:
-    """A weight that two open buckets read is merged once; what was closed is merged anew, to the same bits."""
+    """A weight in two open buckets is merged once. After both are closed, it is merged again, with the same bits."""
     geometry, shard, name = (
         with_adapters(MODEL, "q_proj"),
         Shard(0, 1),
@@ -138,7 +138,7 @@ def test_weights_are_merged_while_a_bucket_reads_them() -> None:
 
 
 def test_copies_are_of_the_adapters_alone() -> None:
-    """What is kept to be sent again is merged with the base when it is sent."""
+    """Kept copies contain only the adapters. They are merged with the base when they are sent again."""
     geometry, shard, name = (
         with_adapters(MODEL, "o_proj"),
         Shard(0, 1),
@@ -157,7 +157,7 @@ def test_copies_are_of_the_adapters_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_magnitudes_are_those_of_when_a_sync_began_or_of_when_copies_were_made(dtype: torch.dtype) -> None:
-    """Rows of queries get twice and keys half the sum, which is rounded once; values have no adapter."""
+    """Query rows get twice the sum and key rows half of it, rounded once. Values have no adapter."""
     geometry, shard, name = (
         with_adapters(MODEL, "q_proj", "k_proj"),
         Shard(0, 1),

@@ -1,4 +1,4 @@
-"""Experts in mxfp4, against what transformers makes of them."""
+"""Compare experts in mxfp4 with transformers' dequantised experts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(packed: Path) -> dict[str, torch.Tensor]:
-    """Every tensor as transformers has it."""
+    """Return every tensor of transformers' model."""
     stored = load_file(packed / "model.safetensors")
     for name in [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]:
         stored[name] = convert_moe_packed_tensors(stored.pop(f"{name}_blocks"), stored.pop(f"{name}_scales"))
@@ -49,7 +49,7 @@ def test_every_byte_at_every_exponent_has_the_bits_that_transformers_gives_it() 
     found, known = dequantise(blocks, scales), convert_moe_packed_tensors(blocks, scales)
     assert found.dtype == torch.bfloat16 and found.shape == known.shape == (1, 512, 256)
     assert torch.equal(found.contiguous().view(torch.int16), known.view(torch.int16))
-    # By hand: 0x72 is 1 and then 6; an exponent of 127 is 2^0, of 126 a half.
+    # By hand: 0x72 is 1 and then 6. The exponent 127 is 2^0, and 126 is 1/2.
     assert found[0, 2 * 0x72 : 2 * 0x72 + 2, 127].tolist() == [1.0, 6.0]
     assert found[0, 2 * 0x72 : 2 * 0x72 + 2, 126].tolist() == [0.5, 3.0]
 

@@ -1,4 +1,4 @@
-"""What PEFT makes of a directory of adapters that is written here. Expected values are W + scale B A, written out."""
+"""Compare PEFT's model of our adapter directories with W + scale B A, written out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(directory: Path, geometry: ModelGeometry, base: Path) -> dict[str, Ten
 
 
 def with_products(hf: Any, tensors: dict[str, Tensor], scale: float) -> Any:
-    """Add scale B A to the weights of a model of transformers, which has the experts of a layer in one tensor."""
+    """Add scale B A to the weights of a transformers model, which stores the experts of a layer in one tensor."""
 
     def product(module: str) -> Tensor:
         if module == "model.embed_tokens":
@@ -60,7 +60,7 @@ def with_products(hf: Any, tensors: dict[str, Tensor], scale: float) -> Any:
 
 @pytest.mark.parametrize(("name", "use_rslora"), [("qwen3", False), ("qwen3_moe", True)])
 def test_peft_computes_with_what_was_trained(tmp_path: Path, name: str, use_rslora: bool) -> None:
-    """Also with experts, which PEFT joins in one adapter of a layer."""
+    """This includes experts, which PEFT combines in one adapter per layer."""
     models.make(name, base := tmp_path / "base")
     sizes = AdapterSizes(3, 12.0, ("all-linear",), use_rslora)
     tensors = write(tmp_path / "adapter", replace(read_geometry(base), adapter=sizes), base)
@@ -73,7 +73,7 @@ def test_peft_computes_with_what_was_trained(tmp_path: Path, name: str, use_rslo
 
 
 def test_adapters_of_both_ends_go_to_peft_and_come_back(tmp_path: Path) -> None:
-    """PEFT saves the weights of the embedding and the output layer beside their adapters."""
+    """PEFT saves the weights of the embedding and the output layer in addition to their adapters."""
     models.make("qwen3", base := tmp_path / "base")
     geometry = read_geometry(base)
     sizes = AdapterSizes(3, 12.0, ("embed_tokens", "lm_head", "q_proj"))
@@ -93,7 +93,7 @@ def test_adapters_of_both_ends_go_to_peft_and_come_back(tmp_path: Path) -> None:
 
 
 def test_magnitudes_go_to_peft_and_come_back_and_are_merged_as_there(tmp_path: Path) -> None:
-    """The model has biases, which are not scaled."""
+    """The model has biases, which magnitudes do not scale."""
     models.make("qwen2", base := tmp_path / "base")
     geometry, saved = read_geometry(base), load_file(base / "model.safetensors")
     adapters = replace(geometry, adapter=AdapterSizes(3, 12.0, ("q_proj", "o_proj", "down_proj"), use_dora=True))

@@ -1,4 +1,4 @@
-"""Small transfers worked by hand: what each rank copies, sends and receives; who is chosen as a source; what is refused."""
+"""Check small transfers worked by hand: copies, sends and receives of each rank, the chosen sources, and rejected plans."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ def test_tp2_to_tp1() -> None:
 
 
 def two_by_two() -> tuple[list[Place], list[Place]]:
-    """Training TP2 PP2 on ranks 0 to 3, two engines of TP2. ``a`` [4, 2] is cut by rows on both sides, ``b`` by columns in the engine.
+    """Return the places for training with TP2 PP2 on ranks 0 to 3, and two engines of TP2.
 
-    The engine has both in one buffer: two rows of ``a``, then one column of ``b``.
+    ``a`` [4, 2] is split by rows on both sides, ``b`` by columns in the engine. The engine holds both in one buffer:
+    two rows of ``a``, then one column of ``b``.
     """
     layout = ParallelLayout(4, tp=2, pp=2)
     sources = [
@@ -106,13 +107,16 @@ def test_tp2_pp2_to_tp2() -> None:
 
 
 def test_buckets_follow_the_order_and_cut_what_is_too_large() -> None:
-    """Rank 3 sends 12 bytes of ``b``, over a limit of 8, so ``b`` is cut in two; ``a`` costs 8 and has a bucket of its own."""
+    """Rank 3 sends 12 bytes of ``b``, over a limit of 8, so ``b`` is split over two buckets.
+
+    ``a`` takes 8 bytes and a separate bucket.
+    """
     sources, destinations = two_by_two()
     plan = plan_of(sources, destinations, bucket_bytes=8)
     assert bucket_names(plan)[0] == ["a"]
     assert {name for names in bucket_names(plan)[1:] for name in names} == {"b"}
     assert len(bucket_names(plan)) >= 3
-    # What other ranks hold does not wait for the last part of what is cut.
+    # A tensor of other ranks does not wait for the last part of a split tensor.
     assert bucket_names(plan_of(sources, destinations, bucket_bytes=8, order=["b", "a"])) == [["b"], ["a"], ["b"]]
     for rank in range(4):
         view = plan.rank_view(rank)
@@ -121,7 +125,7 @@ def test_buckets_follow_the_order_and_cut_what_is_too_large() -> None:
 
 
 def test_adjacent_rectangles_become_one_copy() -> None:
-    """Two pieces that continue each other on the sending side alone are one copy there and two on the receiving side."""
+    """Two pieces that are adjacent only on the sending side become one copy there, and two copies on the receiving side."""
     sources = [Place("s", (whole_rows("w", 0, 2), whole_rows("w", 2, 2, offset=4)), (0,))]
     destinations = [Place("d", (whole_rows("w", 0, 2, offset=10), whole_rows("w", 2, 2)), (1,))]
     plan = plan_of(sources, destinations)
@@ -163,7 +167,10 @@ def test_a_holder_on_the_same_node_is_preferred() -> None:
 
 
 def test_a_node_imports_once_and_hands_on() -> None:
-    """Eight equal tensors, all held by rank 0, needed on all four ranks of the other node: each imports two and forwards them."""
+    """Rank 0 holds eight equal tensors, and all four ranks of the other node need them.
+
+    Each rank imports two and forwards them.
+    """
     names = [f"w{number}" for number in range(8)]
     sources = [Place(name, (whole_rows(name, 0, 4),), (0,)) for name in names]
     destinations = [Place(name, (whole_rows(name, 0, 4),), range(4, 8)) for name in names]
@@ -231,7 +238,7 @@ def test_coverage_tells_what_is_wrong() -> None:
 
 
 def test_padding_is_what_no_piece_fills() -> None:
-    """Columns 0 and 2 of a local [3, 4] are filled, and element 11."""
+    """Columns 0 and 2 of a local [3, 4], and element 11, are filled."""
     held = (
         Piece("a", (0, 0), (3, 1), 0, (4, 1)),
         Piece("a", (0, 1), (3, 1), 2, (4, 1)),

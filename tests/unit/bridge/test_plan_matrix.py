@@ -1,4 +1,4 @@
-"""Plans for real geometries and layouts up to 16,384 ranks, by simulation: coverage, lower bound, balance, agreement of peers."""
+"""Simulate plans for real geometries and layouts with up to 16,384 ranks: coverage, lower bound, balance, agreement of peers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUCKET = 256 * 2**20
 
 
 def shallow(model: Model, layers: int, experts: int = 0) -> Model:
-    """The same widths with fewer layers and experts: what repeats need not be repeated in a test."""
+    """Return the model with fewer layers and experts and the same widths. Repeated layers would test nothing new."""
     fewer = replace(model.geometry.experts, count=experts) if model.geometry.experts is not None else None
     return replace(model, geometry=replace(model.geometry, num_layers=layers, experts=fewer))
 
@@ -46,7 +46,7 @@ LAYOUTS = [
     (MOE, 64, 4, 2, 8, 8),
     pytest.param(shallow(QWEN_235B, 2, experts=512), 16384, 8, 2, 8, 8, marks=pytest.mark.full),
     (shallow(DEEPSEEK_V3, 4, experts=32), 2048, 8, 2, 32, 16),  # latent attention, three dense layers, a shared expert
-    (shallow(GPT_OSS, 4, experts=32), 64, 4, 2, 8, 8),  # a layer's experts in one tensor, held transposed
+    (shallow(GPT_OSS, 4, experts=32), 64, 4, 2, 8, 8),  # a layer's experts in one tensor, stored transposed
     pytest.param(DEEPSEEK_V3, 2048, 8, 16, 32, 16, marks=pytest.mark.full),
 ]
 
@@ -57,7 +57,7 @@ def described(model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: in
 
 
 def plan_of(model: Model, held: list[Place], needed: list[Place], nodes: list[int] | int | None = 8) -> Plan:
-    """``nodes``: the node of every rank, or the number of ranks of each."""
+    """Plan a sync. ``nodes``: the node of every rank, or the number of ranks per node."""
     names = list(shapes(model))
     size = 1 + max(place.ranks[-1] for place in (*held, *needed))
     return build_plan(
@@ -104,7 +104,7 @@ def test_every_grid_of_engines_is_covered_at_the_lower_bound(model: Model, ranks
     ],
 )
 def test_experts_in_parts_on_uneven_interleaved_stages(ranks: int, ep: int, etp: int, fused: bool) -> None:
-    """Each expert is cut, stages have one or two layers in two chunks; experts one by one, or as one grouped product."""
+    """Each expert is split. Stages have one or two layers in two chunks. Experts are separate or in one grouped product."""
     model = shallow(QWEN_235B, 10, experts=64)
     layout = ParallelLayout(ranks, tp=8, pp=4, vpp=2, ep=ep, etp=etp, layers_per_stage=(1, 1, 2, 1, 1, 1, 1, 2))
     held = trainer_places(stage_names(model.geometry, layout, fused=fused), model.geometry, layout)
@@ -122,7 +122,7 @@ def test_experts_in_parts_on_uneven_interleaved_stages(ranks: int, ep: int, etp:
 def test_engines_of_their_own_get_what_they_need_and_their_machines_import_it_once(
     model: Model, trainers: tuple[int, int, int, int], engines: int, engine_tp: int, engines_per_node: int
 ) -> None:
-    """Trainer ranks in machines of eight, behind them the ranks of engines in machines of another size. Engines hold nothing."""
+    """Trainer machines have eight ranks. Engine ranks follow, on machines of another size. Engines hold no weights."""
     first = trainers[0]
     held = sources(model, trainer_layout(model, *trainers))
     needed = destinations(model, engine_tp, engines, first)
@@ -131,17 +131,17 @@ def test_engines_of_their_own_get_what_they_need_and_their_machines_import_it_on
     check_bound(model, first + engines * engine_tp, held, needed, machines)
     counted = count_bytes(plan_of(model, held, needed, machines))
     assert counted.received[:first].sum() == counted.local.sum() == 0
-    distinct = 2 * sum(prod(shape) for shape in shapes(model).values())  # every machine has whole engines
+    distinct = 2 * sum(prod(shape) for shape in shapes(model).values())  # every machine contains whole engines
     by_machine = np.bincount(np.array(machines[first:]) - machines[first], counted.imported[first:])
     np.testing.assert_array_equal(by_machine, np.full(-(-engines // engines_per_node), distinct))
-    sent = counted.sent[:first]  # nobody sends all: the busiest sends at most twice the mean
+    sent = counted.sent[:first]  # no rank sends everything: the busiest sends at most twice the mean
     assert sent.sum() == distinct * len(by_machine) and sent.max() <= 2 * sent.mean() + BUCKET
 
 
 def check_bound(
     model: Model, ranks: int, held: list[Place], needed: list[Place], nodes: list[int] | int | None = 8
 ) -> None:
-    """Everything is covered, nothing is received that need not be, and what the parts say adds up."""
+    """Check that a plan covers every tensor, receives no unneeded byte, and that the sums of its parts agree."""
     check_coverage(held, needed, shapes(model))
     plan = plan_of(model, held, needed, nodes)
     counted = count_bytes(plan)
@@ -162,7 +162,7 @@ def rectangles(copies: list[Copy]) -> list[tuple[str, int, tuple[int, ...], tupl
 
 
 def cells(copies: list[Copy]) -> list[tuple[str, int, tuple[int, ...]]]:
-    """First element and byte offset of each row of a message, however the rows are joined to copies."""
+    """Return first element and byte offset of each row of a message, however rows are joined into copies."""
     return sorted(
         (copy.hf_name, copy.message_offset + row * copy.nbytes // copy.shape[0], (copy.start[0] + row, *copy.start[1:]))
         for copy in copies
@@ -171,7 +171,7 @@ def cells(copies: list[Copy]) -> list[tuple[str, int, tuple[int, ...]]]:
 
 
 def check_agreement(plan: Plan, rank: int) -> None:
-    """What a rank expects in its first busy buckets is what its peers send there, byte for byte."""
+    """Check that the peers of a rank send exactly the bytes that it expects in its first busy buckets."""
     mine = plan.rank_view(rank)
     busy = [bucket.index for bucket in mine.buckets if bucket.receive_bytes][:2]
     views: dict[int, RankPlan] = {}
@@ -183,7 +183,7 @@ def check_agreement(plan: Plan, rank: int) -> None:
                 sends = views[message.peer].buckets[index].phases[number].sends
                 (sent,) = [other for other in sends if other.peer == rank]
                 assert sent.nbytes == message.nbytes
-                if rectangles(sent.copies) != rectangles(message.copies):  # joined otherwise, or wrong
+                if rectangles(sent.copies) != rectangles(message.copies):  # joined differently, or wrong
                     assert cells(sent.copies) == cells(message.copies)
 
 
@@ -195,7 +195,7 @@ def check_agreement(plan: Plan, rank: int) -> None:
 def test_replicas_share_the_sending(
     model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: int, ranks_per_node: int | None
 ) -> None:
-    """The busiest of the ranks that hold the same sends at most a tenth more than their mean."""
+    """Among ranks that hold the same tensors, the busiest sends at most a tenth more than the mean."""
     held, needed = described(model, ranks, tp, pp, ep, engine_tp)
     counted = count_bytes(plan_of(model, held, needed, ranks_per_node))
     sent = counted.sent.reshape(pp, -1, max(tp, ep))  # stage, replica, shard
@@ -203,7 +203,7 @@ def test_replicas_share_the_sending(
 
 
 def test_regular_layouts_send_evenly_over_all_ranks() -> None:
-    """Stages are even but for the embedding and the output layer, which are a sixteenth of the first and last of eight here."""
+    """Stages are even except for the embedding and the output layer, a sixteenth of the first and last of eight stages."""
     for model, layout in ((LLAMA_70B, (64, 4, 4, 1, 8)), (MOE, (512, 8, 1, 8, 4))):
         counted = count_bytes(plan_of(model, *described(model, *layout)))
         assert counted.sent.max() <= 1.1 * counted.sent.mean()

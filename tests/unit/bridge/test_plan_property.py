@@ -1,6 +1,7 @@
-"""Any two tilings, any replicas, any nodes: a plan run by a slow executor leaves exactly the right content, at the least cost.
+"""Check plans for random tilings, replicas and nodes: a slow executor must leave exactly the right content, at the least cost.
 
-The executor below knows nothing of routes or cells: it moves bytes as each rank's plan says and insists that both ends agree.
+The executor below does not know routes or cells. It moves bytes according to each rank's plan, and requires that both
+ends agree.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def strided(buffer: np.ndarray, copy: Copy | Piece) -> np.ndarray:
 
 @dataclass
 class World:
-    """Tensors, who holds what, who needs what, and the memory of all ranks."""
+    """Tensors, their sources and destinations, and the memory of all ranks."""
 
     full: dict[str, np.ndarray]
     sources: list[Place]
@@ -56,7 +57,7 @@ class World:
         return sorted({rank for place in (*self.sources, *self.destinations) for rank in place.ranks})
 
     def masks(self, rank: int, places: list[Place]) -> dict[str, np.ndarray]:
-        """Which elements of each tensor a rank has in some places."""
+        """Return the elements of each tensor that a rank has in some places."""
         masks = {name: np.zeros(tensor.shape, dtype=bool) for name, tensor in self.full.items()}
         for place in places:
             if rank in place.ranks:
@@ -65,7 +66,7 @@ class World:
         return masks
 
     def lower_bound(self, ranks: list[int]) -> int:
-        """Bytes that some of these ranks need and none of them holds."""
+        """Return the number of bytes that some of these ranks need and none holds."""
         total = 0
         need = [self.masks(rank, self.destinations) for rank in ranks]
         have = [self.masks(rank, self.sources) for rank in ranks]
@@ -77,7 +78,7 @@ class World:
 
 
 def execute(world: World, views: dict[int, RankPlan]) -> None:
-    """Runs all ranks bucket by bucket and phase by phase, message by message."""
+    """Run all ranks bucket by bucket, phase by phase and message by message."""
     for index in range(len(next(iter(views.values())).buckets)):
         for rank, view in views.items():
             for copy in view.buckets[index].local:
@@ -118,7 +119,7 @@ def scatter(world: World, rank: int, copies: list[Copy], data: np.ndarray, nbyte
 
 
 def tile(rng: random.Random, start: tuple[int, ...], shape: tuple[int, ...], cuts: int) -> list[tuple]:
-    """A random guillotine tiling of a rectangle."""
+    """Return a random guillotine tiling of a rectangle."""
     axes = [axis for axis, size in enumerate(shape) if size > 1]
     if not cuts or not axes:
         return [(start, shape)]
@@ -131,7 +132,7 @@ def tile(rng: random.Random, start: tuple[int, ...], shape: tuple[int, ...], cut
 
 
 def place_of(rng: random.Random, buffer: str, rectangles: list[tuple], ranks: list[int]) -> Place:
-    """Rectangles in random order in one local tensor, some transposed in memory, with gaps between them."""
+    """Place rectangles in random order in one local tensor, some transposed in memory, with gaps between them."""
     pieces, padding, end = [], [], 0
     rng.shuffle(rectangles)
     for name, start, shape in rectangles:
@@ -150,7 +151,7 @@ def place_of(rng: random.Random, buffer: str, rectangles: list[tuple], ranks: li
 
 
 def random_side(rng: random.Random, world: World, prefix: str, num_ranks: int, whole: bool) -> list[Place]:
-    """One side of a transfer. ``whole``: everything is somewhere; else some rectangles are left out."""
+    """Return one side of a transfer. If not ``whole``, some rectangles are missing."""
     places = []
     for item_bytes in set(world.sizes.values()):
         by_owner: dict[tuple[int, ...], list[tuple]] = defaultdict(list)
@@ -233,7 +234,7 @@ def imported(views: dict[int, RankPlan], nodes: list[int]) -> int:
 
 
 def check_nodes(world: World, views: dict[int, RankPlan], nodes: list[int]) -> None:
-    """Each node imports what its ranks need and none of them holds, once."""
+    """Check that each node imports the bytes that its ranks need and do not hold, once."""
     for node in set(nodes):
         inside = [rank for rank in views if nodes[rank] == node]
         assert imported({rank: views[rank] for rank in inside}, nodes) == world.lower_bound(inside)
@@ -242,7 +243,7 @@ def check_nodes(world: World, views: dict[int, RankPlan], nodes: list[int]) -> N
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(("none", "even", "any")))
 def test_any_two_tilings_arrive_whole_at_the_lower_bound(seed: int, kind: str) -> None:
-    """Nodes have equal numbers of consecutive ranks, or any of any."""
+    """Nodes have equal numbers of consecutive ranks, or random ranks."""
     world, rng = random_world(seed)
     nodes = None
     if kind != "none":

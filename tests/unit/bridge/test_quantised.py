@@ -1,4 +1,4 @@
-"""Weights of 8 bits: the two quantisers against slow versions, under every cut, and syncs into engines of their values."""
+"""Compare the two 8-bit quantisers with slow versions under every split, and sync their values into engines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = list(QUANTISATIONS.values())
 
 
 def whole(weight: Tensor, kind: Quantisation) -> tuple[Tensor, Tensor]:
-    """The quantisers on a whole tensor."""
+    """Quantise a whole tensor."""
     largest = largest_magnitudes(weight, (0, 0), kind)
     eight = torch.empty(weight.shape, dtype=getattr(torch, kind.dtype))
     quantise(weight, (0, 0), largest, kind, eight)
@@ -47,7 +47,7 @@ def test_quantisers_are_the_slow_ones(kind: Quantisation, shape: tuple[int, int]
     generator = torch.Generator().manual_seed(3)
     weight = (torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator)).to(dtype)
     weight[:, 0] = 0
-    weight[0] = 0  # a row of zeros has a scale all the same
+    weight[0] = 0  # a row of zeros has a scale too
     values, scales = slow(weight, kind)
     eight, found = whole(weight, kind)
     assert torch.equal(found, scales)
@@ -64,7 +64,7 @@ def test_the_values_of_a_small_row_by_hand() -> None:
     row = torch.tensor([[-2.55, 2.55, 0.01, 0.03, 0.0]])
     eight, scale = whole(row, QUANTISATIONS["int8"])
     assert scale.item() == pytest.approx(0.02, rel=1e-6)
-    assert eight.tolist() == [[-128, 127, 0, 2, 0]]  # halves to even, and what is above the range to its end
+    assert eight.tolist() == [[-128, 127, 0, 2, 0]]  # ties go to even, and larger values to the end of the range
     eight, scale = whole(torch.tensor([[448.0, -1.0, 17.0, 19.0, 0.001, 0.0009]]), QUANTISATIONS["fp8"])
     assert scale.item() == 1
     assert eight.float().tolist() == [[448.0, -1.0, 16.0, 20.0, 2.0**-9, 0.0]]
@@ -76,10 +76,10 @@ OF_TRAINING = quantisation(FP8_OF_TRAINING)
 @pytest.mark.parametrize("shape", [(128, 128), (130, 257), (300, 100)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_trained_with_is_what_transformer_engine_makes(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Its kernel multiplies by 448 / amax, rounded to fp32, and stores the reciprocal of that: each is an operation of fp32."""
+    """The kernel multiplies by 448 / amax, rounded to fp32, and stores the reciprocal. Both are fp32 operations."""
     generator = torch.Generator().manual_seed(7)
     weight = (torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator)).to(dtype)
-    weight[:128, :100] = 0  # a block of zeros, in the narrow matrix
+    weight[:128, :100] = 0  # a block of zeros in the narrow matrix
     weight[128:, :] *= 1e-7  # blocks whose largest magnitude is below 1e-4
     eight, scales = whole(weight, OF_TRAINING)
     values, known = of_training(weight)
@@ -89,7 +89,7 @@ def test_what_is_trained_with_is_what_transformer_engine_makes(shape: tuple[int,
 
 
 def test_the_two_ways_differ_by_roundings_alone() -> None:
-    """vLLM divides by 448 and multiplies by the reciprocal, Transformer Engine the other way around: ties fall otherwise."""
+    """vLLM divides by 448 and multiplies by the reciprocal. Transformer Engine does the opposite, so ties round differently."""
     weight = (torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     (one, scales), (other, others) = whole(weight, QUANTISATIONS["fp8"]), whole(weight, OF_TRAINING)
     assert ((scales / others - 1).abs() <= 2**-23).all() and not torch.equal(scales, others)
@@ -102,7 +102,7 @@ def test_the_two_ways_differ_by_roundings_alone() -> None:
 def test_blocks_of_a_ranks_own_layers_are_those_that_are_sent(
     tp: int, head_dim: int, ffn_size: int, equal: bool
 ) -> None:
-    """Layers quantise what a rank has: queries, keys and values of a group after the other, gate before up, a part of the columns."""
+    """Layers quantise a rank's part: queries, keys and values group by group, gate before up, some of the columns."""
     sizes = ModelGeometry("llama", 1, 192, GroupedSizes(8, 4, head_dim), ffn_size, 13, False)
     generator = torch.Generator().manual_seed(2)
     hf = {
@@ -170,7 +170,7 @@ def spread(values: Tensor, scales: Tensor) -> Tensor:
 def test_rows_that_are_converted_at_a_time_have_the_bits_of_all(
     kind: Quantisation, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large matrix: 64 of its 411 rows are quantised at a time, which begin within blocks."""
+    """64 of the 411 rows of a large matrix are quantised at a time. They start inside blocks."""
     weight = torch.randn(first + 411, 300, generator=torch.Generator().manual_seed(2))
     values, scales = slow(weight, kind)
     part, start = weight[first:], (first, 0)
@@ -178,7 +178,7 @@ def test_rows_that_are_converted_at_a_time_have_the_bits_of_all(
     own, of_whole = scales[blocks], largest_magnitudes(weight, (0, 0), kind)[blocks]
     monkeypatch.setattr(quantised, "ELEMENTS", 64 * 300)
     largest = largest_magnitudes(part, start, kind)
-    if first % kind.block[0] == 0:  # else the first block has rows before these
+    if first % kind.block[0] == 0:  # otherwise the first block would contain earlier rows
         assert torch.equal(scales_of(largest, kind), own)
     assert torch.equal(scales_of(largest, kind)[1:], own[1:])
     eight, back = torch.empty(part.shape, dtype=getattr(torch, kind.dtype)), torch.empty(part.shape)
@@ -189,7 +189,7 @@ def test_rows_that_are_converted_at_a_time_have_the_bits_of_all(
 
 
 class Trainer:
-    """A model in fp32 on one rank, with random weights, and bridges from it."""
+    """A model in fp32 on one rank with random weights, and its bridges."""
 
     def __init__(self) -> None:
         self.hf: dict[str, Tensor] = {}
@@ -220,7 +220,7 @@ class Trainer:
         )  # type: ignore[arg-type]
 
     def values(self, kind: Quantisation) -> dict[str, Tensor]:
-        """What an engine has to compute with: products of the slow version, and tensors that have no 8 bits."""
+        """Return the values that an engine must compute with: products of the slow version, and tensors without 8-bit versions."""
         return {name: slow_values(t, kind) if is_matrix(name) else t for name, t in self.hf.items()}
 
 
@@ -269,7 +269,7 @@ def test_a_sync_of_some_tensors_brings_their_values(trainer: Trainer, kind: Quan
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_sync_of_some_tensors_leaves_the_others_of_a_fused_one(trainer: Trainer, kind: Quantisation) -> None:
-    """Queries and values are in one tensor of the engine with the keys that are brought. Padding behind each becomes zero."""
+    """The engine fuses queries and values with the synced keys. Padding after each becomes zero."""
     live = []
     for made in engine_tensors(BLOCKS, EngineGrid(), 0):
         numel = prod(made.shape)

@@ -1,4 +1,4 @@
-"""The order of what a trainer does with remote engines. Real transfers are in tests/distributed/test_remote_bridge.py."""
+"""Test the order of a trainer's calls to remote engines. tests/distributed/test_remote_bridge.py tests real transfers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOIN, SYNC = ["pause", "join", "finish", "begin_sync", "finish"], ["pause", "beg
 
 @dataclass
 class Engines:
-    """A :class:`RemoteEngines` that writes down what it is told. ``problems`` are what ``finish`` finds, call by call."""
+    """A :class:`RemoteEngines` that records its calls. ``problems``: results of ``finish``, call by call."""
 
     processes: list[EngineProcess] = field(default_factory=lambda: [EngineProcess("a", "a1"), EngineProcess("b", "b1")])
     problems: list[list[str]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Engines:
 
 
 class End:
-    """The trainer's end of a group, without one."""
+    """The trainer's end of a group that does not exist."""
 
     lost: list[str] = []  # noqa: RUF012 - what syncs raise
     sent: list[Any] = []  # noqa: RUF012 - the sources of syncs
@@ -103,7 +103,7 @@ def test_a_group_is_made_once_and_kept(engines: Engines) -> None:
     assert (stats.sent_bytes, stats.peak_bytes) == (11, 7)
     bridge.sync(4, only=["x"])
     assert engines.told == [*JOIN, "resume", *SYNC, "resume"]
-    assert engines.synced == [(3, None), (4, ["x"])]  # whoever has just come gets everything
+    assert engines.synced == [(3, None), (4, ["x"])]  # a new engine gets all tensors
     (name,), (port,) = {spec.name for spec in engines.specs}, {spec.port for spec in engines.specs}
     assert engines.specs == [GroupSpec(name, LOOPBACK, port, rank, 3, 9.0) for rank in (1, 2)]
 
@@ -118,7 +118,7 @@ def test_a_process_that_was_started_again_is_another_one(engines: Engines) -> No
 
 @pytest.mark.usefixtures("late_cuda")
 def test_fault_36_what_was_sent_last_is_kept_and_sent_again(engines: Engines) -> None:
-    """From copies that every sync makes, in a group of its own; the next sync sends what the model has by then."""
+    """Every sync copies its tensors, and a new group gets these copies. The next sync sends the model's current weights."""
     live = torch.zeros(3)
     kept = HostCopies({"w": live})
     End.sent.clear()

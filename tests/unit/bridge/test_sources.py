@@ -1,4 +1,4 @@
-"""Who holds what, said for all ranks at once: equal to asking every rank of the layout for each of its parameters."""
+"""Compare the map of sources for all ranks with the parameters of every rank of the layout."""
 
 from __future__ import annotations
 

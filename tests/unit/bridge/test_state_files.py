@@ -1,4 +1,4 @@
-"""The optimizer's state through files, from any cut to any other, against tensors that were fused and cut without the rules."""
+"""Move optimizer state through files between splits, and compare with tensors fused and split without the rules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FACTORS = {"master": 1.0, "exp_avg": -2.0, "exp_avg_sq": 0.5}
 
 
 def make_shards(g: ModelGeometry, tp: int, dp: int, kinds: tuple[str, ...], fill: bool) -> list[list[StateShard]]:
-    """What each rank of tp x dp keeps: the tensors of a tp rank in a row, cut in ``dp`` equal parts anywhere."""
+    """Return the shards of each rank of tp x dp: the tensors of a tp rank in a row, split into ``dp`` equal parts."""
     hf, ranks = hf_tensors(g), []
     for tp_rank in range(tp):
         tensors = mcore_tensors(g, hf, tp_rank, tp)
@@ -101,14 +101,15 @@ def test_rectangles_hold_exactly_the_interval_in_order(shape: list[int], data: s
 
 
 def test_padding_of_the_vocabulary_is_nobodys() -> None:
-    # 13 rows of 8 in two parts of 7: the last row of the second part is padding.
+    # 13 rows of 8 in two parts of 7 rows. The last row of the second part is padding.
     held = pieces("embedding.word_embeddings.weight", GEOMETRY, Shard(1, 2))
     assert [(r.rectangle, r.offset) for r in regions(held, 44, 56)] == [(((12, 4), (1, 4)), 0)]
     assert regions(held, 48, 56) == []
 
 
 def test_an_interval_of_what_is_held_transposed_by_hand() -> None:
-    # The second of two matrices [2, 3], held as [3, 2] from element 6 on: its elements 1 to 5 are the end of one column and two more.
+    # The second of two matrices [2, 3], stored as [3, 2] from element 6 on. Its elements 1 to 5 end one column and
+    # contain two more.
     full = torch.arange(12).view(2, 2, 3)
     flat = full[1].T.reshape(-1)
     found = regions([Piece("x", (1, 0, 0), (1, 2, 3), 6, (6, 1, 2))], 7, 12)
@@ -200,14 +201,14 @@ TRAINED = LAYER | {NORM}
 
 
 def trained_shards(fill: bool, names: set[str] = TRAINED) -> list[StateShard]:
-    """Those of one rank whose Hugging Face tensors are all in ``names``."""
+    """Return the shards of one rank whose Hugging Face tensors are all in ``names``."""
     shards = make_shards(GEOMETRY, 1, 1, ("exp_avg",), fill)[0]
     return [s for s in shards if {piece.hf_name for piece in pieces(s.name, GEOMETRY, s.shard)} <= names]
 
 
 @pytest.fixture
 def saved_part(tmp_path: Path) -> Path:
-    """State of one layer and the last norm: embeddings, output layer and the other layer were frozen."""
+    """Save the state of one layer and the last norm. Embeddings, output layer and the other layer were frozen."""
     state = RankState(trained_shards(fill=True), GEOMETRY)
     state.write(tmp_path / state_file(0))
     (tmp_path / STATE_INDEX).write_text(json.dumps(make_index({0: state.described}, GEOMETRY, {"step": 3}, TRAINED)))
@@ -402,7 +403,7 @@ def test_a_file_that_leads_outside_is_refused(saved: Path, tmp_path_factory: pyt
 def test_files_that_do_not_hold_what_the_index_says_are_refused(saved: Path) -> None:
     path = saved / state_file(1)
     data = path.read_bytes()
-    whole = safetensors.torch.load(data)  # not mapped: the file is overwritten below
+    whole = safetensors.torch.load(data)  # not memory-mapped, because the file is overwritten below
     path.write_bytes(data[: len(data) // 2])
     with refused(ConfigError, field="state-00001.safetensors", value="safetensors file"):
         read_all(saved)
@@ -420,7 +421,7 @@ def test_a_kind_that_was_not_saved_is_named(saved: Path) -> None:
 
 
 def test_a_tensor_that_was_written_can_leave_the_device() -> None:
-    """Numpy makes a storage that it is given impossible to resize, for ever."""
+    """If numpy gets a view of a storage, the storage can never be resized again."""
     tensor = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
     data = bytes_of(tensor)
     assert bytes(data) == b"\xc0\x3f\x00\xc0"  # the upper halves of 0x3fc00000 and 0xc0000000

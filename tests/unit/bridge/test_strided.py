@@ -1,4 +1,4 @@
-"""Copies between strided views as rectangles, against what torch really copies."""
+"""Compare copies between strided views, as rectangles, with torch's own copies."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_replaying_pieces_is_the_copy(
     for pick in picks:
         try:
             source = pick(source)
-        except (IndexError, RuntimeError):  # the selection does not fit this shape
+        except (IndexError, RuntimeError):  # the selection exceeds this shape
             continue
     if source.untyped_storage().data_ptr() != full.untyped_storage().data_ptr() or source.numel() == 0:
         return  # torch made a copy

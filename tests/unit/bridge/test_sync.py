@@ -1,4 +1,4 @@
-"""Syncs into an engine in a world of one: of all tensors and of some, and how they are verified. Ranks are in tests/e2e."""
+"""Sync all or some tensors into an engine in a world of one, and verify them. tests/e2e tests several ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIED = replace(GEOMETRY, tied_embeddings=True)
 
 
 class Trainer:
-    """The tensors of a model, as Megatron holds them on one rank."""
+    """The tensors of a model as Megatron stores them on one rank."""
 
     def __init__(self, geometry: ModelGeometry):
         self.geometry, self.hf = geometry, hf_tensors(geometry)
@@ -39,7 +39,7 @@ class Trainer:
         return held
 
     def update(self) -> None:
-        """All weights change."""
+        """Change all weights."""
         self.hf = {name: tensor + 0.5 for name, tensor in self.hf.items()}
         for parameter, tensor in zip(self.parameters, self._cut().values(), strict=True):
             parameter.tensor.copy_(tensor)
@@ -150,7 +150,7 @@ def test_names_that_mean_nothing_are_refused(trainer: Trainer, only: list[str], 
 
 
 def tamper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The lowest bit of one element changes on its way."""
+    """Change the lowest bit of one element in transit."""
     close = EngineDestinations.close
 
     def tampered(landing: EngineDestinations, bucket: Bucket) -> None:

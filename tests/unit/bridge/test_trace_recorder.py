@@ -1,4 +1,4 @@
-"""What the recorder makes of loaders, without vLLM: every habit of a loader, on meta tensors."""
+"""Record loaders without vLLM. Every habit of a loader occurs, on meta tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading for simulated ranks, and the way back in a world of one. Gathering over real ranks is in tests/distributed."""
+"""Load for simulated ranks, and gather in a world of one. tests/distributed gathers over real ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
 
 def write(directory: Path, tensors: dict[str, Tensor]) -> HFReader:
     directory.mkdir(exist_ok=True)
-    tensors = {name: t.float() if t.dtype == torch.float64 else t for name, t in tensors.items()}  # of hf_tensors
+    tensors = {name: t.float() if t.dtype == torch.float64 else t for name, t in tensors.items()}  # hf_tensors
     save_file(tensors, directory / "model.safetensors")
     return HFReader(directory)
 
 
 def garbage(tensors: dict[str, Tensor], shard: Shard) -> list[LocalParameter]:
-    """Parameters as they are before loading: allocated, undefined."""
+    """Return parameters as before loading: allocated and undefined."""
     return [LocalParameter(name, torch.full_like(t, float("nan")), shard) for name, t in tensors.items()]
 
 
@@ -119,7 +119,7 @@ def test_weights_that_are_not_plain_floats_are_refused(tmp_path: Path, dtype: to
 def test_every_dtype_of_weights_loads_into_every_dtype_of_models(
     tmp_path: Path, stored: torch.dtype, dtype: torch.dtype
 ) -> None:
-    values = [1.0, -2.5, 0.0078125, 96.0] * 2  # exact in all three
+    values = [1.0, -2.5, 0.0078125, 96.0] * 2  # exact in all three dtypes
     reader = write(tmp_path, {"model.norm.weight": torch.tensor(values).to(stored)})
     parameter = LocalParameter("decoder.final_layernorm.weight", torch.zeros(8, dtype=dtype), Shard(0, 1))
     load([parameter], GEOMETRY, reader)
@@ -156,7 +156,7 @@ def test_full_tensors_come_back_once_each(family: str, head: str, tied: bool) ->
     geometry = replace(GEOMETRY, family=family, tied_embeddings=tied, head=head)
     hf = hf_tensors(geometry)
     source = gatherer(geometry, hf)
-    for _ in range(2):  # a gatherer is asked again after every step
+    for _ in range(2):  # a gatherer is iterated after every step
         received = list(source)
         assert len(received) == len(hf)
         assert all(torch.equal(tensor, hf[name]) for name, tensor in received)

@@ -1,4 +1,4 @@
-"""Batches of messages as NCCL carries them out: a rank's next batch begins when all messages of the one before have been taken."""
+"""Execute batches of messages like NCCL. A rank's next batch starts when all messages of the previous batch are received."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pair = tuple[int, int]  # sender, receiver
 
 
 class Group:
-    """As much of a process group as an exchange asks for."""
+    """The part of a process group that an exchange uses."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -28,7 +28,7 @@ class Group:
 
 
 def batches_of(rank: int, messages: list[Pair], patch: pytest.MonkeyPatch) -> list[list[tuple[int, int, int]]]:
-    """The batches of a rank: of each message its ends and the number of bytes, which tells messages apart."""
+    """Return the batches of a rank. A message is its two ends and its number of bytes, which identifies it."""
     batches: list[list[tuple[int, int, int]]] = []
 
     def operation(kind: Any, tensor: torch.Tensor, *, group: Any, tag: int, group_peer: int) -> tuple[int, int, int]:
@@ -37,7 +37,7 @@ def batches_of(rank: int, messages: list[Pair], patch: pytest.MonkeyPatch) -> li
 
     def start(batch: list[tuple[int, int, int]]) -> list[object]:
         batches.append(batch)
-        return [SimpleNamespace(wait=lambda: True)]  # NCCL has one work for a batch
+        return [SimpleNamespace(wait=lambda: True)]  # NCCL returns one work per batch
 
     patch.setattr(dist, "P2POp", operation)
     patch.setattr(dist, "batch_isend_irecv", start)
@@ -52,7 +52,10 @@ def batches_of(rank: int, messages: list[Pair], patch: pytest.MonkeyPatch) -> li
 
 
 def is_carried_out(queues: list[list[list[tuple[int, int, int]]]]) -> bool:
-    """Whether ranks that take one batch after the other get through. What is sent first to a rank is received first there."""
+    """Return whether ranks that execute their batches in order finish.
+
+    Two ranks send and receive their messages in the same order.
+    """
     while any(queues):
         begun: list[dict[Pair, list[int]]] = [{} for _ in queues]
         for rank, queue in enumerate(queues):
@@ -94,7 +97,7 @@ def test_ranks_that_cut_their_messages_into_batches_do_not_wait_for_each_other(
 
 
 def test_receives_before_sends_in_batches_would_wait() -> None:
-    """The check above finds what it is for: each rank receives from one whose own receive comes first."""
+    """The check above detects a deadlock. Each rank receives from a rank whose own receive comes first."""
     queues = [[[(1, 0, 1)], [(0, 1, 2)]], [[(0, 1, 2)], [(1, 0, 1)]]]
     assert not is_carried_out(queues)
 
@@ -105,7 +108,7 @@ def test_no_batch_is_larger_than_nccl_takes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_links_are_connected_before_their_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL connects in the first operation: were it a message between some ranks, these would wait for the others."""
+    """NCCL connects in the first operation. If it were a message between some ranks, they would wait for the others."""
     events: list[Any] = []
     monkeypatch.setattr(transports, "connect_device", lambda group: events.append(group))
     monkeypatch.setattr(dist, "P2POp", lambda *args, **kwargs: None)

@@ -1,4 +1,4 @@
-"""Hashes that prove a sync: against a slow version, and that they notice what a sum alone would not."""
+"""Compare the hashes that verify a sync with a slow version, and detect errors that a plain sum would miss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.messages import refused
 SHAPE = (3, 4)
 VALUES = torch.tensor([[1.0, -2.0, 0.0, 3.5], [1e-8, 7.0, -0.0, 2.0], [9.0, -1e6, 0.25, 1.5]])
 ALL = Piece("w", (0, 0), SHAPE, 0, (4, 1))
-# The first two columns, which a local tensor holds transposed behind five other elements; and the others, in order.
+# The first two columns, stored transposed after five other elements of a local tensor, and the other columns in order.
 LEFT, RIGHT = Piece("w", (0, 0), (3, 2), 5, (1, 3)), Piece("w", (0, 2), (3, 2), 0, (2, 1))
 
 
@@ -35,7 +35,7 @@ def digest(values: torch.Tensor) -> int:
 
 
 def test_a_digest_leaves_weights_that_can_leave_memory() -> None:
-    """numpy's view of a tensor marks its storage as one that cannot be resized."""
+    """numpy's view of a tensor marks its storage as not resizable."""
     values = torch.randn(64)
     digest(values)
     values.untyped_storage().resize_(0)
@@ -43,7 +43,7 @@ def test_a_digest_leaves_weights_that_can_leave_memory() -> None:
 
 
 def on_device(flat: torch.Tensor, piece: Piece, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """As a GPU hashes it."""
+    """Hash like on a GPU."""
     return int(verify._digest_on_device(view(flat, piece), piece.start, shape, dtype))
 
 
@@ -55,13 +55,13 @@ def test_a_host_and_a_device_have_the_same_digest(
     monkeypatch.setattr(verify, "HOST_ELEMENTS", 12)
     shape = shape or (40,)
     flat = torch.randn(prod(shape) + 3, generator=torch.Generator().manual_seed(1)).mul(99).to(dtype)
-    strides = contiguous_strides(shape[::-1])[::-1]  # stored otherwise than row by row
+    strides = contiguous_strides(shape[::-1])[::-1]  # not stored row by row
     piece, whole = Piece("w", tuple(range(len(shape))), shape, 0, strides), tuple(size + 9 for size in shape)
     assert int(piece_digest(flat, piece, whole, dtype)) == on_device(flat, piece, whole, dtype)
 
 
 def slow_digest(values: torch.Tensor) -> int:
-    """splitmix64 (Steele et al. 2014) of every element's bits and place, with integers of Python, summed modulo 2^64."""
+    """Sum splitmix64 (Steele et al. 2014) of every element's bits and position modulo 2^64, with Python integers."""
     total, modulus = 0, 1 << 64
     bits = values.contiguous().view({2: torch.int16, 4: torch.int32}[values.element_size()])
     for place, element in enumerate(bits.flatten().tolist()):
@@ -79,7 +79,7 @@ def test_a_digest_is_that_of_the_slow_version(dtype: torch.dtype) -> None:
 
 def test_a_large_piece_is_hashed_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, whole = slow_digest(VALUES), piece_digest(VALUES[:, 2:].reshape(-1), RIGHT, SHAPE, torch.float32)
-    for elements in (1, 4, 8):  # one row, one row, two rows of the three
+    for elements in (1, 4, 8):  # one row, one row, two of the three rows
         monkeypatch.setattr(verify, "CHUNK_ELEMENTS", elements)
         monkeypatch.setattr(verify, "HOST_ELEMENTS", elements)
         assert digest(VALUES) == on_device(VALUES.view(-1), ALL, SHAPE, torch.float32) == expected
@@ -114,7 +114,7 @@ def hashes(*values: int) -> list[torch.Tensor | None]:
 
 @pytest.mark.usefixtures("world")
 def test_all_hashes_of_a_rank_come_to_the_host_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None for each of its pieces, though they are hashed row by row."""
+    """Pieces are hashed row by row without a transfer per piece."""
     transfers, cpu = [], torch.Tensor.cpu
 
     class Record(TorchDispatchMode):
@@ -150,7 +150,7 @@ def test_digests_of_tensors_are_sums_of_those_of_rectangles_each_counted_once() 
 
 @pytest.mark.usefixtures("world")
 def test_digests_of_256_ranks_with_37_000_pieces_each_take_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of 235B-A22B with tensor parallelism 8, of which each rank holds a part of every expert."""
+    """The engines of 235B-A22B have tensor parallelism 8. Each rank holds a part of every expert."""
     held, shapes = destinations(QWEN_235B, tp=8, num_engines=32), hf_shapes(QWEN_235B.geometry)
     own = [piece for place in held if 0 in place.ranks for piece in place.pieces]
     assert len(own) > 36_000
@@ -170,7 +170,7 @@ def test_digests_of_256_ranks_with_37_000_pieces_each_take_seconds(monkeypatch: 
 
 
 def test_tensors_that_differ_are_named() -> None:
-    compare({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2})  # an engine holds a part of them
+    compare({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2})  # each engine holds a part of the tensors
     with refused(SyncMismatch, field="b", value=(1, 2)):
         compare({"a": 1, "b": 2}, {"a": 1, "b": 3})
     with pytest.raises(SyncMismatch, match="among them c"):

@@ -1,4 +1,4 @@
-"""Merging by placement: meshes in any order of ranks, uneven and empty shards, strided ones, and what placements cannot be."""
+"""Merge FSDP shards by placement: meshes with any rank order, uneven and empty shards, strided shards, and invalid placements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def write(
     placed: Sequence[Placement],
     local: Local,
 ) -> None:
-    """Every rank holds all tensors whole, but ``name`` as ``local`` of the tensor and the rank's place in the mesh."""
+    """Write a checkpoint. Every rank holds all tensors whole, except ``name``, whose shard ``local`` computes from its
+    place in the mesh.
+    """
     directory.mkdir()
     for rank in range(4):
         dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
@@ -83,7 +85,7 @@ def test_placements(hf_model: Get, tmp_path: Path, name: str, case: str) -> None
 
 
 def test_fsdp_over_tensor_parallel_rows_is_strided(hf_model: Get, tmp_path: Path) -> None:
-    """Tensor parallelism cuts first, FSDP each part: rank (f, t) holds part f of part t."""
+    """Tensor parallelism splits first, then FSDP splits each part. Rank (f, t) holds part f of part t."""
     model, tensors, _ = hf_model("llama")
     placed = [_StridedShard(0, split_factor=2), Shard(0)]
     write(
@@ -98,9 +100,9 @@ def test_fsdp_over_tensor_parallel_rows_is_strided(hf_model: Get, tmp_path: Path
 
 
 def test_shards_may_be_empty(hf_model: Get, tmp_path: Path) -> None:
-    """Experts of a router with fewer rows than ranks: torch.chunk gives the last ranks nothing."""
+    """A router has fewer rows than ranks, and torch.chunk gives the last ranks no row."""
     model, tensors, _ = hf_model("qwen3_moe")
-    name, shares = "model.layers.0.mlp.gate.weight", [(0, 2), (2, 4), (4, 4), (4, 4)]  # of 4 rows, over 3 of 4 places
+    name, shares = "model.layers.0.mlp.gate.weight", [(0, 2), (2, 4), (4, 4), (4, 4)]  # 4 rows over 3 of 4 places
 
     def local(tensor: Tensor, at: tuple[int, int]) -> Tensor:
         first, last = shares[at[1]]
@@ -132,7 +134,7 @@ def test_what_is_refused(
 
 
 def mesh_state(form: str) -> dict[str, object]:
-    """The state of a mesh of 2 x 2 ranks, as releases of torch write it."""
+    """Return the state of a mesh of 2 x 2 ranks, as releases of torch write it."""
     ranks = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
     if form == "a tensor":
         return {"mesh": ranks}

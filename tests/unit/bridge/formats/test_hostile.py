@@ -1,4 +1,4 @@
-"""Damaged and hostile input of `convert`: refused with exit code 2 and one readable cause, and nothing is left behind."""
+"""Give `convert` damaged and hostile input. It exits with code 2 and one readable cause, and leaves no files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 class Bomb:
-    """Runs code when it is unpickled by a reader that lets it."""
+    """Runs code if a reader unpickles it without restrictions."""
 
     def __init__(self, mark: Path):
         self.mark = mark
@@ -37,7 +37,7 @@ class Bomb:
 
 
 def refused(capsys: Capture, *arguments: object) -> str:
-    """Run convert, which must refuse; returns its message. ``DST`` is the last argument."""
+    """Run convert, which must reject its input. Returns its message. ``DST`` is the last argument."""
     destination = Path(str(arguments[-1]))
     capsys.readouterr()
     assert main([str(argument) for argument in arguments]) == 2
@@ -50,7 +50,7 @@ def refused(capsys: Capture, *arguments: object) -> str:
 # ---------------------------------------------------------------------------------------------------------- safetensors
 @pytest.fixture
 def sharded(llama: Path) -> Path:
-    """The model in two shards."""
+    """Write the model in two shards."""
     tensors = load_file(llama / SINGLE)
     (llama / SINGLE).unlink()
     names = sorted(tensors)
@@ -255,7 +255,7 @@ def test_an_index_that_runs_code(megatron: Path, capsys: Capture) -> None:
     "line", [b"cbuiltins\neval\n", b"cos\nsystem\n", b"ctorch.load\nx\n", b"cpathlib\nPath.unlink\n"]
 )
 def test_an_index_may_name_only_what_an_index_is_made_of(tmp_path: Path, line: bytes) -> None:
-    """Of other modules no name is read; of torch's and pathlib's nothing is looked up or called."""
+    """No name of other modules is read. Functions of torch and pathlib are neither looked up nor called."""
     (tmp_path / ".metadata").write_bytes(line + b"(X\x01\x00\x00\x001tR.")
     foreign = line.startswith((b"cbuiltins", b"cos"))
     with pytest.raises(
@@ -265,14 +265,14 @@ def test_an_index_may_name_only_what_an_index_is_made_of(tmp_path: Path, line: b
 
 
 def test_what_megatron_adds_to_an_index_is_an_inert_shell(tmp_path: Path) -> None:
-    """Names of megatron's classes are met in real indices; they are never imported."""
+    """Real indices contain names of Megatron's classes. They are never imported."""
     (tmp_path / ".metadata").write_bytes(b"cmegatron.core.os\nsystem\n(X\x07\x00\x00\x00touch xtR.")
     with pytest.raises(ValueError, match="not the index of a checkpoint"):
         read_index(tmp_path / ".metadata", bool)
 
 
 def test_an_index_with_megatrons_plans_and_old_classes_is_read(megatron: Path) -> None:
-    """Megatron-core may keep the plans of all ranks in it, torch a path; torch before 2.3 had a class elsewhere."""
+    """Megatron-core may store the plans of all ranks in it, and torch a path. Before torch 2.3, a class was in another module."""
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
     from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType

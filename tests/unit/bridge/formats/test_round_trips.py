@@ -1,4 +1,6 @@
-"""What goes in comes out, bit for bit: every family, tied and untied, odd vocabulary, one key-value head, dense layers too."""
+"""Convert every kind of family there and back, bit for bit: tied and untied, odd vocabulary, one key-value head, dense
+layers too.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def convert(*arguments: object) -> None:
     assert main([str(argument) for argument in arguments]) == 0
 
 
-# One model for each way in which a family's tensors are named and cut.
+# One model for each way to name and split a family's tensors.
 DIFFERENT = ("qwen2", "qwen3_tied", "qwen2_moe", "mixtral", "gpt_oss")
 NAMES = [pytest.param(name, marks=[] if name in DIFFERENT else pytest.mark.full) for name in ALL]
 
@@ -93,7 +95,7 @@ def test_one_rank_and_tensors_that_are_whole_everywhere(hf_model: Get, tmp_path:
 
 
 def test_small_blocks_give_the_same(hf_model: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a few rows, parts of a few rows in the checkpoint, and files closed again and again."""
+    """Blocks have a few rows, as have parts in the checkpoint, and files are closed repeatedly."""
     from rlhf_mcore.bridge.files.formats import convert as module
 
     monkeypatch.setattr(module, "BLOCK_BYTES", 5000)

@@ -1,4 +1,4 @@
-"""The forms that Megatron-core gives a checkpoint: layers stacked or apart, experts stacked or apart, gate and up apart, wrappers."""
+"""Read the forms of Megatron-core's checkpoints: layers and experts stacked or separate, gate and up separate, wrappers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Get = Callable[[str], HFModel]
 
 
 def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """With torch's own distributed checkpoint, from one process."""
+    """Save with torch's own distributed checkpoint, from one process."""
     dcp.save(dict(tensors), checkpoint_id=directory, no_dist=True)
 
 
@@ -38,7 +38,7 @@ def read_all(directory: Path, model: Path, geometry: ModelGeometry) -> dict[str,
 
 
 def fused(geometry: ModelGeometry, hf: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Megatron's tensors of a dense model, built slowly and apart from the rules."""
+    """Build Megatron's tensors of a dense model slowly, independently of the rules."""
     tensors = mcore_tensors(geometry, dict(hf), 0, 1)
     if geometry.tied_embeddings:
         del tensors["output_layer.weight"]
@@ -62,11 +62,11 @@ def gate_and_up_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_junk(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Padding of the vocabulary, a wrapper's prefix, optimizer state."""
+    """Add padding of the vocabulary, a wrapper's prefix and optimizer state."""
     found = {f"module.{name}": tensor for name, tensor in tensors.items()}
     table = found["module.embedding.word_embeddings.weight"]
     found["module.embedding.word_embeddings.weight"] = torch.cat([table, torch.full((31, table.shape[1]), torch.nan)])
-    for prefix in ("", "chained_0."):  # of several optimizers, as models with experts have them
+    for prefix in ("", "chained_0."):  # models with experts have several optimizers
         found[f"{prefix}optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(64)
     return found
 
@@ -92,7 +92,7 @@ def test_dense_models(hf_model: Get, tmp_path: Path, name: str, form: str) -> No
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_experts(hf_model: Get, tmp_path: Path, apart: bool) -> None:
-    """Built from the Hugging Face tensors of each expert by hand."""
+    """The expected tensors are built by hand from the Hugging Face tensors of each expert."""
     model, expected, _ = hf_model("mixtral")
     geometry = read_geometry(model)
     dense = replace(geometry, family="llama", experts=None)
@@ -125,7 +125,7 @@ def test_experts(hf_model: Get, tmp_path: Path, apart: bool) -> None:
 def test_torch_itself_reads_what_is_written_and_finds_megatrons_tensors(
     hf_model: Get, tmp_path: Path, name: str
 ) -> None:
-    """Every element of every Megatron tensor, through torch.distributed.checkpoint; blocks of a few rows."""
+    """torch.distributed.checkpoint reads every element of every Megatron tensor. Blocks have a few rows."""
     model, expected, _ = hf_model(name)
     geometry = read_geometry(model)
     source = HFSource(model, model)
@@ -153,7 +153,10 @@ def test_torch_itself_reads_what_is_written_and_finds_megatrons_tensors(
 
 
 def check_experts_of_one_tensor(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Megatron multiplies from the left with [outputs, inputs] and cuts the product in two halves, of which the first is the gate."""
+    """Check experts in one tensor.
+
+    Megatron multiplies with [outputs, inputs] and splits the product in two halves, gate first.
+    """
     for layer in range(4):
         hf = f"model.layers.{layer}.mlp.experts."
         weight, bias = expected[hf + "gate_up_proj"], expected[hf + "gate_up_proj_bias"]
@@ -168,7 +171,7 @@ def check_experts_of_one_tensor(found: Mapping[str, Tensor], expected: Mapping[s
 
 
 def local_name(parameter: str) -> str:
-    """The independent tensors have the norms' names of the layer spec without Transformer Engine."""
+    """Return the local name of a norm in the layer spec without Transformer Engine."""
     parameter = parameter.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
     return parameter.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 
