@@ -48,7 +48,7 @@ def test_lengths_that_follow_from_that_of_the_run_are_not_said_again(updates: in
 
 
 def test_a_key_that_an_earlier_release_did_not_have_stands_for_what_it_did() -> None:
-    """None of the keys that have come since is named but those by which the run is another one now."""
+    """Only later keys that make this a different run are reported. Other later keys count as the former behaviour."""
     sample = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1" / "checkpoint-2" / "config.yaml"
     saved = sample.read_text(encoding="utf-8")
     now = load_yaml(to_yaml(Config()), "now")
@@ -70,7 +70,7 @@ def test_a_key_that_an_earlier_release_did_not_have_stands_for_what_it_did() -> 
 def merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
     for key, value in other.items():
         if isinstance(value, dict):
-            merge(tree.setdefault(key, {}), value)  # a group of former keys
+            merge(tree.setdefault(key, {}), value)  # a former group
         else:
             tree[key] = value
 

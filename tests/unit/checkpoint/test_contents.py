@@ -1,4 +1,4 @@
-"""What a manifest has to name, and that nothing else is read."""
+"""Test the files that a manifest must name. Other files are never read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def rewrite(checkpoint: Path, *without: str) -> None:
-    """A manifest in perfect form that does not name some files."""
+    """Write a well-formed manifest that omits some files."""
     manifest = read_manifest(checkpoint)
     files = {
         name: {"size": entry.size, "xxh3_128": entry.xxh3_128}
@@ -45,7 +45,7 @@ def damage(checkpoint: Path) -> list[str]:
 
 
 def add_index(checkpoint: Path) -> None:
-    """Another model's weights, and an index that leads a reader to them."""
+    """Add another model's weights, and an index that leads a reader to them."""
     tensors = load_file(checkpoint / "actor" / "model.safetensors")
     shutil.copy(checkpoint / "critic" / "model.safetensors", checkpoint / "actor" / "other.safetensors")
     index = {"weight_map": dict.fromkeys(tensors, "other.safetensors")}
@@ -132,7 +132,7 @@ def test_evaluate_reads_what_the_manifest_names_and_says_what_it_leaves(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert checked_folder(checkpoint / "actor", hashes=True) == str(checkpoint / "actor")
-    assert checked_folder(SAMPLE.parent / "model", hashes=True) == str(SAMPLE.parent / "model")  # no checkpoint
+    assert checked_folder(SAMPLE.parent / "model", hashes=True) == str(SAMPLE.parent / "model")  # not a checkpoint
     add_index(checkpoint)
     folder = Path(checked_folder(checkpoint / "actor", hashes=True))
     assert not (folder / "model.safetensors.index.json").exists()
@@ -197,7 +197,7 @@ def test_models_that_the_run_has_must_be_named(checkpoint: Path, kl_coef: float)
     assert damage(checkpoint) == ["critic: the manifest does not name it, but config.yaml requires it"]
     settings = yaml.safe_load((checkpoint / "config.yaml").read_text())
     settings["reference"]["refresh_steps"] = 5
-    settings["algorithm"]["kl"]["coef"] = kl_coef  # 0: there is no reference
+    settings["algorithm"]["kl"]["coef"] = kl_coef  # 0: no reference
     settings["algorithm"]["use_critic"] = "false"
     (checkpoint / "config.yaml").write_text(yaml.safe_dump(settings))
     files = {name: vars_of(checkpoint, name) for name in read_manifest(checkpoint).files}

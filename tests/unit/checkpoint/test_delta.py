@@ -1,4 +1,4 @@
-"""Reading deltas, which the plug-in writes. Its own tests are in contrib/deltas/tests."""
+"""Read deltas, which the plug-in writes. contrib/deltas/tests tests the plug-in."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def weights(seed: int = 0) -> Weights:
 
 
 def updated(before: Weights) -> Weights:
-    """As after a small step of an optimizer."""
+    """Return weights after a small optimizer step."""
     return {name: np.asarray(value * 1.0001, value.dtype) for name, value in before.items()}
 
 
 def write_model(folder: Path, tensors: Weights, files: int = 1) -> list[Path]:
-    """Weight files with their index, a config and training state, as a rank would write them."""
+    """Write weight files with their index, a config and training state, as a rank would write them."""
     (folder / "training").mkdir(parents=True)
     names, shard_of = sorted(tensors), {}
     for k in range(files):
@@ -54,7 +54,7 @@ def write_model(folder: Path, tensors: Weights, files: int = 1) -> list[Path]:
 
 
 def save(run: Path, step: int, tensors: Weights, base: Base | None = None, files: int = 1) -> Path:
-    """A whole save, full or delta."""
+    """Save a full or delta checkpoint."""
     disk = Disk()
     partial = prepare(run, step, "1", disk)
     paths = write_model(partial / "actor", tensors, files)
@@ -73,7 +73,7 @@ def saved_bytes(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path, dict[str, bytes]]:
-    """A full checkpoint, a delta that leans on it, and what the delta's model would have been as a full one."""
+    """Return a full checkpoint, a delta based on it, and the files of the delta's model as a full checkpoint."""
     run = tmp_path / "run"
     first, second = weights(), updated(weights())
     full = save(run, 10, first)
@@ -158,7 +158,7 @@ def test_fault_11_damage_of_the_base_is_damage_of_the_delta(pair: tuple[Path, Pa
     assert (problem.path, problem.kind) == ("../checkpoint-10/actor/model-0.safetensors", "base")
     with pytest.raises(
         ConfigError, match="the restored file differs from the saved file"
-    ):  # and without verifying first
+    ):  # without verification first
         readable(delta)
 
 
@@ -186,7 +186,7 @@ def test_an_index_names_files_of_the_base(pair: tuple[Path, Path, dict[str, byte
 def test_fault_11_without_verifying_first_damage_of_a_delta_is_a_readable_error_or_none(
     pair: tuple[Path, Path, dict[str, bytes]], suffix: str, tmp_path: Path
 ) -> None:
-    """A flipped bit anywhere: what is read back is the file that was saved, or nothing."""
+    """A bit is flipped anywhere. A read returns the saved file or fails."""
     full, delta, expected = pair
     path = delta / "actor" / f"model-0.safetensors{suffix}"
     data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Older formats become the newest one, step by step."""
+"""Convert older formats to the newest one, step by step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_checkpoint_of_version_1_is_read_as_one_of_today() -> None:
 
 def test_migrations_are_applied_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def third(document: str, content: dict[str, Any]) -> dict[str, Any]:
-        assert content["inputs"] is None  # what the step before has added
+        assert content["inputs"] is None  # added by the previous step
         return {**content, "document": document}
 
     monkeypatch.setattr(manifest, "VERSION", 3)
@@ -75,4 +75,4 @@ def test_a_directory_of_another_step_is_refused(tmp_path: Path) -> None:
     renamed = shutil.copytree(SAMPLE, tmp_path / "checkpoint-20")
     with refused(ConfigError, field="checkpoint-20", value=("step 2", "step 20")):
         check_counts(renamed)
-    check_counts(shutil.copytree(SAMPLE, tmp_path / "kept"))  # under a name of the user's own it is fine
+    check_counts(shutil.copytree(SAMPLE, tmp_path / "kept"))  # a name of the user's own is allowed

@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or slow: real ones where a tmpfs may be mounted, and storage that is told to fail."""
+"""Save to full, read-only and slow disks. Real disks if a tmpfs may be mounted, and simulated failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def disk_of_one_mib(tmp_path: Path) -> Iterator[Path]:
 
 
 def writes(kib: int) -> Callable[[Path], list[Path]]:
-    """What writes one file of this size."""
+    """Return a function that writes one file of this size."""
 
     def write(partial: Path) -> list[Path]:
         path = partial / "actor" / "weights"
@@ -49,14 +49,14 @@ def writes(kib: int) -> Callable[[Path], list[Path]]:
 
 
 def assert_only(run: Path, *steps: int) -> None:
-    """These checkpoints are there, intact; nothing is half way; ``latest`` names the last of them."""
+    """Check that only these checkpoints exist, intact, without partial ones, and that ``latest`` names the last."""
     assert [item.step for item in scan(run)] == list(steps)
     assert all(verify(item.path) == [] for item in scan(run))
     assert scan_transitional(run) == [] and linked_step(run, "latest") == steps[-1]
 
 
 def numbers(message: str, run: Path) -> tuple[int, int]:
-    """Needed and free bytes of the one sentence about room."""
+    """Return the needed and free bytes in the sentence about disk space."""
     found = re.findall(re.escape(str(run)) + r" needs ([\d,]+) bytes for it, ([\d,]+) bytes are free\.", message)
     assert len(found) == 1 and "\n" not in message, message
     needed, free = (int(text.replace(",", "")) for text in found[0])
@@ -75,7 +75,7 @@ def test_fault_09_a_save_that_does_not_fit_is_refused_before_anything_is_written
 
 
 def test_fault_28_a_disk_that_fills_while_a_save_is_written(disk_of_one_mib: Path) -> None:
-    """Another process takes the room that was there when the save began."""
+    """Another process fills the free space after the save has started."""
     writer = CheckpointWriter(disk_of_one_mib)
     writer.save(CheckpointInfo(10), writes(100), 100 * KIB)
     other = disk_of_one_mib / "other"
@@ -87,7 +87,7 @@ def test_fault_28_a_disk_that_fills_while_a_save_is_written(disk_of_one_mib: Pat
     with refused(DiskFullError, field=("checkpoint-20", "rank 0"), value="[Errno 28]") as caught:
         writer.save(CheckpointInfo(20), write, 500 * KIB)
     needed, free = numbers(str(caught.value), disk_of_one_mib)
-    assert needed == 500 * KIB and 150 * KIB < free <= 224 * KIB  # what the failed save has written is free again
+    assert needed == 500 * KIB and 150 * KIB < free <= 224 * KIB  # the space of the failed save is free again
     assert_only(disk_of_one_mib, 10)
     other.unlink()
     writer.save(CheckpointInfo(20), writes(500), 500 * KIB)
@@ -100,7 +100,7 @@ def test_fault_28_what_failed_saves_have_left_makes_room_for_the_next(disk_of_on
     for path in (".checkpoint-15.partial-0a1b", f"{QUARANTINE}/checkpoint-14.partial-0a1b-20260101T000000"):
         (disk_of_one_mib / path).mkdir(parents=True)
         (disk_of_one_mib / path / "weights").write_bytes(bytes(300 * KIB))
-    kept = disk_of_one_mib / QUARANTINE / "checkpoint-12-20260101T000000"  # a whole one that was set aside
+    kept = disk_of_one_mib / QUARANTINE / "checkpoint-12-20260101T000000"  # a complete checkpoint that was moved aside
     kept.mkdir()
     writer.save(CheckpointInfo(20), writes(600), 600 * KIB)
     assert_only(disk_of_one_mib, 10, 20)
@@ -146,7 +146,7 @@ def test_fault_12_storage_that_has_become_read_only(disk_of_one_mib: Path) -> No
 
 
 def test_fault_12_slow_storage_ends_a_run_before_its_time_limit(tmp_path: Path) -> None:
-    """Every change to the disk takes 20 s: what a save takes is learned, and the last one still fits."""
+    """Every change to the disk takes 20 s. The triggers measure the time of a save, and the last save still fits."""
     now = [0.0]
 
     class Slow(Disk):

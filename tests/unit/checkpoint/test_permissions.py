@@ -1,4 +1,4 @@
-"""``checkpoint.mode``: who may read what a checkpoint holds."""
+"""Test ``checkpoint.mode``, the read permissions of checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mode(path: Path) -> int:
 
 def save(run: Path, setting: str | None) -> Path:
     def write(partial: Path) -> list[Path]:
-        assert mode(partial) == (0o755 if setting is None else 0o700)  # nobody looks in while it is written
+        assert mode(partial) == (0o755 if setting is None else 0o700)  # other users cannot read it while it is written
         for name in FILES[:-1]:
             (partial / name).parent.mkdir(exist_ok=True, parents=True)
             (partial / name).write_text(name)
@@ -50,7 +50,7 @@ def save(run: Path, setting: str | None) -> Path:
         ("private", (0o644, 0o600, 0o600, 0o600, 0o644), (0o755, 0o755, 0o700)),
         ("0600", (0o600,) * 5, (0o700,) * 3),
         ("0640", (0o640,) * 5, (0o750,) * 3),
-        ("416", (0o640,) * 5, (0o750,) * 3),  # what YAML makes of 0640 without quotes
+        ("416", (0o640,) * 5, (0o750,) * 3),  # YAML reads unquoted 0640 as this number
     ],
 )
 def test_the_modes_of_files_and_directories(

@@ -14,7 +14,7 @@ from tests.messages import refused
 
 
 def draw() -> list[float]:
-    """From every generator, with the pairs that Gaussian draws keep for the next time."""
+    """Sample from every generator. Gaussian samplers keep the second number of each pair."""
     return [
         random.random(),
         random.gauss(0, 1),
@@ -26,7 +26,7 @@ def draw() -> list[float]:
 
 @pytest.mark.usefixtures("world")
 def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
-    draw()  # one of each pair is kept now
+    draw()  # the second number of each pair is now kept
     states = rng.gather_states(rng.capture())
     assert states is not None
     (tmp_path / "rng.safetensors").write_bytes(rng.encode(states))

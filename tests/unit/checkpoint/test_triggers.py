@@ -17,7 +17,7 @@ ACCURACY = "evaluate/accuracy"
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test moves forward."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -45,7 +45,7 @@ def make(tmp_path: Path, clock: Clock) -> Make:
 
 
 def reasons(triggers: Triggers, steps: range) -> dict[int, tuple[str, ...]]:
-    """Why each step was saved, if it was."""
+    """Return the reason of each save, by step."""
     out = {}
     for step in steps:
         decision = triggers.decide(step, {})
@@ -92,7 +92,7 @@ def test_every_n_epochs_after_the_step_with_which_one_is_over(make: Make) -> Non
 
     # 4, 8, 12, 16, 20, 24 prompts
     assert saved(make(save_epochs=1), range(1, 7)) == {3: ("epochs",), 5: ("epochs",)}
-    # a run that is resumed there, after 2.4 epochs: 28, 32, ..., 52
+    # a run resumed there, after 2.4 epochs: 28, 32, ..., 52
     assert saved(make(save_epochs=2), range(7, 14)) == {10: ("epochs",)}
     # after 5.2: 56, 60, 64, 68 and 72 prompts pass 5.5, 6, (6.4,) 6.5 and 7 epochs
     assert list(saved(make(save_epochs=0.5), range(14, 19))) == [14, 15, 17, 18]
@@ -135,7 +135,7 @@ def test_a_file_asks_once(make: Make, tmp_path: Path) -> None:
     triggers = make()
     (tmp_path / "SAVE").touch()
     assert triggers.decide(1, {}).reasons == ("request",)
-    assert (tmp_path / "SAVE").exists()  # until it is served: the save may fail
+    assert (tmp_path / "SAVE").exists()  # until the save succeeds, because it may fail
     triggers.record_save(1, 0.0)
     assert not (tmp_path / "SAVE").exists()
     assert not triggers.decide(2, {}).save
@@ -154,7 +154,7 @@ def test_signals_ask_for_a_save_or_an_end(make: Make) -> None:
     triggers = make(num_steps=5)
     assert triggers.decide(1, {}, save_requested=True) == Decision(("signal",))
     assert triggers.decide(2, {}, stop_requested=True) == Decision(("stop",), stop=True)
-    # a finished run is not to be started again
+    # a finished run is not restarted
     assert triggers.decide(5, {}, stop_requested=True) == Decision(("stop", "end"), stop=False)
 
 
@@ -176,7 +176,7 @@ def test_fault_17_the_run_saves_while_a_step_and_a_save_still_fit(make: Make, cl
             triggers.record_save(step, 60)
         if decision.stop:
             break
-    # Saves end at 260, 520 and 780 s, step 7 at 880: one more step and a save, times 1.25, would end at 1080.
+    # Saves end at 260, 520 and 780 s, and step 7 at 880 s. One more step and a save, times 1.25, would end at 1080 s.
     assert (step, decision) == (7, Decision(("deadline",), stop=True))
     assert clock.now - start == 940
 
@@ -197,7 +197,7 @@ def test_a_machine_that_stood_still_for_a_day_teaches_the_budget_nothing(make: M
         clock.now += seconds
         assert not triggers.decide(step, {}).stop
     assert triggers.step_s.seconds == 10
-    clock.now += 90  # slow twice: that is how long a step takes
+    clock.now += 90  # slow twice in a row counts as the time of a step
     triggers.decide(5, {})
     clock.now += 95
     triggers.decide(6, {})
@@ -213,7 +213,7 @@ def test_a_time_that_an_earlier_version_learned_from_a_jump_is_forgotten(make: M
 
 
 def test_the_clock_of_the_wall_may_be_set_to_any_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A day forward is not a long step, a day back does not hold back what is due by minutes."""
+    """A clock one day ahead does not make a step long. A clock one day back does not delay saves that are due by minutes."""
     wall = Clock(time.time())
     monkeypatch.setattr(time, "time", wall)
     triggers = Triggers(CheckpointConfig(save_minutes=1e-9), 100, tmp_path, time.monotonic() + 3600)
@@ -238,7 +238,7 @@ def test_fault_17_a_save_is_measured_while_there_is_time(make: Make, clock: Cloc
         if decision.stop:
             break
     assert saved == {6: ("measure",), 7: ("deadline",)}
-    # without it the first save would have begun after 810 s and ended after 1010
+    # without a measurement the first save would start after 810 s and end after 1010 s
     assert clock.now <= 2000 + 50
 
 
@@ -251,7 +251,7 @@ def test_fault_17_a_save_that_is_due_now_counts_too(make: Make, clock: Clock) ->
         triggers.record_save(step, 300)
         if decision.stop:
             break
-    # At 630 s a save, a step and a save, times 1.25, would end at 1392: the second save is the last one, not the third.
+    # At 630 s, a save, a step and a save, times 1.25, would end at 1392 s. So the second save is the last, not the third.
     assert (step, clock.now) == (2, 1000 + 620)
 
 
@@ -266,7 +266,7 @@ def test_the_state_is_plain_json_and_goes_on_where_it_was(make: Make, clock: Clo
     first = make(metric_for_best_model=ACCURACY)
     clock.now += 20
     first.decide(4, {ACCURACY: 0.7})
-    state = json.loads(json.dumps(first.state_dict()))  # as it goes into the very checkpoint
+    state = json.loads(json.dumps(first.state_dict()))  # as stored in this checkpoint
     first.record_save(4, 8.0)
     second = make(metric_for_best_model=ACCURACY)
     second.load_state_dict(state)

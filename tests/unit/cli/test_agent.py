@@ -1,4 +1,4 @@
-"""One node's part of a run, up to the command of its supervisor."""
+"""Run the agent of one node, up to the command of its supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sees at the shell: one message and exit code 2, a printed tree, help."""
+"""Check a command's results at the shell: one message and exit code 2, a printed tree, help."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_good_config_is_launched_with_its_own_arguments(
     ) -> int:
         assert (logs / "launch.json").is_file() and console == "auto" and engines is None
         handed = receive(arguments.pop().removeprefix("--resolved="))
-        assert (handed.actor.layout.tp, handed.trainer.minibatch_size) == (2, 1)  # the latter is derived
+        assert (handed.actor.layout.tp, handed.trainer.minibatch_size) == (2, 1)  # derived from the former
         calls.append((arguments, world_size, threads_per_rank, max_restarts))
         return 9
 
@@ -142,7 +142,7 @@ def test_a_good_config_is_launched_with_its_own_arguments(
     overrides = ["actor.layout.tp=2", "rollout.layout.tp=4", "trainer.threads_per_rank=3", "trainer.max_restarts=2"]
     assert train.main(["run.yaml", *overrides]) == 2
     assert "data.train has 1 rows, fewer than trainer.prompts_per_step=32" in capsys.readouterr().err
-    assert not Path("outputs").exists()  # a start that is refused leaves nothing behind
+    assert not Path("outputs").exists()  # a rejected start leaves no files
     overrides.append("trainer.prompts_per_step=1")
     assert train.main(["run.yaml", *overrides]) == 9
     assert calls == [(["run.yaml", *overrides], 4, 3, 2)]
@@ -156,7 +156,7 @@ def test_more_engines_than_this_machine_can_start(
     monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *_, **__: 9)
     monkeypatch.setattr("rlhf_mcore.cli.preflight.memory_bytes", lambda: {"MemAvailable": 2 * 2**30})
     engines = ["rollout.placement=disaggregated", "rollout.num_engines=8", "rollout.layout.tp=2"]
-    elsewhere = address != "null"  # then the cluster tells what it has room for
+    elsewhere = address != "null"  # for a cluster elsewhere, Ray reports its capacity
     arguments = ["run.yaml", *engines, f"rollout.ray.address={address}", "trainer.prompts_per_step=1"]
     assert train.main(arguments) == (9 if elsewhere else 2)
     said = "rollout.num_engines x rollout.layout.tp=16: this machine has 2 GiB of free memory, enough for 10 processes of 200 MiB"
@@ -204,7 +204,7 @@ def test_a_wrong_command_line_ends_with_code_2(args: list[str], capsys: pytest.C
 def test_an_option_that_is_a_setting_is_named(
     args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """People who come from TRL write dashes."""
+    """TRL users write dashes."""
     with pytest.raises(SystemExit) as ended:
         main_module.main(["train", "run.yaml", *args])
     printed = capsys.readouterr().err
@@ -242,9 +242,9 @@ def test_a_reward_that_is_slow_is_told_of_before_anything_starts(
 
 
 def test_a_path_that_is_no_text_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tmp_path / "run\udcff"  # how Python holds the byte 0xff
+    run = tmp_path / "run\udcff"  # Python's form of the byte 0xff
     save(run, 20)
-    monkeypatch.setattr(saved_checkpoint, "check_saved", lambda checkpoint, weights: None)  # the files are texts
+    monkeypatch.setattr(saved_checkpoint, "check_saved", lambda checkpoint, weights: None)  # the files contain text
     output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     monkeypatch.setattr("sys.stdout", output)
     assert main_module.main(["verify-checkpoint", str(run)]) == 0

@@ -1,4 +1,4 @@
-"""What a run ends with."""
+"""Test the end of a run: its summary and its messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.late_device import LateCuda, LatePlatform
 
 
 def test_a_number_that_was_not_finite_before_is_left_out_of_the_table(tmp_path: Path) -> None:
-    """A run that is resumed reads null for it, and has trained to its end by then."""
+    """A resumed run reads null for it, and has finished training by then."""
     output = rich.console.Console(file=io.StringIO(), width=100)
     record = RunRecord(Timers(), 0)
     record.console, record.directory = (
@@ -48,7 +48,7 @@ def test_a_number_that_was_not_finite_before_is_left_out_of_the_table(tmp_path: 
 def test_a_run_whose_rewards_were_all_zero_says_what_to_do(
     tmp_path: Path, shares: tuple[float, ...], teacher: str | None, is_hinted: bool
 ) -> None:
-    """Not if it has a teacher: a distillation has no other reward than 0, and learns."""
+    """A run with a teacher gets no advice. Distillation learns although all its rewards are 0."""
     output = rich.console.Console(file=io.StringIO(), width=300)
     record = RunRecord(Timers(), 0)
     record.console = Console("plain", 2, "p / e", output=output)
@@ -69,7 +69,7 @@ def test_a_run_whose_rewards_were_all_zero_says_what_to_do(
 def test_a_device_out_of_memory_is_compared_with_the_plan(
     monkeypatch: pytest.MonkeyPatch, late_cuda: LateCuda, tmp_path: Path
 ) -> None:
-    """Of 24 GiB 16.5 are used, and torch has reserved 10. AdamW has 8 bytes for each of 494 million weights: 3.7 GiB."""
+    """16.5 of 24 GiB are in use, and torch has reserved 10 of them. AdamW needs 8 bytes for each of 494 million weights: 3.7 GiB."""
     configs = Path(__file__).resolve().parents[3] / "configs"
     own = [f"model.path={configs}/models/Qwen2.5-0.5B-Instruct", "data.train=x.jsonl", "algorithm.kl.coef=0"]
     cfg = resolve(load_config(configs / "base.yaml", own))

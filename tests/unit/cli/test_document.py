@@ -1,4 +1,4 @@
-"""What a starter hands to its ranks is what it has read: every type of key, secrets with how they were written."""
+"""Pass a configuration from a starter to its ranks without changes: every type of key, and secrets in their written form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM on a CPU lacks for a model, and a cache that holds no response, are named before any process has started."""
+"""Reject a model that vLLM does not support on a CPU, and a cache too small for a response, before a process starts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_sizes_are_those_of_the_installed_vllm() -> None:
 
 
 def test_a_cache_that_holds_no_response_is_refused(workspace: Any) -> None:
-    """A token has 2 x 4 layers x 2 heads x 64 numbers of 4 bytes: 4,096; 256 of them are 1 MiB."""
+    """A token takes 2 x 4 layers x 2 heads x 64 numbers of 4 bytes, 4,096 bytes. 256 tokens take 1 MiB."""
     heads(workspace, 64)
     assert problem(f"rollout.kv_cache_gib={1.01 / 1024}") is None
     assert "does not hold one prompt and response of rollout.max_model_len=256 tokens, which take 0.000977 GiB" in str(

@@ -1,4 +1,4 @@
-"""What a process reports when the disk of its log, of torchrun's file or of its temporary folder is full."""
+"""Report a full disk of the log, of torchrun's file or of the temporary folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def full(tmp_path: Path) -> Iterator[Path]:
 
 
 class FullLog(io.StringIO):
-    """Standard error as a file on a full disk."""
+    """A file on a full disk as standard error."""
 
     def write(self, _text: str) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -78,4 +78,4 @@ def test_fault_37_a_node_keeps_its_exit_code_where_the_outcome_cannot_be_left(
 ) -> None:
     monkeypatch.setattr("sys.stderr", FullLog())
     agent._record(full / "outcome", 75, 0, 1.0)
-    assert (full / "outcome").read_text() == ""  # sbatch takes an empty one for none
+    assert (full / "outcome").read_text() == ""  # sbatch ignores an empty value

@@ -37,13 +37,13 @@ def test_an_engine_is_closed_when_its_run_ends_unless_other_ranks_may_be_gone(
         pass
     assert engine.closed == closed
     engine.closed = 1
-    if world_size == 1 and fails:  # what closing raises does not hide the run's own error
+    if world_size == 1 and fails:  # an error of close does not hide the run's error
         with pytest.raises(KeyError, match="of the run"), _close_at_end(engine):
             raise KeyError("of the run")
 
 
 class Sleeping:
-    """An engine that tells what it is asked, with the models that share its device."""
+    """An engine that records its calls, with the models on its device."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

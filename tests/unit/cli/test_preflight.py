@@ -1,4 +1,4 @@
-"""What a run finds out about its directory before any process is started."""
+"""Test the checks of a run directory before any process starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN = Path("outputs") / "rlhf_mcore" / "default"
 
 @pytest.fixture
 def launched(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The directories of logs of the launches, none of which is made."""
+    """Return the log directories of the launches, without creating them."""
     calls: list[Path] = []
     monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *given, logs, **more: calls.append(logs) or 0)
     monkeypatch.setattr("rlhf_mcore.checkpoint.delta.verify_chain", lambda path, hashes: [])
@@ -86,7 +86,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(
 ) -> None:
     make_checkpoint(100)
     monkeypatch.setattr("rlhf_mcore.checkpoint.delta.verify_chain", verify_chain)
-    assert train() == 0 and len(launched) == 1  # the ranks fall back to the one before it, or refuse
+    assert train() == 0 and len(launched) == 1  # the ranks use the previous checkpoint, or fail
     assert capsys.readouterr().out.startswith("starting one process; ")
 
 
@@ -333,7 +333,7 @@ def test_rules_that_score_nothing_are_one_line(
             "trainer.world_size=2: this machine has 1 GPU, and each process takes one; lower it",
         ),
         (2, ["actor.layout.tp=2"], None),
-        (None, ["actor.layout.tp=2"], None),  # nvidia-smi does not tell
+        (None, ["actor.layout.tp=2"], None),  # nvidia-smi gives no answer
         (
             2,
             ["rollout.placement=disaggregated", "rollout.num_engines=2"],

@@ -1,4 +1,4 @@
-"""A checkpoint whose files are those of its manifest, and which holds what no run can have saved."""
+"""Check a checkpoint whose files match its manifest, but whose contents no run can have saved."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Checkpoints of steps 1 and 2. They are one, but for the number of the step."""
+    """Return checkpoints of steps 1 and 2, which differ only in the step number."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(SAMPLE, tmp_path, dirs_exist_ok=True)
     run = tmp_path / "outputs"
@@ -139,7 +139,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def seal_again(checkpoint: Path, step: int = 2) -> None:
-    """As a release would have that did not look at what it saved."""
+    """Write a manifest for the changed files, like a release without checks on saving."""
     info = read_manifest(checkpoint).info
     names = [name for name in files_below(checkpoint) if name != "manifest.json"]
     write_manifest(checkpoint, hash_files(checkpoint, names), type(info)(step, metrics=info.metrics), Disk())
@@ -192,7 +192,7 @@ def test_fault_11_and_23_a_resume_falls_back_says_why_and_keeps_it_aside(
 
 
 def test_without_values_a_nan_is_passed_and_a_shape_is_not(run: Path) -> None:
-    """``checkpoint.verify=false``: names, shapes and places are read, no tensor is."""
+    """``checkpoint.verify=false`` reads names, shapes and places, but no tensor values."""
     checkpoint = run / "checkpoint-2"
     weights = {model: checkpoint / model for model in ("actor", "critic")}
     DAMAGES["NaN in the weights"][0](checkpoint)
@@ -206,7 +206,7 @@ def test_without_values_a_nan_is_passed_and_a_shape_is_not(run: Path) -> None:
 
 
 def test_after_the_first_damage_nothing_more_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model takes minutes to read: neither its damage nor Ctrl-C waits for the rest of it."""
+    """Reading a model takes minutes. A damage report and Ctrl-C do not wait for the rest."""
     looked, stopped = [], threading.Event()
 
     class Pool(ThreadPoolExecutor):
@@ -229,7 +229,7 @@ def test_after_the_first_damage_nothing_more_is_read(run: Path, monkeypatch: pyt
 
 
 def test_a_tensor_in_two_shards_is_damage(run: Path) -> None:
-    """The sample as a run with a larger model would have saved it, in two files, and as none would have."""
+    """The first sample is a valid save of a larger model in two files. The other has a tensor twice."""
     actor = run / "checkpoint-2" / "actor"
     tensors = load_file(actor / "model.safetensors")
     (actor / "model.safetensors").unlink()
@@ -275,13 +275,13 @@ def test_an_index_that_was_added_is_neither_resumed_from_nor_evaluated(
     found = start(run)
     assert found.step == 2 and index.name not in [path.name for path in found.weights["actor"].iterdir()]
     assert main(arguments) == 7
-    seal_again(run / "checkpoint-2")  # now it is named, so it counts
+    seal_again(run / "checkpoint-2")  # now the manifest names it, so it counts
     assert main(arguments) == 2
     assert "a path outside the directory" in capsys.readouterr().err
 
 
 def nothing_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the first rank fail if it reads what the ranks have read together."""
+    """Make the first rank fail if it reads a file again that the ranks have read together."""
 
     def only_in_an_answer(module: Any, name: str) -> None:
         read = getattr(module, name)
@@ -325,7 +325,7 @@ def test_ranks_restore_a_delta_and_look_at_it_together(run: Path, monkeypatch: p
 
 
 def test_master_weights_are_what_the_weights_were_rounded_from(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sample as a run with 16-bit parameters would have saved it."""
+    """The sample was changed to a save of a run with 16-bit parameters."""
     nothing_is_read_again(monkeypatch)
     checkpoint = run / "checkpoint-2"
     weights = load_file(checkpoint / "actor" / "model.safetensors")

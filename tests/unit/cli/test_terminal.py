@@ -1,4 +1,4 @@
-"""What models, rewards and environments write reaches no terminal as a command."""
+"""Check that texts of models, rewards and environments never reach a terminal as a command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_mcore.config.errors import ConfigError, for_terminal
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.observability.console import Console
 
-# A cleared screen, a title, a colour by the one-byte CSI, an overwritten line, text from right to left, a bell.
+# Clear the screen, set a title, colour by the one-byte CSI, overwrite a line, write from right to left, ring the bell.
 HOSTILE = "a\x1b[2J\x1b]0;owned\x07b\x9b31mc\rd\u202ee\x08\x00\ud800é😀中"
 SHOWN = r"a\x1b[2J\x1b]0;owned\x07b\x9b31mc\rd\u202ee\x08\x00\ud800é😀中"
 
@@ -43,7 +43,7 @@ def test_an_error_is_escaped_where_python_prints_it() -> None:
 
 @pytest.mark.parametrize("mode", ["plain", "rich", "json"])
 def test_every_way_of_a_run(mode: str) -> None:
-    """Rich's own escapes are of a terminal; here it has none."""
+    """The output is not a terminal, so Rich writes no escapes."""
     written = io.StringIO()
     output = rich.console.Console(file=written, width=200, height=60, force_terminal=False)
     with Console(mode, 3, HOSTILE, output=output) as console:

@@ -1,4 +1,4 @@
-"""What is found out before a model is built, and how many ranks of a machine the bridge is told of. Trainings are in tests/e2e."""
+"""Test the checks before a model is built, and the number of ranks per machine for the bridge. tests/e2e trains."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_bad_reward_function_is_found_before_data_and_models(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("numbers", "expected"),
     [
-        ([0, 0, 0, 0], None),  # one machine
+        ([0, 0, 0, 0], None),  # a single machine
         ([0, 0, 1, 1], [0, 0, 1, 1]),
         ([0, 0, 0, 1], [0, 0, 0, 1]),
     ],

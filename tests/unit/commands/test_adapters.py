@@ -1,4 +1,4 @@
-"""A run's checkpoint whose actor is a PEFT directory, as the commands read it."""
+"""Read a run's checkpoint whose actor is a PEFT directory, like the commands do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1" / "check
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint in ``run``, of adapters of the model in ``base``. It is that of an earlier release, but for its actor."""
+    """Write a checkpoint in ``run`` with adapters of the model in ``base``. The other parts come from an earlier release."""
     base, made = tmp_path / "base", tmp_path / "run" / "checkpoint-2"
     shutil.copytree(SAMPLE / "actor", base)
     shutil.rmtree(base / "training")
@@ -74,7 +74,7 @@ def seal(checkpoint: Path) -> None:
 
 
 def merged(checkpoint: Path) -> dict[str, Tensor]:
-    """The weights as PEFT's ``merge_and_unload`` defines them; PEFT 0.21 gave the same bits."""
+    """Merge weights as PEFT's ``merge_and_unload`` defines it. PEFT 0.21 gives the same bits."""
     weights = load_file(checkpoint.parents[1] / "base" / "model.safetensors")
     adapters = load_file(checkpoint / "actor" / ADAPTER_WEIGHTS)
     for name, weight in weights.items():
@@ -93,7 +93,7 @@ def test_it_is_whole_and_one_that_a_run_can_resume_from(checkpoint: Path, capsys
     check_saved(checkpoint, {"actor": checkpoint / "actor"})
     assert main(["verify-checkpoint", str(checkpoint)]) == 0
     (checkpoint.parents[1] / "base").rename(checkpoint.parents[1] / "moved")
-    assert main(["verify-checkpoint", str(checkpoint)]) == 0  # its files are intact
+    assert main(["verify-checkpoint", str(checkpoint)]) == 0  # the adapter files are intact
     assert "base_model_name_or_path" in capsys.readouterr().out
     check_saved(checkpoint, {"actor": checkpoint / "actor"}, base=str(checkpoint.parents[1] / "moved"))
     tensors = load_file(checkpoint / "actor" / ADAPTER_WEIGHTS)

@@ -1,4 +1,4 @@
-"""`rlhf-mcore config`: what it prints of files that are at hand, and what it says of keys that are not there."""
+"""Test `rlhf-mcore config`: its output for existing files, and its messages for unknown keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command: what it refuses, prints, and leaves on disk; our own checkpoints as a source."""
+"""Test the command convert: rejected input, output, files, and our own checkpoints as a source."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A committed checkpoint of an actor, as far as convert looks at it."""
+    """Write a committed checkpoint of an actor with the parts that convert reads."""
     directory = tmp_path / "checkpoint-5"
     make("qwen3_tied", directory / "actor", seed=1)
     (directory / "actor" / "training").mkdir()
@@ -82,7 +82,7 @@ def test_checkpoint_to_hf_is_bitwise_and_leaves_training_state_behind(checkpoint
 def test_of_a_run_directory_the_newest_checkpoint_is_converted(
     checkpoint: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    (tmp_path / "checkpoint-12").mkdir()  # no manifest: not committed
+    (tmp_path / "checkpoint-12").mkdir()  # without manifest, so not committed
     assert main(["--from", "checkpoint", "--to", "hf", str(tmp_path), str(tmp_path / "hf")]) == 0
     before, after = (load_file(path / "model.safetensors") for path in (checkpoint / "actor", tmp_path / "hf"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
@@ -154,7 +154,7 @@ def test_the_mean_of_checkpoints(checkpoint: Path, tmp_path: Path, capsys: Captu
 def test_a_delta_is_made_whole_and_its_base_must_be_what_it_was(
     checkpoint: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint that holds differences to another one; what a killed conversion of it has left is removed by the next."""
+    """The checkpoint contains differences from a base. A killed conversion leaves files, which the next conversion removes."""
     newer = tmp_path / "checkpoint-6"
     make("qwen3_tied", newer / "actor", seed=1)
     tensors = load_file(newer / "actor" / "model.safetensors")
@@ -166,13 +166,13 @@ def test_a_delta_is_made_whole_and_its_base_must_be_what_it_was(
     seal(newer, manifest.CheckpointInfo(6, manifest.DELTA, base))
     assert not (newer / "actor" / "model.safetensors").exists()
     arguments = ["--from", "checkpoint", "--to", "megatron", str(newer), str(tmp_path / "m"), "--verify"]
-    with monkeypatch.context() as killed:  # nothing is cleaned up, as after SIGKILL
+    with monkeypatch.context() as killed:  # without a cleanup, as after SIGKILL
         killed.setattr(core.shutil, "rmtree", lambda *_, **__: None)
         killed.setattr(conversion, "write_megatron", lambda *_: sys.exit(137))
         with pytest.raises(SystemExit):
             main(arguments)
     assert [*(tmp_path / ".m.source").iterdir()] and (tmp_path / ".m.partial").is_dir()
-    with core.transient_directory(tmp_path / "m", "source"):  # held by one that is alive
+    with core.transient_directory(tmp_path / "m", "source"):  # locked by a living process
         assert main(arguments) == 2
     assert "m is being written by another conversion" in capsys.readouterr().err
     assert main(arguments) == 0
@@ -237,7 +237,7 @@ def test_dry_run_prints_the_map_and_writes_nothing(model: Path, tmp_path: Path, 
     assert main(["--from", "hf", "--to", "megatron", "--dry-run", str(model)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "embedding.word_embeddings.weight [97, 64] fp32 <- model.embed_tokens.weight (model.safetensors)"
-    # 4 query heads, a key and a value of width 32.
+    # 4 query heads, one key head and one value head of width 32.
     assert (
         "decoder.layers.self_attention.linear_qkv.weight[2] [192, 64] fp32 <- "
         "model.layers.2.self_attn.q_proj.weight (model.safetensors), "

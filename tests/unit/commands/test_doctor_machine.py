@@ -1,4 +1,4 @@
-"""What the machine's numbers mean."""
+"""Test verdicts on the machine's numbers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_threads_beyond_the_cores_are_a_warning_with_a_number_that_fits() -> Non
 
 
 def test_limits() -> None:
-    # 512 ranks need about 1,900 descriptors (counted), which the usual limit of a container does not allow
+    # 512 ranks need about 1,900 descriptors (counted), more than the usual limit of a container
     limits = [(1024, 8), (1024, 512), (4096, 512), (4096, 2048), (resource.RLIM_INFINITY, 2048)]
     assert [open_files(*limit).severity for limit in limits] == ["ok", "error", "ok", "error", "ok"]
     assert "nofile=65536:65536" in (open_files(1024, 512).remedy or "")
@@ -189,7 +189,7 @@ def test_text_and_json_say_the_same() -> None:
     ("devices", "count"), [(None, None), ("", 0), ("-1", 0), ("3", 1), ("0,GPU-8, 2", 3), ("1,-1,2", 1)]
 )
 def test_devices_that_cuda_sees(devices: str | None, count: int | None) -> None:
-    """As the CUDA C++ Programming Guide has it: those before the first index that is not one."""
+    """Devices count up to the first invalid index, as in the CUDA C++ Programming Guide."""
     assert machine.count_visible(devices) == count
 
 

@@ -1,4 +1,4 @@
-"""What measured traffic means. The measuring itself is tests/distributed/test_doctor.py."""
+"""Test verdicts on measured traffic. tests/distributed/test_doctor.py tests the measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``rlhf-mcore evaluate`` reads for a checkpoint. The rest of it runs engines: tests/e2e/test_evaluate_command.py."""
+"""Find the weights of a checkpoint for ``rlhf-mcore evaluate``. tests/e2e/test_evaluate_command.py runs engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.checkpoint.test_delta import save, updated, weights
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A full checkpoint 10 and a delta 20."""
+    """Return a run with a full checkpoint 10 and a delta 20."""
     run = tmp_path / "run"
     save(run, 10, weights())
     save(run, 20, updated(weights()), choose_base(run, 10))
@@ -44,7 +44,7 @@ def test_a_delta_is_made_whole(run: Path) -> None:
 def test_a_damaged_checkpoint_is_refused_with_the_file(run: Path) -> None:
     file = run / "checkpoint-10" / "actor" / "model-0.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    for step in (10, 20):  # the delta leans on it
+    for step in (10, 20):  # the delta needs it as its base
         with pytest.raises(ConfigError, match=rf"checkpoint-{step} is damaged .*model-0\.safetensors"):
             checked_folder(run / f"checkpoint-{step}" / "actor", hashes=True)
 

@@ -1,4 +1,4 @@
-"""The JSON Schema for editors: what it accepts, what it rejects, and that the committed file is the generated one."""
+"""Test the JSON Schema for editors: accepted and rejected files. The committed file equals the generated one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ VALIDATOR = Draft202012Validator(json_schema())
 
 
 def parse(text: str) -> Any:
-    """Read YAML 1.2, as editors do: 1e-6 is a number."""
+    """Read YAML 1.2 like editors, in which 1e-6 is a number."""
     return OmegaConf.to_container(OmegaConf.create(text))
 
 
 def wrong(tree: Any) -> list[str]:
-    """Return the places of a tree that the schema does not accept."""
+    """Return the places of a tree that the schema rejects."""
     return [".".join(map(str, error.absolute_path)) for error in VALIDATOR.iter_errors(tree)]
 
 

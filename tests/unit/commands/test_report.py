@@ -1,4 +1,4 @@
-"""The report: what it reads of a run, what its rules find, and that nothing of a run's text is executed."""
+"""Test the report: the files that it reads, the findings of its rules, and that no text of a run is executed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def rollout(step: int, prompt: int, sample: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Three steps, the second made twice, with two prompts of two samples; the run was killed while it wrote a line."""
+    """Write a run of three steps with two prompts of two samples.
+
+    The second step is repeated, and the run was killed while writing a line.
+    """
     directory = tmp_path / "outputs" / "p" / "e"
     records = [
         {"step": 0, "evaluate/accuracy": 0.25},
@@ -155,12 +158,12 @@ def test_rules_judge_what_is_recent_against_what_was_early() -> None:
         verdict.metric: verdict.state
         for verdict in verdicts(
             {
-                "actor/entropy": falling,  # from about 1.72 to 0.039: 2 % are left
+                "actor/entropy": falling,  # from about 1.72 to 0.039, so 2 % remain
                 "actor/approx_kl": [0.001, 0.06],
                 "actor/grad_norm": [1.0, 1.0, 25.0],
                 "reward/share_same": [0.1, None, 0.2],
                 "reward/errors": [0.0, 0.0],
-                "reward/parse_failures": [None, 4.0, 10.0],  # of 8 and of 16 responses
+                "reward/parse_failures": [None, 4.0, 10.0],  # among 8 and 16 responses
                 "progress/samples": [None, 8.0, 24.0],
             }
         )
@@ -180,7 +183,7 @@ def test_rules_judge_what_is_recent_against_what_was_early() -> None:
 
 def test_what_is_not_finite_at_the_end_is_not_judged_by_what_it_was(tmp_path: Path) -> None:
     records = [{"step": step, "actor/approx_kl": None if step >= 16 else 0.01} for step in range(20)]
-    records[3] |= {"loss/total": None}  # and finite again
+    records[3] |= {"loss/total": None}  # finite again
     records[4] |= {"loss/total": 1.0}
     lines(tmp_path / "metrics.jsonl", *records)
     read = read_run(tmp_path, 0)
@@ -245,7 +248,7 @@ def test_remedies_name_keys_that_exist() -> None:
 def test_text_of_a_run_is_data_and_no_other_script_may_run(run: Path) -> None:
     html = page([read_run(run, 100)])
     scripts = re.findall(r"<script(?: [^>]*)?>(.*?)</script>", html, re.DOTALL)
-    assert len(scripts) == 3  # the data, the chart library and the page's own
+    assert len(scripts) == 3  # the data, the chart library and the page's own script
     assert json.loads(scripts[0])["runs"][0]["groups"][0]["samples"][0]["response"] == HOSTILE
     [allowed] = re.findall(r"script-src ([^;]*);", html)
     assert allowed.split() == [f"'sha256-{b64encode(sha256(s.encode()).digest()).decode()}'" for s in scripts[1:]]

@@ -1,4 +1,4 @@
-"""The images of prompts in a report: small, few, and nothing but images."""
+"""Show images of prompts in a report. They are small and few, and other files are excluded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def png(width: int, height: int, colour: tuple[int, ...] = (220, 40, 40)) -> byt
 
 
 def write_run(directory: Path, files: dict[str, bytes], *steps: list[Any]) -> Path:
-    """A run with these images, and in each step a prompt of two samples with those that are named."""
+    """Write a run with these images. Each step has a prompt with two samples and the named images."""
     (directory / "images").mkdir(parents=True)
     (directory / "rollouts").mkdir()
     (directory / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -50,7 +50,7 @@ def opened(url: str) -> Image.Image:
 
 
 def test_a_prompt_has_its_images_in_the_page(tmp_path: Path) -> None:
-    """Small ones as they are, large ones scaled down, and white where they were transparent."""
+    """Small images are unchanged, large ones are scaled down, and transparent parts become white."""
     files = {digest(1): png(28, 56), digest(2): png(1024, 512), digest(3): png(8, 8, (0, 0, 0, 0))}
     run = read_run(write_run(tmp_path / "run", files, [digest(1), digest(2), digest(3)]), 100)
     assert run.groups[0]["images"] == list(files)

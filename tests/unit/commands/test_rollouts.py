@@ -1,4 +1,4 @@
-"""``rlhf-mcore rollouts`` against a fleet that runs in this process, without engines."""
+"""Run ``rlhf-mcore rollouts`` with a fleet in this process, without engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ engine  state     weights  requests  sampled tokens  failures
 
 
 class Fleet:
-    """Writes down what it is told."""
+    """A fleet that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []

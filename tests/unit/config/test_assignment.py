@@ -1,4 +1,4 @@
-"""``cfg.a.b = value`` is checked when it is assigned, and lists that were changed in place are before a run."""
+"""``cfg.a.b = value`` is checked at assignment. Lists changed in place are checked before a run."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_settings_are_keywords_groups_or_dotted_keys() -> None:
         {"actor.optimizer.lr": 1e-5, "seed": 1}, model="m", algorithm="dr_grpo", trainer={"num_steps": 7}, seed=2
     )
     assert (cfg.actor.optimizer.lr, cfg.seed, cfg.model.path, cfg.trainer.num_steps) == (1e-5, 2, "m", 7)
-    assert cfg.algorithm.loss_aggregation == "constant"  # of the preset
+    assert cfg.algorithm.loss_aggregation == "constant"  # set by the preset
     assert Config({"algorithm": "dr_grpo", "algorithm.loss_aggregation": "token"}).algorithm.loss_aggregation == "token"
     assert Config(trainer=TrainerConfig(num_steps=3)).trainer.num_steps == 3
     assert Config(cfg.model_dump()) == cfg

@@ -1,4 +1,4 @@
-"""The files under configs/, printing, and what importing the package costs."""
+"""Check the files under configs/, printed configurations, and the time to import the package."""
 
 from __future__ import annotations
 

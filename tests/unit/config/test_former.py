@@ -1,4 +1,4 @@
-"""Settings of the last release's keys are read as those of today's, with a line that names what to write."""
+"""Read the last release's keys as today's keys, with a line that names the new key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_mcore.config.validate import validate
 from rlhf_mcore.config.yaml_text import to_yaml
 from tests.messages import assert_names, refused
 
-# Settings of the last release, and the same ones of today.
+# Settings of the last release, and the equal settings of today.
 TRANSLATED = [
     ({"alarms.timeout_s": 5.0}, {}),
     ({"reward.alarm.deviations": 3, "reward.alarm.steps": 9}, {}),

@@ -1,4 +1,4 @@
-"""Keys of adapters: what they mean, and what they do not go together with."""
+"""Test the keys of adapters: their meaning and rejected combinations."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_engines_get_adapters_where_they_can_add_them() -> None:
         assert sends_adapters(cfg, geometry) is sends
         cfg.actor.lora.sync = "adapter"
         refused = [problem for problem in target_problems(cfg, geometry) if "sync=adapter" in problem]
-        if cfg.actor.lora.use_dora:  # which is refused whatever the model is
+        if cfg.actor.lora.use_dora:  # rejected for every model
             refused = [problem for problem in lora_problems(cfg) if "sync=adapter" in problem]
         assert bool(refused) is (cfg.actor.lora.rank is not None and not sends and "actor__lora__sync" not in changes)
 
@@ -150,7 +150,7 @@ def test_experts_and_both_ends_have_no_magnitudes() -> None:
 
 
 def peft_directory(directory: Path, geometry: ModelGeometry, **changes: object) -> Path:
-    """Write what PEFT saves of adapters of rank 8 and alpha 16 of every linear layer."""
+    """Write a PEFT directory with adapters of rank 8 and alpha 16 for every linear layer."""
     directory.mkdir()
     sizes = AdapterSizes(8, 16.0, ("all-linear",))
     (directory / ADAPTER_CONFIG).write_text(

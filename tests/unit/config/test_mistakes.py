@@ -1,4 +1,4 @@
-"""Typical mistakes of users. Each gives exactly one problem, with the field, the value and the remedy."""
+"""Make typical mistakes of users. Each gives exactly one problem with field, value and remedy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.unit.config.checking import check, only
 
 GOOD = "model: {path: model}\ndata: {train: [train.jsonl]}\n"
 
-# What a user writes (a whole file, or overrides), then the field, the value and the remedy that the message has to name.
+# User input (a whole file, or overrides), then the field, the value and the remedy that the message must name.
 MISTAKES: list[tuple[str | list[str], str, str, str]] = [
-    # Keys: misspelt, in the wrong group, or of other trainers.
+    # Keys: misspelt, in the wrong group, or from other trainers.
     (["trainer.num_stps=5"], "trainer.num_stps", "unknown key", "trainer.num_steps"),
     (["actor.optimiser.lr=1e-6"], "actor.optimiser.lr", "unknown key", "actor.optimizer.lr"),
     (["actor.layot.tp=2"], "actor.layot.tp", "unknown key", "actor.layout.tp"),
@@ -32,7 +32,7 @@ MISTAKES: list[tuple[str | list[str], str, str, str]] = [
     ("model: {path: model}\ndata: {trian: [train.jsonl]}\n", "data.trian", "run.yaml:2", "data.train"),
     ("model: {pth: model}\ndata: {train: [train.jsonl]}\n", "model.pth", "run.yaml:1", "model.path"),
     (GOOD + "trainer:\nnum_steps: 5\n", "num_steps", "run.yaml:4", "trainer.num_steps"),
-    # The syntax of overrides and of files.
+    # Syntax of overrides and files.
     (["--trainer.num_steps=5"], "--trainer.num_steps=5", "unknown key", "trainer.num_steps"),
     (["trainer.num_steps:5"], "trainer.num_steps:5", "is not of the form", "key=value"),
     (["trainer.num_steps"], "trainer.num_steps", "is not of the form", "key=value"),
@@ -42,7 +42,7 @@ MISTAKES: list[tuple[str | list[str], str, str, str]] = [
     ("- model\n", "run.yaml", "keys and values", "seed: 1"),
     (GOOD + "model: {path: other}\n", "'model'", "run.yaml:3", "keep one"),
     ("data: {train: [train.jsonl]}\n", "model.path", "is not set", "model.path="),
-    # Files of other configurations.
+    # Files of other programs' configurations.
     ("base: gone.yaml\n" + GOOD, "config file", "gone.yaml", "correct the path"),
     ("base: run.yaml\n" + GOOD, "base", "run.yaml -> run.yaml", "remove one"),
     ("base: model\n" + GOOD, "config file", "model", "correct the path"),
@@ -96,7 +96,7 @@ MISTAKES: list[tuple[str | list[str], str, str, str]] = [
     (["actor.megatron={bucket_size: big}"], "actor.megatron.bucket_size", "'big'", "int or null"),
     (["output_dir=train.jsonl"], "output_dir", "train.jsonl", "another output_dir"),
     (["reward.env=[MY_UNSET_TOKEN]"], "reward.env", "MY_UNSET_TOKEN", "export it"),
-    # Combinations that would fail late, or silently do something else.
+    # Combinations that would fail late, or silently have another effect.
     (["rollout.sampling.n=1"], "rollout.sampling.n", "1", "2 or more"),
     (["algorithm=ppo", "algorithm.use_critic=false"], "algorithm.use_critic", "false", "auto"),
     (["evaluate.every=5"], "evaluate.every", "5", "data.eval"),
@@ -141,7 +141,7 @@ def test_a_mistake_is_one_message(workspace: Any, given: str | list[str], field:
 
 
 def test_three_mistakes_in_one_file_are_three_messages(workspace: Any) -> None:
-    """A misspelt key, a value of a wrong type, and a combination: one problem for each, whatever finds it."""
+    """A misspelt key, a value of a wrong type and a combination give one problem each, from different checks."""
     workspace.write("run.yaml", GOOD + "trainer: {num_stps: 5, max_staleness: 1}\nseed: eleven\n")
     found = check()
     assert len(found) == 3, found

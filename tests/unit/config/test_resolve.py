@@ -1,4 +1,4 @@
-"""What follows from what a user has set."""
+"""Derive values from a user's settings."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def test_default_world_size(workspace: Any) -> None:
         (["actor.layout.tp=2", "actor.layout.ep=3", "actor.layout.pp=2"], 12),
         (["actor.layout.tp=2", "actor.layout.ep=2", "actor.layout.etp=1"], 2),
         (["actor.layout.tp=2", "trainer.world_size=8"], 8),
-        (["critic.layout.tp=2"], 1),  # there is no critic
+        (["critic.layout.tp=2"], 1),  # the run has no critic
         ([PPO, "critic.layout.tp=2", "actor.layout.pp=3"], 6),
         ([SCORER, "reward.model.layout.tp=4"], 4),
         ([PPO, "actor.ranks=[0,2]", "critic.ranks=[2,5]"], 5),
         ([PPO, "actor.ranks=[0,2]", "critic.ranks=[2,5]", "rollout.layout.tp=2"], 6),
-        ([PPO, "critic.ranks=[2,3]", "actor.layout.tp=2"], 4),  # the actor is on all ranks, an even number
+        ([PPO, "critic.ranks=[2,3]", "actor.layout.tp=2"], 4),  # the actor uses all ranks, an even number
         ([PPO, "critic.ranks=[2,4]", "critic.layout.tp=2"], 4),
         ([PPO, "critic.ranks=[0,1]", "trainer.world_size=3"], 3),
     ]:
@@ -128,7 +128,7 @@ def test_resolve_fills_what_is_derived(workspace: Any) -> None:
     assert done.actor.optimizer.schedule.total_updates == 60  # 10 steps * 2 passes * 3 minibatches
     assert (done.rollout.max_model_len, done.algorithm.constant_length, done.evaluate.max_new_tokens) == (150, 100, 100)
     assert (done.trainer.minibatch_size, done.model.tokenizer_path, done.model.dtype) == (4, "model", "auto")
-    assert cfg.rollout.max_model_len is None  # the original is left alone
+    assert cfg.rollout.max_model_len is None  # the original stays unchanged
     assert resolve(done) == done
 
 

@@ -1,4 +1,4 @@
-"""What is printed and saved of values that are secret: by their key, by their origin, by the name of a variable."""
+"""Hide secret values in printed and saved configurations: by their key, their origin or the name of a variable."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_may_hold_a_secret_is_hidden_wherever_it_stands() -> None:
     for tree, shown in TREES:
         assert redact(tree) == shown
         assert redact({"options": [{"deep": tree}]}) == {"options": [{"deep": shown}]}
-        assert redact(shown) == shown  # a saved configuration is shown again
+        assert redact(shown) == shown  # a saved configuration is printed again
 
 
 ADDRESSES = [
@@ -159,7 +159,7 @@ def test_a_saved_command_is_not_run_without_its_arguments(workspace: Any) -> Non
 
 
 def test_a_run_with_hidden_arguments_resumes(workspace: Any) -> None:
-    """The saved configuration is compared with one that is hidden the same way."""
+    """The saved configuration is compared with a configuration hidden in the same way."""
     saved = to_yaml(load_config("run.yaml", ADDRESSES[2:4]))
     now = to_yaml(load_config("run.yaml", [text.replace(HIDDEN, "another") for text in ADDRESSES[2:4]]))
     assert compare_configs(saved, now) == ([], [])

@@ -1,4 +1,4 @@
-"""Configurations of supervised runs: what they need, what they do not look at, and what is refused."""
+"""Test configurations of supervised runs: required, ignored and rejected settings."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_good_configurations_pass(kind: str) -> None:
     for overrides, world_size in [
         ([], None),
         (["actor.layout.tp=2", "actor.layout.pp=2"], 4),
-        (["trainer.minibatch_size=32"], None),  # what null is resolved to
+        (["trainer.minibatch_size=32"], None),  # the value that null resolves to
         (["data.max_tokens=1024"], None),
-        # Nothing of this is looked at.
+        # These settings are ignored.
         (["rollout.layout.tp=3", "rollout.engine=hf", "rollout.sampling.temperature=0.001"], 2),
         (["reward.rules=[]", "reward.model.path=nowhere", "reward.model.layout.tp=7"], None),
         (["bridge.method=gather", "critic.path=nowhere", "critic.layout.tp=5"], None),
@@ -59,7 +59,7 @@ def test_a_run_is_one_model(kind: str) -> None:
     assert [role.name for role in role_layouts(cfg)] == ["actor"]
     assert (default_world_size(cfg), needs_critic(cfg), cfg.algorithm.kind) == (2, False, kind)
     assert needs_reference(cfg) == (kind == "dpo")
-    validate(resolve(loaded(kind)))  # what is printed can be read again
+    validate(resolve(loaded(kind)))  # the printed configuration can be read again
 
 
 def test_mistakes_are_refused(kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Configurations with a teacher: what they need, and what is refused."""
+"""Test configurations with a teacher: required and rejected settings."""
 
 from __future__ import annotations
 

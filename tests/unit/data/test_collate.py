@@ -21,12 +21,12 @@ from rlhf_mcore.types import Microbatch, Ragged
 from tests.messages import refused
 
 PAD = 9
-# (prompt tokens, response tokens) of every row; a response may be empty.
+# (prompt tokens, response tokens) of every row. A response may be empty.
 SHAPES = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), min_size=0, max_size=9)
 
 
 def rows_of(shapes: list[tuple[int, int]], rows: list[int] | None = None) -> RowTokens:
-    """Rows whose token ids and logprobs tell where they are: row r, token t is 100 * (r + 1) + t."""
+    """Build rows whose token ids and logprobs encode their position: row r, token t is 100 * (r + 1) + t."""
     numbers = list(range(len(shapes))) if rows is None else rows
     ids = [[100 * (row + 1) + t for t in range(sum(shapes[row]))] for row in numbers]
     mask = [[t >= shapes[row][0] for t in range(sum(shapes[row]))] for row in numbers]
@@ -38,7 +38,7 @@ def rows_of(shapes: list[tuple[int, int]], rows: list[int] | None = None) -> Row
 
 
 def tokens(ids: list[list[int]], logprobs: list[list[float]]) -> RowTokens:
-    """Rows by hand; a token with a logprob is trainable."""
+    """Build rows by hand. A token with a logprob is trainable."""
     flat = torch.tensor([value for row in logprobs for value in row])
     fields = {"token_ids": torch.tensor([i for row in ids for i in row], dtype=torch.int32), "mask": flat != 0}
     return RowTokens(list(range(len(ids))), [len(row) for row in ids], {**fields, "rollout_logprobs": flat})
@@ -137,7 +137,7 @@ def test_a_field_comes_back_where_it_was(
 def test_an_output_about_the_next_token_comes_back_at_that_token(
     shapes: list[tuple[int, int]], packing: bool, pad_multiple: int
 ) -> None:
-    """A model that answers everywhere, padding included, with the next token in its row: id + 1."""
+    """The model outputs the next token of its row, id + 1, at every position including padding."""
     batch = rows_of(shapes)
     microbatches = microbatches_of(batch, packing, pad_multiple=pad_multiple)
     outputs = [(micro.token_ids + 1).to(torch.float64) for micro in microbatches]
@@ -200,7 +200,7 @@ def test_the_output_at_the_last_token_of_every_row_is_found(
 ) -> None:
     batch = rows_of(shapes)
     microbatches = microbatches_of(batch, packing, pad_multiple=pad_multiple, min_count=min_count)
-    outputs = [(2 * micro.token_ids).to(torch.float64) for micro in microbatches]  # padding has outputs too
+    outputs = [(2 * micro.token_ids).to(torch.float64) for micro in microbatches]  # padding produces outputs too
     last = restore_last(outputs, microbatches, len(shapes))
     assert last.dtype == torch.float32
     assert last.tolist() == [2 * (100 * (row + 1) + sum(shape) - 1) for row, shape in enumerate(shapes)]
@@ -214,7 +214,7 @@ def test_tokens_know_their_sequence(shapes: list[tuple[int, int]], packing: bool
         assert ids.shape == micro.token_ids.shape and ids.dtype == torch.int64
         assert int(ids.max()) < count and int(ids.min()) == 0
         real = micro.token_ids != PAD
-        # Token ids tell their row: 100 * (row + 1) + position.
+        # Token ids encode their row: 100 * (row + 1) + position.
         rows = [micro.rows[k] for k in ids[real].tolist()]
         assert rows == (micro.token_ids[real] // 100 - 1).tolist()
 
@@ -242,10 +242,10 @@ def test_each_position_gets_the_next_value_of_its_own_sequence_by_hand() -> None
 @pytest.mark.parametrize("packing", [True, False])
 def test_values_of_tokens_stay_with_their_rows(packing: bool) -> None:
     held = tokens([[11, 12, 13], [21, 22]], [[0.0, -1.0, -2.0], [0.0, -3.0]])
-    # Two values at token 12, one at 13, three at 22; first tokens have none, because nothing has drawn them.
+    # Two values at token 12, one at 13, three at 22. First tokens have none, because they were not sampled.
     counts, values = torch.tensor([0, 2, 1, 0, 3], dtype=torch.int32), torch.tensor([5, 6, 7, 1, 2, 3])
     held = RowTokens(held.rows, held.lengths, held.fields, {"support": Ragged(counts, values)})
-    by_row = {0: ([2, 1, 0], [5, 6, 7]), 1: ([3, 0], [1, 2, 3])}  # counts in the model's layout: one token earlier
+    by_row = {0: ([2, 1, 0], [5, 6, 7]), 1: ([3, 0], [1, 2, 3])}  # counts in the model's layout, one token earlier
     (microbatch,) = microbatches_of(held, packing, max_tokens=16)
     support = microbatch.ragged["support"]
     assert support.values.tolist() == [value for row in microbatch.rows for value in by_row[row][1]]
@@ -258,7 +258,7 @@ def test_values_of_tokens_stay_with_their_rows(packing: bool) -> None:
 
 
 def test_microbatches_have_the_images_of_their_sequences_in_order() -> None:
-    """Row 1 has two sequences, with images of their own; row 3 has two that see none."""
+    """Row 1 has two sequences with separate images. Row 3 has two sequences without images."""
     fields = {"token_ids": torch.arange(1, 15, dtype=torch.int32)}
     images = [("a",), ("b", "c"), ("d",), (), (), ()]
     tokens = RowTokens([4, 7, 9, 10], [2, 6, 2, 4], fields, sequences=[[2], [3, 3], [2], [2, 2]], images=images)

@@ -1,4 +1,4 @@
-"""Prompts of a teacher's own: what the user's function is asked, what becomes of its answer, and what is refused."""
+"""Give a teacher separate prompts: calls of the user's function, uses of its results, and rejected results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of prompts: where they are taken from, what is refused, and what the model's tower is given."""
+"""Read images of prompts: their sources, rejected images, and the input of the model's tower."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def load(
 def test_rows_of_the_field_are_rendered_with_as_many_tokens_as_the_processor_makes(
     tmp_path: Path, model_dir: Path, picture_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The sizes are in cells of 28 pixels: one token for each."""
+    """The sizes are in cells of 28 pixels, one token per cell."""
     (tmp_path / "b.png").write_bytes(png(28, 84))
     rows = [
         {"prompt": ask("a<image>b"), "images": [{"bytes": png(56, 28), "path": None}]},
@@ -158,7 +158,7 @@ def test_the_tower_gets_what_the_processor_of_transformers_makes(mode: str, tmp_
 
 
 def test_grey_of_16_bits_keeps_its_upper_half(tmp_path: Path, model_dir: Path) -> None:
-    """Pillow's own conversion clips to 255, so that all above 255 of 65,535 would be white."""
+    """Pillow's own conversion clips to 255, so every value from 255 to 65,535 would be white."""
     content = io.BytesIO()
     Image.fromarray(np.array([[0, 0x9C40], [0x00FF, 0xFFFF]], np.uint16).repeat(28, 0).repeat(28, 1)).save(
         content, "PNG"
@@ -203,7 +203,7 @@ def test_the_ranks_of_a_machine_share_the_work(tmp_path: Path, model_dir: Path) 
 
 
 def header_of(width: int, height: int) -> bytes:
-    """Write the first two chunks of a PNG: Pillow reads its size, and knows no pixel of it."""
+    """Write the first two chunks of a PNG. Pillow can read its size, but no pixel."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -324,7 +324,7 @@ def test_prompts_count_the_tokens_of_their_images(
 
 
 def test_where_the_tokens_of_images_are() -> None:
-    """Tokens of an image that the policy has written after those of its prompt are text."""
+    """After the tokens of the prompt's images, image tokens written by the policy count as text."""
     assert placeholders([5, 9, 9, 6, 9, 7, 9], 9, [2, 1]) == [(1, 2), (4, 1)]
     assert placeholders([9, 9, 9], 9, [1, 2]) == [(0, 1), (1, 2)]
     with pytest.raises(ValueError, match="image 1 has 2 tokens"):
@@ -377,7 +377,7 @@ def test_a_pair_of_responses_shares_the_images_of_its_prompt(
 def test_a_conversation_of_parts_is_learned_from_with_its_images(
     tmp_path: Path, model_dir: Path, picture_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """As llava-instruct-mix-vsft has them: parts have the fields of all, and images are in a column."""
+    """The rows have the format of llava-instruct-mix-vsft: every part has all fields, and a column contains the images."""
 
     def part(kind: str, text: str | None = None) -> dict[str, Any]:
         return {"type": kind, "text": text, "index": 0 if kind == "image" else None}

@@ -1,4 +1,4 @@
-"""Prefix trees: what rows share is found, computed once, and cut to the budget."""
+"""Build prefix trees: find the tokens that rows share, compute them once, and split trees by a budget."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ids(text: str) -> np.ndarray:
 
 
 def texts(tree: prefixes.PrefixTree) -> list[tuple[str, int, int]]:
-    """Of each segment its tokens, padding as dots, its first position and its parent."""
+    """Return for each segment its tokens, with padding as dots, its first position and its parent."""
     letters = "".join("." if not use else chr(token) for token, use in zip(tree.token_ids, tree.uses, strict=True))
     return [(letters[s.begin : s.begin + s.size], s.offset, s.parent) for s in tree.segments]
 
@@ -45,7 +45,7 @@ def test_a_tree_by_hand() -> None:
 
 
 def test_only_the_ends_of_rows_are_padded() -> None:
-    """With a multiple of 4, for context parallelism: five shared tokens become four."""
+    """The multiple is 4, as for context parallelism, so five shared tokens become four."""
     tree = build_tree([ids("abcdeX"), ids("abcdeYZ")], [8, 8], multiple=4, pad_multiple=8)
     assert tree is not None
     assert texts(tree) == [("abcd", 0, -1), ("eX..", 4, 0), ("eYZ.", 4, 0), ("....", 0, -1)]
@@ -68,7 +68,7 @@ def test_a_group_above_the_budget_is_cut_at_its_forks() -> None:
     )
 
 
-# Rows over two letters share beginnings of every length, and are equal now and then.
+# Rows of two letters share prefixes of every length, and some rows are equal.
 some_rows = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=7)
 
 
@@ -124,7 +124,7 @@ def test_more_rows_fit_into_a_microbatch_if_they_share() -> None:
 
 
 def test_a_row_that_was_routed_otherwise_shares_nothing() -> None:
-    """Routes [tokens, layers, experts] are of the token before. Zero is unknown, as behind an engine's prefix cache."""
+    """Routes [tokens, layers, experts] belong to the previous token. Zero is unknown, as after an engine's prefix cache hit."""
     rows = [ids("pppA"), ids("pppB"), ids("pppC"), ids("qq")]
     routes = [
         np.array(values, np.int16)[:, None, None] for values in ([0, 0, 3, 4], [0, 2, 3, 0], [0, 2, 9, 4], [0, 1])
@@ -133,7 +133,10 @@ def test_a_row_that_was_routed_otherwise_shares_nothing() -> None:
 
 
 def test_whole_groups_go_to_ranks_and_the_longest_are_halved() -> None:
-    """64 prompts of 8 responses on 8 ranks: at most 1.05 times the ideal, where rows one by one reach 1.5 (PREFIX.md)."""
+    """64 prompts with 8 responses go to 8 ranks.
+
+    The cost is at most 1.05 times the ideal; separate rows reach 1.5 (PREFIX.md).
+    """
     draw = np.random.default_rng(0)
     groups = [(int(draw.lognormal(6.2, 0.4)), draw.lognormal(6.2, 0.8, 8).clip(8, 4096).astype(int)) for _ in range(64)]
     bundles = [

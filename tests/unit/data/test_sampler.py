@@ -32,13 +32,13 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 
 
 def test_the_order_is_that_of_the_published_generator() -> None:
-    # Philox4x64-10 with key (0, 0) and counter 1 on, computed from the paper's definition by the slow function below.
+    # Philox4x64-10 with key (0, 0) from counter 1 on, computed from the paper's definition by the slow function below.
     words = [word for block in range(1, 4) for word in philox4x64(counter=block, key=(7, 2))][:10]
     assert epoch_order(10, seed=7, epoch=2).tolist() == sorted(range(10), key=lambda place: words[place])
 
 
 def philox4x64(counter: int, key: tuple[int, int], rounds: int = 10) -> list[int]:
-    """One block of Philox4x64 (Salmon et al. 2011, section 3.3), with the constants of its reference table."""
+    """Return a block of Philox4x64 (Salmon et al. 2011, section 3.3), with the constants of its reference table."""
     mask = (1 << 64) - 1
     words, (low, high) = [counter, 0, 0, 0], key
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""Tokens that ranks share are those of one process alone, and what is wrong on one rank is reported by all."""
+"""Tokenise on several ranks with the result of one process. Every rank reports an error of any rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    """Strings, two of which are longer than 12 tokens, and messages."""
+    """Write prompts as strings and as messages. Two strings are longer than 12 tokens."""
     prompts: list[Any] = [f"{n}+{n}={'?' * 20 * (n in (5, 13))}" for n in range(20)]
     prompts[7] = [{"role": "user", "content": "7+7="}]
     return write(tmp_path / "a.jsonl", prompts)
@@ -43,7 +43,7 @@ def write(path: Path, prompts: list[Any]) -> str:
 
 
 def of_ranks(size: int, load: Callable[[ThreadGroup], T]) -> list[T | str]:
-    """What each rank loads, or its error."""
+    """Return each rank's result or error."""
 
     def body(group: ThreadGroup) -> T | str:
         try:
@@ -54,7 +54,7 @@ def of_ranks(size: int, load: Callable[[ThreadGroup], T]) -> list[T | str]:
     return run_ranks(size, body)
 
 
-# 20 rows are 7 calls: in rounds of 3 calls, and with a rank that has none.
+# 20 rows take 7 calls: in rounds of 3 calls, and with a rank without calls.
 @pytest.mark.parametrize("size", [3, pytest.param(8, marks=pytest.mark.full)])
 def test_prompts_are_those_of_a_process_alone(size: int, file: str, tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = DataConfig(max_prompt_tokens=15, overlong_prompts="drop")

@@ -1,4 +1,4 @@
-"""Images that a model scales to one square: tokens and pixels are those of transformers' own processor."""
+"""Scale images to one square. Tokens and pixels equal those from transformers' own processor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEMPLATE = (
 
 
 def make_tokenizer() -> Any:
-    """A token for each character, but one for two and for three ends of lines, as Gemma's has them."""
+    """Build a tokenizer with a token per character, and for two and three line ends, as Gemma's."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""The geometry read from config.json alone is that of transformers' own reading of it."""
+"""Compare the geometry read from config.json with transformers' own reading."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ ROPE = {"rope_type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
 
 
 def test_sizes_beside_a_tower_are_those_of_the_language_model_wherever_they_stand(tmp_path: Path) -> None:
-    """Hub files of Qwen2.5-VL have them at the top, what transformers 5 saves in text_config."""
+    """Hub files of Qwen2.5-VL store the sizes at the top level. transformers 5 saves them in text_config."""
     text = {**SIZES, "rope_scaling": ROPE, "tie_word_embeddings": True}
     outer = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "image_token_id": 9, "vision_config": TOWER}
     found = []
@@ -95,7 +95,7 @@ def test_sizes_beside_a_tower_are_those_of_the_language_model_wherever_they_stan
 
 @pytest.mark.parametrize("sections", [None, [11, 11, 10], [11, 11, 11], [32]])
 def test_a_quarter_of_a_head_of_qwen3_5_is_divided(tmp_path: Path, sections: list[int] | None) -> None:
-    """Of 256 elements, as published, 32 pairs; config.json need not say so."""
+    """A quarter of a published head of 256 elements is 32 pairs. config.json may omit it."""
     rope = {"rope_type": "default", "rope_theta": 1e7, **({} if sections is None else {"mrope_section": sections})}
     text = {
         **SIZES,

@@ -1,4 +1,4 @@
-"""Families are known by their modules alone, and each refuses what it does not support."""
+"""Find families only by their modules. Each family rejects unsupported settings."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ WINDOW = {"sliding_window": 16}
 
 
 def test_no_module_but_a_familys_own_names_it() -> None:
-    """Except the table of packages that vLLM's modules of some families import."""
+    """The table of packages that vLLM's modules of some families import is an exception."""
     for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "rollout" / "vllm" / "limits.py"}:
         source = path.read_text()
-        if path.parent.name != "families" and any(name in source for name in FAMILIES):  # to parse takes longer
+        if path.parent.name != "families" and any(name in source for name in FAMILIES):  # parsing takes longer
             texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
             assert not texts & set(FAMILIES), path
 
@@ -259,7 +259,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_what_is_not_refused(tmp_path: Path) -> None:
     for architecture, change in [
         ("Mistral", {"max_position_embeddings": 4096}),
-        ("Mistral", {"max_position_embeddings": 32768, "sliding_window": None}),  # as Mistral 7B v0.3 has it
+        ("Mistral", {"max_position_embeddings": 32768, "sliding_window": None}),  # as in Mistral 7B v0.3
         ("Mixtral", {"num_local_experts": 4}),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
         ("Qwen2", {"sliding_window": 16, "max_window_layers": 1}),
@@ -272,16 +272,16 @@ def test_what_is_not_refused(tmp_path: Path) -> None:
         (
             "DeepseekV2",
             {**DEEPSEEK, "topk_method": "greedy", "n_group": 3, "norm_topk_prob": False},
-        ),  # groups are not used
+        ),  # groups are ignored
         ("Gemma3", {**WINDOW, "layer_types": ["full_attention", "sliding_attention"]}),
         ("GptOss", {**WINDOW, **EXPERTS}),
-        ("DeepseekV3", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6}),  # as Moonlight has it
+        ("DeepseekV3", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6}),  # as in Moonlight
     ]:
         assert problems(tmp_path, {**CONFIG, "architectures": [f"{architecture}ForCausalLM"], **change}) == []
 
 
 def test_a_model_with_a_vision_tower_is_told_once(tmp_path: Path) -> None:
-    """As Qwen3.5 with experts is published: sizes of its language model are in text_config."""
+    """The file has the published form of Qwen3.5 with experts, whose language model sizes are in text_config."""
     config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": CONFIG, "vision_config": {}}
     (problem,) = problems(tmp_path, config)
     assert (

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json that lie about a model: through train's checks, plan's and convert's reader."""
+"""Give train, plan and convert a config.json or generation_config.json with wrong statements about a model."""
 
 from __future__ import annotations
 
@@ -49,13 +49,16 @@ def write(folder: Path, config: object) -> Path:
 
 
 def problems(folder: Path) -> str:
-    """What validation says of a model."""
+    """Return the messages of the model's validation."""
     return "\n".join(inspect_model(str(folder), "model.path")[1])
 
 
 # -------------------------------------------------------------------------------------------------------------- sizes
 def test_sizes_that_no_model_has(tmp_path: Path) -> None:
-    """Tables of layers, heads, experts and tokens are made before a weight is read: these would take all memory."""
+    """The readers allocate tables of layers, heads, experts and tokens before they read weights.
+
+    These sizes would take all memory.
+    """
     for value in HUGE:
         for number, key in enumerate(
             [key for key in QWEN_MOE if isinstance(QWEN_MOE[key], int) and key != "norm_topk_prob"]
@@ -64,7 +67,7 @@ def test_sizes_that_no_model_has(tmp_path: Path) -> None:
             here.mkdir()
             folder = write(here, {**QWEN_MOE, key: value})
             if value < 2**31 and key == "max_position_embeddings":
-                return  # a length takes nothing
+                return  # a length allocates nothing
             assert f"config.json has {key}={value}, not an integer from 1 to" in problems(
                 folder
             ) or "bits, beyond 128" in problems(folder)
@@ -127,7 +130,7 @@ TYPED = (
 
 
 def test_values_of_other_types(tmp_path: Path) -> None:
-    """A value of every other JSON type in every key: all of them end in messages, or do not matter."""
+    """Every key gets a value of every other JSON type. Each value gives a message or has no effect."""
     others = [{**LLAMA, "architectures": [name]} for name in ("Qwen2ForCausalLM", "MistralForCausalLM")]
     configs = (LLAMA, QWEN_MOE, *others)
     for place, key in enumerate(TYPED):
@@ -161,7 +164,7 @@ def test_a_text_where_none_is_meant_is_named(tmp_path: Path) -> None:
 
 
 def _check_every_reader(folder: Path) -> None:
-    """All readers of config.json; nothing but ConfigError may leave them."""
+    """Run all readers of config.json. They may raise only ConfigError."""
     for head in ("lm", "token", "sequence"):
         shape, found = inspect_model(str(folder), "model.path", (head,))
         assert shape is not None or found
@@ -207,7 +210,7 @@ def test_documents(tmp_path: Path) -> None:
         text, message = DOCUMENTS[name]
         folder = write(here, text)
         assert message in problems(folder)
-        if "hidden_act" not in text and "rope_type" not in text:  # no part of the geometry
+        if "hidden_act" not in text and "rope_type" not in text:  # not a part of the geometry
             assert message in refusal(read_geometry, folder)
         assert problems(folder).replace("\n", "").isprintable()
 
@@ -230,7 +233,7 @@ def test_files(tmp_path: Path) -> None:
             make(folder / file)
             found = problems(folder) + "\n".join(token_problems(str(folder), 50, "model.path", "t"))
             if file == "model.safetensors.index.json" and not (folder / file).is_file():
-                assert found == ""  # no index: the weights are in one file
+                assert found == ""  # no index, because one file contains the weights
             else:
                 assert message in found
                 assert found.count(file) == 1

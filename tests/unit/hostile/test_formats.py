@@ -1,4 +1,4 @@
-"""Checkpoints of other trainers that are damaged or hostile: shards (zips of pickles), indexes, and directories of them."""
+"""Read damaged or hostile checkpoints of other trainers: shards (zips of pickles), indexes and directories."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "a dictionary": (lambda: {"a": torch.ones(1)}, "not a tensor"),
     "a dtype": (lambda: torch.float32, "not a tensor"),
     "a shape": (lambda: torch.Size([1]), "not a tensor"),
-    "a path": (lambda: Path("x"), "refused"),  # some libraries allow this class
+    "a path": (lambda: Path("x"), "refused"),  # this class is allowed by some libraries
     "a storage": (lambda: torch.ones(2).untyped_storage(), "not a tensor"),
     "a function": (lambda: print, "GLOBAL print was not an allowed global"),
     "an object": (
@@ -68,7 +68,7 @@ def test_what_is_no_plain_tensor_is_named(tmp_path: Path) -> None:
         here.mkdir()
         make, message = VALUES[name]
         with patch.dict(sys.modules):
-            # Where pickle asks all modules for a name, transformers imports what it has of it, also what needs torchvision.
+            # pickle asks all modules for a name. transformers would then import all its parts, some of which need torchvision.
             for module in [module for module in sys.modules if module.partition(".")[0] == "transformers"]:
                 del sys.modules[module]
             torch.save({"model.norm.weight": make()}, here / "shard.pt")
@@ -110,7 +110,7 @@ def test_plain_tensors_are_read(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- zips
 def pickled(**changes: Any) -> bytes:
-    """The description of one float tensor of four elements, as torch writes it, with some of it changed."""
+    """Pickle the description of one float tensor of four elements as torch writes it, with some changes."""
     said = {"kind": "torch FloatStorage", "key": "0", "numel": 4, "first": 0, "size": (4,), "stride": (1,), **changes}
 
     def value(item: Any) -> bytes:
@@ -276,7 +276,7 @@ def test_pickles(tmp_path: Path) -> None:
         tracemalloc.start()
         try:
             assert message in refusal(read_index, here / ".metadata", bool)
-            assert tracemalloc.get_traced_memory()[1] < 2**22 + 200 * len(data)  # twelve bytes took 4.4 GB once
+            assert tracemalloc.get_traced_memory()[1] < 2**22 + 200 * len(data)  # twelve bytes once took 4.4 GB
         finally:
             tracemalloc.stop()
         zipped(here / "shard.pt", data)
@@ -284,7 +284,7 @@ def test_pickles(tmp_path: Path) -> None:
 
 
 def index_of(tmp_path: Path, edit: Callable[[Any], object]) -> Path:
-    """An index of one tensor as torch writes it, edited."""
+    """Return torch's index of one tensor, edited."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,

@@ -1,4 +1,4 @@
-"""What a run reads back of its own, damaged or replaced: metrics, evaluations. And the last causes that random inputs have found."""
+"""Read damaged or replaced files of a run: metrics and evaluations. Includes the latest findings of random inputs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_settings_of_an_evaluation_that_cannot_be_read(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- weights
 def model(folder: Path, config: dict[str, Any], shapes: dict[str, list[int]], name: str = "model.safetensors") -> str:
-    """A directory with config.json and weights of zeros."""
+    """Write a directory with config.json and weights of zeros."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({key: torch.zeros(shape, dtype=torch.bfloat16) for key, shape in shapes.items()}, folder / name)
@@ -162,7 +162,7 @@ def test_headers_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_cut_is_found_by_its_header(tmp_path: Path) -> None:
-    """One file, or the second of two, of which no shape is compared. A longer file is refused too."""
+    """The damaged file is the only one, or the second of two, whose shapes are not compared. A longer file is rejected too."""
     for number, change in [(1, -100), (2, -100), (1, 1)]:
         here = tmp_path / f"{number} {change}"
         here.mkdir()
@@ -186,7 +186,7 @@ def test_a_file_that_was_cut_is_found_by_its_header(tmp_path: Path) -> None:
 
 
 def test_names_of_a_file_with_many_tensors_are_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking safetensors for all names at every tensor took minutes for 30,000 of them."""
+    """Asking safetensors for all names at every tensor took minutes for 30,000 tensors."""
     calls = []
 
     class Handle:

@@ -1,6 +1,7 @@
-"""Every callable of ours that Megatron calls accepts the arguments of its call sites, in the installed version.
+"""Check that each of our functions that Megatron calls accepts the arguments of its call sites, in the installed version.
 
-The arguments are read from Megatron's source. ``launch/test.sh --with megatron-latest`` repeats this on the version of the GPU image.
+The arguments are read from Megatron's source. ``launch/test.sh --with megatron-latest`` repeats this on the version of
+the GPU image.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Callable[..., Any],
 
 
 def mismatch(ours: Callable[..., Any], call: Call) -> str | None:
-    """Explain why a callable does not take the arguments of a call, or return None."""
+    """Explain why a callable rejects the arguments of a call, or return None."""
     signature = inspect.signature(ours, follow_wrapped=False)
     bind = signature.bind_partial if call.is_open else signature.bind
     try:
@@ -201,7 +202,7 @@ def test_replaced_functions_and_modules_take_the_arguments_of_their_call_sites(m
 
 
 def test_the_loss_takes_the_arguments_of_a_pass_with_gradients() -> None:
-    """Only a pass without gradients collects data that are no loss."""
+    """Only a pass without gradients collects values other than the loss."""
     calls = [
         call for call in calls_of("pipeline_parallel.schedules")["loss_func"] if "non_loss_data" not in call.keywords
     ]
@@ -209,7 +210,7 @@ def test_the_loss_takes_the_arguments_of_a_pass_with_gradients() -> None:
 
 
 def overrides() -> Iterator[tuple[type, str, Callable[..., Any], Callable[..., Any]]]:
-    """Yield each method of ours that overrides one of Megatron, with the latter."""
+    """Yield each of our methods that overrides a method of Megatron, with Megatron's method."""
     for info in pkgutil.iter_modules(rlhf_mcore.mcore.__path__, "rlhf_mcore.mcore."):
         for ours in vars(import_module(info.name)).values():
             if not (inspect.isclass(ours) and ours.__module__ == info.name):

@@ -1,4 +1,4 @@
-"""Each key of a config.json is read as transformers reads it, or refused: logprobs of models whose keys are changed one by one."""
+"""Change the keys of config.json one by one. A change is read like transformers does, which logprobs prove, or rejected."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ pytestmark = [
     pytest.mark.usefixtures("world"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="a gloo world: the CPU platform only"),
 ]
-BOUND = 1e-4  # fp32; measured: 2e-6 and below. A key that is read in another way costs 1e-2 and more.
+BOUND = 1e-4  # fp32; measured: at most 2e-6. A key that is read differently changes logprobs by at least 1e-2.
 LENGTHS = [23, 5, 40]  # longer than the windows below
 ROWS = torch.randint(0, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
 ALL = {**MODELS, **MOE_MODELS, **FURTHER_MODELS}
-ABSENT = object()  # a key that is taken away
+ABSENT = object()  # removes a key
 PLAIN_ROPE = dict(rope_type="default", rope_theta=10000.0)
 SOME_SLIDING = ["sliding_attention"] * 2 + ["full_attention"] * 2
-# Edits of config.json that leave the weights what they are.
+# Edits of config.json that keep the weights.
 EDITS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "half a rotation": dict(partial_rotary_factor=0.5),
@@ -96,7 +96,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "no list of layers": dict(layer_types=ABSENT, sliding_window_pattern=ABSENT, _sliding_window_pattern=ABSENT),
     "layers in reverse": dict(layer_types=["full_attention", "sliding_attention"] * 2),
 }
-# What decides which weights there are, so that a model is made with it.
+# Settings that determine the weights, so that models are made with them.
 MADE: dict[str, dict[str, Any]] = {
     "biases": dict(attention_bias=True),
     "no biases": dict(attention_bias=False),
@@ -113,7 +113,7 @@ MADE: dict[str, dict[str, Any]] = {
     "no norms of heads": dict(use_qk_norm=False),
     "queries at once": dict(q_lora_rank=None),
 }
-# Which of them a family takes: (model, change) that are refused by name elsewhere.
+# Changes that a family supports, as (model, change). Other families reject them by name.
 TAKEN = [
     *((name, "a whole rotation") for name in ("llama", "qwen3", "deepseek_v3_direct", "glm4_moe")),
     *(
@@ -140,7 +140,9 @@ def edit(directory: Path, changes: dict[str, Any]) -> None:
 
 
 def of_transformers(directory: Path) -> torch.Tensor | None:
-    """Logprobs of the rows; None where transformers refuses the directory, fails, or finds other weights than it looks for."""
+    """Return the logprobs of the rows, or None if transformers rejects the directory, fails, or finds other weights
+    than expected.
+    """
     try:
         hf, info = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
@@ -152,7 +154,7 @@ def of_transformers(directory: Path) -> torch.Tensor | None:
             with torch.no_grad():
                 logprobs = torch.log_softmax(hf.eval()(ids[None].long()).logits[0], dim=-1)
             found.append(torch.cat([logprobs.new_zeros(1), logprobs[:-1].gather(1, ids[1:, None].long())[:, 0]]))
-    except Exception:  # of whatever kind
+    except Exception:  # any error
         return None
     return torch.cat(found)
 
@@ -169,7 +171,7 @@ def of_ours(directory: Path, groups: ModelGroups) -> torch.Tensor:
 
 
 def compare(directory: Path, groups: ModelGroups) -> str:
-    """ "refused: ...", the distance, or "" where transformers does not take the model either."""
+    """Return "refused: ...", the distance, or "" if transformers rejects the model too."""
     try:
         found = of_ours(directory, groups)
     except ConfigError as error:
@@ -179,7 +181,7 @@ def compare(directory: Path, groups: ModelGroups) -> str:
 
 
 def wrong(outcomes: dict[str, str]) -> dict[str, str]:
-    """Changes after which logprobs are others than those of transformers."""
+    """Return the changes after which logprobs differ from transformers."""
     return {
         change: outcome
         for change, outcome in outcomes.items()
@@ -188,7 +190,7 @@ def wrong(outcomes: dict[str, str]) -> dict[str, str]:
 
 
 def of_changes(name: str, directory: Path, groups: ModelGroups, changes: Collection[str]) -> dict[str, str]:
-    """Apply each of these changes to a model and compare."""
+    """Apply each of these changes to a model and compare it."""
     outcomes, config_class = {}, ALL[name][1]()
     make(name, directory)
     config = directory / "config.json"
@@ -230,7 +232,7 @@ def test_a_changed_key_agrees_with_transformers_or_is_rejected(name: str, tmp_pa
 
 
 def alternatives(value: Any) -> Iterator[tuple[str, Any]]:
-    """Other values of a key, most of which no model was ever trained with."""
+    """Return other values of a key. Most are not used by any trained model."""
     yield "absent", ABSENT
     yield "null", None
     if isinstance(value, bool):
@@ -254,7 +256,7 @@ IRRELEVANT = ("architectures", "model_type", "transformers_version", "dtype", "u
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3_direct", "gpt_oss", "qwen3_next"])
 def test_every_key_in_turn(name: str, tmp_path: Path, groups: ModelGroups) -> None:
-    """Each key of the config.json that transformers writes: taken away, null, and with other values."""
+    """Each key of transformers' config.json is removed, set to null, and set to other values."""
     warnings.simplefilter("ignore")
     make(name, tmp_path)
     config, outcomes = json.loads((tmp_path / "config.json").read_text()), {}

@@ -1,4 +1,4 @@
-"""The arguments in a converted checkpoint build the model that is trained here, read as Megatron-LM and Megatron-Bridge read them."""
+"""Build the trained model from the arguments in a converted checkpoint, read like Megatron-LM and Megatron-Bridge read them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SAME_OF_EXPERTS = (
 
 
 def config_from(args: Namespace) -> TransformerConfig:
-    """What both loaders do: fields by their own names, then those that the arguments call otherwise."""
+    """Convert arguments like both loaders: fields with equal names first, then renamed arguments."""
     assert args.swiglu != args.quick_geglu and args.group_query_attention and not args.multi_latent_attention
     names = {field.name for field in fields(TransformerConfig)}
     settings = {name: value for name, value in vars(args).items() if name in names}
@@ -75,4 +75,4 @@ def test_the_arguments_describe_the_model(tmp_path: Path, name: str) -> None:
         assert found.moe_layer_freq == (1 if isinstance(frequency, list) and all(frequency) else frequency)
     backend = maybe_load_config(str(weights))
     assert backend is not None and backend.sharded_backend == "torch_dist"
-    assert getattr(backend, "common_backend", "torch") == "torch"  # 0.19 has but one
+    assert getattr(backend, "common_backend", "torch") == "torch"  # 0.19 supports only one

@@ -1,4 +1,4 @@
-"""Gated delta nets against the recurrence, token by token, and where a rank holds their rows."""
+"""Compare gated delta nets with the recurrence, token by token, and check the rows of each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTHS = [3, CHUNK + 1, 1, 2 * CHUNK, 130]
 
 
 def token_by_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Equation 10 of arXiv 2412.06464 for one head of one sequence."""
+    """Compute equation 10 of arXiv 2412.06464 for one head of one sequence."""
     state, out = q.new_zeros(k.size(-1), v.size(-1)), []
     for t in range(len(q)):
         state = state * decay[t].exp()
@@ -69,16 +69,16 @@ def test_sequences_back_to_back_are_the_recurrence_in_value_and_gradient() -> No
     [
         (2, 4, 1, ["01 0123"]),
         (2, 4, 2, ["0 01", "1 23"]),
-        (2, 4, 4, ["0 0", "0 1", "1 2", "1 3"]),  # a head of keys on two ranks
+        (2, 4, 4, ["0 0", "0 1", "1 2", "1 3"]),  # two ranks share a key head
         (2, 6, 4, ["0 0", "0 12", "1 3", "1 45"]),
-        (2, 6, 3, ["0 01", "01 23", "1 45"]),  # two heads of values, each with another head of keys
-        (1, 2, 4, ["0 ", "0 0", "0 ", "0 1"]),  # too few for all
+        (2, 6, 3, ["0 01", "01 23", "1 45"]),  # two value heads, each with another key head
+        (1, 2, 4, ["0 ", "0 0", "0 ", "0 1"]),  # fewer than ranks
     ],
 )
 def test_heads_are_shared_among_ranks(keys: int, values: int, ranks: int, expected: list[str]) -> None:
     shares, place = share_heads(keys, values, ranks), torch.arange(keys)[None, :, None]
     assert [" ".join("".join(map(str, heads)) for heads in (s.keys, s.values)) for s in shares] == expected
-    for share in shares:  # each head of values gets its own head of keys
+    for share in shares:  # each value head gets its key head
         repeated = share.repeat_keys(place[:, share.keys.start : share.keys.stop])
         assert repeated.flatten().tolist() == [value // (values // keys) for value in share.values]
 
@@ -114,7 +114,7 @@ GEOMETRY = ModelGeometry(
 @pytest.mark.parametrize(
     ("name", "rank", "expected"),
     [
-        # Of each head of keys in a file: query 2, key 2, values 2, gates 2; then betas 2, alphas 2.
+        # Rows of each key head in a file: query 2, key 2, values 2, gates 2; then betas 2, alphas 2.
         (
             "decoder.layers.0.self_attention.in_proj.weight",
             None,
@@ -122,7 +122,7 @@ GEOMETRY = ModelGeometry(
         ),
         ("decoder.layers.0.self_attention.in_proj.weight", 1, "qkvz 8 9 10 11 12 13 14 15 ba 4 5 6 7"),
         ("decoder.layers.0.self_attention.conv1d.weight", 1, "conv1d 2 3 6 7 10 11"),
-        # Of each head in a file: query 2, gate 2.
+        # Rows of each head in a file: query 2, gate 2.
         (
             "decoder.layers.1.self_attention.linear_qkv.weight",
             None,

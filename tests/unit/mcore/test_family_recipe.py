@@ -1,4 +1,4 @@
-"""CONTRIBUTING's recipe for a model family, followed to the letter: its module, a model by transformers, and nothing else."""
+"""Follow CONTRIBUTING's recipe for a model family to the letter, with its module and a transformers model only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = [
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The lines of the recipe's module, which is found among the families as if it were a file of the package."""
+    """Add the recipe's module to the families, as if it were a file of the package. Returns its lines."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("### A model family")[2]
     name, text = re.findall(r"rlhf_mcore/families/(\w+)\.py`:\n\n```python\n(.*?)```", page, re.S)[0]
     assert name == "seed_oss" and name not in families.FAMILIES
@@ -53,12 +53,12 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_cousin_is_one_file_of_a_few_lines(recipe: list[str], tmp_path: Path, groups: ModelGroups) -> None:
     assert len(recipe) < 30
     hf = models.make("seed_oss", tmp_path / "m")
-    # Checks: the directory is a model, whose weights are those of config.json.
+    # Checks: the directory contains a model with the weights that config.json describes.
     geometry, problems = inspect_model(str(tmp_path / "m"), "model.path")
     assert problems == [] and geometry == read_geometry(tmp_path / "m")
     written = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "m" / "model.safetensors").items()}
     assert hf_shapes(geometry) == written
-    # A plan: every element has an owner and reaches every engine, and none is counted twice.
+    # A plan: every element has one owner, reaches every engine, and is counted once.
     layout = ParallelLayout(4, tp=2, pp=2)
     sources = trainer_places(stage_names(geometry, layout), geometry, layout)
     check_coverage(sources, destinations(geometry, EngineGrid(2), 2), written)

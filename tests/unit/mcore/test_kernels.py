@@ -1,4 +1,4 @@
-"""Kernels of CUDA get what their libraries document: stand-ins with the same signatures compute that in torch, token by token."""
+"""Call CUDA kernels as their libraries document. Stand-ins with the same signatures compute in torch, token by token."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def varlen(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """What torch documents, and refuses (flash_api.cpp); as in FlashAttention 2.1 and later the last query sees the last key."""
+    """Attend with torch's documented signature and checks (flash_api.cpp).
+
+    As in FlashAttention 2.1, the last query sees the last key.
+    """
     assert cu_seq_k is not None and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert cu_seq_q.is_contiguous() and cu_seq_k.is_contiguous() and len(cu_seq_q) == len(cu_seq_k)
     assert query.dtype == key.dtype == value.dtype and query.size(2) % 8 == 0
@@ -75,7 +78,7 @@ def varlen(
         assert q1 - q0 <= max_q and k1 - k0 <= max_k
         q, repeats = query[q0:q1], query.size(1) // key.size(1)
         k, v = (x[k0:k1].repeat_interleave(repeats, dim=1) for x in (key, value))
-        last = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)  # what each query sees last
+        last = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)  # the last key that each query sees
         place = torch.arange(k1 - k0)[None]
         hidden = place > last
         if window_size[0] >= 0:
@@ -98,7 +101,7 @@ def varlen_of_2_11(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """Attend as torch 2.11 does, which has no ``enable_gqa``."""
+    """Attend like torch 2.11, which does not support ``enable_gqa``."""
     assert query.size(1) == key.size(1)
     return varlen(query, key, value, *borders, scale=scale, window_size=window_size)
 
@@ -132,7 +135,7 @@ def test_one_kernel_is_the_loop_over_sequences_in_value_and_gradient(
     scale: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The tokens of the other ranks are known: what is gathered is all of them.
+    # The tokens of the other ranks are known, and the gather returns all of them.
     monkeypatch.setattr("rlhf_mcore.mcore.core_attention.gather_context", lambda x, order, group, sums_gradient: x)
     group = SimpleNamespace(size=lambda: cp, rank=lambda: rank)
     config = attention_config(window_size=None if window is None else (window - 1, 0))
@@ -172,7 +175,7 @@ def test_what_chunks_see() -> None:
         5,
         9,
         15,
-    ]  # of four tokens those up to the second and third, of eight twice as many
+    ]  # for four tokens up to the second and third; for eight, twice as many
     assert seen.tolist() == [0, 1, 0, 1, 2, 4, 5, 6, 7, 4, 5, 6, 7, 8, 9]
     assert borders.dtype == seen_borders.dtype == torch.int32
 
@@ -189,7 +192,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, True),
         ({"kv_channels": 256}, True),
-        ({"kv_channels": 224}, False),  # the backward pass is not on every GPU
+        ({"kv_channels": 224}, False),  # some GPUs have no backward kernel
         ({"kv_channels": 36}, False),
         ({"params_dtype": torch.float32}, False),
         ({"deterministic_mode": True}, False),
@@ -244,12 +247,12 @@ def test_wrong_gradients_of_the_recurrence_are_not_taken(
     installed = {"triton", "fla", *(["tilelang"] if has_tilelang else [])}
     monkeypatch.setattr(expected_kernels, "find_spec", lambda name: name if name in installed else None)
     assert expected_kernels.computes_delta_gradients() is right
-    named = expected_kernels.expected_kernels(has_gpu=True)["gated delta nets"]  # as doctor says it
+    named = expected_kernels.expected_kernels(has_gpu=True)["gated delta nets"]  # the doctor's words
     assert named == ("flash-linear-attention" if right else "torch")
 
 
 class Attention(torch.autograd.Function):
-    """A stand-in for the kernels of CUDA: its passes note torch's mode, which chooses whether their sums have one order."""
+    """A stand-in for CUDA kernels that records torch's deterministic mode, which decides whether sums have a fixed order."""
 
     modes: list[tuple[str, int]]
 
@@ -310,7 +313,7 @@ def test_deterministic_attention_is_torchs_in_strict_mode_in_both_passes(
 
 @contextmanager
 def warning_only() -> Iterator[None]:
-    """As ``CudaPlatform.megatron_region`` has it."""
+    """Set the mode like ``CudaPlatform.megatron_region``."""
     torch.set_deterministic_debug_mode("warn")
     try:
         yield
@@ -334,7 +337,7 @@ def causal_conv1d(
     cp_context: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What flash-linear-attention 0.5.2 documents: ``x`` [B, T, D], ``weight`` [D, W]."""
+    """Convolve with the signature of flash-linear-attention 0.5.2: ``x`` [B, T, D], ``weight`` [D, W]."""
     assert weight is not None and activation == "silu" and not kwargs
     assert x.size(2) == len(weight)
 
@@ -363,7 +366,9 @@ def chunk_gated_delta_rule(
     cp_context: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What flash-linear-attention 0.5.2 documents: [B, T, H, ...], ``g`` in log space; the recurrence, token by token."""
+    """Compute the recurrence token by token, with the signature of flash-linear-attention 0.5.2: [B, T, H, ...], ``g``
+    in log space.
+    """
     assert use_qk_l2norm_in_kernel and not use_beta_sigmoid_in_kernel and not kwargs
     assert q.shape == k.shape and q.shape[:3] == v.shape[:3] == g.shape == beta.shape and q.size(2) > 0
     scale = q.size(-1) ** -0.5 if scale is None else scale
@@ -416,7 +421,7 @@ def net(model: MegatronModel) -> Iterator[GatedDeltaNet]:
 
 
 def assert_equal_with_kernels(net: GatedDeltaNet, hidden: Tensor, packed: PackedSequences | None) -> None:
-    """Compare a net with kernels to itself without them: outputs, and gradients of inputs and weights."""
+    """Compare a net with kernels and without them: outputs, and gradients of inputs and weights."""
     results = []
     for of_fla in (None, KERNELS):
         net.fla, x = of_fla, hidden.clone().requires_grad_()
@@ -442,13 +447,13 @@ def test_a_net_by_kernels_is_that_of_torch_in_value_and_gradient(net: GatedDelta
 def test_heads_that_ranks_share_go_to_the_kernels(
     net: GatedDeltaNet, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six heads of values among four ranks, two of keys: each computes its own for the tokens of all."""
+    """Four ranks share six value heads and two key heads. Each rank computes its heads for the tokens of all ranks."""
     net._cp = SimpleNamespace(size=lambda: 4, rank=lambda: rank)
     shares = share_heads(net.keys, net.values, 4)
     monkeypatch.setattr(net, "_shares", shares)
     net._mine = shares[rank]
     assert len({len(share.values) for share in shares}) == 2
-    # Stand-ins for the exchange: tokens of this rank are all that there are, and others' heads give nothing.
+    # Stand-ins for the exchange. Only tokens of this rank exist, and other ranks' heads return nothing.
     begin = lambda widths: sum(widths[:rank])  # noqa: E731
     monkeypatch.setattr(
         delta_net, "to_parts", lambda x, widths, sizes, group: x[..., begin(widths) : begin(widths) + widths[rank]]
@@ -470,7 +475,7 @@ def test_a_rank_without_heads_calls_no_kernel(net: GatedDeltaNet, monkeypatch: p
     assert not net._mine.values
     monkeypatch.setattr(delta_net, "to_parts", lambda x, widths, sizes, group: x[..., : widths[0]])
     monkeypatch.setattr(delta_net, "to_tokens", lambda x, widths, sizes, group: F.pad(x, (0, sum(widths))))
-    packed = packing(order=torch.arange(24))  # as if the tokens of all ranks were here, as above
+    packed = packing(order=torch.arange(24))  # as if this rank had the tokens of all ranks, as above
     assert net(torch.randn(24, 1, net.in_proj.weight.size(1)), None, packed)[0].eq(0).all()
 
 

@@ -43,7 +43,7 @@ def test_the_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
     assert out.dtype == dtype
     if dtype == torch.bfloat16:  # by the same operations
         assert torch.equal(out, expected)
-    # In fp32 by a kernel of its own: the root halves the 26 roundings of the mean of 24 squares, three more follow.
+    # A separate kernel in fp32: the root halves the 26 roundings of the mean of 24 squares, and three more follow.
     torch.testing.assert_close(out, expected, rtol=2 * (13 + 3) * 2**-24, atol=0)
     out.square().sum().backward()
     expected.square().sum().backward()
@@ -72,13 +72,16 @@ def core() -> SDPACoreAttention:
 
 
 def sequences(heads: int, groups: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Query [n, heads, 4], key and value [n, groups, 4] of sequences of different lengths."""
+    """Build query [n, heads, 4], key and value [n, groups, 4] of sequences of different lengths."""
     torch.manual_seed(heads)
     return [tuple(torch.randn(n, h, 4) for h in (heads, groups, groups)) for n in LENGTHS]  # type: ignore[misc]
 
 
 def slow(q: Tensor, k: Tensor, v: Tensor, window: int = 99, sinks: Tensor | None = None) -> Tensor:
-    """One query and one head at a time, in double precision. Returns [n, heads * 4]. A sink takes weight and gives nothing."""
+    """Attend one query and one head at a time, in double precision.
+
+    Returns [n, heads * 4]. A sink takes weight without a value.
+    """
     q, k, v = q.double(), k.double(), v.double()
     out = torch.zeros_like(q)
     per_group = q.size(1) // k.size(1)
@@ -131,7 +134,7 @@ def test_a_packed_sequence_gets_no_gradient_from_another() -> None:
     q, k, v = (torch.cat(column).requires_grad_() for column in zip(*parts, strict=True))
     borders = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     packing = PackedSequences.of(borders, torch.arange(sum(LENGTHS)), LENGTHS, None)
-    core()(q, k, v, None, packed_seq_params=packing)[5:6].sum().backward()  # the sequence of one token
+    core()(q, k, v, None, packed_seq_params=packing)[5:6].sum().backward()  # the sequence with one token
     assert v.grad is not None and v.grad.abs().sum(dim=(1, 2)).nonzero().flatten().tolist() == [5]
 
 

@@ -1,4 +1,4 @@
-"""One real model in a world of one: names, logprobs and gradients. Layouts are in tests/distributed."""
+"""Compare a real model in a world of one with transformers: names, logprobs and gradients. tests/distributed tests layouts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def build(
     return model
 
 
-LENGTHS = [7, 2, 5]  # of which 3, 1 and 2 tokens are prompts
+LENGTHS = [7, 2, 5]  # 3, 1 and 2 tokens are prompts
 
 
 def rows() -> list[torch.Tensor]:
@@ -96,7 +96,7 @@ def microbatches(packing: bool) -> list[Microbatch]:
 
 
 def expected_logprobs(hf: torch.nn.Module) -> torch.Tensor:
-    """Token by token, one row after the other; zero where nothing is predicted."""
+    """Compute logprobs token by token and row by row. The first token of a row has zero."""
     out = []
     for ids in rows():
         log_p = torch.log_softmax(hf(ids[None].long()).logits[0] / TEMPERATURE, dim=-1)
@@ -140,7 +140,7 @@ def test_logprobs_gradients_and_update_are_those_of_transformers(
 def test_chunks_of_logits_round_no_gradient_of_a_bf16_output_layer(
     name: str, tmp_path: Path, groups: ModelGroups
 ) -> None:
-    """Products of bf16 numbers are exact in fp32, so all that chunks may change is the order of fp32 sums."""
+    """Products of bf16 numbers are exact in fp32, so chunks may only change the order of fp32 sums."""
     make(name, tmp_path)
     model = build(tmp_path, groups, trainable=True, dtype="bf16")
     chunk = unwrap(model.chunks[0])
@@ -155,7 +155,7 @@ def test_chunks_of_logits_round_no_gradient_of_a_bf16_output_layer(
         model.forward_backward(microbatches(True), loss)
         gradients.append(weight.main_grad.clone())
     whole, chunked = gradients
-    # Each is a sum of at most 8 tokens' products, and of gradients of the embedding that are the same in both.
+    # Each is a sum of products of at most 8 tokens, and of embedding gradients that are equal in both.
     torch.testing.assert_close(
         chunked, whole, rtol=0, atol=8 * torch.finfo(torch.float32).eps * float(whole.abs().max())
     )
@@ -190,7 +190,7 @@ def test_frozen_weights_stay_and_the_others_learn_as_in_transformers(
         assert torch.equal(found.tensor, before[found.name]) is bool(names & frozen), found.name
     assert model.optimizer is not None
     state = {name for held in model.optimizer.shards() for name in [held.name]}
-    assert len(state) == len(before) - 4  # embeddings, weight and bias of q, k and v together, and the last
+    assert len(state) == len(before) - 4  # embeddings, fused weight and bias of q, k and v, and the last
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_muon_steps_the_fp32_masters_of_matrices_and_adamw_the_rest(tmp_path: Pa
     for hf_name in ("q_proj", "k_proj", "v_proj"):
         parts = [p for p in matrices_of(geometry)(name, held[name].shard, 0, after.numel()) if hf_name in p.name]
         was, moved, given = (torch.cat([p.of(flat) for p in parts]) for flat in (before, after, gradient))
-        direction = orthogonalized((given + 0.95 * given).bfloat16()) * update_scale(*parts[0].shape)  # Nesterov's
+        direction = orthogonalized((given + 0.95 * given).bfloat16()) * update_scale(*parts[0].shape)  # Nesterov
         torch.testing.assert_close(moved, was * 0.95 - 0.1 * direction.float())
     assert model.optimizer.unrounded_masters() == [] and model.optimizer.scalars()["step"] == 1
 
@@ -291,7 +291,7 @@ def test_a_snapshot_holds_what_was_there_before_the_next_update(
     sharing = DeviceSharing(model.platform)
     if where == "offloaded":
         model.share(sharing, "actor", KINDS)
-        with model.movable.use(OPTIMIZER):  # which stays behind, as after an update
+        with model.movable.use(OPTIMIZER):  # remains from before, as after an update
             pass
     role = TrainedModel(
         groups.layout, model, model.spec, TrainerConfig(), optimizer=cfg, plan=MinibatchPlan(1), name="actor"
@@ -326,7 +326,7 @@ def test_a_snapshot_holds_what_was_there_before_the_next_update(
     [state] = (tmp_path / "saved" / "actor").rglob("state-*.safetensors")
     moments = load_file(state)
     assert len(moments) > 20 and not any(bool(moment.any()) for moment in moments.values())
-    if where == "device":  # weights and two moments in fp32, and nothing beside them
+    if where == "device":  # only weights and two moments in fp32
         assert pinned == sum(3 * parameter.tensor.nbytes for parameter in model.local_parameters())
     [was], [saved] = (list(path.glob("*.safetensors")) for path in (tmp_path, tmp_path / "saved" / "actor"))
     before, found = load_file(was), load_file(saved)
@@ -336,7 +336,7 @@ def test_a_snapshot_holds_what_was_there_before_the_next_update(
 
 
 def make_scorer(name: str, head: str, directory: Path) -> torch.nn.Module:
-    """A model of transformers with one label in place of logits, its head far from zero."""
+    """Build a transformers model with one label instead of logits, and a head far from zero."""
     language_model = make(name, directory / "language_model")
     kind = getattr(transformers, architecture_name(type(language_model).__name__, head))
     scorer = kind.from_pretrained(directory / "language_model", num_labels=1, pad_token_id=0, dtype=torch.float32)
@@ -349,16 +349,16 @@ def make_scorer(name: str, head: str, directory: Path) -> torch.nn.Module:
 
 
 def noise_of(head: torch.Tensor) -> float:
-    """By which values may differ: as logprobs do, 1e-5, where a row of the head has a norm of about 1, and in proportion to it."""
+    """Return the bound on values: 1e-5 for a head row with a norm of about 1, as for logprobs, and proportional to the norm."""
     return 1e-5 * float(head.norm())
 
 
 def hf_values(hf: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N] one token before each token, and [B] after the last, one row after the other."""
+    """Return values [N] before each token, and [B] after the last token, row by row."""
     tokens, last = [], []
     for row in rows():
         ids = row[None].long()
-        # A sequence classifier returns the last token's only.
+        # A sequence classifier returns only the last token's value.
         per_token = type(hf).__name__.endswith("ForTokenClassification")
         values = (hf(ids).logits if per_token else hf.score(hf.model(ids).last_hidden_state))[0, :, 0]
         tokens += [values.new_zeros(1), values[:-1]]
@@ -457,7 +457,7 @@ def test_every_parameter_has_a_rule_and_every_tensor_an_owner(tmp_path: Path, gr
 
 
 def test_layers_carry_the_number_that_the_layer_knows() -> None:
-    # The second stage of an uneven pipeline: its first layer is the fifth of the model.
+    # The second stage of an uneven pipeline, whose first layer is the model's fifth.
     numbers = [4, 5, 6]
     assert _global_name("decoder.layers.0.mlp.linear_fc1.weight", numbers) == "decoder.layers.4.mlp.linear_fc1.weight"
     assert _global_name("decoder.layers.2.input_layernorm.weight", numbers) == "decoder.layers.6.input_layernorm.weight"
@@ -504,7 +504,7 @@ def test_megatrons_generators_continue_where_they_were() -> None:
 def test_branches_of_a_row_do_not_see_each_other_and_have_the_gradient_of_one_sequence(
     packing: bool, tmp_path: Path, groups: ModelGroups
 ) -> None:
-    """A row of two turns, and the same as two branches: the first turn alone, and the second behind a copy that is not learned."""
+    """A row of two turns is compared with two branches: the first turn alone, and the second after a masked copy of the first."""
     make("qwen3", tmp_path)
     model = build(tmp_path, groups, trainable=True)
     model.add_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0))

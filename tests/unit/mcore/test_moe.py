@@ -1,4 +1,4 @@
-"""The router's load-balancing loss on one rank, by hand; and what a model with experts is built of."""
+"""Check the router's load-balancing loss on one rank by hand, and the kernels of a model with experts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_mixed_layers_have_a_router_each_or_a_dense_mlp(
 def test_the_kernels_of_a_built_model_are_those_that_the_doctor_expects_here(
     model: MegatronModel, tmp_path: Path, groups: ModelGroups
 ) -> None:
-    """On a CPU; the doctor has imported nothing, the model is what Megatron has made of its config."""
+    """The doctor predicts the kernels of a CPU without imports. The model contains the kernels that Megatron chose."""
     model.add_optimizer(OptimizerConfig())
     assert live_kernels(model) == expected_kernels(has_gpu=False)
     assert "experts one after the other, dispatcher alltoall" in kernels_text(live_kernels(model))
@@ -75,7 +75,7 @@ def test_layers_beyond_those_of_config_json_are_refused_unless_they_are_mtp_laye
     make("deepseek_v3_direct", tmp_path)
     add_mtp_layer(tmp_path)
     assert load_spec(tmp_path).config_updates == {}
-    # Nor does an engine that evaluates them meet tensors that it does not know.
+    # An engine that evaluates them must not meet unknown tensors either.
     evaluated, wanted = (
         open_weights(EvaluatedModel("hf", str(tmp_path), str(tmp_path))),
         set(hf_shapes(load_spec(tmp_path).geometry)),
@@ -93,11 +93,11 @@ def test_load_balance_by_hand(model: MegatronModel) -> None:
     router.balance_weight, router.balance_sum = 0.5, 0.0
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
     probs = torch.zeros(2, 4, requires_grad=True)
-    # Two tokens, four experts, each chosen once: 1 per token, the least there can be.
+    # Two tokens, four experts, each chosen once: 1 per token, the minimum.
     even = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]])
     router._apply_aux_loss(probs, even, torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1]]))
     assert float(router.balance_sum) == pytest.approx(2.0)
-    # Both choose the first two: f = (1/2, 1/2, 0, 0), sums of probabilities (1.2, 0.4, 0.2, 0.2): 4 * (0.6 + 0.2).
+    # Both tokens choose the first two experts: f = (1/2, 1/2, 0, 0), sums of probabilities (1.2, 0.4, 0.2, 0.2): 4 * (0.6 + 0.2).
     uneven = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.5, 0.3, 0.1, 0.1]], requires_grad=True)
     out = router._apply_aux_loss(probs, uneven, torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0]]))
     assert float(router.balance_sum) == pytest.approx(2.0 + 3.2)
@@ -124,7 +124,7 @@ def test_every_parameter_has_a_rule_and_every_tensor_an_owner(model: MegatronMod
 def test_a_buffer_that_belongs_to_the_state_is_not_left_behind_unseen(model: MegatronModel) -> None:
     before = len(model.local_parameters())
     router = next(routers(model.chunks))
-    del router.expert_bias  # None in these families; a buffer where a model has it
+    del router.expert_bias  # None in these families; other models have a buffer
     router.register_buffer("expert_bias", torch.zeros(4))
     router.register_buffer("scratch", torch.zeros(4), persistent=False)
     found = model.local_parameters()
@@ -146,12 +146,12 @@ def test_router_settings(tmp_path: Path, groups: ModelGroups, name: str, pre_sof
     assert (config.moe_router_load_balancing_type, config.moe_grouped_gemm) == ("none", False)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # the latter with biases, and gate and linear part in turn
-@pytest.mark.parametrize("num_tokens", [37, 1])  # of one token most experts get none
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # gpt_oss has biases, and interleaves gate and linear part
+@pytest.mark.parametrize("num_tokens", [37, 1])  # with one token, most experts get none
 def test_experts_at_once_are_the_loop_within_rounding(
     tmp_path: Path, groups: ModelGroups, name: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In value and in every gradient, by torch's grouped product on a CPU."""
+    """torch's grouped product on a CPU gives the same values and gradients."""
     make(name, tmp_path)
     settings = BuildOptions("bf16", "local", RecomputeConfig(), True, False, 0)
     model = build_model(load_spec(tmp_path), groups, current_platform(), settings)

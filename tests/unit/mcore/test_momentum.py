@@ -1,4 +1,4 @@
-"""Matrices that ranks hold in parts are orthogonalised whole, each by one of these ranks."""
+"""Check that matrices in parts on several ranks are orthogonalised whole, each by one of these ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.parallel.world import ThreadGroup, rank_threads, run_ranks
 __all__ = ["rank_threads"]
 
 SHAPES = {"wide": (4, 10), "tall": (9, 3), "other": (5, 5)}
-# Of every rank: its flat ranges, each of parts (matrix, first row and column, rows and columns) back to back.
+# For every rank, its flat ranges, each with consecutive parts (matrix, first row and column, rows and columns).
 HELD = [
     [[("wide", (0, 0), (2, 10)), ("tall", (0, 0), (1, 3))], [("other", (0, 0), (5, 2))]],
     [[("wide", (2, 0), (2, 4))], [("other", (0, 2), (5, 3)), ("tall", (1, 0), (8, 3))]],
@@ -37,7 +37,7 @@ def parts_of(described: list[tuple[str, tuple[int, int], tuple[int, int]]]) -> l
 
 
 def cut(matrices: dict[str, Tensor], parts: list[MatrixPart]) -> Tensor:
-    """The flat range that holds these parts."""
+    """Return the flat range that contains these parts."""
     pieces = [matrices[p.name][p.start[0] :, p.start[1] :][: p.extent[0], : p.extent[1]] for p in parts]
     return torch.cat([piece.reshape(-1) for piece in pieces])
 

@@ -1,4 +1,4 @@
-"""The learning-rate schedules, and what Megatron sees while it builds an optimizer."""
+"""Test learning-rate schedules, and torch.distributed as Megatron sees it while it builds an optimizer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_runs_that_end_in_or_right_after_the_warm_up(name: str) -> None:
 
 
 def test_only_megatrons_optimizer_module_sees_other_collectives_and_only_in_the_block() -> None:
-    """torch.distributed is that of the whole process: another thread, and vLLM in this one, find it as it is."""
+    """torch.distributed belongs to the whole process. Another thread, and vLLM in this process, see it unchanged."""
     group: Any = ThreadGroup(Meeting(3), 0)
     original, before = (dist.all_gather_object, dist.get_world_size), megatron_optimizer.torch
     seen: list[Any] = []
@@ -76,7 +76,10 @@ def test_only_megatrons_optimizer_module_sees_other_collectives_and_only_in_the_
 
 
 def test_without_fused_kernels_the_norm_of_gradients_is_megatrons_bit_for_bit() -> None:
-    """Megatron's own reads one number a tensor from the device. It makes tensors on CUDA: ``prepare_megatron`` redirects them."""
+    """Megatron's own norm reads one number per tensor from the device.
+
+    It makes tensors on CUDA, which ``prepare_megatron`` redirects.
+    """
     current_platform().prepare_megatron()
     generator = torch.Generator().manual_seed(0)
     flag = torch.zeros(1, dtype=torch.int)
@@ -90,7 +93,7 @@ def test_without_fused_kernels_the_norm_of_gradients_is_megatrons_bit_for_bit() 
 
 
 def test_the_norm_of_gradients_asks_the_device_for_nothing() -> None:
-    """Of meta tensors nobody can read a number."""
+    """Reading a number of a meta tensor would fail."""
     current_platform().prepare_megatron()
     found, _ = clip_grads.l2_norm_impl(
         65536, None, [[torch.ones(3, device="meta"), torch.ones(4, device="meta")]], False

@@ -1,4 +1,4 @@
-"""A user's fields of Megatron's classes: converted, given to it, and refused in our words where it or the machine refuses them."""
+"""Pass a user's fields to Megatron's classes. Our message explains a value that Megatron or the machine rejects."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_8_bits_of_a_policy_are_fields_of_megatron() -> None:
 def test_a_device_that_cannot_compute_so_is_named(
     capability: tuple[int, int], cuda: str | None, power_of_two: bool, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of Transformer Engine only the scales of its recipe are asked; tests/processes/mcore asks its own Python for them."""
+    """Only the scales of Transformer Engine's recipe are read. tests/processes/mcore reads them from its Python."""
     recipe: Any = ModuleType("transformer_engine.common.recipe")
     recipe.Float8BlockScaling = lambda: SimpleNamespace(
         fp8_quant_fwd_weight=SimpleNamespace(power_2_scale=power_of_two)
@@ -119,7 +119,7 @@ def test_a_device_that_cannot_compute_so_is_named(
     else:
         with refused(ConfigError, field="actor.fp8=blockwise", value=named):
             wanted.check(CudaPlatform())
-    plain.check(CudaPlatform())  # what is Megatron's own it checks itself
+    plain.check(CudaPlatform())  # Megatron checks its own fields
 
 
 def test_8_bits_of_a_policy_are_refused_by_their_key() -> None:
@@ -150,7 +150,7 @@ def test_gradients_and_weights_travel_beside_the_passes_unless_the_user_says_oth
 def test_buffers_of_transformer_engine_are_made_once_and_have_the_shape_of_every_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of its module only the function that makes them is stood in for: there is no Transformer Engine without CUDA."""
+    """A stand-in replaces only the function that makes the buffers, because Transformer Engine needs CUDA."""
     made: list[dict[str, Any]] = []
     base: Any = ModuleType("transformer_engine.pytorch.module.base")
     base.initialize_ub = lambda **given: made.append(given)

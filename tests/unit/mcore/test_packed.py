@@ -1,4 +1,4 @@
-"""Packed tokens are rotated by the places that they are given, as Megatron rotates them, and nothing reads the borders."""
+"""Rotate packed tokens by given positions, like Megatron, without reading the borders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def angles(dim: int) -> Tensor:
     return torch.cat([frequencies, frequencies], dim=-1)[:, None, None]
 
 
-@pytest.mark.parametrize("dim", [6, 4])  # of all elements of a head, and of a part of them
+@pytest.mark.parametrize("dim", [6, 4])  # all elements of a head, and some of them
 @pytest.mark.parametrize(("cp", "rank"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rotation_is_megatrons_bit_for_bit(dim: int, cp: int, rank: int, dtype: torch.dtype) -> None:
@@ -35,10 +35,10 @@ def test_a_rotation_is_megatrons_bit_for_bit(dim: int, cp: int, rank: int, dtype
     settings = dict(rotary_interleaved=False, mscale=1.5, cp_group=group(cp, rank))
     expected = rope_utils._apply_rotary_pos_emb_thd(
         heads, borders, angles(dim), **settings
-    )  # of borders without places
+    )  # borders without positions
     places = torch.cat([torch.arange(size) for size in SIZES])
     own = places if cp == 1 else places[local_places(SIZES, rank, cp)]
-    packed = PackedSequences.of(borders.to("meta"), own, SIZES, None)  # of which nobody can read a value
+    packed = PackedSequences.of(borders.to("meta"), own, SIZES, None)  # values of meta tensors cannot be read
     found = rope_utils._apply_rotary_pos_emb_thd(heads, packed.cu_seqlens_q, angles(dim), **settings)
     assert torch.equal(found, expected)
     assert not torch.equal(found, heads)

@@ -1,4 +1,4 @@
-"""Every field of Megatron that a user can set: what it changes of a model's memory, a plan says."""
+"""Check that a plan accounts for the memory of every Megatron field that a user can set."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.distributed import models
 from tests.distributed.setting import Settings, batch_for, build, rows
 
 LAYOUT = ParallelLayout(1)
-# Fields whose effect is nothing beside a real model: this one fills a bucket up to a multiple of 65,536 elements.
+# Fields with a negligible effect on a real model. This field fills a bucket up to a multiple of 65,536 elements.
 PADDING = {"pad_buckets_for_high_nccl_busbw"}
 
 
 def settings() -> Iterator[dict[str, Any]]:
-    """Each field by itself, with values of its type."""
+    """Return each field alone, with values of its type."""
     fields = megatron_fields()
     assert fields is not None
     for name, field in sorted(fields.items()):
@@ -47,7 +47,7 @@ def candidates(field: MegatronField) -> list[Any]:
 
 
 def held(model: MegatronModel) -> StateBytes:
-    """What lives on between two updates."""
+    """Return the bytes that remain between two updates."""
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     shards = model.optimizer.shards()
     return StateBytes(
@@ -59,7 +59,7 @@ def held(model: MegatronModel) -> StateBytes:
 
 
 def saved_by_update(model: MegatronModel, actor: Any) -> int:
-    """Bytes that the passes of an update keep for its gradients, beside the weights."""
+    """Return the bytes that the passes of an update keep for its gradients, without the weights."""
     batch, seen = batch_for(rows()), {}
     batch.old_logprobs = batch.ref_logprobs = torch.zeros(batch.token_ids.shape)
     batch.advantages = torch.ones(batch.token_ids.shape)
@@ -75,7 +75,7 @@ def saved_by_update(model: MegatronModel, actor: Any) -> int:
 
 
 def copied_gradients(model: MegatronModel) -> int:
-    """Bytes of gradients in fp32 that the optimizer has left behind."""
+    """Return the bytes of fp32 gradients that remain after the optimizer step."""
     parameters = model.optimizer.megatron.get_parameters()
     return sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
 
@@ -85,14 +85,14 @@ def is_close(found: StateBytes, planned: StateBytes) -> bool:
 
 
 def is_small(change: int, whole: int) -> bool:
-    """Indices of tokens are a thousandth of what is kept, and no plan counts them."""
+    """Return whether a change is negligible. Token indices are a thousandth of the kept bytes, and no plan counts them."""
     return abs(change) < whole / 500
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("world")
 def test_a_plan_heeds_every_field_that_changes_bytes(tmp_path: Path) -> None:
-    """In a model with dense layers and layers of experts, on one rank."""
+    """The model has dense layers and layers of experts, on one rank."""
     platform, groups = current_platform(), build_groups(LAYOUT, GroupPool())
     assert groups is not None
     models.make("qwen3_moe_mixed", tmp_path / "model")
@@ -115,7 +115,7 @@ def test_a_plan_heeds_every_field_that_changes_bytes(tmp_path: Path) -> None:
         try:
             found, found_kept, copies = measure(megatron)
         except (ConfigError, RuntimeError, AttributeError, AssertionError):
-            continue  # it needs kernels that are not here, or other fields too
+            continue  # needs missing kernels or other fields
         (name,), (said, said_kept) = megatron, plan(megatron)
         change, said_change = found_kept - kept, said_kept - planned
         is_missed = (not is_small(change, kept) or said_change) and change * said_change <= 0

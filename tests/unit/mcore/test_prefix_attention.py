@@ -1,4 +1,4 @@
-"""Attention and delta nets over a prefix tree are those over each of its rows, in value and gradient."""
+"""Compare attention and delta nets over a prefix tree with each of its rows, in value and gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf_mcore.parallel.context import local_places, order_of_ranks
 from tests.unit.mcore.test_kernels import attention_config, varlen
 
 P, Q = list(range(10, 21)), [30, 31, 32]
-# Two forks below each other, a row that ends at a fork, equal rows, a row alone, and tokens that are not shared by the rank of two.
+# Two nested forks, a row that ends at a fork, equal rows, a separate row, and tokens that the rank of two does not share.
 ROWS = [[*P, 1, 2, 3], P + Q + [4], P + Q + [5, 6, 7, 8, 9], P, [*P, 1, 2, 3], [7, 8, 9]]
 
 
@@ -39,7 +39,7 @@ def shortest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def described(tree: PrefixTree, rank: int = 0, cp: int = 1, device: str = "cpu") -> PackedSequences:
-    """As ``PassInputs.packed`` does."""
+    """Describe a tree like ``PassInputs.packed``."""
     borders, order = torch.tensor([0, *tree.sizes]).cumsum(0).int().to(device), None
     if cp > 1:
         order = order_of_ranks(tree.sizes, cp).to(device)
@@ -124,7 +124,7 @@ def difference(
     ids=["spans", "one kernel", "one kernel, window", "window", "sinks", "narrow values"],
 )
 def test_a_tree_is_its_rows(kind: dict[str, Any], cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The tokens of the other ranks are known: what is gathered is all of them.
+    # The tokens of the other ranks are known, and the gather returns all of them.
     monkeypatch.setattr("rlhf_mcore.mcore.core_attention.gather_context", lambda x, order, group, sums_gradient: x)
     tree = tree_of(ROWS, 2 * cp if cp > 1 else 1)
     assert difference(tree, cp, **kind) < 2e-5
@@ -164,13 +164,13 @@ def test_transformer_engines_attention_leaves_trees_to_ours() -> None:
 
 
 def test_a_fused_rotation_begins_segments_where_their_parents_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine's fused kernel of packed sequences begins all of them at position 0, without an error."""
+    """Transformer Engine's fused kernel for packed sequences starts all of them at position 0, without an error."""
 
     def fused(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
         return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=interleaved)
 
     def fused_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, interleaved: bool = False, **ranks: int) -> Tensor:
-        """Rotate as Transformer Engine does. Megatron-core 0.19 names ``interleaved``, 0.16 does not."""
+        """Rotate like Transformer Engine. Megatron-core 0.19 passes ``interleaved``, 0.16 does not."""
         pieces = t.split(cu_seqlens.diff().tolist())
         parts = [fused(piece.unsqueeze(1), freqs[: len(piece)], interleaved) for piece in pieces]
         return torch.cat(parts).squeeze(1)
@@ -186,7 +186,7 @@ def test_a_fused_rotation_begins_segments_where_their_parents_end(monkeypatch: p
     tree = tree_of(ROWS)
     angles = torch.outer(torch.arange(30).float(), torch.tensor([1.0, 0.3]))
     angles = torch.cat([angles, angles], dim=-1)[:, None, None]
-    by_token = torch.randn(50, 2, 4)  # of a token's id
+    by_token = torch.randn(50, 2, 4)  # depends on the token id
     heads = by_token[tree.token_ids]
     found = rope_utils.apply_rotary_pos_emb(heads, angles, config, described(tree).cu_seqlens_q, cp_group=group)
     for row, places in zip(ROWS, tree.sources.split(list(map(len, ROWS))), strict=True):
@@ -197,7 +197,7 @@ def test_a_fused_rotation_begins_segments_where_their_parents_end(monkeypatch: p
 
 
 def test_a_delta_net_goes_on_from_the_state_of_the_parent() -> None:
-    """Beginnings longer than a chunk, of several lengths at one depth."""
+    """Prefixes are longer than a chunk, with several lengths at one depth."""
     long, other = [k % 40 for k in range(CHUNK + 9)], [k % 7 + 50 for k in range(2 * CHUNK + 5)]
     rows = [
         [*long, 41, 42],
@@ -215,7 +215,7 @@ def test_a_delta_net_goes_on_from_the_state_of_the_parent() -> None:
 
     q, k = (torch.nn.functional.normalize(tokens(6), dim=-1) for _ in range(2))
     inputs = [q, k, tokens(5), -tokens().abs(), tokens().sigmoid()]
-    inputs = [(x + 0.01 * torch.randn(x.shape, generator=generator)).float() for x in inputs]  # by place too
+    inputs = [(x + 0.01 * torch.randn(x.shape, generator=generator)).float() for x in inputs]  # by position too
     inputs[3] = -inputs[3].abs()
     results = []
     for whole in (True, False):

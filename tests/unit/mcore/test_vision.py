@@ -1,4 +1,4 @@
-"""Where images stand among tokens, and by what they rotate."""
+"""Test the positions of images among tokens, and the angles of their rotation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Grids:
 
 
 def test_text_counts_on_from_the_largest_position_of_an_image() -> None:
-    """Two words, two rows of three tokens, a word, an image of one token, a word: as transformers' get_rope_index has it."""
+    """Two words, two rows of three image tokens, a word, an image of one token, a word, as in transformers' get_rope_index."""
     found = image_positions(11, torch.tensor([2, 3, 4, 5, 6, 7, 9]), [(1, 4, 6), (1, 2, 2)], 2)
     assert found.T.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7],
@@ -46,7 +46,9 @@ def test_channels_rotate_in_blocks_or_in_turns() -> None:
 
 
 def test_a_token_of_images_that_a_policy_draws_is_a_word() -> None:
-    """Packed: a row with an image of two tokens and a drawn one, padded to 8, and a row of text that has drawn one."""
+    """Two packed rows: one with an image of two tokens and a sampled image token, padded to 8; one of text with a
+    sampled image token.
+    """
     groups: Any = SimpleNamespace()
     vision = ModelVision(SIZES, Grids({"a": (1, 2, 4)}), groups, False, current_platform(), 32, StepFeatures())
     ids = [5, IMAGE, IMAGE, 6, IMAGE, 7, 0, 0, 8, IMAGE, 9]
@@ -75,10 +77,10 @@ def test_a_token_of_images_that_a_policy_draws_is_a_word() -> None:
     ("window", "rows"),
     [
         (None, ["x....", "xxx..", "xxx..", "xxxx.", "xxxxx"]),
-        (2, ["x....", "xxx..", ".xx..", "..xx.", "...xx"]),  # itself and the one before it
+        (2, ["x....", "xxx..", ".xx..", "..xx.", "...xx"]),  # itself and the previous token
     ],
 )
 def test_tokens_of_an_image_see_each_other_as_far_back_as_a_window_reaches(window: int | None, rows: list[str]) -> None:
-    """A word, an image of two tokens, an image of one, and a word."""
+    """A word, an image of two tokens, an image of one token, and a word."""
     mask = mask_with_images(torch.tensor([[-1, 0, 0, 1, -1]]), 5, window, None)
     assert ["".join(".x"[seen] for seen in row) for row in mask[0, 0].tolist()] == rows

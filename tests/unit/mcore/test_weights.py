@@ -1,4 +1,4 @@
-"""Weights that wait in host memory, of one real model; and that a reference takes over an actor's bit by bit."""
+"""Move the weights of a real model to host memory and back, and copy an actor's weights into a reference bit for bit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_weights_come_back_bit_by_bit_as_often_as_they_are_asked_for(model: Mega
             assert found.keys() == before.keys()
             assert all(torch.equal(found[name], before[name]) for name in before)
         assert is_released(model)
-        assert torch.equal(logprobs(model), said)  # which brings them to the device while the model runs
+        assert torch.equal(logprobs(model), said)  # loads them onto the device while the model runs
         assert is_released(model)
 
 
@@ -117,7 +117,7 @@ def test_a_refreshed_reference_equals_the_actor_bit_by_bit(
         found = weights(model)
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert torch.equal(logprobs(model), said)
-    # The actor changes afterwards; the weights of the reference are its own.
+    # The actor changes afterwards. The reference has separate weights.
     for parameter in actor.local_parameters():
         parameter.tensor.zero_()
     with model.movable.use(WEIGHTS):
@@ -127,7 +127,7 @@ def test_a_refreshed_reference_equals_the_actor_bit_by_bit(
 def test_microbatches_that_are_filled_up_to_one_size_give_the_same_logprobs(
     model: MegatronModel, groups: ModelGroups
 ) -> None:
-    """As overlapped communication of tensor-parallel ranks needs them."""
+    """Overlapped communication of tensor-parallel ranks needs microbatches of equal size."""
     rows = [Row([1, 2, 3], [4 + k] * k, [0.0] * k) for k in (5, 9, 2, 7)]
     placed = RoleModel(groups.layout, model, model.spec, TrainerConfig(max_tokens_per_microbatch=32))
     seen: list[tuple[int, ...]] = []

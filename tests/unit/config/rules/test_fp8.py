@@ -1,4 +1,4 @@
-"""``actor.fp8``: what it does not go with is named before anything starts, and what engines are sent follows from it."""
+"""Test ``actor.fp8``: combinations that are rejected before a start, and the settings of engines that follow from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ON = "actor.fp8=blockwise"
 
 @pytest.fixture
 def whole_blocks(workspace: Any) -> None:
-    """A model whose matrices are blocks of 128x128."""
+    """Write a model whose matrices consist of 128x128 blocks."""
     workspace.write_hf_config(**SIZES)
 
 

@@ -1,4 +1,4 @@
-"""Layouts against models with experts, and roles with layouts of their own."""
+"""Check layouts of models with experts, and roles with separate layouts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_models_with_experts(workspace: Any) -> None:
             2,
         ),
         (QWEN_MOE, ["actor.layout.ep=2", "actor.layout.etp=2"], 4),
-        # No layer has the MLP that 8 does not divide; the experts' 40 it does.
+        # 8 does not divide the dense MLP, but no layer has one. 8 divides the experts' 40.
         (QWEN_MOE | {"intermediate_size": 100}, ["actor.layout.tp=8", "actor.layout.sequence_parallel=true"], 8),
         (QWEN_MOE | {"norm_topk_prob": False, "num_experts_per_tok": 1}, ["actor.moe.aux_loss_coef=0.01"], None),
         (QWEN_MOE | {"sliding_window": 512, "use_sliding_window": False, "max_window_layers": 2}, [], None),
@@ -131,7 +131,7 @@ def test_a_reference_without_experts_does_not_fit_their_layout(workspace: Any) -
 # --------------------------------------------------------------------------------------- roles with layouts of their own
 @pytest.fixture
 def scorer(workspace: Any) -> Any:
-    """A workspace with a reward model."""
+    """Return a workspace with a reward model."""
     workspace.write_hf_config("scorer", architectures=["LlamaForSequenceClassification"], id2label={"0": "score"})
     workspace.write("scorer/model.safetensors", "")
     return workspace
@@ -141,11 +141,11 @@ def test_roles_that_fit(scorer: Any) -> None:
     for overrides, world_size in [
         ([PPO, "critic.layout.tp=2", "actor.layout.pp=2"], 2),
         ([PPO, SCORER, "reward.model.layout.tp=4", "critic.layout.pp=2", "actor.layout.tp=2"], 8),
-        ([PPO, "actor.ranks=[0,3]", "critic.ranks=[3,5]", "critic.layout.tp=2"], 5),  # 5 is no multiple of 2
-        ([PPO, "actor.ranks=[0,2]", "critic.ranks=[1,4]"], 4),  # they may overlap
+        ([PPO, "actor.ranks=[0,3]", "critic.ranks=[3,5]", "critic.layout.tp=2"], 5),  # 5 is not a multiple of 2
+        ([PPO, "actor.ranks=[0,2]", "critic.ranks=[1,4]"], 4),  # roles may overlap
         ([SCORER, "reward.model.ranks=[3,4]"], 4),
         ([SCORER, "reward.rules=[]"], None),
-        # Roles that the run does not have are not looked at.
+        # Roles that the run does not use are ignored.
         (["critic.ranks=[9,1]", "critic.layout.tp=3", "critic.path=nowhere"], 4),
         (["reward.model.ranks=[9,1]", "reward.model.layout.cp=2"], 4),
     ]:
@@ -243,7 +243,7 @@ def test_the_critic_has_minibatches_and_a_schedule_of_its_own(workspace: Any) ->
 
 
 def test_a_layout_out_of_range_does_not_hide_a_missing_model(workspace: Any) -> None:
-    # The cuts of a layout with a zero in it cannot be checked; everything else is.
+    # A layout with a zero prevents the check of its splits. All other checks run.
     found = check(PPO, "critic.layout.tp=0", "critic.path=nowhere")
     assert [problem.split(" ")[0] for problem in found] == ["critic.layout.tp=0", "critic.path=nowhere"]
     reference = ["reference.path=model", "algorithm.kl.coef=0.1"]
@@ -266,7 +266,7 @@ def test_a_balancing_loss_of_a_critic_without_experts(workspace: Any) -> None:
 
 
 def write_mtp_model(workspace: Any, **changes: Any) -> None:
-    """GLM-4.5 whose config.json names an MTP layer, of which nothing is there."""
+    """Write a GLM-4.5 whose config.json declares an MTP layer without weights."""
     workspace.write_hf_config(
         architectures=["Glm4MoeForCausalLM"],
         n_routed_experts=6,

@@ -1,4 +1,4 @@
-"""Weights of 8 bits: what they do not go with is named, and the correction is on where they are used."""
+"""Test 8-bit weights: rejected combinations, and the rollout correction that they enable."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_models_of_other_tensors_are_named() -> None:
 
 def test_cut_blocks_are_named() -> None:
     for geometry, tp, cut in [
-        (LLAMA, 8, ""),  # 512 rows of queries, 128 of keys, 1792 of the MLP
-        (LLAMA, 16, ""),  # 896 rows of the MLP; a head of keys is on two ranks, whole
+        (LLAMA, 8, ""),  # 512 query rows, 128 key rows, 1792 MLP rows
+        (LLAMA, 16, ""),  # 896 MLP rows; two ranks hold the same whole key head
         (LLAMA, 32, "rows of gate_proj: 448 on a rank"),
         (replace(LLAMA, attention=GroupedSizes(32, 8, 64)), 8, "keys: 64 on a rank"),
         (replace(LLAMA, attention=GroupedSizes(64, 3, 64)), 1, "keys: 192 on a rank"),
@@ -80,14 +80,14 @@ def test_cut_blocks_are_named() -> None:
 
 
 def test_experts_are_cut_by_all_groups_or_whole() -> None:
-    """Qwen3-30B-A3B: experts of 768 rows, 32 heads of 128, 4 of keys."""
+    """Qwen3-30B-A3B has experts of 768 rows, 32 query heads of 128 and 4 key heads."""
     for sizes, cut in [
         ((4, 1, 4), ""),  # whole experts
         ((1, 2, 1), ""),  # 384 rows
         ((1, 4, 1), "an expert's gate_proj: 192 on a rank"),
         ((2, 2, 1), "an expert's gate_proj: 192 on a rank"),
         ((2, 2, 4), ""),
-        ((8, 1, 8), ""),  # a head of 128 keys is on two ranks
+        ((8, 1, 8), ""),  # two ranks share a key head of 128
         ((64, 1, 64), "queries: 64 on a rank"),
     ]:
         mixture = ModelGeometry(

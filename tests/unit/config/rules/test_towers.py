@@ -1,4 +1,4 @@
-"""Towers that read images: what of a run is refused, and what published files leave out."""
+"""Test vision towers: rejected settings, and values that published files omit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.readers.model_files import inspect_model, read_geometry, sees_images
 from rlhf_mcore.rollout.vllm.limits import model_problems
 
-# As google/gemma-3-4b-it has them; the other sizes of its language model are transformers' defaults.
+# The settings of google/gemma-3-4b-it. transformers' defaults complete its language model.
 GEMMA: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "boi_token_index": 255999,
@@ -77,7 +77,7 @@ def test_published_gemma_3_has_transformers_defaults_beside_its_tower(tmp_path: 
     assert [problem for problem in problems if "safetensors" not in problem] == [] and sees_images(str(tmp_path))
     assert (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, geometry.vocab_size) == (8, 4, 256, 262208)
     assert geometry.tied_embeddings and geometry.window.tokens == 1024
-    # 64 by 64 patches, four by four of them a token.
+    # 64 by 64 patches; 4 by 4 patches form a token.
     assert (geometry.vision.merge_size, geometry.vision.tokens((1, 64, 64))) == (4, 256)
 
 
