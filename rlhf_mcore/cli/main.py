@@ -24,7 +24,7 @@ from rlhf_mcore.foreign import shorten
 from rlhf_mcore.plugins import find_plugins
 
 COMMANDS = {
-    "train": "train a policy; starts torchrun on this machine",
+    "train": "train a policy, with one process per rank on this machine",
     "completion": "make TAB complete commands, options, keys and values in bash and zsh",
     "config": "show a resolved configuration, compare two, explain a key",
     "convert": "convert a model between formats: Hugging Face, Megatron, FSDP, our checkpoints",

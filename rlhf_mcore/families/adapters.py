@@ -67,11 +67,6 @@ def base_name(name: str) -> tuple[str, str]:
     raise KeyError(f"{name!r} is not a parameter of an adapter")
 
 
-def is_adapter(name: str) -> bool:
-    """Return whether a Megatron parameter belongs to an adapter."""
-    return re.search(r"\.lora_[abm]\d*$", name) is not None
-
-
 def hf_module(name: str) -> str:
     """Return the Hugging Face module of an adapter's tensor, such as ``model.layers.0.self_attn.q_proj``."""
     return name.removeprefix(_HF_PREFIX).partition(".lora_")[0]
