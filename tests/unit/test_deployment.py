@@ -1,4 +1,4 @@
-"""Manifests of examples/ that nothing here runs: their fields by the formats' references, and what they start by its parser."""
+"""Check the manifests of examples/ that no test runs: fields by the formats' references, and commands by their parsers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def fields(tree: Any, path: str = "") -> list[str]:
 
 
 def arguments_of_agent(script: str) -> list[str]:
-    """What the agent is started with, variables as they are written."""
+    """Return the agent's arguments, with variables as written."""
     command = script.replace("\\\n", " ").rpartition("rlhf_mcore.cli.agent")[2]
     return [re.sub(r"\$\w+", "1", word) for word in shlex.split(command)]
 
@@ -76,7 +76,7 @@ def test_the_jobset_has_known_fields_alone(jobset: Any) -> None:
 
 
 def test_the_jobset_agrees_with_itself(jobset: Any) -> None:
-    """Kubernetes refuses some of this only when a pod starts, and the rest never."""
+    """Kubernetes rejects some errors only when a pod starts, and others never."""
     [job] = jobset["spec"]["replicatedJobs"]
     spec, pod = job["template"]["spec"], job["template"]["spec"]["template"]["spec"]
     [container] = pod["containers"]
@@ -84,13 +84,13 @@ def test_the_jobset_agrees_with_itself(jobset: Any) -> None:
     assert int(env["NODES"]) == spec["parallelism"] == spec["completions"]
     assert env["RANKS_PER_NODE"] == container["resources"]["limits"]["nvidia.com/gpu"]
     assert env["FIRST"] == f"$(JOBSET_NAME)-{job['name']}-0-0.$(JOBSET_NAME)"  # jobset-job-index-pod.subdomain
-    assert spec["completionMode"] == "Indexed" and pod["restartPolicy"] == "Never"  # which pod failure policies ask for
+    assert spec["completionMode"] == "Indexed" and pod["restartPolicy"] == "Never"  # pod failure policies require it
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     [rule] = spec["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["containerName"] == container["name"] and rule["onExitCodes"]["values"] == [2, 76]
     script = container["args"][0]
     used = set(re.findall(r"\$(\w+)", script)) - {"address"}
-    assert used == {*env, "JOB_COMPLETION_INDEX"}  # which an Indexed job sets
+    assert used == {*env, "JOB_COMPLETION_INDEX"}  # an Indexed job sets it
     assert spec["template"]["metadata"]["annotations"]["prometheus.io/port"] in script
 
 

@@ -1,4 +1,4 @@
-"""The image installs by launch/setup.sh alone, as a user without rights, and asks the doctor for its health."""
+"""Check that the image installs only with launch/setup.sh, runs without root, and uses the doctor as its health check."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ def test_what_setup_sh_reads_is_there_before_it_runs(name: str) -> None:
 
 
 def test_the_gpu_container_gets_what_its_python_lacks_before_setup_runs() -> None:
-    """Ubuntu's Python has neither venv nor ensurepip without a package of its own."""
+    """Ubuntu's Python contains venv and ensurepip only with an extra package."""
     gpu = STAGES["gpu"]
     assert gpu.position("RUN", "python3-venv") < gpu.position("RUN", "./launch/setup.sh")
-    # An ARG of that name would be ignored: the container has an environment variable of the same name.
+    # An ARG of this name would be ignored, because the container has an environment variable of the same name.
     assert any('TORCH_CUDA_ARCH_LIST="${CUDA_ARCHITECTURES}"' in text for text in gpu.of("ENV"))
     assert not [text for text in gpu.of("ARG") if text.startswith("TORCH_CUDA_ARCH_LIST")]
 
 
-# What vLLM 0.32's source needs to be built. Its Rust program is optional: setuptools-rust leaves it out if there is no compiler.
+# Requirements for building vLLM 0.32. Its Rust program is optional: setuptools-rust skips it without a compiler.
 OF_APT = {
     "git": "CMake fetches CUTLASS, FlashAttention, FlashMLA and others (GIT_REPOSITORY)",
     "g++": "compiles the host code of the kernels",
@@ -100,7 +100,10 @@ OF_PIP = ["cmake", "jinja2", "ninja", "packaging", "setuptools", "setuptools-rus
 
 
 def test_a_vllm_can_be_built_from_source_in_the_gpu_image() -> None:
-    """The stage contains what ``--no-binary vllm --no-build-isolation`` needs: CUDA and torch are the container's."""
+    """The stage contains the requirements of ``--no-binary vllm --no-build-isolation``.
+
+    CUDA and torch come from the container.
+    """
     assert "--no-build-isolation --no-binary vllm" in SETUP
     gpu = STAGES["gpu"]
     before = gpu.steps[: gpu.position("RUN", "./launch/setup.sh")]
@@ -111,7 +114,7 @@ def test_a_vllm_can_be_built_from_source_in_the_gpu_image() -> None:
 
 
 def test_compiled_kernels_of_the_gpu_image_are_on_a_volume() -> None:
-    """vLLM keeps DeepGEMM's under VLLM_CACHE_ROOT, FlashInfer its own under .cache of FLASHINFER_WORKSPACE_BASE."""
+    """vLLM stores DeepGEMM's kernels under VLLM_CACHE_ROOT, and FlashInfer its own under .cache of FLASHINFER_WORKSPACE_BASE."""
     gpu = STAGES["gpu"]
     places = dict(
         word.split("=") for text in gpu.of("ENV") for word in text.split() if "CACHE" in word or "WORKSPACE" in word
@@ -123,11 +126,11 @@ def test_compiled_kernels_of_the_gpu_image_are_on_a_volume() -> None:
 
 
 def test_gated_delta_nets_have_kernels_in_the_gpu_image() -> None:
-    """Those of flash-linear-attention; of its releases from 0.6 on tilelang computes the backward pass on Hopper."""
+    """flash-linear-attention provides the kernels. From release 0.6 on, tilelang computes the backward pass on Hopper."""
     locked = (ROOT / "requirements" / "gpu.lock").read_text(encoding="utf-8")
     versions = dict(re.findall(r"^([\w-]+)==([\d.]+)", locked, re.MULTILINE))
     assert Version(versions["fla-core"]) >= Version("0.6") and "tilelang" in versions
-    assert "transformers" in versions and "triton" not in versions  # the container's
+    assert "transformers" in versions and "triton" not in versions  # the container provides triton
 
 
 def test_nothing_that_setup_needs_is_left_out_of_the_context() -> None:

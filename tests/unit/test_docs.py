@@ -1,6 +1,6 @@
-"""Code of the documentation: commands name what there is, YAML is a configuration, Python compiles and imports what there is.
+"""Check code of the documentation: commands use existing names, YAML is a configuration, Python compiles and its imports exist.
 
-What blocks do when they are run has tests of its own: tests/unit/rewards/test_docs.py, tests/unit/environments/test_page.py,
+Other tests run the blocks: tests/unit/rewards/test_docs.py, tests/unit/environments/test_page.py,
 tests/unit/algorithms/test_documented_example.py, tests/unit/mcore/test_family_recipe.py, tests/processes/config/test_recipes.py,
 tests/processes/launch/test_submit.py, tests/e2e/test_python_api.py, tests/e2e/test_first_use.py, tests/e2e/test_task_to_model.py.
 """
@@ -54,7 +54,7 @@ def page_name(page: Path) -> str:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Fenced code, and indented code with the language that its first line has."""
+    """Yield fenced code, and indented code in the language of its first line."""
     text, name = page.read_text(encoding="utf-8"), page_name(page)
     fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     for language, code in fence.findall(text):
@@ -78,13 +78,13 @@ BLOCKS += [Block(path.name, "bash", path.read_text(encoding="utf-8").replace("# 
 
 
 def help_of(command: str) -> Block:
-    """The examples of a command's help."""
+    """Return the examples of a command's help."""
     epilog = import_module(command_module(command))._parser().epilog
     return Block(command, "bash", re.findall(r"^examples?:\n((?:  .*\n)+)", epilog)[0])
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """Its lines that call something of ours, in words. What comes after three blanks tells what it does."""
+    """Yield the words of each line that calls one of our commands. Text after three blanks describes the command."""
     for line in re.sub(r" *\\\n\s*", " ", block.text).splitlines():
         line = re.split(r"   | +#", line.strip())[0]
         words = shlex.split(line.translate(str.maketrans("", "", "[]"))) if re.match(r"[.\w/-]+( |$)", line) else []
@@ -96,7 +96,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 @cache
 def options(module: str) -> frozenset[str]:
-    """Of a command and its subcommands."""
+    """Return the options of a command and its subcommands."""
 
     def of(parser: argparse.ArgumentParser) -> Iterator[str]:
         for action in parser._actions:
@@ -120,14 +120,14 @@ def keys() -> frozenset[str]:
 
 
 def is_key(name: str) -> bool:
-    """Whether a configuration has it; below ``environment.options`` anything goes."""
+    """Return whether a key exists. Any key below ``environment.options`` does."""
     return name in keys() or name.startswith(
         ("environment.options.", "model.megatron.", "actor.megatron.", "rollout.vllm.")
     )
 
 
 def module_of(words: list[str]) -> str | None:
-    """The module that a command line starts, None where that is not ours."""
+    """Return our module that a command line starts, or None for other programs."""
     if Path(words[0]).name == "rlhf-mcore":
         if len(words) == 1 or words[1].startswith("-") or words[1] == "COMMAND":
             return None
@@ -139,7 +139,7 @@ def module_of(words: list[str]) -> str | None:
 
 
 def problems(words: list[str]) -> Iterator[str]:
-    """What a command line names that there is not."""
+    """Yield the missing files, keys, modules and options that a command line names."""
     for word in words:
         path = (word.partition("=")[2] or word).partition(":")[0]
         if path.startswith(FOLDERS) and not re.search(r"[*<$]", path) and not (ROOT / path).exists():
@@ -218,7 +218,7 @@ def test_yaml_is_a_configuration(block: Block, tmp_path: Path, monkeypatch: pyte
 
 
 def top_level(module: str) -> set[str]:
-    """Names that a module of ours binds, by its source."""
+    """Return the names that one of our modules binds, by its source."""
     spec = find_spec(module)
     assert spec is not None and spec.origin is not None, f"there is no module {module}"
     found: set[str] = set(rlhf_mcore.__all__) if module == "rlhf_mcore" else set()

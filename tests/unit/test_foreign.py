@@ -1,4 +1,4 @@
-"""The reader of files that others wrote: kinds, sizes, and what a JSON document may hold."""
+"""Read files from outside: kinds of files, sizes, and limits of JSON documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINY = ReadLimits(num_bytes=1000, num_values=50, depth=4)
 
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.path.relpath(path))  # a socket's path has 108 bytes at most
+        listener.bind(os.path.relpath(path))  # a socket's path has at most 108 bytes
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def _socket(path: Path) -> None:
             lambda path: (path.touch(), os.truncate(path, 2**40)),
             "1,099,511,627,776 bytes, but at most 10",
         ),
-        (lambda path: path.symlink_to("/proc/self/status"), "more than 10 bytes"),  # its size is given as 0
+        (lambda path: path.symlink_to("/proc/self/status"), "more than 10 bytes"),  # its reported size is 0
     ],
 )
 def test_only_regular_files_within_a_bound_are_read(

@@ -1,4 +1,4 @@
-"""No modules of the package import each other in a circle, not even by imports inside of functions; types alone may be named so."""
+"""Check that no modules of the package import each other in a circle, even inside functions. Imports of types are allowed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def module_files() -> dict[str, Path]:
 
 
 def imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
-    """Yield what code imports of ``modules``, but what it imports for a type checker."""
+    """Yield the ``modules`` that code imports, without imports for type checkers."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue

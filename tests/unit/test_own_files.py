@@ -1,4 +1,4 @@
-"""A link at a name of ours: what it names stays as it is."""
+"""Check that a link at one of our file names never changes its target."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = ("checkpoint-1.partial-a", "checkpoint-2.partial-b", "other", ".checkpoi
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
-    """Somebody's directory, with names that a run clears away in its own."""
+    """Return another user's directory, with names that a run deletes in its own directory."""
     folder = tmp_path / "elsewhere"
     for name in NAMES:
         (folder / name).mkdir(parents=True)
@@ -53,7 +53,7 @@ def untouched(folder: Path) -> bool:
 
 def test_directories_of_ours_are_made_once_and_are_no_links(tmp_path: Path) -> None:
     assert own_directory(tmp_path / "mine") == own_directory(tmp_path / "mine") == tmp_path / "mine"
-    (tmp_path / "through").symlink_to(tmp_path / "mine")  # above our names links are the user's
+    (tmp_path / "through").symlink_to(tmp_path / "mine")  # links above our names belong to the user
     assert own_directory(tmp_path / "through" / "inner").is_dir()
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     (tmp_path / "file").write_text("")

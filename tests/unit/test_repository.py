@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole: scripts, locks, banned modules, documents."""
+"""Check properties of the whole repository: scripts, locks, banned modules, documents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PICKLING = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "jo
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Dotted names of everything a file imports, wherever in the file it does."""
+    """Return the dotted names of all imports of a file, at any depth."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
         if isinstance(node, ast.Import):
@@ -72,11 +72,11 @@ def test_scripts_stop_at_the_first_error() -> None:
 
 
 def test_one_file_of_the_package_pickles_and_it_makes_nothing_of_what_it_reads() -> None:
-    """`convert` has to read the formats of others, which are pickle: with a reader of its own, that looks up and calls nothing."""
+    """`convert` must read foreign pickle formats. Its own reader looks up and calls nothing."""
     found = {
         str(path.relative_to(ROOT)): sorted(pickling)
         for path in PACKAGE.rglob("*.py")
-        if any(name in path.read_text(encoding="utf-8") for name in PICKLING)  # to parse takes longer
+        if any(name in path.read_text(encoding="utf-8") for name in PICKLING)  # parsing takes longer
         if (pickling := {name for name in imported_modules(path) if name.partition(".")[0] in PICKLING})
     }
     assert found == {FOREIGN: ["pickle"]}
@@ -124,7 +124,7 @@ def test_every_package_stands_under_the_import_contracts(contract: str, free: se
         "contracts"
     ]
     (sources,) = (each["source_modules"] for each in contracts if each["id"] == contract)
-    folders = (PACKAGE, PACKAGE / "rollout") if "rollout/vllm" in free else (PACKAGE,)  # the one with a free part
+    folders = (PACKAGE, PACKAGE / "rollout") if "rollout/vllm" in free else (PACKAGE,)  # the name with a free part
     modules = [path for folder in folders for path in folder.iterdir() if path.is_dir() or path.suffix == ".py"]
     packages = {
         path.relative_to(PACKAGE).with_suffix("").as_posix() for path in modules if not path.stem.startswith("__")
@@ -148,7 +148,7 @@ DOCUMENTS = [
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as Python-Markdown makes them."""
+    """Return the anchors of a page's headings, as Python-Markdown builds them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     words = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
@@ -200,7 +200,7 @@ def test_no_file_mentions_where_this_checkout_lies() -> None:
 
 
 def lock_entries(name: str) -> dict[str, str]:
-    """Requirement line -> everything that belongs to it, for one lock file."""
+    """Map each requirement line of a lock file to all its lines."""
     entries: dict[str, str] = {}
     current = ""
     for line in (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines():
@@ -247,7 +247,7 @@ def test_torch_is_left_to_its_own_step() -> None:
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and default of every leaf of a tree of groups."""
+    """Yield dotted key and default of every leaf of a tree of groups."""
     for name, value in node:
         if isinstance(value, Group):
             yield from leaves(value, f"{prefix}{name}.")
@@ -256,7 +256,7 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def as_yaml(value: Any) -> str:
-    """How docs/reference/config/ writes a default."""
+    """Format a default as docs/reference/config/ does."""
     if value == "???":
         return "required"
     if value is None:
@@ -267,7 +267,7 @@ def as_yaml(value: Any) -> str:
         return f"[{', '.join(map(str, value))}]"
     if isinstance(value, list):
         chosen = [dict(item) for item in value]
-        usual = [vars(type(item)()) for item in value]  # options that are as they are by default are not shown
+        usual = [vars(type(item)()) for item in value]  # options with default values are hidden
         inner = [{k: v for k, v in shown.items() if v != usual[n][k]} for n, shown in enumerate(chosen)]
         return "[" + ", ".join("{" + ", ".join(f"{k}: {v}" for k, v in item.items()) + "}" for item in inner) + "]"
     return str(value)
@@ -280,13 +280,13 @@ def configuration_pages() -> str:
 
 @cache
 def groups_described_elsewhere() -> dict[str, str]:
-    """Group of keys -> the group that the pages describe instead: "| `critic.layout.*` | as `actor.layout.*` |"."""
+    """Map a group of keys to the group that the pages describe instead: "| `critic.layout.*` | as `actor.layout.*` |"."""
     row = r"^\| `([a-z0-9_.]+\.)\*` \| as `([a-z0-9_.]+\.)\*`"
     return dict(re.findall(row, configuration_pages(), re.MULTILINE))
 
 
 def described_as(key: str) -> str:
-    """The key whose row on the page is about this one too."""
+    """Return the key whose row on the page also describes this key."""
     groups = groups_described_elsewhere()
     return next((groups[group] + key.removeprefix(group) for group in groups if key.startswith(group)), key)
 
@@ -296,7 +296,7 @@ def test_configuration_pages_has_every_key_with_its_default() -> None:
     documented, defaults = dict(rows), {key: as_yaml(value) for key, value in leaves(Config())}
     assert len(documented) == len(rows)
     assert documented.keys() - defaults.keys() == set()
-    # A row of its own wins over the one of the group: the default may be another one.
+    # A key's own row wins over the group's row, because the default may differ.
     assert {key: documented.get(key, documented.get(described_as(key))) for key in defaults} == defaults
 
 

@@ -1,4 +1,4 @@
-"""Alarms: when a rule gives one, how often, and what is done then."""
+"""Test alarms: when a rule raises one, how often, and the action that follows."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.unit.parallel.world import world
 
 __all__ = ["world"]
 NAN = float("nan")
-pytestmark = pytest.mark.usefixtures("world")  # what other ranks warn of is gathered
+pytestmark = pytest.mark.usefixtures("world")  # warnings of other ranks are gathered
 
 
 def alarmed(values: list[dict[str, float]], cfg: AlarmsConfig | None = None) -> list[tuple[int, str]]:
-    """(step, name) of each alarm; steps count from 1."""
+    """Return (step, name) of each alarm. Steps count from 1."""
     alarms = Alarms(cfg or AlarmsConfig())
     return [(alarm.step, alarm.name) for step, metrics in enumerate(values, 1) for alarm in alarms.check(step, metrics)]
 
@@ -39,26 +39,26 @@ def alarmed(values: list[dict[str, float]], cfg: AlarmsConfig | None = None) -> 
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
-        # The mean of the last tenth, at first the last value: the third step in a row above 10.
+        # The mean of the last tenth is at first the last value. The third step in a row is above 10.
         ([{"kl/mean": value} for value in (0.1, 11, 0.2, 11, 12, 13, 14)], [(6, "KL to the reference")]),
-        # A tenth of 20 to 29 steps are two: both are below 5 % of 2.0 at step 22, and for the third time at step 24.
+        # A tenth of 20 to 29 steps is two steps. Both are below 5 % of 2.0 at step 22, and for the third time at step 24.
         ([{"actor/entropy": 2.0}] * 20 + [{"actor/entropy": 0.05}] * 12, [(24, "remaining entropy")]),
         ([{"reward/share_zero": 1.0}] * 12, [(10, "zero rewards")]),
         ([{"reward/share_zero": 0.99}] * 30, []),
         ([{"actor/grad_norm": 1.0}] * 25 + [{"actor/grad_norm": 300.0}], [(26, "gradient spikes")]),
         ([{"rollout/logprob_diff_mean": 0.2}] * 4, [(3, "engine against trainer")]),
-        # 1 of 16 responses twice in a row, then 8 of 16: progress/samples counts those of all steps.
+        # 1 of 16 responses twice in a row, then 8 of 16. progress/samples counts all steps.
         (
             [{"reward/errors": e, "progress/samples": 16.0 * n} for n, e in enumerate((0, 1, 0, 8, 8), 1)],
             [(5, "reward errors")],
         ),
         ([{"loss/total": 1.0}, {"loss/total": NAN, "kl/mean": NAN}, {"loss/total": NAN}], [(2, "not finite")]),
-        # Half precision skips an update now and then, whose gradient is not finite; three steps in a row are an alarm.
+        # Half precision sometimes skips an update with a non-finite gradient. Three steps in a row raise an alarm.
         ([{"actor/skipped_updates": 1.0, "actor/grad_norm": NAN}] * 4, [(3, "skipped updates")]),
-        # Silent while it lasts and for ten steps after.
+        # Silent during the alarm and for ten steps after it.
         ([{"loss/total": NAN}, *[{"loss/total": 1.0}] * 9, {"loss/total": NAN}], [(1, "not finite")]),
         ([{"loss/total": NAN}, *[{"loss/total": 1.0}] * 10, {"loss/total": NAN}], [(1, "not finite"), (12, "not finite")]),
-        # Ten steps in a row: trouble at step 6, which is silent, begins them anew.
+        # Ten steps in a row. Trouble at step 6 is silent and restarts the count.
         ([{"loss/total": NAN if step in (1, 6, 13) else 1.0} for step in range(1, 14)], [(1, "not finite")]),
     ],
 )  # fmt: skip
@@ -88,7 +88,7 @@ def test_an_alarm_is_one_line_with_the_remedy_and_asks_for_what_its_rule_names()
         AlarmRuleConfig(metric="kl/mean", above=1, actions=["stop"]),
     ]
     rung, requests = bell(AlarmsConfig(rules=rules), notes)
-    rung.recall({"reward/mean": 0.0})  # before a restart: known
+    rung.recall({"reward/mean": 0.0})  # before a restart, so already reported
     rung.check(2, {"reward/mean": 0.0, "rollout/logprob_diff_mean": 0.3})
     assert notes == [] and not requests.take_save()
     for step in range(3, 15):
@@ -108,7 +108,7 @@ def test_an_alarm_is_one_line_with_the_remedy_and_asks_for_what_its_rule_names()
 
 
 class Parts:
-    """Every part of a loop whose metrics are given; it saves and stops as it is asked to."""
+    """All parts of a training loop with given metrics. It saves and stops on request."""
 
     def __init__(self, requests: SignalRequests, values: list[float]) -> None:
         self.requests, self.values, self.saved = requests, values, list[int]()
@@ -203,7 +203,7 @@ def test_a_command_that_hangs_is_ended_with_what_it_has_started(
     notes: list[str] = []
     script = "sleep 60 & echo $! > pids; wait"
     monkeypatch.chdir(tmp_path)
-    for seconds, close_s in ((0.2, 10.0), (60.0, 0.2)):  # beyond its own time, and at the end of the run
+    for seconds, close_s in ((0.2, 10.0), (60.0, 0.2)):  # past its time, and at the end of the run
         monkeypatch.setattr("rlhf_mcore.observability.alarms.CLOSE_S", close_s)
         monkeypatch.setattr("rlhf_mcore.observability.alarms.TIMEOUT_S", seconds)
         Path("pids").unlink(missing_ok=True)

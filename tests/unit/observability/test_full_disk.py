@@ -1,4 +1,4 @@
-"""The record of a run on a real disk that is full: one error, with the path, the needed and the free bytes."""
+"""Write the record of a run to a real full disk. One error names the path, the needed and the free bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_fault_28_a_rollout_file(disk: Path) -> None:
     names = iter(range(10_000))
     error = until_it_is_full(lambda: write_rollouts(disk / f"{next(names)}.jsonl", [RECORD] * 4))
     assert "jsonl needs 20,052 bytes" in str(error) and "bytes are free" in str(error)
-    assert {path.stat().st_size for path in disk.iterdir()} == {20_052}  # what did not fit has left nothing
+    assert {path.stat().st_size for path in disk.iterdir()} == {20_052}  # the record that did not fit left no bytes
 
 
 def test_fault_28_what_an_evaluation_has_scored(disk: Path) -> None:
@@ -65,7 +65,7 @@ def test_fault_28_what_an_evaluation_has_scored(disk: Path) -> None:
     assert "engine-00000-of-00001.jsonl needs" in str(error)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of tensorboard's own writer
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # by tensorboard
 def test_fault_28_tensorboard(disk: Path) -> None:
     tracker = TensorboardTracker(TrackedRun(disk / "tensorboard"))
     scalars = {f"metric {number}": 1.0 for number in range(200)}

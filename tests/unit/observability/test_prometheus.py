@@ -1,4 +1,4 @@
-"""What Prometheus reads, over a socket and in its own parser."""
+"""Test the Prometheus output over a socket and with Prometheus' own parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell the process that started them, and whom it blames when they stand still."""
+"""Test the reports of ranks to the process that started them, and the rank that it blames for a hang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_mcore.observability.rank_file import CONSEQUENCE, FAILURE, OF_TORCHRUN
 
 
 class World:
-    """Ranks that have told that they are there, with ids of processes from 1000 on, and the one who reads."""
+    """Ranks with process ids from 1000 on that have reported their start, and the reader of their files."""
 
     def __init__(self, count: int, gone: tuple[int, ...] = ()) -> None:
         self.files = RankFiles(has_ended=lambda pid: pid in gone)
@@ -29,12 +29,12 @@ class World:
 
     @contextmanager
     def rank(self, number: int) -> Iterator[None]:
-        """Be this rank."""
+        """Act as this rank."""
         with patch.dict(os.environ, {VARIABLE: self.paths[number], "RANK": str(number)}):
             yield
 
     def wait(self, count: int, alive: tuple[int, ...]) -> tuple[str, list[int]] | None:
-        """Let seconds go by, in which some ranks are alive. Returns the first complaint."""
+        """Advance the time, during which some ranks beat. Returns the first complaint."""
         for _ in range(count):
             for number in alive:
                 with self.rank(number):
@@ -160,7 +160,7 @@ def test_a_suspended_job_is_not_ended_when_it_wakes_up() -> None:
     files.watch(lambda message, ranks: done.append(message))
     while not done:
         pass
-    assert counted == [1.0]  # the day that nobody saw is not counted
+    assert counted == [1.0]  # a day without observation does not count
 
 
 def test_a_rank_that_left_while_the_others_wait_is_noticed() -> None:

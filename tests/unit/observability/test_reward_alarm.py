@@ -4,7 +4,7 @@ from rlhf_mcore.observability.alarms import RewardAlarm
 
 
 def told(alarm: RewardAlarm, *means: float, name: str = "reward/mean", span: float = 1.0) -> list[int]:
-    """The numbers of the steps that something was told of."""
+    """Return the numbers of the steps with an alarm."""
     made = ({name: mean, "reward/min": 0.0, "reward/max": span} for mean in means)
     return [number for number, metrics in enumerate(made) if list(alarm.lines(metrics))]
 
@@ -34,7 +34,7 @@ def test_sources_have_histories_of_their_own() -> None:
 
 
 def test_a_mean_of_few_scores_varies() -> None:
-    """4 of 64 responses with 0.15, after 17 steps with none: 2 deviations of such a mean. 32 of them are 8."""
+    """4 of 64 responses with 0.15, after 17 steps without: 2 deviations of the mean. 32 responses are 8 deviations."""
     for successes, is_told in ((4, False), (32, True)):
         alarm, share = RewardAlarm(5.0, 20), successes / 64
         for step in range(1, 18):

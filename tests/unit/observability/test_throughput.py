@@ -1,4 +1,4 @@
-"""Operations by the published counts, and rates by hand."""
+"""Check operations against published counts, and rates by hand."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 def test_operations_of_a_dense_model_are_those_of_its_matrices() -> None:
-    # Llama-3-8B: 32 layers of 4096 with 32 and 8 heads of 128 and an MLP of 14336, 128256 words, not tied.
+    # Llama-3-8B: 32 layers of 4096 with 32 query and 8 key heads of 128 and an MLP of 14336, 128256 tokens, untied.
     found = model_flops(ModelGeometry("llama", 32, 4096, GroupedSizes(32, 8, 128), 14336, 128256, False))
     layer = 4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
-    norms = 65 * 4096  # a multiplication a weight too
+    norms = 65 * 4096  # one multiplication per weight too
     assert found == ModelFlops(2.0 * (32 * layer + norms), 4.0 * 32 * 4096, 2.0 * 4096 * 128256)
 
 
 def test_of_a_mixture_only_the_experts_count_that_a_token_goes_to() -> None:
-    # Qwen3-30B-A3B: 128 experts of 768, 8 for a token. Its card has 3.3B active parameters, embedding and output layer among them.
+    # Qwen3-30B-A3B: 128 experts of 768, 8 per token. Its card counts 3.3B active parameters, including embedding and
+    # output layer.
     geometry = ModelGeometry(
         "qwen3_moe", 48, 2048, GroupedSizes(32, 4, 128), 6144, 151936, False, experts=ExpertSizes(128, 768, 8)
     )
@@ -40,34 +41,34 @@ def test_of_a_mixture_only_the_experts_count_that_a_token_goes_to() -> None:
 
 
 def test_layers_with_a_window_count_the_pairs_within_it() -> None:
-    # gpt-oss-120b: 36 layers with 64 heads of 64, every other one with a window of 128.
+    # gpt-oss-120b: 36 layers with 64 heads of 64. Every other layer has a window of 128.
     geometry = read_geometry(CONFIGS / "gpt-oss-120b")
     assert geometry.window == WindowSizes(128, tuple(range(0, 36, 2)))
     found, length = model_flops(geometry), 1000
     assert found.pair == found.window_pair == 18 * 4.0 * 64 * 64
-    by_token = [(min(place + 1, 128), place + 1) for place in range(length)]  # pairs with a window, and without
+    by_token = [(min(place + 1, 128), place + 1) for place in range(length)]  # pairs with and without a window
     pairs = sum(within + whole for within, whole in by_token)
     assert found.attention(np.array([float(length)])).tolist() == [18 * 4.0 * 64 * 64 * pairs]
     assert found.attention(np.array([100.0])).tolist() == [36 * 4.0 * 64 * 64 * 5050]
 
 
 def test_of_a_gated_delta_net_the_state_counts_as_three_matrices() -> None:
-    # Qwen3-Next-80B-A3B: 36 of 48 layers with a net of 32 heads of values, keys and values of 128.
+    # Qwen3-Next-80B-A3B: 36 of 48 layers with a delta net of 32 value heads, with keys and values of 128.
     geometry = read_geometry(CONFIGS / "Qwen3-Next-80B-A3B")
     weights = 2.0 * (active_parameters(geometry) - 151936 * 2048)
-    key, product, query = (2.0 * 128 * 128 for _ in range(3))  # a token reads the state, adds to it, and reads it again
+    key, product, query = (2.0 * 128 * 128 for _ in range(3))  # a token reads the state, updates it, and reads it again
     assert len(geometry.delta_layers) == 36 and geometry.num_attention_layers == 12
     assert model_flops(geometry).token - weights == 36 * 32 * (key + product + query)
 
 
 def test_mtp_layers_that_learn_count_in_updates_alone() -> None:
-    # 3 layers of 8 with 2 heads of 4 that share keys, 4 experts of 5 (2 for a token) beside one for all, 11 words; 2 MTP layers.
+    # 3 layers of 8 with 2 heads of 4 that share keys, 4 experts of 5 (2 per token) and a shared one, 11 tokens; 2 MTP layers.
     attention = GroupedSizes(2, 1, 4, has_qkv_bias=True)
     experts = ExpertSizes(4, 5, per_token=2, shared_ffn_size=5, dense_layers=(0,))
     geometry = ModelGeometry("glm4_moe", 3, 8, attention, 20, 11, False, experts=experts, mtp_layers=2)
     queries_keys_values, output = (8 * 8 + 8) + 2 * (8 * 4 + 4), 8 * 8
     layer = 2 * 8 + queries_keys_values + output + (4 * 8 + 4) + 3 * (3 * 8 * 5)  # norms, attention, router, experts
-    projection = 8 + 8 + 16 * 8 + 8  # norms of both halves, 2h -> h, and the norm behind the layer
+    projection = 8 + 8 + 16 * 8 + 8  # norms of both halves, 2h -> h, and the norm after the layer
     assert layer + projection == 772
     mtp = mtp_flops(geometry)
     assert mtp == ModelFlops(token=2.0 * 2 * 772, pair=2 * 4.0 * 2 * 4, logits=2 * 2.0 * 11 * 8)
@@ -83,9 +84,9 @@ def test_mtp_layers_that_learn_count_in_updates_alone() -> None:
 
 
 def test_a_step_by_hand() -> None:
-    """Rows of 3 and 4 tokens of one prompt with 2: 10 tokens attend to 6 + 10 pairs, and the prompt is drawn from once."""
+    """Rows of 3 and 4 tokens share a prompt of 2. Their tokens attend to 6 + 10 pairs, and generation computes the prompt once."""
     model = ModelFlops(token=100.0, pair=10.0, logits=1.0)
-    throughput = Throughput(num_devices=2, peak_tflops=1e-9)  # a thousand operations a second
+    throughput = Throughput(num_devices=2, peak_tflops=1e-9)  # a thousand operations per second
     work = StepWork(throughput, TrainedWork(model), reference=model, generates=True)
     batch = lookup.batch(2)
     batch.lengths, batch.num_sampled = torch.tensor([3, 4]), torch.tensor([1, 2])

@@ -78,7 +78,7 @@ def test_a_line_is_written_at_once_or_the_run_is_told(tmp_path: Path, monkeypatc
 
 
 def scalars(directory: Path) -> list[tuple[int, float]]:
-    """(step, value) of every scalar in every file, as a reader finds them that knows nothing of restarts."""
+    """Return (step, value) of every scalar in every file, like a reader that ignores restarts."""
     found = []
     for path in sorted(directory.glob("*tfevents*")):
         for event in EventFileLoader(str(path)).Load():
@@ -94,7 +94,7 @@ def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path: Path) -> Non
         tracker.close()
         if last_step == 2:
             assert scalars(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5)]
-    assert scalars(tmp_path) == []  # the run went back to its beginning
+    assert scalars(tmp_path) == []  # the run restarted from its beginning
 
 
 def test_tensorboard_events_that_a_crash_cut_short_are_dropped(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_tracker_in_its_thread_gets_finite_numbers_under_their_names(tmp_path:
 
 
 class Misbehaving:
-    """Fails where its class attribute tells; ``released`` ends a hang."""
+    """A tracker that fails in the method named by ``fails_in``. ``released`` ends a hang."""
 
     fails_in = ""
     released = Event()

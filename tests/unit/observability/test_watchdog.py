@@ -1,4 +1,4 @@
-"""The clock of faulthandler as the watchdog sets it; processes that really stand still are in tests/e2e/test_resume.py."""
+"""Test the watchdog's use of faulthandler's timer. tests/e2e/test_resume.py tests processes that really hang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What is written into the file of a rank that a command of ours has started."""
+    """Return the records for the file of a rank that our command started."""
     found: list[object] = []
     monkeypatch.setattr(rank_file, "is_read", lambda: True)
     monkeypatch.setattr(rank_file, "watch", found.append)

@@ -1,4 +1,4 @@
-"""Ports that are chosen before they are used."""
+"""Choose ports before they are used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_mcore.parallel.addresses import LOOPBACK, free_port, listener
 
 
 def ephemeral_from(port: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel's ports of connections begin."""
+    """Set the first port of the kernel's ephemeral range."""
     (file := directory / "ip_local_port_range").write_text(f"{port}\t60999\n")
     monkeypatch.setattr(addresses, "_EPHEMERAL_PORTS", file)
 

@@ -1,4 +1,4 @@
-"""Connecting the devices of a group: in a world of one, and with an operation that stands for a NCCL that waits."""
+"""Connect the devices of a group in a world of one. A stand-in simulates a waiting NCCL operation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_rank_sums_one_number_on_its_device(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_device_that_never_connects_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the limit the group's own timeout would count, which NCCL does not look at while it connects."""
+    """Without the limit, the group's own timeout would apply. NCCL ignores that timeout while it connects."""
     forever = threading.Event()
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: forever.wait())
     with refused(PeersLost, value=("1 ranks", "0.1 s")):

@@ -1,4 +1,4 @@
-"""A group of two processes with a world of their own each, and what torch has to know of it. Other ends are forks of this process."""
+"""Build a group of two processes with separate worlds, with torch's bookkeeping. Other ends are forks of this process."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from rlhf_mcore.parallel.collectives import (
 from rlhf_mcore.parallel.joint_group import JointGroup, connections
 from rlhf_mcore.protocols import GroupSpec, PeersLost
 
-pytestmark = pytest.mark.usefixtures("world")  # a world of one: this process is rank 0 of it
+pytestmark = pytest.mark.usefixtures("world")  # a world of one, in which this process is rank 0
 
 
 @contextmanager
 def forked(body: Callable[[], None]) -> Iterator[int]:
-    """A copy of this process that runs ``body`` and ends, with code 0 if all went well."""
+    """Fork this process, and run ``body`` in the child. The child exits with code 0 if it succeeds."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -48,7 +48,7 @@ def forked(body: Callable[[], None]) -> Iterator[int]:
 
 @contextmanager
 def two(body: Callable[[dist.ProcessGroup], None], name: str) -> Iterator[JointGroup]:
-    """A group of this process, its second rank, and another one that runs ``body``."""
+    """Build a group of this process as the second rank and a child that runs ``body``."""
     listening = listener(LOOPBACK)
     port = listening.getsockname()[1]
 
@@ -67,7 +67,7 @@ def two(body: Callable[[dist.ProcessGroup], None], name: str) -> Iterator[JointG
 
 
 def collectives(group: dist.ProcessGroup) -> list[object]:
-    """Everything that the bridge uses, on one rank."""
+    """Run all collectives of the bridge on one rank."""
     rank, peer = group.rank(), 1 - group.rank()
     sent, received = torch.full((3,), float(rank)), torch.zeros(3)
     works = dist.batch_isend_irecv(
@@ -115,7 +115,7 @@ def test_functions_take_it_as_a_group_though_both_ends_are_rank_0_of_their_world
     assert dist.get_rank() == 0
     with two(other, "functions") as joint:
         assert collectives(joint.group) == expected(1)
-        assert all_gather_json("mine") == ["mine"]  # the world is as it was
+        assert all_gather_json("mine") == ["mine"]  # the world is unchanged
 
 
 def test_nothing_is_left_of_a_group_that_was_left() -> None:
@@ -124,11 +124,11 @@ def test_nothing_is_left_of_a_group_that_was_left() -> None:
 
     def round(number: int) -> None:
         with two(dist.barrier, f"left {number}") as joint:
-            dist.barrier(joint.group)  # who leaves while the other still connects makes that fail
+            dist.barrier(joint.group)  # a rank that leaves while the other connects makes the other fail
             assert joint.group in c10d._world.pg_group_ranks
-        joint.close()  # again: nothing happens
+        joint.close()  # a second call has no effect
 
-    round(0)  # the first group of a process may start what stays
+    round(0)  # the first group of a process may start permanent threads
     before = counts()
     for number in range(1, 6):
         round(number)
@@ -140,7 +140,7 @@ def test_nothing_is_left_of_a_group_that_was_left() -> None:
 
 def test_who_waits_for_a_rank_that_leaves_is_told_even_if_something_refers_to_the_group() -> None:
     def leaves(group: dist.ProcessGroup) -> None:
-        dist.barrier(group)  # the other has connected
+        dist.barrier(group)  # the other rank has connected
         held.append(group)
 
     held: list[dist.ProcessGroup] = []

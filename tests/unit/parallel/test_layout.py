@@ -13,7 +13,7 @@ SIZES = st.integers(1, 5)
 
 
 def groups(layout: ParallelLayout, axis: str) -> list[list[int]]:
-    """Ranks that differ in one coordinate only."""
+    """Return the ranks that differ in only one coordinate."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
@@ -51,7 +51,7 @@ def test_ranks_and_coordinates_are_inverse(tp: int, cp: int, dp: int, pp: int, f
 
 
 def test_a_layout_that_does_not_begin_at_the_first_rank_by_hand() -> None:
-    # Ranks 4 to 11 of a larger world: what rank 4 is here, rank 0 is in a world of these eight.
+    # Ranks 4 to 11 of a larger world. Rank 4 corresponds to rank 0 in a world of these eight.
     layout = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1, first_rank=4)
     alone = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1)
     assert layout.ranks == range(4, 12) and alone.ranks == range(8)
@@ -77,7 +77,7 @@ def test_a_world_that_the_layout_does_not_fill_is_refused() -> None:
 
 
 def test_experts_lie_on_a_grid_of_their_own_by_hand() -> None:
-    # Eight ranks, two stages. The model: TP2 DP2. The experts: EP4, uncut.
+    # Eight ranks, two stages. The model uses TP2 DP2, and the experts EP4 without splits.
     layout = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1)
     assert (layout.dp, layout.expert_tp, layout.expert_dp) == (2, 1, 1)
     assert layout.expert_coordinates(6) == {"etp": 0, "ep": 2, "edp": 0, "pp": 1}
@@ -104,7 +104,7 @@ def test_the_grid_of_experts_is_megatrons(etp: int, ep: int, edp: int, pp: int) 
 
 
 def test_layers_of_even_and_uneven_stages() -> None:
-    # Megatron's documentation: 8 layers, 2 stages, 2 chunks: stage 0 has [0, 1] and [4, 5], stage 1 has [2, 3] and [6, 7].
+    # Megatron's documentation: 8 layers, 2 stages, 2 chunks. Stage 0 holds [0, 1] and [4, 5], stage 1 holds [2, 3] and [6, 7].
     even = ParallelLayout(2, pp=2, vpp=2)
     assert [[list(even.layers_of(8, pp, chunk)) for chunk in (0, 1)] for pp in (0, 1)] == [
         [[0, 1], [4, 5]],

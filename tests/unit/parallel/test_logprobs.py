@@ -1,4 +1,7 @@
-"""Against log_softmax and autograd in double precision; tensor-parallel ranks are threads, see tests/unit/parallel/world.py."""
+"""Compare with log_softmax and autograd in double precision.
+
+Tensor-parallel ranks are threads, see tests/unit/parallel/world.py.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ VOCAB, PADDED = 11, 16
 
 @pytest.fixture(params=["torch", "fused"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain torch's operations, and those that a GPU has one kernel for, here one by one."""
+    """Use plain torch operations, or the operations that a GPU fuses into one kernel, here executed separately."""
     if request.param == "fused":
         monkeypatch.setattr(fused_softmax, "_compiled", lambda function: function)
         monkeypatch.setattr(
@@ -35,7 +38,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def plain(logits: Tensor, labels: Tensor, vocab_size: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """The definition, on full logits in double precision."""
+    """Compute the definition on full logits in double precision."""
     log_p = torch.log_softmax(logits[..., :vocab_size].double() / temperature, dim=-1)
     return log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
@@ -59,7 +62,7 @@ def sample(*shape: int, width: int = PADDED, scale: float = 3.0) -> tuple[Tensor
 def gradient(
     function: Callable[[Tensor], tuple[Tensor, Tensor]], logits: Tensor, weights: tuple[float, float]
 ) -> Tensor:
-    """Of a sum in which every token has a weight of its own, so that tokens cannot be mixed up."""
+    """Return the gradient of a sum in which each token has another weight, so that no two tokens can be confused."""
     leaf = logits.detach().clone().requires_grad_()
     logprobs, entropy = function(leaf)
     tokens = torch.arange(1, logprobs.numel() + 1).view(logprobs.shape) / logprobs.numel()
@@ -70,7 +73,7 @@ def gradient(
 
 @pytest.mark.usefixtures("kernels")
 def test_by_hand() -> None:
-    # Logits 0 and ln 3: probabilities 1/4 and 3/4; at temperature 1/2 they are 1/10 and 9/10.
+    # Logits 0 and ln 3 have probabilities 1/4 and 3/4, and 1/10 and 9/10 at temperature 1/2.
     logits = torch.tensor([[0.0, math.log(3.0)], [math.log(3.0), 0.0]])
     logprobs, entropy = ours(logits, torch.tensor([1, 1]), temperature=1.0, vocab_size=2)
     assert logprobs.tolist() == pytest.approx([math.log(0.75), math.log(0.25)], abs=1e-6)
@@ -161,7 +164,7 @@ def test_an_offset_of_all_logits_costs_no_digits(offset: float) -> None:
 @pytest.mark.parametrize("where", ["softmax", "logits"])
 @pytest.mark.parametrize("tokens", [1, 3, 4, 6, 7])
 def test_chunks_change_nothing(tokens: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of three tokens: of logits that are all there, and of those that are made."""
+    """Logits are given as a whole, or computed in chunks of three tokens."""
     logits, labels = sample(tokens)
     whole = (*ours(logits, labels), gradient(lambda x: ours(x, labels), logits, (0.8, -0.3)))
     if where == "softmax":
@@ -172,13 +175,13 @@ def test_chunks_change_nothing(tokens: int, where: str, monkeypatch: pytest.Monk
         return ours(x, labels, chunk_tokens=chunk)
 
     cut = (*in_chunks(logits), gradient(in_chunks, logits, (0.8, -0.3)))
-    # Kernels see other shapes: to the rounding that the test of the definition allows.
+    # Kernels see other shapes, so the bound is the rounding that the test of the definition allows.
     for value, reference in zip(cut, whole, strict=True):
         torch.testing.assert_close(value, reference, rtol=1e-6, atol=5e-6)
 
 
 def test_a_second_backward_pass_is_the_first_one_again_or_refused() -> None:
-    """Where logits are made again it is; where they have become their gradient, torch itself refuses it."""
+    """Recomputed logits allow a second pass. If logits have become their gradient, torch itself rejects the second pass."""
     logits, labels = sample(5)
     again, once = (logits.clone().requires_grad_() for _ in range(2))
     logprobs, entropy = ours(again, labels, chunk_tokens=2)
@@ -197,7 +200,7 @@ HIDDEN = 6
 
 
 def output_layer(tokens: int, vocab_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, the padded weight, labels."""
+    """Return hidden states, the padded weight and labels."""
     generator = torch.Generator().manual_seed(tokens)
     hidden, weight = torch.randn(tokens, HIDDEN, generator=generator), torch.randn(width, HIDDEN, generator=generator)
     return hidden, weight, torch.randint(0, vocab_size, (tokens,), generator=generator)
@@ -212,7 +215,7 @@ def output_layer(tokens: int, vocab_size: int, width: int) -> tuple[Tensor, Tens
 def test_an_output_layer_in_chunks_is_that_of_the_definition(
     weights: tuple[float, float], chunk: int | None, size: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values, and the gradients of hidden states and weight, on one rank and with the vocabulary sharded."""
+    """Values, and gradients of hidden states and weight, are equal on one rank and with a sharded vocabulary."""
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     hidden, weight, labels = output_layer(14, vocab_size, -(-vocab_size // size) * size)
     tokens = torch.arange(1, 15) / 14
@@ -255,7 +258,7 @@ def test_an_output_layer_in_chunks_is_that_of_the_definition(
 @pytest.mark.parametrize("chunk", [None, 3])
 @pytest.mark.parametrize("size", [1, 2])
 def test_logits_with_a_product_added(chunk: int | None, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters of an output layer, whose weight is frozen: values and gradients of hidden states and of both factors."""
+    """An output layer with adapters and a frozen weight has the same values and gradients of hidden states and both factors."""
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     hidden, weight, labels = output_layer(14, VOCAB, 12)
     factors = torch.randn(2, HIDDEN), torch.randn(12, 2)
@@ -291,7 +294,7 @@ def test_logits_with_a_product_added(chunk: int | None, size: int, monkeypatch: 
 
 @pytest.mark.parametrize(("chunk", "rows"), [(8, 8), (64, 64)])
 def test_only_a_chunk_of_logits_is_there_at_a_time(chunk: int, rows: int) -> None:
-    """Every tensor that is made, forward and backward, and all that is kept in between."""
+    """Checks every tensor that the forward and backward pass make or keep."""
     hidden, weight, labels = output_layer(64, 500, 500)
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -338,7 +341,7 @@ def test_no_token_at_all_gives_zero_gradients() -> None:
 @pytest.mark.parametrize("has_main_grad", [False, True])
 @pytest.mark.parametrize("chunk", [1, 1024], ids=["chunks", "whole"])
 def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(chunk: int, has_main_grad: bool) -> None:
-    """1024 tokens of label 1, each with a probability of one half: 512 times the hidden state. A bf16 sum of halves ends at 128."""
+    """1024 tokens of label 1 with probability 1/2 sum to 512 times the hidden state. A bf16 sum of halves ends at 128."""
     hidden = torch.tensor([1.0, -2.0], dtype=torch.bfloat16).repeat(1024, 1)
     weight = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)
     main_grad = torch.full((2, 2), 3.0) if has_main_grad else None
@@ -361,7 +364,7 @@ def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(chunk: int, has_main_gr
 
 
 def test_the_sum_over_chunks_is_one_product_of_cuda_without_a_copy() -> None:
-    """torch computes it on CUDA alone: here on tensors without values."""
+    """torch supports this product only on CUDA, so the tensors here have no values."""
     ops = []
 
     class Record(TorchDispatchMode):
@@ -413,7 +416,7 @@ def test_bf16_logits_are_widened_first() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("vocab_size", [16, 11, 5])  # 5: the last rank of four holds nothing but padding
+@pytest.mark.parametrize("vocab_size", [16, 11, 5])  # 5: the last rank of four holds only padding
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_ranks_equal_the_whole(size: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", all_reduce)

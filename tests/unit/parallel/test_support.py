@@ -1,4 +1,4 @@
-"""Logprobs within the tokens that top-k and top-p leave, against autograd of the definition; and fields with many values per token."""
+"""Compare logprobs within the support of top-k and top-p with autograd of the definition, and test ragged fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.pairs import pairwise
 from tests.unit.parallel.world import Meeting, ThreadGroup, all_reduce, run_ranks
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 14, 6, 11, 0.7
-WHOLE = (2, 9)  # tokens that were drawn from the whole vocabulary
+WHOLE = (2, 9)  # tokens sampled from the whole vocabulary
 
 
 def output_layer(width: int) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def output_layer(width: int) -> tuple[Tensor, Tensor]:
 
 
 def supports_of(logits: Tensor) -> tuple[Ragged[Tensor], Tensor]:
-    """What transformers' warpers leave of each token, and labels in it: every place of the supports comes up."""
+    """Return each token's support by transformers' warpers, and labels within it that cover every place of the supports."""
     scores = TopKLogitsWarper(6)(None, logits / TEMPERATURE)  # type: ignore[arg-type]
     kept = TopPLogitsWarper(0.9)(None, scores).isfinite()  # type: ignore[arg-type]
     kept[list(WHOLE)] = False
@@ -38,7 +38,7 @@ def supports_of(logits: Tensor) -> tuple[Ragged[Tensor], Tensor]:
 
 
 def definition(logits: Tensor, labels: Tensor, support: Ragged[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs within the supports, logprobs and entropies of the whole distributions; one token after the other."""
+    """Return logprobs within the supports, and logprobs and entropies of the whole distributions, token by token."""
     log_p = (logits / TEMPERATURE).log_softmax(-1)
     drawn = []
     for row, label, own in zip(log_p, labels.tolist(), split_tokens(support, [1] * len(labels)), strict=True):
@@ -48,7 +48,7 @@ def definition(logits: Tensor, labels: Tensor, support: Ragged[Tensor]) -> tuple
 
 
 def total(drawn: Tensor, logprobs: Tensor, entropy: Tensor, weights: tuple[float, float, float]) -> Tensor:
-    """Every token has a weight of its own, so that tokens cannot be mixed up."""
+    """Sum with another weight per token, so that no two tokens can be confused."""
     tokens = torch.arange(1, TOKENS + 1) / TOKENS
     parts = zip(weights, (drawn, logprobs, entropy), strict=True)
     return sum(((weight * tokens * values).sum() for weight, values in parts), torch.zeros(()))
@@ -106,7 +106,7 @@ def test_nothing_outside_of_a_support_gets_a_gradient_and_one_token_has_none_at_
     )
     assert found.log_mass is not None
     drawn = found.logprobs - found.log_mass
-    # Of logits 1 and 3: 1 / (1 + e^2).
+    # Logits 1 and 3 give 1 / (1 + e^2).
     assert drawn.tolist() == pytest.approx([-2.1269280110429727, 0.0], abs=1e-6) and drawn[1] == 0
     drawn.sum().backward()
     assert weight.grad is not None
@@ -116,7 +116,7 @@ def test_nothing_outside_of_a_support_gets_a_gradient_and_one_token_has_none_at_
 
 
 def test_a_support_that_has_become_improbable_keeps_its_digits() -> None:
-    """Of its 150 nats below the likeliest token nothing would be left in fp32, were it not taken for itself."""
+    """The support is 150 nats below the likeliest token. Without a separate sum, fp32 would lose its digits."""
     logits = torch.tensor([[150.0, 0.0, 1.0]])
     weight = logits.t().clone().requires_grad_()
     support = Ragged(torch.tensor([2], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""Divergences from a teacher's distribution against their definition in double precision, and how much memory they take."""
+"""Compare divergences from a teacher's distribution with their definition in double precision, and check their memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.unit.pairs import pairwise
 from tests.unit.parallel.world import Meeting, ThreadGroup, rank_threads, run_ranks  # noqa: F401
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 14, 6, 11, 0.7
-TEACHER_VOCAB = 13  # it knows tokens that the student does not
+TEACHER_VOCAB = 13  # the teacher knows tokens that the student does not
 KINDS = (("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1))
 
 
 def layers(width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states and weights of the student, and of a teacher that is larger."""
+    """Return hidden states and weights of a student and of a larger teacher."""
     generator = torch.Generator().manual_seed(5)
     shapes = (TOKENS, HIDDEN), (width, HIDDEN), (TOKENS, 9), (16, 9)
     student, weight, teacher, other = (torch.randn(*shape, generator=generator) for shape in shapes)
@@ -30,7 +30,7 @@ def layers(width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def definition(kind: str, beta: float, t: Tensor, p: Tensor) -> Tensor:
-    """Of probabilities [N, V], each zero of the teacher left out."""
+    """Compute the divergence of probabilities [N, V] without the teacher's zeros."""
     if kind == "forward_kl":
         return (t * (t / p).log()).sum(1)
     if kind == "reverse_kl":
@@ -40,7 +40,7 @@ def definition(kind: str, beta: float, t: Tensor, p: Tensor) -> Tensor:
 
 
 def together(values: Tensor, ids: Tensor, count: int) -> Tensor:
-    """The probabilities of ``ids`` [N, count], and of all other tokens together, if there are any."""
+    """Return the probabilities of ``ids`` [N, count], and the sum for all other tokens, if there are any."""
     if count == VOCAB:
         return values
     chosen = values.gather(1, ids)
@@ -94,7 +94,7 @@ def test_value_and_gradients_are_those_of_the_definition(
 
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_the_other_results_and_gradients_are_there_beside_it(chunk: int | None) -> None:
-    """A loss of all four is the sum of the losses of each."""
+    """A loss of all four results is the sum of the losses of each."""
     hidden, weight, teacher, other = layers(VOCAB)
     alone: Any = ThreadGroup(Meeting(1), 0)
     options: Any = {"vocab_size": VOCAB, "temperature": TEMPERATURE, "group": alone, "chunk_tokens": chunk}
@@ -116,7 +116,7 @@ def test_the_other_results_and_gradients_are_there_beside_it(chunk: int | None) 
 
 
 class Largest(TorchDispatchMode):
-    """Keeps the number of elements of the largest tensor that any operation makes."""
+    """Records the number of elements of the largest tensor that any operation makes."""
 
     numel = 0
 
@@ -129,7 +129,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
-    """Not N * V = 204,800 elements, in the teacher's pass, the student's and its backward pass."""
+    """No pass of the teacher or the student, forward or backward, makes N * V = 204,800 elements."""
     tokens, vocab, width, count, chunk = 400, 512, 4, 8, 16
     alone: Any = ThreadGroup(Meeting(1), 0)
     options: Any = {"vocab_size": vocab, "temperature": 1.0, "group": alone, "chunk_tokens": chunk}
@@ -149,7 +149,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
     "logits", [(0.0, -300.0, -200.0, 100.0), (-200.0, 100.0, 95.0, -300.0)], ids=["others", "theirs"]
 )
 def test_a_student_that_is_certain_has_finite_gradients(logits: tuple[float, ...]) -> None:
-    """Its probabilities of the teacher's tokens underflow, or those of all other tokens."""
+    """The student's probabilities underflow for the teacher's tokens, or for all other tokens."""
     alone: Any = ThreadGroup(Meeting(1), 0)
     options: Any = {"vocab_size": 4, "temperature": 1.0, "group": alone}
     top = top_tokens(torch.eye(1), torch.tensor([[0.0], [9.0], [8.0], [-300.0]]), 2, **options)

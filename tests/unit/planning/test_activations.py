@@ -1,4 +1,4 @@
-"""Activations against sums written out by hand for one layer."""
+"""Compare activation memory with sums written out by hand for one layer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from rlhf_mcore.planning.memory import Pass, forward_activations, head_bytes, tr
 
 DENSE = ModelGeometry("llama", 8, 64, GroupedSizes(4, 2, 16), 192, 1000, False)
 EXPERTS = replace(DENSE, family="mixtral", experts=ExpertSizes(8, 96, per_token=2))
-ROTATION = 2 * 4 * 16  # cosines and sines of queries and of keys, on every tensor-parallel rank
-# A token of a layer in bf16: norms 4 h; q, k, v (64 + 2 * 32), rotated q and k (96), output 64; a fused MLP; 4 fp32 numbers.
+ROTATION = 2 * 4 * 16  # cosines and sines of queries and keys, on every tensor-parallel rank
+# Bytes per token of a layer in bf16: norms 4 h; q, k, v (64 + 2 * 32), rotated q and k (96), output 64; a fused MLP;
+# 4 fp32 numbers.
 LAYER = 2 * (4 * 64) + 2 * (128 + 96 + 64) + 2 * 3 * 192 + 4 * 4 + ROTATION
-BACKWARD = 2 * (
-    64 + 2 * 192
-)  # beside them while one MLP is gone through backwards: its whole input, and gradients of the halves
-PASSED_ON = 2 * 2 * 64  # from the stage before, and back from the one behind
-INPUT = 2 * 64  # of a microbatch, beside what is of its layers
-MANY = 10**7  # tokens, beside which weights are nothing
+BACKWARD = 2 * (64 + 2 * 192)  # the backward pass of one MLP: its whole input, and gradients of the halves
+PASSED_ON = 2 * 2 * 64  # received from the previous stage, and returned by the next
+INPUT = 2 * 64  # per microbatch, in addition to its layers
+MANY = 10**7  # tokens, with which weights are negligible
 
 
 def role(layout: ParallelLayout, geometry: ModelGeometry = DENSE, **changes: Any) -> PlannedRole:
@@ -31,7 +30,7 @@ def role(layout: ParallelLayout, geometry: ModelGeometry = DENSE, **changes: Any
 
 
 def layers(made: PlannedRole, pp: int, num_microbatches: int, tokens: int = MANY) -> Any:
-    """Bytes a token of all that training keeps in layers."""
+    """Return the bytes per token that training keeps in layers."""
     found = training_activations(Pass(made, tokens), pp, num_microbatches)
     assert found.logits == 0
     return pytest.approx(found.layers / tokens, rel=1e-5)
@@ -50,8 +49,8 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_does_not() -> None
 
 
 def test_inputs_of_products_in_8_bits_are_kept_in_8_bits() -> None:
-    element = 1 + 4 / 128  # a number, and a scale for 128 of them
-    # Both norms' outputs and the MLP's product lose 2 bytes for these; attention keeps its output beside them.
+    element = 1 + 4 / 128  # a number, and a scale per 128 numbers
+    # Both norms' outputs and the MLP's product take 2 bytes less. Attention keeps its output in addition.
     kept = LAYER + (element - 2) * (2 * 64 + 192) + element * 64
     assert layers(role(ParallelLayout(1), fp8=True), 0, 5) == 8 * kept + INPUT + BACKWARD
 
@@ -64,7 +63,7 @@ def test_early_stages_keep_more_microbatches(pp: int, expected: int) -> None:
 
 
 def test_interleaving_keeps_a_little_more() -> None:
-    # Korthikanti et al. 2022, section 4.2.3: the first stage keeps 1 + (p - 1) / (p v) times what it would without.
+    # Korthikanti et al. 2022, section 4.2.3: with interleaving, the first stage keeps 1 + (p - 1) / (p v) times as much.
     beside = BACKWARD + PASSED_ON
     assert layers(role(ParallelLayout(4, pp=4)), 0, 16) == 4 * (2 * LAYER + INPUT) + beside
     assert layers(role(ParallelLayout(4, pp=4, vpp=2)), 0, 16) == 4 * (2 * LAYER + 2 * INPUT) * (1 + 3 / 8) + beside
@@ -94,11 +93,11 @@ def test_selective_recomputation_keeps_the_named_parts_of_one_layer() -> None:
     assert layers(experts, 0, 1) == 8 * (LAYER - 2 * 3 * 192) + MIXTURE + INPUT + SENT
 
 
-# Two copies in and through the gated MLP, each with a probability; the router in fp32.
+# Two copies into and through the gated MLP, each with a probability, and the router in fp32.
 MIXTURE = 2 * 2 * (64 + 3 * 96) + 4 * 2 + 2 * 4 * 8
 SENT = (
     2 * 64 * (2 * 2 + 2 * 2)
-)  # copies before and after they are sent, the experts' outputs, and these in their old order
+)  # copies before and after the exchange, the experts' outputs, and these in their former order
 
 
 def test_experts_see_a_copy_of_a_token_for_each_choice() -> None:
@@ -108,7 +107,7 @@ def test_experts_see_a_copy_of_a_token_for_each_choice() -> None:
 def test_what_sharded_experts_make_is_summed_in_fp32() -> None:
     whole = role(ParallelLayout(4, tp=4, sequence_parallel=True, ep=2, etp=2), EXPERTS)
     attention = 8 * (ROTATION + (LAYER - ROTATION - 2 * 3 * 192) / 4)
-    # A rank sees its own tokens' copies, half a one of each token, and those of another rank.
+    # A rank sees copies of its own tokens, half a copy per token, and copies of another rank's tokens.
     mixture = 8 * (2 * (64 + 3 * 48) + 4 * 1 + 2 * 4 * 8 / 4)
     assert layers(whole, 0, 1) == attention + mixture + INPUT / 4 + 64 * (2 * (2 * 0.5 + 2 * 1) + 4 * (1 + 0.5))
 
@@ -126,13 +125,14 @@ def test_a_forward_pass_keeps_one_layer() -> None:
 def test_logits_are_the_last_stages_and_come_when_no_layer_computes() -> None:
     made = replace(role(ParallelLayout(4, tp=2, pp=2)), geometry=DENSE)
     assert head_bytes(Pass(made, 100), 0, training=True) == 0
-    # The final norm, hidden states in fp32 and bf16, four times fp32 logits (of 100 rows, fewer than a chunk has).
+    # The final norm, hidden states in fp32 and bf16, and four times fp32 logits (of 100 rows, less than a chunk).
     expected = 2 * 2 * 100 * 64 + (4 + 2) * 100 * 64 + 4 * 4 * 100 * 500
     assert head_bytes(Pass(made, 100), 1, training=True) == expected
     found = training_activations(Pass(made, 100), 1, 1)
     kept = 4 * ((LAYER - ROTATION - 2 * 4 * 64) / 2 + ROTATION + 2 * 4 * 64) + INPUT + PASSED_ON
     assert (found.layers, found.logits) == (100 * kept, expected)
-    # Of one token the gradient of the weight is larger: beside it fp32 and bf16 logits, and that of the hidden state.
+    # With one token, the gradient of the weight is larger. In addition: fp32 and bf16 logits, and the gradient of the
+    # hidden state.
     one = 2 * 2 * 64 + (4 + 2) * 64 + (4 + 2) * 500 + 2 * 64 * (500 + 1)
     assert head_bytes(Pass(made, 1), 1, training=True) == one
     value = role(ParallelLayout(4, tp=2, pp=2))
@@ -140,7 +140,7 @@ def test_logits_are_the_last_stages_and_come_when_no_layer_computes() -> None:
 
 
 def test_keys_of_shared_prefixes_are_copied_for_every_response() -> None:
-    """Eight responses of 128 tokens to a prompt of 1024: 2048 computed tokens, whose paths have 1024 + 8 * 1152 keys."""
+    """A prompt of 1024 tokens has eight responses of 128: 2048 computed tokens, whose paths have 1024 + 8 * 1152 keys."""
     made, work = role(ParallelLayout(1)), Workload(64, 1024, 128, 8192, responses_per_prompt=8)
     assert work.copied_keys(made) == 10240 / 2048 == 5
     assert Workload(64, 1024, 128, 8192).copied_keys(made) == 0, "prefixes are not shared"
@@ -153,7 +153,7 @@ def test_keys_of_shared_prefixes_are_copied_for_every_response() -> None:
 
 
 def test_a_grouped_product_of_experts_reads_a_copy_of_their_weights() -> None:
-    """In bf16: the first matrices of all experts of a rank, and as much of gradients; none of a single expert."""
+    """In bf16, the copies are the first matrices of all experts of a rank and their gradients. A single expert needs no copy."""
     tokens = 10
     for ep, count in ((1, 8), (4, 2), (8, 0)):
         layout = ParallelLayout(8, ep=ep, etp=1 if ep > 1 else None)

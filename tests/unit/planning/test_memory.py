@@ -1,4 +1,4 @@
-"""Weights and optimizer state against published sizes and sums by hand, and engines against a list of their tensors."""
+"""Compare weights and optimizer state with published sizes and sums by hand, and engines with a list of their tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf_mcore.readers.model_files import read_geometry
 from tests.engine_layout import engine_tensors, weight_bytes
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
-# Numbers of parameters as the models' pages on the Hugging Face hub count them in their safetensors files.
+# Parameters as counted by the models' pages on the Hugging Face hub from their safetensors files.
 PARAMETERS = {
     "Qwen2.5-0.5B-Instruct": 494_032_768,
     "Qwen2.5-7B": 7_615_616_512,
@@ -33,13 +33,13 @@ PARAMETERS = {
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
     "deepseek-llm-7b-chat": 6_910_365_696,
-    # Without the layer for more tokens at a time, as transformers builds them, with the biases of experts.
+    # Without MTP layers, as transformers builds them, and with the biases of experts.
     "DeepSeek-V3": 671_026_419_200,
     "Kimi-K2": 1_026_408_232_448,
     "GLM-4.5-Air": 106_852_251_264,
     # 81_324_862_720 with the MTP layer.
     "Qwen3-Next-80B-A3B": 79_674_391_296,
-    # gpt-oss as its weights are in bf16; of Gemma 3 the language model.
+    # gpt-oss with bf16 weights, and only the language model of Gemma 3.
     "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
     "Qwen3-VL-4B-Instruct": 4_437_815_808,
     "gpt-oss-120b": 116_829_156_672,
@@ -69,8 +69,9 @@ def test_active_parameters_of_stacked_experts() -> None:
     [("Qwen3-30B-A3B", 3.3), ("Qwen3-235B-A22B", 22), ("DeepSeek-V3", 37), ("Kimi-K2", 32.6)],
 )
 def test_active_parameters_are_what_the_names_say(name: str, billions: float) -> None:
-    # The reports count the embedding too (arXiv 2505.09388, table 2 with A3B and A22B; the 30B model's card says 3.3 B; arXiv
-    # 2412.19437 and 2507.20534 say 37 and 32.6 B).
+    # The reports include the embedding (arXiv 2505.09388, table 2 with A3B and A22B; the 30B model's card says 3.3 B;
+    # arXiv 2412.19437
+    # and 2507.20534 say 37 and 32.6 B).
     geometry = read_geometry(MODELS / name, "lm")
     embedding = geometry.vocab_size * geometry.hidden_size
     assert (active_parameters(geometry) + embedding) / 1e9 == pytest.approx(billions, rel=0.02)
@@ -106,7 +107,7 @@ def test_one_rank_holds_18_bytes_a_parameter_in_bf16_and_16_in_fp32() -> None:
 def test_tensor_and_pipeline_ranks_share_everything_and_data_parallel_ranks_the_state() -> None:
     layout = ParallelLayout(8, tp=2, pp=4)
     parts = [state_bytes(role("Llama-3-8B", layout), rank) for rank in range(8)]
-    norms = (2 * 32 + 1) * 4096  # held by both tensor-parallel ranks
+    norms = (2 * 32 + 1) * 4096  # both tensor-parallel ranks hold it
     assert sum(part.weights for part in parts) == 2 * (PARAMETERS["Llama-3-8B"] + norms)
     replicas = ParallelLayout(16, tp=2, pp=4)
     assert sum(state_bytes(role("Llama-3-8B", replicas), rank).moments for rank in range(16)) == sum(
@@ -121,7 +122,7 @@ def test_experts_are_dealt_and_the_rest_is_not() -> None:
     experts = 48 * 128 * 3 * 2048 * 768
     state = state_bytes(role(name, layout), 0)
     assert state.weights == 2 * (PARAMETERS[name] - experts + experts // 8)
-    # The shared rest is stepped by all eight ranks, an expert by the one that has it.
+    # All eight ranks step the shared rest. Only the rank with an expert steps it.
     assert state.moments == 8 * ((PARAMETERS[name] - experts) // 8 + experts // 8)
 
 
@@ -139,19 +140,22 @@ def test_layers_that_come_one_by_one_are_two_at_a_time() -> None:
 
 
 def test_products_in_8_bits_keep_copies_of_the_matrices_of_a_rank_for_a_pass() -> None:
-    """Llama-3-8B on two ranks: of each layer 2,048 + 2 * 512 rows of 4,096, 4,096 of 2,048, 14,336 of 4,096 and 4,096 of 7,168."""
+    """Llama-3-8B on two ranks.
+
+    Rows and columns per layer: 2,048 + 2 * 512 of 4,096; 4,096 of 2,048; 14,336 of 4,096; 4,096 of 7,168.
+    """
     matrices = 32 * (3072 * 4096 + 4096 * 2048 + 14336 * 4096 + 4096 * 7168)
     made = replace(role("Llama-3-8B", ParallelLayout(2, tp=2)), fp8=True)
     assert copies_in_8_bits(made, 0, training=False) == pytest.approx(matrices, rel=0.001)
     assert copies_in_8_bits(made, 0, training=True) == 2 * copies_in_8_bits(made, 0, training=False)
     assert copies_in_8_bits(replace(made, fp8=False), 0, training=True) == 0
-    assert copies_in_8_bits(made, 2, training=True) == 0  # a rank of others
+    assert copies_in_8_bits(made, 2, training=True) == 0  # belongs to other ranks
 
 
 # Per layer: queries, keys and values 128 x 64, output 64 x 64, gate and up 256 x 64, down 64 x 128, four norms.
 MODEL = ModelGeometry("qwen3", 2, 64, GroupedSizes(4, 2, 16), 128, 128, True)
 LAYER = (128 + 64 + 256 + 128) * 64 + 2 * 64 + 2 * 16
-# Of rank 8: A of three, one, two and one matrices, and their Bs.
+# Rank 8: A of three, one, two and one matrices, and each B.
 ADAPTERS = 2 * (8 * ((3 + 1 + 2) * 64 + 128) + 8 * (128 + 64 + 256 + 64))
 
 
@@ -172,7 +176,7 @@ def test_weights_with_adapters_have_no_gradients_and_no_state() -> None:
 
 
 def test_ranks_share_the_part_of_adapters_that_is_split() -> None:
-    """Of two ranks each has whole As of what is split by rows, half of the A of what is split by columns, and half or all of B."""
+    """Each of two ranks holds the whole A of row-split matrices, half of the A of column-split matrices, and half or all of B."""
     a = 8 * ((3 + 2) * 64 + (64 + 128) // 2)
     b = 8 * ((128 + 256) // 2 + 64 + 64)
     assert state_bytes(adapted(layout=ParallelLayout(2, tp=2)), 1).gradients == 4 * 2 * (a + b)
@@ -181,7 +185,7 @@ def test_ranks_share_the_part_of_adapters_that_is_split() -> None:
 # ---------------------------------------------------------------------------------------------------------------- engines
 @pytest.mark.parametrize("name", ["Llama-3-8B", "Qwen3-30B-A3B", "DeepSeek-V3", "Qwen3-Next-80B-A3B", "gpt-oss-120b"])
 def test_an_engine_rank_holds_what_its_tensors_have(name: str) -> None:
-    """Although key heads may be replicated and vocabularies padded. With fewer layers and experts than the models, for speed."""
+    """Key heads may be replicated and vocabularies padded. The models have fewer layers and experts, for speed."""
     geometry = replace(read_geometry(MODELS / name, "lm"), num_layers=8)
     grids = [EngineGrid(1), EngineGrid(8)]
     if geometry.experts is None:

@@ -1,4 +1,4 @@
-"""Whole plans: what fits and what does not, and layouts that are proposed instead."""
+"""Check whole plans: configurations that fit or do not, and suggested layouts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def test_routes_take_two_bytes_an_expert_of_every_layer_with_experts() -> None:
 
 
 def test_gradients_of_16_bits_take_half_and_are_copied_while_they_are_stepped() -> None:
-    """The optimizer steps in fp32. On one rank the copy of all gradients takes more than activations, which are free by then."""
+    """The optimizer steps in fp32.
+
+    On one rank, the copy of all gradients is larger than the activations, which are already free.
+    """
     for ranks in (1, 8):
         usual, halved = (
             planned("Qwen2.5-0.5B-Instruct", ranks, "trainer.max_tokens_per_microbatch=512", *more)
@@ -97,7 +100,8 @@ def test_every_model_of_a_ppo_run_is_planned() -> None:
 
 @pytest.mark.parametrize(
     ("model", "parameters", "not_dealt"),
-    # Of DeepSeek-V3 58 layers have 256 experts of 3 x 7168 x 2048, of gpt-oss 36 have 128 of 3 x 2880^2 and 3 x 2880 biases.
+    # 58 layers of DeepSeek-V3 have 256 experts of 3 x 7168 x 2048. 36 layers of gpt-oss have 128 experts of 3 x
+    # 2880^2 and 3 x 2880 biases.
     [
         ("DeepSeek-V3", 671_026_419_200, 671_026_419_200 - 58 * 256 * 3 * 7168 * 2048),
         ("gpt-oss-120b", 116_829_156_672, 116_829_156_672 - 36 * 128 * 3 * (2880 * 2880 + 2880)),
@@ -123,7 +127,7 @@ def test_offloaded_models_are_there_only_while_they_are_used() -> None:
     # Embedding, output layer, last norm; two layers of 233,057,792.
     assert there == {"reference forward": 2 * (1_089_998_336 + 2 * 233_057_792)}
     assert "reference: weights layer by layer" in as_text(by_layer)
-    # All weights for each of three microbatches, at 0.7 of 64 GB/s, where there is less to compute.
+    # All weights are copied for each of three microbatches at 0.7 of 64 GB/s, if the computation takes less time.
     tokens = by_layer.work.tokens * by_layer.roles[0].computed_share / 8
     slow = planned("Qwen2.5-7B", 8, *keys, f"trainer.forward_tokens={int(tokens / 2.5)}")
     assert slow.seconds["reference forward"] == pytest.approx(3 * 2 * 7_615_616_512 / (0.7 * 64e9))
@@ -134,8 +138,11 @@ AUTO = ("actor.offload=auto", "actor.recompute.granularity=full")
 
 
 def test_a_trained_model_leaves_the_device_as_far_as_is_necessary() -> None:
-    """Qwen2.5-7B on eight: 2 bytes a parameter of weights, 4 of gradients and 12 / 8 of state beside half of a device for the engine
-    are too much; without gradients and state it fits. Nobody else is served by what leaves, if engines are apart or do not sleep."""
+    """Qwen2.5-7B on eight devices, with half of each device for the engine.
+
+    2 bytes per parameter of weights, 4 of gradients and 12 / 8 of state are too much. It fits without gradients and
+    state. If engines are separate or do not sleep, offloading helps no other model.
+    """
     parameters = 7_615_616_512
     phases = {p.phase: p for p in planned("Qwen2.5-7B", 8, *AUTO).phases}
     plan = planned("Qwen2.5-7B", 8, *AUTO)
@@ -145,7 +152,7 @@ def test_a_trained_model_leaves_the_device_as_far_as_is_necessary() -> None:
     assert phases["actor update"].parts["actor gradients"] == pytest.approx(4 * parameters, rel=1e-3)
     tight = planned("Qwen2.5-7B", 8, *AUTO[1:], "actor.offload=always", "rollout.gpu_memory_utilization=0.6")
     assert tight.fits and "actor weights" not in tight.phases[0].parts
-    assert tight.phases[-1].phase == "actor update"  # a save, for which the engine sleeps, needs less
+    assert tight.phases[-1].phase == "actor update"  # a save needs less, and the engine sleeps during it
     assert max(map(len, as_text(tight).splitlines())) <= 80
     assert "actor.offload" not in as_text(tight) and "actor: gradients, optimizer, weights" in as_text(tight)
     for key in ("rollout.sleep_level=0", "rollout.engine=hf", "rollout.placement=disaggregated"):
@@ -153,7 +160,7 @@ def test_a_trained_model_leaves_the_device_as_far_as_is_necessary() -> None:
 
 
 def test_a_frozen_model_leaves_the_device_where_a_phase_would_not_fit_otherwise() -> None:
-    """Qwen2.5-7B on eight, all of it on every device, with its reference: 2 + 2 bytes a parameter beside 0.75 of a device."""
+    """Qwen2.5-7B with its reference, replicated on eight devices: 2 + 2 bytes per parameter, and 0.75 of a device for the engine."""
     auto = (*AUTO, "algorithm.kl.coef=0.01", "reference.offload=auto")
     roomy = planned("Qwen2.5-7B", 16, *auto, "trainer.max_tokens_per_microbatch=2048")
     assert roomy.fits and {role.name: role.offload for role in roomy.roles} == {
@@ -172,7 +179,7 @@ def test_a_frozen_model_leaves_the_device_where_a_phase_would_not_fit_otherwise(
 
 
 def test_a_reward_model_scores_beside_an_engine_that_is_awake() -> None:
-    """It may have to draw more for the same step, so its cache stays."""
+    """The engine may have to sample more for the same step, so its cache stays."""
     reward = f"reward.model.path={ROOT / 'configs' / 'models' / 'Qwen2.5-0.5B-Instruct'}"
     phases = {p.phase: p.parts for p in planned("Qwen2.5-7B", 8, reward).phases}
     awake = {"engine weights", "engine cache"}
@@ -190,7 +197,7 @@ def test_a_teacher_has_a_layout_and_a_pass_of_its_own() -> None:
 
 
 def test_teachers_of_data_sources_and_an_average_are_counted_and_the_policy_itself_is_not_twice() -> None:
-    """An average is in fp32 and has the actor's layout: 4 bytes for each of the 494,032,768 parameters, halved by tp=2."""
+    """An average is in fp32 and uses the actor's layout: 4 bytes for each of the 494,032,768 parameters, halved by tp=2."""
     small, large = (ROOT / "configs" / "models" / name for name in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-7B"))
     both = f"teacher.sources={{math: {large}}}"
     made = planned("Qwen2.5-0.5B-Instruct", 8, "algorithm=distillation", f"teacher.path={small}", both)
@@ -214,10 +221,10 @@ def test_a_reference_that_is_run_once_is_gone_when_pairs_are_learned() -> None:
 
 
 def test_the_engine_hf_has_no_share_of_the_device_and_is_whole_on_every_rank() -> None:
-    """Its cache is that of what it decodes: 8 ranks, 8 prompts with 8 samples each, 512 + 256 tokens of 28 layers, 4 heads of 128."""
+    """The cache holds only decoded tokens: 8 ranks, 8 prompts with 8 samples each, 512 + 256 tokens of 28 layers, 4 heads of 128."""
     overrides = "rollout.engine=hf", "rollout.layout.tp=4", "rollout.gpu_memory_utilization=0.9"
     phases = {p.phase: p for p in planned("Qwen2.5-0.5B-Instruct", 8, *overrides).phases}
-    assert phases["actor update"].parts["engine weights"] == 2 * 494_032_768  # it does not sleep
+    assert phases["actor update"].parts["engine weights"] == 2 * 494_032_768  # the engine hf does not sleep
     assert phases[GENERATE].parts["engine cache"] == 64 * 768 * (24 * 2 * 2 * 64 * 2)
     assert "engine cache" not in phases["actor update"].parts
 
@@ -228,7 +235,7 @@ def test_greedy_responses_take_room_and_time_of_the_engine_alone() -> None:
         planned("Qwen2.5-0.5B-Instruct", 8, *few, f"algorithm={name}") for name in ("reinforce_plus_plus", "remax")
     )
     cache = [next(p.parts["engine cache"] for p in plan.phases if p.phase == GENERATE) for plan in (plain, remax)]
-    assert cache[1] == 2 * cache[0]  # 8 samples, and with the greedy ones 16 responses at a time
+    assert cache[1] == 2 * cache[0]  # 8 samples, and 16 concurrent responses with the greedy ones
     assert remax.seconds[GENERATE] > plain.seconds[GENERATE]
     assert remax.seconds["actor update"] == plain.seconds["actor update"]
 
@@ -242,7 +249,7 @@ def test_pinned_memory_is_that_of_offloading_and_of_saves_in_the_background() ->
     apart = ["rollout.placement=disaggregated", "trainer.max_staleness=1", "actor.layout.tp=4"]
     in_order = planned("Qwen2.5-7B", 8, *apart, "rollout.deterministic_order=true")
     assert planned("Qwen2.5-7B", 8, *apart).pinned_bytes == 0
-    assert in_order.pinned_bytes == pytest.approx(2 * 7_615_616_512 / 4, rel=1e-3)  # what a rank has sent last
+    assert in_order.pinned_bytes == pytest.approx(2 * 7_615_616_512 / 4, rel=1e-3)  # copies of the last sent weights
 
 
 def test_a_sleeping_engine_leaves_its_memory_to_training() -> None:
@@ -253,7 +260,7 @@ def test_a_sleeping_engine_leaves_its_memory_to_training() -> None:
 
 
 def test_during_a_sync_an_engine_that_sleeps_otherwise_holds_its_weights_and_no_cache() -> None:
-    """The cache is allocated when the sync is over; without sleep it is always there. Qwen2.5-7B has 7,615,616,512 parameters."""
+    """The cache is allocated after the sync. Without sleep it is always allocated. Qwen2.5-7B has 7,615,616,512 parameters."""
     phases = {p.phase: p for p in planned("Qwen2.5-7B", 8).phases}
     assert "engine cache" not in phases["sync"].parts and phases[GENERATE].parts["engine cache"] > 0
     assert phases["sync"].parts["engine weights"] == 2 * 7_615_616_512
@@ -262,7 +269,7 @@ def test_during_a_sync_an_engine_that_sleeps_otherwise_holds_its_weights_and_no_
 
 
 def test_what_does_not_fit_is_named_with_its_biggest_parts() -> None:
-    plan = planned("Qwen2.5-7B", 1)  # 18 bytes a parameter are 128 GiB
+    plan = planned("Qwen2.5-7B", 1)  # 18 bytes per parameter are 128 GiB
     assert not plan.fits
     lines = refusal(plan).splitlines()
     assert lines[0].startswith("generate needs 1")
@@ -287,7 +294,7 @@ def test_microbatches_and_bubble() -> None:
     assert cut.bubble == pytest.approx(3 / 15)
     halves = planned("Qwen2.5-7B", 8, "actor.layout.pp=4", "trainer.share_prefixes=false", "trainer.minibatch_size=32")
     assert halves.roles[0].cut.num_microbatches == 6
-    # With each prompt once they are (64 * 256 + 512 * 128) / 2 = 40960 tokens.
+    # With shared prompts they are (64 * 256 + 512 * 128) / 2 = 40960 tokens.
     shared = planned("Qwen2.5-7B", 8, "actor.layout.pp=4")
     assert shared.roles[0].cut.num_microbatches == 5
     assert shared.roles[0].computed_share == pytest.approx(81920 / 196608)
@@ -302,8 +309,8 @@ def test_supervised_runs_have_one_model_and_generate_nothing(kind: str, rows: in
     plan = make_plan(cfg, 2, H100)
     assert [phase.phase for phase in plan.phases] == list(plan.seconds) == ["actor update"]
     assert "engine weights" not in plan.phases[0].parts and plan.sync is None
-    assert plan.work.tokens == 64 * rows * 512  # half of the longest
-    head = 896 if kind == "reward_model" else 0  # the embedding is the output layer of the language model
+    assert plan.work.tokens == 64 * rows * 512  # half of the maximum
+    head = 896 if kind == "reward_model" else 0  # the embedding is also the output layer of the language model
     assert plan.roles[0].parameters == 494_032_768 + head
     assert "cache" not in as_text(plan)
 
@@ -341,14 +348,14 @@ def test_suggestions_fit_and_the_fastest_comes_first() -> None:
 
 def test_layouts_of_engines_that_are_tried() -> None:
     def tried(*overrides: str) -> list[tuple[int, ...]]:
-        cfg = config("Qwen3-30B-A3B", *overrides)  # an expert has 768 columns, a node eight devices
+        cfg = config("Qwen3-30B-A3B", *overrides)  # an expert has 768 columns, and a node has eight devices
         return list(dict.fromkeys(tuple(vars(each.rollout.layout).values()) for each in _engines(cfg, 16, H100)))
 
     by_tensor = [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (8, 1, 1, 1), (16, 1, 1, 1)]
     assert tried() == [*by_tensor, (8, 2, 1, 1), (1, 1, 8, 8), (1, 1, 16, 16)]
     assert tried("rollout.sampling.top_k=20") == by_tensor
     assert tried("rollout.quantization=int8") == tried()
-    # An expert of 768 rows has blocks of 128 for two ranks; with whole experts 16 ranks have two heads each.
+    # An expert of 768 rows has blocks of 128 for two ranks. With whole experts, 16 ranks have two heads each.
     whole = [(tp, 1, 1, tp) for tp in (4, 8, 16)]
     assert tried("rollout.quantization=fp8") == [*by_tensor[:2], *whole, (8, 2, 1, 8), (1, 1, 8, 8), (1, 1, 16, 16)]
     assert tried("rollout.quantization=fp8", "rollout.engine=hf") == tried("rollout.engine=hf")
@@ -357,7 +364,7 @@ def test_layouts_of_engines_that_are_tried() -> None:
 
 def test_suggestions_change_the_critic_too() -> None:
     cfg = config("Qwen2.5-7B", "algorithm=ppo", "trainer.max_tokens_per_microbatch=16384")
-    assert not make_plan(cfg, 8, H100).fits  # an uncut critic beside the actor
+    assert not make_plan(cfg, 8, H100).fits  # an unsharded critic with the actor
     best = suggest(cfg, 8, H100)[0]
     assert any(override.startswith("critic.layout.") for override in best.overrides)
     assert make_plan(
@@ -367,7 +374,7 @@ def test_suggestions_change_the_critic_too() -> None:
 
 def test_where_nothing_fits_a_larger_world_is_proposed() -> None:
     cfg = config("Llama-3-70B")
-    assert suggest(cfg, 4, H100) == []  # 18 bytes a parameter are 1183 GiB
+    assert suggest(cfg, 4, H100) == []  # 18 bytes per parameter are 1183 GiB
     (found,) = smallest_world(cfg, 4, H100)
     assert found.plan.world_size >= 32 and found.plan.fits
 
@@ -393,7 +400,7 @@ def test_engines_of_their_own_share_no_memory_with_the_trainer() -> None:
     assert engine.rank == 4 and set(engine.parts) == {"reserve", "engine weights", "engine cache"}
     assert engine.parts["engine weights"] + engine.parts["engine cache"] == int(0.9 * H100.memory_bytes)
     assert phases["sync"].rank == 4 and set(phases["sync"].parts) == {*engine.parts, "bridge buckets"}
-    assert phases["sync"].parts["engine cache"] == engine.parts["engine cache"]  # it never sleeps
+    assert phases["sync"].parts["engine cache"] == engine.parts["engine cache"]  # the engine never sleeps
     beside = planned("Qwen2.5-7B", 4, "actor.layout.tp=2", "rollout.layout.tp=2", "rollout.sleep_level=0")
     update = next(phase for phase in beside.phases if phase.phase == "actor update")
     assert {name: size for name, size in update.parts.items() if not name.startswith("engine ")} == phases[
@@ -402,7 +409,7 @@ def test_engines_of_their_own_share_no_memory_with_the_trainer() -> None:
 
 
 def test_a_sync_of_engines_apart_is_planned_for_its_worse_side() -> None:
-    """A trainer of 32B on one rank of two holds more than an engine that may use a tenth of a device."""
+    """A trainer of 32B on one of two ranks holds more than an engine that may use a tenth of a device."""
     apart = planned("Qwen2.5-32B", 2, *APART, "rollout.gpu_memory_utilization=0.1")
     sync = next(phase for phase in apart.phases if phase.phase == "sync")
     assert sync.rank == 0 and "engine weights" not in sync.parts and "actor moments" in sync.parts
@@ -420,7 +427,7 @@ def test_a_sync_takes_as_long_as_all_weights_of_an_engine_rank_over_its_slowest_
     assert sync(8, "actor.layout.tp=8") == SyncEstimate(whole, False, pytest.approx(whole / 450e9))
     nodes = sync(16, "actor.layout.tp=8", "actor.layout.pp=2", "rollout.layout.tp=2")
     assert nodes.crosses_nodes and nodes.seconds == pytest.approx(whole / 2 / 50e9, rel=0.01)
-    # Six ranks of engines on one machine with two ranks of the trainer: each sends three copies of a half.
+    # Six engine ranks share a machine with two trainer ranks. Each trainer rank sends three copies of a half.
     assert sync(2, *APART).seconds == pytest.approx(3 * whole / 2 / 450e9, rel=0.01)
     assert "at most 15.0 GiB" in as_text(planned("Llama-3-8B", 8, "actor.layout.tp=2"))
     narrow = sync(8, "rollout.quantization=fp8", "actor.layout.tp=2").received
@@ -428,7 +435,7 @@ def test_a_sync_takes_as_long_as_all_weights_of_an_engine_rank_over_its_slowest_
 
 
 def test_engines_need_at_later_syncs_what_adapters_change() -> None:
-    """Of Llama-3-8B: A and B alone if an engine adds them itself; else the whole matrices of the layers."""
+    """For Llama-3-8B, only A and B if an engine applies adapters itself, otherwise the whole matrices of the layers."""
     lora = ("actor.lora.rank=8", "actor.layout.tp=2")
     added, merged = (planned("Llama-3-8B", 8, *lora, *more) for more in ([], ["actor.lora.sync=merge"]))
     inputs_and_outputs = 4096 + 4096 + 2 * (4096 + 1024) + 4096 + 4096 + 3 * (4096 + 14336)
@@ -469,13 +476,14 @@ def test_mtp_layers_that_learn_take_their_time_in_updates_alone() -> None:
     roles = roles_of(cfg, 64, "bf16")
     roles[0] = replace(
         roles[0], geometry=replace(roles[0].geometry, mtp_layers=1)
-    )  # which this config.json does not name
+    )  # this config.json does not contain it
     inputs = PlanInputs(cfg, roles, "bf16", H100, assumed, workload(cfg, assumed), 64)
-    # One MTP layer of 4096: 96 heads of 128, 8 of keys and values, with biases; 8 of 128 experts and one for all; 151,552 words.
+    # One MTP layer of 4096: 96 query heads of 128, 8 of keys and values, with biases; 8 of 128 experts and a shared
+    # one; 151,552 tokens.
     attention = (4096 + 1) * 96 * 128 + 2 * (4096 + 1) * 8 * 128 + 96 * 128 * 4096
     experts = (4096 + 1) * 128 + 9 * 3 * 4096 * 1408
     weights = attention + experts + 2 * 4096 * 4096 + 5 * 4096 + 151_552 * 4096  # and projection, norms, output layer
-    length = 512 + 512  # of prompt and response; a token attends to half of it
+    length = 512 + 512  # prompt and response; a token attends to half of them on average
     flops = 3 * (2 * weights + 4 * 96 * 128 * length / 2) * inputs.work.tokens
     added = _pass(inputs, roles[0], TRAIN) - TRAIN * _pass(inputs, roles[0], FORWARD)
     assert added == pytest.approx(flops / (64 * 989e12 * 0.25))
@@ -506,7 +514,9 @@ def test_each_group_of_an_engine_decodes_as_many_responses(layout: tuple[str, ..
     ],
 )
 def test_the_default_of_decoded_responses_is_vllms_own(gpu: str, more: list[str], running: int) -> None:
-    """``EngineArgs.get_batch_defaults`` of vLLM 0.32 for ``UsageContext.LLM_CLASS``; its devices are of those names and sizes."""
+    """The values are ``EngineArgs.get_batch_defaults`` of vLLM 0.32 for ``UsageContext.LLM_CLASS``, on devices with
+    these names and sizes.
+    """
     cfg, assumed = config("Qwen2.5-0.5B-Instruct", "rollout.sampling.n=16", *more), Assumptions()
     work = workload(cfg, assumed)
     inputs = PlanInputs(cfg, roles_of(cfg, 1, "bf16"), "bf16", GPUS[gpu], assumed, work, 1)
@@ -546,7 +556,10 @@ def test_products_in_8_bits_are_counted_of_the_policy_and_its_reference() -> Non
 
 
 def test_a_phase_that_may_outlive_a_limit_of_the_run_is_named_but_not_generation() -> None:
-    """Of 8 ranks the critic is on 4, for which the others wait in a collective. Sampled tokens are progress, whatever they take."""
+    """The critic is on 4 of 8 ranks, and the others wait for it in a collective.
+
+    Sampled tokens count as progress, however long they take.
+    """
     partial = ("algorithm=ppo", "critic.ranks=[4,8]", "actor.ranks=[0,4]", "trainer.prompts_per_step=8192")
     plan = planned("Qwen2.5-7B", 8, *partial, "trainer.watchdog_s=0", "trainer.collective_timeout_s=20")
     assert plan.seconds[GENERATE] > 20

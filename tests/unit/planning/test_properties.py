@@ -1,4 +1,4 @@
-"""Properties of the planner's arithmetic, for models and layouts that hypothesis chooses."""
+"""Test properties of the planner's arithmetic for models and layouts from hypothesis."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def roles(draw: st.DrawFn, *, trained: bool = True) -> PlannedRole:
 @few
 @given(roles())
 def test_data_parallel_ranks_share_the_state_of_their_stage_and_shards(role: PlannedRole) -> None:
-    """Over all ranks the state is that of one replica, whatever the number of replicas."""
+    """The sum over all ranks equals the state of one replica, for any number of replicas."""
     one = replace(
         role.layout, world_size=lcm(role.layout.tp, role.layout.expert_tp * role.layout.ep) * role.layout.pp, cp=1
     )
@@ -111,7 +111,7 @@ def test_data_parallel_ranks_share_the_state_of_their_stage_and_shards(role: Pla
 @few
 @given(st.sampled_from(list(MODELS.values())), st.sampled_from((1, 2, 4)))
 def test_stages_add_up_to_the_model(geometry: ModelGeometry, pp: int) -> None:
-    """A tied embedding is held at both ends, and an MTP layer has a copy of the embedding."""
+    """Both ends hold a tied embedding, and an MTP layer holds a copy of the embedding."""
     frozen = PlannedRole("reference", geometry, ParallelLayout(pp, pp=pp), False, "fp32")
     held = sum(state_bytes(frozen, rank).total for rank in range(pp))
     copies = pp > 1 and (geometry.tied_embeddings + bool(geometry.mtp_layers))
@@ -168,7 +168,7 @@ MIXTURE = config("Qwen3-30B-A3B", "actor.layout.ep=8", "actor.recompute.granular
 
 @pytest.mark.parametrize("cfg", [PPO, MIXTURE], ids=["PPO", "experts"])
 def test_every_further_way_to_offload_takes_no_more_memory_than_less_of_it(cfg: Config) -> None:
-    """The search for layouts relies on it: what does not fit with everything offloaded fits in no way."""
+    """The search for layouts relies on this. A layout that does not fit with everything offloaded never fits."""
     least = {phase.phase: phase.total for phase in phases(plan_inputs(with_least_memory(cfg), 16, H100, ASSUMED))}
     for trained, frozen in _ways_to_offload(cfg):
         for phase in phases(plan_inputs(_offloaded(cfg, trained, frozen), 16, H100, ASSUMED)):
@@ -182,13 +182,13 @@ def test_verdict_is_that_of_all_phases_and_totals_are_sums_of_parts(cfg: Config,
     assert plan.fits == all(phase.total <= phase.available and not phase.problem for phase in plan.phases)
     assert all(phase.total == sum(phase.parts.values()) for phase in plan.phases)
     assert plan.step_s == pytest.approx(sum(plan.seconds.values()))
-    if plan.fits:  # and then nothing more leaves the device than has to
+    if plan.fits:  # only as much is offloaded as necessary
         chosen = with_offload(cfg, 16, GPUS[gpu])
         assert all(phase.fits for phase in phases(plan_inputs(chosen, 16, GPUS[gpu], ASSUMED)))
 
 
 def exhaustive(cfg: Config, world_size: int, count: int) -> list[tuple[float, tuple[str, ...]]]:
-    """The suggestions of a search that validates and plans every candidate in full."""
+    """Return the suggestions of a search that validates and plans every candidate in full."""
 
     def tried(candidates: list[Config]) -> list[tuple[Config, RunPlan]]:
         found = []

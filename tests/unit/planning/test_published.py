@@ -1,4 +1,4 @@
-"""Verdicts of the planner agree with published and with impossible configurations, and planner-accuracy.md lists them."""
+"""Compare the planner's verdicts with published and with impossible configurations. planner-accuracy.md lists them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAIN, ALL = "training", "everything"
 
 @dataclass(frozen=True)
 class Row:
-    """``fits`` is what is known, of training alone or with resident engines."""
+    """A configuration. ``fits``: the known result, for training alone or with resident engines."""
 
     name: str
     model: str

@@ -1,4 +1,4 @@
-"""The redirection layer: narrow, undone after use, and no longer than it must be."""
+"""Test the redirection layer: it is narrow, temporary, and undone after use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-# What the package loads of Megatron is what gets redirected.
+# Megatron modules that the package loads are redirected.
 import rlhf_mcore.mcore.model
 import rlhf_mcore.mcore.optimizer
 from rlhf_mcore.platform import cpu, current_platform, eager_imports, megatron_versions
@@ -32,9 +32,9 @@ def prepared() -> None:
 
 @pytest.fixture(scope="module")
 def modules() -> list[ModuleType]:
-    """The loaded modules of Megatron-core that name torch."""
+    """Return the loaded modules of Megatron-core that use torch."""
     found = [module for name, module in sys.modules.items() if name.startswith("megatron.core")]
-    # Not a package that has a module of its own by this name, as dist_checkpointing.strategies.
+    # Skip a package that contains a module of the same name, such as dist_checkpointing.strategies.
     return [m for m in found if hasattr(getattr(m, "torch", None), "nn") and getattr(m, "__file__", None)]
 
 
@@ -49,7 +49,7 @@ def sources(modules: list[ModuleType]) -> str:
 
 
 def calls(name: str, sources: str) -> list[str]:
-    """Every call of ``torch.<name>``, from its name to the closing bracket."""
+    """Return every call of ``torch.<name>``, from its name to the closing bracket."""
     found = []
     for match in re.finditer(rf"\btorch\.{name}\(", sources):
         depth, end = 1, match.end()
@@ -69,7 +69,7 @@ def test_functions_that_are_imported_eagerly_are_not_compiled(monkeypatch: pytes
     with eager_imports():
         assert torch.compile(plain) is plain and torch.compile(dynamic=True)(plain) is plain
     assert "TORCHDYNAMO_DISABLE" not in os.environ and torch.compile is decorator
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # the user's own stays
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # the user's own value stays
     with eager_imports():
         assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
     assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
@@ -124,7 +124,7 @@ def test_the_redirected_methods_and_functions_are_used_by_megatron(sources: str)
         re.search(r"\w\.cuda\(", sources) and re.search(r"\.type\(\) ", sources) and "torch.cuda.FloatTensor" in sources
     )
     for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
-        assert len(re.findall(rf"\b{name}\(", sources)) > 1  # defined, and called
+        assert len(re.findall(rf"\b{name}\(", sources)) > 1  # the definition and a call
 
 
 # --------------------------------------------------------------------------------------------------------- narrow
@@ -143,7 +143,7 @@ def test_every_loaded_module_of_megatron_sees_the_cpu(modules: list[ModuleType])
             seen.arange(3, device="cuda"),
         ):
             assert tensor.device.type == "cpu"
-        assert seen.nn is torch.nn and seen.float32 is torch.float32  # the rest is torch itself
+        assert seen.nn is torch.nn and seen.float32 is torch.float32  # the others belong to torch
         assert seen.cuda.is_available() is False
 
 
@@ -183,7 +183,7 @@ def test_a_region_redirects_two_methods_of_tensors_and_puts_them_back() -> None:
         assert x.bfloat16().type() == "torch.cuda.BFloat16Tensor" and x.half().type() == "torch.cuda.HalfTensor"
         assert x.long().type() == "torch.LongTensor"
         assert x.type(torch.float64).dtype == torch.float64
-        with CpuPlatform().megatron_region():  # as in a model that is asked while another is
+        with CpuPlatform().megatron_region():  # like a model that is called during another call
             pass
         assert x.cuda() is x
     assert torch.Tensor.cuda is cuda and torch.Tensor.type is type_of

@@ -1,4 +1,4 @@
-"""Against the written-out formulas in fp64, of values and of gradients: over several blocks, the last of which is not full."""
+"""Compare the kernels with written-out formulas in fp64, in values and gradients, over several blocks with a partial last block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gated(x: Tensor, bias: Tensor, weights: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Pairs of numbers as complex ones, which are turned by their angles and made longer by 1.5."""
+    """Rotate pairs as complex numbers by their angles, and scale them by 1.5."""
     pairs = torch.complex(*x.unflatten(-1, (2, -1)).unbind(-2)) * torch.polar(torch.full_like(angles, 1.5), angles)
     return torch.cat([pairs.real, pairs.imag], dim=-1)
 
@@ -48,7 +48,7 @@ def test_values_and_gradients_are_those_of_the_formula(
     monkeypatch.setattr(cpu_kernels, "_BLOCK_BYTES", 6000)
     torch.manual_seed(0)
     inputs = [torch.randn(shape) for shape in shapes]
-    if not contiguous:  # heads are cut from one tensor with others
+    if not contiguous:  # heads are slices of a larger tensor
         inputs[0] = torch.cat([inputs[0], inputs[0]], dim=-1)[..., : shapes[0][-1]]
     exact = [x.double().requires_grad_() for x in inputs]
     inputs = [x.requires_grad_() for x in inputs]
@@ -56,7 +56,7 @@ def test_values_and_gradients_are_those_of_the_formula(
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), right, atol=1e-6, rtol=1e-6)
     weights = torch.randn(right.shape).mT.contiguous().mT  # the gradient is not contiguous either
-    count = 1 if ours is rotate else len(inputs)  # angles have none
+    count = 1 if ours is rotate else len(inputs)  # angles have no gradient
     found = torch.autograd.grad((out * weights).sum(), inputs[:count])
     for gradient, of in zip(found, torch.autograd.grad((right * weights).sum(), exact[:count]), strict=True):
         torch.testing.assert_close(gradient.double(), of, atol=1e-5, rtol=1e-5)
@@ -76,7 +76,7 @@ def test_other_dtypes_and_kinds_of_rotation_are_left_to_megatron() -> None:
 
 
 def test_no_tokens() -> None:
-    """A rank whose experts get none."""
+    """A rank's experts get no tokens."""
     x, weight = torch.zeros(0, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     out = cpu_kernels.swiglu(cpu_kernels.rms_norm(x, weight, 1e-6))
     assert out.shape == (0, 4)

@@ -1,4 +1,4 @@
-"""What the CUDA platform does that needs no device."""
+"""Test the functions of the CUDA platform that need no device."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from tests.sysfs import make_sysfs
 
 @pytest.fixture(autouse=True)
 def own_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a platform does to Megatron's permutation is undone after a test."""
+    """Restore Megatron's permutation after a test."""
     monkeypatch.setattr(token_dispatcher, "permute", moe_utils.permute)
 
 
 @pytest.mark.parametrize("platform", [CudaPlatform(), CpuPlatform()])
 def test_routers_work_without_transformer_engine(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_utils, "HAVE_TE", False)
-    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)  # as Megatron-core 0.16 imports it then
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)  # as Megatron-core 0.16 imports it
     platform.prepare_megatron()
     tokens = torch.tensor([[1.0, 2.0], [3.0, -1.0]], requires_grad=True)
     weight = torch.tensor([[2.0, 0.5], [-1.0, 1.0], [0.0, 3.0]], requires_grad=True)
     logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
     assert logits.tolist() == [[3.0, 1.0, 6.0], [5.5, -4.0, -3.0]]
     logits.sum().backward()
-    assert tokens.grad is not None and tokens.grad.tolist() == [[1.0, 4.5]] * 2  # sums of weight's columns
+    assert tokens.grad is not None and tokens.grad.tolist() == [[1.0, 4.5]] * 2  # sums over the weight's columns
     assert weight.grad is not None and weight.grad.tolist() == [[4.0, 1.0]] * 3  # sums over tokens
 
 
@@ -55,7 +55,7 @@ def test_a_product_of_transformer_engine_stays(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("with_probs", [True, False])
 def test_tokens_are_sorted_by_experts_as_megatron_sorts_them(with_probs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In value and gradient. Some experts get no token. Version 0.16 returns three values, 0.19 five."""
+    """Values and gradients are equal. Some experts get no token. Version 0.16 returns three values, and 0.19 five."""
     monkeypatch.setattr(moe_utils, "fused_permute", None, raising=False)
     CudaPlatform().prepare_megatron()
     assert (token_dispatcher.permute is not moe_utils.permute) == PERMUTE_WAITS
@@ -83,7 +83,7 @@ def test_a_permutation_of_transformer_engine_or_of_a_number_on_the_device_stays(
     assert token_dispatcher.permute is moe_utils.permute
     monkeypatch.setattr(moe_utils, "fused_permute", None, raising=False)
     CudaPlatform().prepare_megatron()
-    routing = torch.tensor([[True, False], [True, False], [False, False]])  # a token that was dropped
+    routing = torch.tensor([[True, False], [True, False], [False, False]])  # a dropped token
     rows, _, order, *_ = token_dispatcher.permute(torch.arange(3.0)[:, None], routing, num_out_tokens=torch.tensor(2))
     assert (rows.tolist(), order.tolist()) == ([[0.0], [1.0]], [0, 1])
 
@@ -93,12 +93,12 @@ VARIABLES = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NCC
 
 @pytest.fixture
 def claimed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Devices that were claimed; none of the variables is set."""
+    """Claim devices without environment variables. Returns the claimed devices."""
     devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for name in VARIABLES:
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # so that the test restores it
         monkeypatch.delenv(name)
     return devices
 
@@ -142,7 +142,7 @@ def test_without_it_nothing_is_asked(claimed: list[int]) -> None:
 def test_a_process_runs_on_the_cores_of_the_numa_node_of_its_device(
     claimed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every thread does. Its share of the machine's cores, for reward workers, stays what it was."""
+    """Every thread runs there. The process's share of cores for reward workers stays the same."""
     sysfs = make_sysfs(tmp_path, {"0000:1b:00.0": 0, "0001:ca:00.0": 1, "0000:cb:00.0": -1}, {0: "0-3", 1: "4-7,12"})
     bound: dict[int, set[int]] = {}
     monkeypatch.setattr(machine, "_cores_before", None)
@@ -159,7 +159,7 @@ def test_a_process_runs_on_the_cores_of_the_numa_node_of_its_device(
         return set(map(frozenset, bound.values()))
 
     assert bind(0, 0xCB, range(16)) == set()  # as virtual machines report it
-    assert bind(0, 0x1B, range(8, 16)) == set()  # bound elsewhere by another program
+    assert bind(0, 0x1B, range(8, 16)) == set()  # another program has bound it elsewhere
     assert bind(1, 0xCA, range(16)) == {frozenset({4, 5, 6, 7, 12})}
     assert {int(thread) for thread in os.listdir("/proc/self/task")} <= bound.keys()
     assert bind(1, 0xCA, {4, 5}) == {frozenset({4, 5})}

@@ -1,4 +1,4 @@
-"""Models and an engine that share a device, on a counting one: what is there in which phase of a PPO step, and what is refused."""
+"""Let models and an engine share a counting device. Check its contents in each phase of a PPO step, and rejected combinations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("late_cuda")
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "configs" / "models" / "Qwen2.5-0.5B-Instruct"
 ENGINE = {"weights": 30, "kv_cache": 300}  # bytes of the engine
-SIZES = {  # and of the models: bf16 weights, fp32 gradients, masters and moments
+SIZES = {  # bytes of the models: bf16 weights, fp32 gradients, masters and moments
     "actor": {WEIGHTS: 64, GRADIENTS: 128, OPTIMIZER: 384},
     "critic": {WEIGHTS: 32, GRADIENTS: 64, OPTIMIZER: 192},
     "reference": {WEIGHTS: 64},
@@ -35,7 +35,7 @@ SIZES = {  # and of the models: bf16 weights, fp32 gradients, masters and moment
 
 
 class CountingDevice(LatePlatform):
-    """A device of 1000 bytes. It counts the storages of the parts that are on it, and what the engine has taken."""
+    """A device of 1000 bytes that counts the storages of the parts on it, and the engine's memory."""
 
     def __init__(self, engine: Mapping[str, int], room: int = 1000) -> None:
         self.storages: list[torch.UntypedStorage] = []
@@ -51,10 +51,10 @@ class CountingDevice(LatePlatform):
         return self.room - self.used()
 
     def peak_bytes(self) -> None:
-        """Of what torch allocates; here it is the ledger that is looked at."""
+        """Do nothing. It would report torch's allocations, but here the ledger is read."""
 
     def outside_bytes(self) -> None:
-        """Not known here either."""
+        """Return None, because this device does not know it."""
 
     # The engine.
     def wake(self, tags: Sequence[str]) -> None:
@@ -133,21 +133,21 @@ def test_the_peak_of_a_step_is_the_greatest_need_of_a_phase_and_not_their_sum(la
             "memory/reference_bytes": 64.0,
             "memory/values_bytes": 32.0,
             "memory/old_logprobs_bytes": 64.0,
-            "memory/update_bytes": 576.0,  # of the actor; the critic has left, and would add 288
-            "memory/sync_bytes": 478.0,  # what the update has left goes while weights travel: there is room
+            "memory/update_bytes": 576.0,  # the actor; the offloaded critic would add 288
+            "memory/sync_bytes": 478.0,  # gradients and state are offloaded while weights are sent, because they fit
         }
         assert max(peaks.values()) == max(sum(SIZES["actor"].values()), sum(ENGINE.values()))
     assert run.tensors["actor"][OPTIMIZER].untyped_storage().nbytes() == 0
     assert run.models["actor"].current(run.tensors["actor"][OPTIMIZER]).unique().tolist() == [2]
-    # One buffer for each part that is kept, and no second one. Storages begin at multiples of 512.
+    # Each kept part has one buffer and no second one. Storages begin at multiples of 512.
     assert list(late_cuda.pinned.values()) == [512] * 5
 
 
 class SleepingEngine:
-    """An engine of 330 bytes, as vLLM's allocator has it: torch counts its memory as reserved while it sleeps too."""
+    """An engine of 330 bytes with vLLM's allocator. torch counts its memory as reserved even while it sleeps."""
 
     def __init__(self, cuda: LateCuda) -> None:
-        self.mapped, self.outside = 330, 50  # bytes of a device of 1000, of which torch has reserved 200 for models
+        self.mapped, self.outside = 330, 50  # bytes; the device has 1000, and torch reserves 200 for models
         cuda.mem_get_info = lambda: (1000 - 200 - self.mapped - self.outside, 1000)
         cuda.memory_reserved = lambda: 200 + 330
 
@@ -182,7 +182,7 @@ def test_an_engine_wakes_its_weights_first_and_its_cache_when_nothing_else_is_th
     run.publisher.publish(0)
     run.device.log.clear()
     run.step(1)
-    # Beside the engine's weights is what the update of the actor has left: 64 of weights and 384 that are on their way.
+    # The actor's update leaves 64 bytes of weights next to the engine's weights, and 384 bytes in transit.
     assert run.device.log == ["sleep", "wake weights beside 448", "wake kv_cache beside 0"]
 
 
@@ -229,7 +229,7 @@ def test_a_part_of_many_views_comes_back_bit_by_bit() -> None:
 
 
 class Layers(torch.nn.Module):
-    """Five layers of 400 bytes on a device that counts, and 40 that are of none of them."""
+    """Five layers of 400 bytes on a counting device, and 40 bytes outside the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_of_layers_that_come_one_by_one_two_are_there_at_a_time() -> None:
         for _ in range(2):  # microbatches
             assert torch.equal(model(x), wanted)
             assert model.device.used() == 40
-    # While the last one runs there is no next.
+    # The last layer has no next layer.
     assert model.seen == [840, 840, 840, 840, 440] * 2
     assert sharing.pop() == {"memory/reference_bytes": 840.0}
     with movable.use(WEIGHTS, writes=True):
@@ -271,7 +271,7 @@ def test_of_layers_that_come_one_by_one_two_are_there_at_a_time() -> None:
         for parameter in model.parameters():
             parameter.mul_(-1)
         model(x)
-        assert model.device.used() == 2040  # what is used as a whole stays
+        assert model.device.used() == 2040  # parts used as a whole stay
     with movable.passing():
         assert torch.equal(model(x), wanted)  # an even number of signs: five layers and the head
     assert model.device.used() == 0
@@ -384,7 +384,7 @@ def test_an_engine_that_is_awake_keeps_an_update_out() -> None:
         run.update("actor")
 
 
-LEDGER_PHASES = {  # of the ledger, by the planner's
+LEDGER_PHASES = {  # phase of the ledger -> phase of the planner
     "generate": "generate",
     "reference forward": "reference",
     "critic forward": "values",
@@ -398,7 +398,7 @@ def test_the_ledger_of_a_step_has_the_planners_bytes(monkeypatch: pytest.MonkeyP
     keys = ["data.train=[x]", f"model.path={MODEL}", "model.dtype=bf16", "algorithm=ppo", "algorithm.kl.coef=0.01"]
     keys += ["actor.offload=always", "critic.offload=always", "reference.offload=always", "rollout.kv_cache_gib=0.1"]
     plan = make_plan(resolve(load_config(ROOT / "configs" / "base.yaml", keys)), 1, GPUS["H100"])
-    # A byte of the test for a MiB of the plan, whose parts are rounded the same way on both sides.
+    # A byte of the test represents a MiB of the plan. Both sides round parts in the same way.
     planned = {
         phase.phase: {
             name: size >> 20 for name, size in phase.parts.items() if name.endswith(MOVES) and "bridge" not in name
@@ -413,7 +413,7 @@ def test_the_ledger_of_a_step_has_the_planners_bytes(monkeypatch: pytest.MonkeyP
             state = update[f"{name} masters"] + update[f"{name} moments"]
             sizes[name] |= {GRADIENTS: update[f"{name} gradients"], OPTIMIZER: state}
     engine = {"weights": planned["generate"]["engine weights"], "kv_cache": planned["generate"]["engine cache"]}
-    make_room = DeviceSharing.make_room  # a sync is planned for where there is none
+    make_room = DeviceSharing.make_room  # the plan of a sync assumes a full device
     monkeypatch.setattr(DeviceSharing, "make_room", lambda self, num_bytes, keep=(): make_room(self, 0, keep))
     run = Colocated(sizes, engine, room=sum(engine.values()))
     run.publisher.publish(0)
@@ -423,7 +423,7 @@ def test_the_ledger_of_a_step_has_the_planners_bytes(monkeypatch: pytest.MonkeyP
     for phase, own in LEDGER_PHASES.items():
         assert found[f"memory/{own}_bytes"] == sum(planned[phase].values()), phase
     assert run.used_in_sync == sum(planned["sync"].values())
-    assert found["memory/sync_bytes"] == sum(engine.values())  # its cache comes at the end of the phase
+    assert found["memory/sync_bytes"] == sum(engine.values())  # its cache is allocated at the end of the phase
     assert len(found) == len(LEDGER_PHASES) + 1
 
 
@@ -437,7 +437,7 @@ def test_engines_sleep_as_deep_as_they_are_told(level: int) -> None:
 
 
 def test_what_an_engine_makes_of_a_weight_counts_once() -> None:
-    """As vLLM's latent attention does: two views of a projection [heads * (3 + 5), 7], in bf16."""
+    """vLLM's latent attention keeps two views of a projection [heads * (3 + 5), 7] in bf16."""
     projection = torch.nn.Parameter(torch.zeros(4 * 8, 7, dtype=torch.bfloat16))
     keys, values = projection.detach().t().view(7, 4, 8).split([3, 5], dim=-1)
     views = [torch.nn.Parameter(keys.permute(1, 2, 0)), torch.nn.Parameter(values.transpose(0, 1))]

@@ -1,4 +1,4 @@
-"""Pairs of answers that are not the same score 0 under every rule that compares spellings (tests/answers.py)."""
+"""Check that different answers score 0 under every rule that compares spellings (tests/answers.py)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def test_no_rule_of_spellings_accepts_what_is_not_the_same(rule: str, response: 
 
 @pytest.mark.parametrize("response", ["So \\boxed{%s}", "So\n#### %s"])
 def test_final_number_accepts_no_other_number(response: str) -> None:
-    truths = [pair for pair in PAIRS if not pair[2] and "=" not in pair[0]]  # names are not compared
+    truths = [pair for pair in PAIRS if not pair[2] and "=" not in pair[0]]  # the rule ignores names
     assert [pair for pair in truths if GRADERS["final_number"](response % pair[1], pair[0])] == []
 
 
-@pytest.mark.timeout(60)  # what backtracks would take years
+@pytest.mark.timeout(60)  # backtracking would take years
 def test_no_answer_takes_long_to_read() -> None:
     for piece in (
         "a",

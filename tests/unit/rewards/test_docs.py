@@ -1,4 +1,4 @@
-"""What the pages of docs/guide/rewards show works as it is written there."""
+"""Run the examples of the pages in docs/guide/rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graders: what counts as an answer, what counts as equal, and text meant to hurt."""
+"""Test graders: recognised answers, equal answers, and hostile text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_exact_match() -> None:
         ("paris", "Paris", 0.0),
         ("It is Paris", "Paris", 0.0),
         ("7", 7, 1.0),
-        ("", "", 0.0),  # an empty response must not be paid because the answer is missing
+        ("", "", 0.0),  # an empty response must not score because the answer is missing
         ("", None, 0.0),
         ("None", None, 0.0),
     ]:
@@ -44,15 +44,15 @@ def test_final_number() -> None:
         ("", "42", 0.0),
         ("####42", "42", 1.0),
         ("####\n42", "42", 1.0),
-        ("#### 1\n#### 2", "2", 1.0),  # the last one counts
+        ("#### 1\n#### 2", "2", 1.0),  # the last marker counts
         ("#### 1\n#### 2", "1", 0.0),
-        ("#### 42\n#### Notes", "42", 1.0),  # a heading is no answer
+        ("#### 42\n#### Notes", "42", 1.0),  # a heading is not an answer
         ("##### 42", "42", 0.0),  # a heading of level five
         ("######## 42", "42", 0.0),
         ("#### 42 because 7 * 6 is 42, not 43", "42", 1.0),
         ("#### The answer is 42", "42", 0.0),
         ("**#### 42**", "42", 1.0),
-        # notation of the number
+        # notations of a number
         ("#### 1,234", "1234", 1.0),
         ("#### 1234", "1,234", 1.0),
         ("#### $1,234.50.", "1234.5", 1.0),
@@ -76,13 +76,13 @@ def test_final_number() -> None:
         ("#### 0.1000000000000000000000000000000000001", "0.1", 0.0),
         ("#### -1234567890123456789012345678901234567891", "-1234567890123456789012345678901234567890", 0.0),
         ("#### 9007199254740993", "9007199254740992", 0.0),
-        # a number that is a part of something else is not the answer
+        # a number within something else is not the answer
         ("#### 3/4", "3", 0.0),
         ("#### 12:30", "12", 0.0),
         ("#### 2^10", "2", 0.0),
         ("#### 2**10", "2", 0.0),
         ("#### 1.2.3", "1.2", 0.0),
-        # boxed, when no marked number is there
+        # a box, if no marker is present
         ("so \\boxed{42}", "42", 1.0),
         ("so \\boxed{ \\$1{,}234.0 }", "1234", 1.0),
         ("so \\boxed{1,\\!000}", "1000", 1.0),
@@ -93,9 +93,9 @@ def test_final_number() -> None:
         ("\\boxed{x + 1 = 42}", "42", 0.0),  # an equation to solve
         ("\\boxed{}", "0", 0.0),
         ("#### \\boxed{42}", "42", 1.0),
-        ("\\boxed{1}\n#### 2", "2", 1.0),  # the marker wins
+        ("\\boxed{1}\n#### 2", "2", 1.0),  # the marker takes precedence
         ("\\boxed{1}\n#### 2", "1", 0.0),
-        # what is written around a number
+        # text around a number
         ("#### **18**", "18", 1.0),
         ("#### Answer: 18", "18", 1.0),
         ("#### **Answer:** 18", "18", 1.0),
@@ -115,7 +115,7 @@ def test_final_number() -> None:
         ("\\boxed{18 \\mathrm{~cm}^2}", "18", 1.0),
         ("\\boxed{48^\\circ}", "48", 1.0),
         ("\\boxed{\\dfrac12}", "0.5", 1.0),
-        # more than one number is no number
+        # several numbers are not a number
         ("#### 18 or 19", "18", 0.0),
         ("#### 18 or 19", "19", 0.0),
         ("#### 18 dollars or 19 dollars", "18", 0.0),
@@ -166,7 +166,7 @@ def test_boxed() -> None:
         ("\\boxed{5}", "#### 5", 1.0),
         ("\\boxed {5}", "5", 1.0),
         ("\\boxed{A} then \\boxed{B}", "B", 1.0),
-        ("\\boxed{A} then \\boxed{B", "A", 1.0),  # the last balanced one
+        ("\\boxed{A} then \\boxed{B", "A", 1.0),  # the last balanced box
         ("\\boxed{\\{1, 2\\}}", "\\{1,2\\}", 1.0),  # escaped braces do not count
         ("\\boxed{\\{1, 2}", "\\{1,2", 1.0),
         ("\\boxed{}", "", 0.0),
@@ -198,7 +198,7 @@ def test_answer_line() -> None:
         ("Final answer: \\boxed{34}", "34", 1.0),
         ("Answer:\n34", "34", 1.0),
         ("answer: 1,234", "1234", 1.0),
-        ("Answer: 1\nAnswer: 34", "34", 1.0),  # the last one counts
+        ("Answer: 1\nAnswer: 34", "34", 1.0),  # the last tag counts
         ("Answer: 34\nAnswer: 1", "34", 0.0),
         ("Answer: 34 or 35", "34", 0.0),
         ("Answer: \\dfrac{1}{2}", "1/2", 1.0),
@@ -237,7 +237,7 @@ def test_numbers_are_capped():
     assert parse_number("1" * 60) == int("1" * 60)
     assert parse_number("1" * 65) is None
     assert parse_number("1" + "{,}000" * 10) == 10**30
-    assert parse_number("1" + "{,}000" * 11) is None  # the cap comes before any clean-up
+    assert parse_number("1" + "{,}000" * 11) is None  # the length limit applies before any clean-up
     assert parse_number("1e1000") == 10**1000
     assert parse_number("1e1001") is None
     assert parse_number("1e-1001") is None
@@ -246,7 +246,7 @@ def test_numbers_are_capped():
 
 
 def test_a_ground_truth_too_long_to_print_matches_nothing():
-    huge = 10**5000  # str() of it raises
+    huge = 10**5000  # its str() raises
     assert [grade("#### 1 \\boxed{1}", huge) for grade in (exact_match, final_number, boxed)] == [0.0] * 3
 
 
@@ -279,7 +279,7 @@ HOSTILE = {
 }
 
 
-# Wrong answers, but well formed, or right ones with a NUL behind them.
+# Well-formed wrong answers, or correct answers followed by NUL.
 PAID = {("format", "tower"), ("format", "latex"), ("final_number", "nul"), ("format", "surrogate")}
 
 

@@ -1,4 +1,4 @@
-"""A judge behind a chat API: what it is asked, and what is made of its answers."""
+"""Score with a judge behind a chat API: its requests, and the scores from its answers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_it_is_asked_once_for_each_response_at_temperature_zero(monkeypatch: pyt
             token_env="JUDGE_KEY",
         )
         (seen,) = server.seen
-    # Nothing that a response holds is replaced; a lone surrogate has no form in UTF-8.
+    # Texts of a response are inserted unchanged. A lone surrogate has no UTF-8 form.
     text = "{ground_truth} \\1 é\ud800"
     content = f"Of sums: What is 6 x 7? -> {text} (42) {{unknown}} {{{text}}}"
     assert seen.path == "/v1/chat/completions" and seen.headers["authorization"] == "Bearer s3cret"
@@ -96,7 +96,10 @@ def test_a_rubric_of_our_own_shows_everything_and_the_scale() -> None:
     ],
 )
 def test_an_answer_without_a_score_is_no_zero(content: Any, cause: str) -> None:
-    """The response has no score, which is not the worst score. It is not asked again: at temperature 0 it would answer alike."""
+    """The response gets no score, which differs from the worst score.
+
+    There is no retry, because the answer at temperature 0 would be the same.
+    """
     with scripted(lambda request: says(content)) as server:
         (score,) = judged([trajectory("x")], server.url, [RuleConfig(name="exact_match")])
         assert len(server.seen) == 1
@@ -112,7 +115,7 @@ def test_what_is_no_chat_completion_is_asked_for_again(value: Any) -> None:
 
 
 def test_a_slow_expression_is_none(tmp_path: Path) -> None:
-    """RE2 is linear in the answer: this one stalls an expression that backtracks."""
+    """RE2 is linear in the answer. This answer stalls an expression that backtracks."""
     with scripted(lambda request: says("a" * 100_000 + "!")) as server:
         (score,) = judged([trajectory("x")], server.url, parse=r"(a+)+$|(\d+)")
     assert score.failure == "error"

@@ -1,4 +1,4 @@
-"""What a pool does with an item whose actor ends, by workers that end in a given order."""
+"""Test a pool whose actors end during an item. Workers end in a given order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rlhf_mcore.rewards.pool import Outcome, WorkerLimits, WorkerLost, WorkerPoo
 
 
 class Dying:
-    """A worker that gives the listed outcomes in turn; a text is the loss of its actor."""
+    """A worker that returns the listed outcomes in turn. A text means that its actor is lost."""
 
     def __init__(self, outcomes: list[Outcome | str]) -> None:
         self.outcomes = outcomes

@@ -1,4 +1,4 @@
-"""Rules by data source: whose they are, what a source without any is told, and what scores cost that share graders."""
+"""Choose rules by data source: own rules, sources without rules, and the cost of shared graders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An episode that has branched is one row: its weight and its place in the group do not depend on how often its harness forks."""
+"""Train on branched episodes as one row. Weight and place in the group do not depend on the number of branches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ AGGREGATIONS = {
 
 
 def forked(sample: int) -> Trajectory:
-    """The episode of ``test_turns`` as a harness tells it that begins again for the second turn: two sequences, the same tokens."""
+    """Return the episode of ``test_turns`` from a harness that restarts for the second turn: two sequences with the same tokens."""
     first, answer, second = WRITTEN[sample]
     one = episode(PROMPT, sample, [completion(first, 3, "stop")], "text")
     told = [np.array(first, np.int32), np.array(answer, np.int32), completion(second, 4, "length")]
@@ -54,7 +54,7 @@ def forked(sample: int) -> Trajectory:
 def learn(
     world_size: int, algorithm: AlgorithmConfig, packing: bool, draw: Any
 ) -> list[tuple[Tensor, list[list[float]]]]:
-    """The gradient of each rank, and the advantages of each row."""
+    """Return the gradient of each rank and the advantages of each row."""
 
     def body(group: ThreadGroup) -> tuple[Tensor, list[list[float]]]:
         mine = [sample for sample in range(2) if sample % world_size == group.rank()]
@@ -94,7 +94,7 @@ def test_the_gradient_of_a_forked_episode_is_that_of_the_same_tokens_unforked(
 
 
 def tree(sample: int) -> Trajectory:
-    """Of the first sample a second try of the second turn, and another agent beside them: three branches."""
+    """Return a token tree. The first sample has three branches: two tries of the second turn, and another agent."""
     first, answer, second = WRITTEN[sample]
     nodes = TokenTree()
     root = nodes.add(None, "", PROMPT.prompt_ids, completion(first, 3, "stop"), "")
@@ -106,7 +106,7 @@ def tree(sample: int) -> Trajectory:
 
 
 def test_a_group_counts_its_episodes_and_every_token_once() -> None:
-    """GRPO at ratio 1: advantages are those of two rewards, whatever their rows; the weight is that of all tokens, 9 and 3."""
+    """GRPO at ratio 1 computes advantages from two rewards, for any number of rows. The weight covers all tokens, 9 and 3."""
     [(gradient, advantages)] = learn(1, AGGREGATIONS["token"], True, tree)
     half = 0.5**0.5
     assert advantages == [pytest.approx([half] * 9, abs=3e-6), pytest.approx([-half] * 3, abs=3e-6)]
@@ -130,7 +130,7 @@ def test_the_rows_of_a_step_know_their_branches() -> None:
     assert batch.sequences == {0: (10, 9, 5)} and batch.lengths.tolist() == [24, 7]
     assert metrics["rollout/branches_mean"] == 2 and metrics["rollout/branches_max"] == 3
     assert metrics["rollout/num_tokens"] == 12 and metrics["reward/mean"] == 0.5
-    assert last.tolist() == [2.0, 2.0]  # what is asked of a whole row is asked at the end of its last branch
+    assert last.tolist() == [2.0, 2.0]  # outputs for a whole row are at the end of its last branch
 
 
 def test_ratios_of_whole_rows_need_a_pass_of_their_own_where_a_row_has_branches() -> None:
@@ -150,7 +150,7 @@ def test_ratios_of_whole_rows_need_a_pass_of_their_own_where_a_row_has_branches(
 
 
 def test_tokens_that_a_branch_repeats_have_the_routes_of_the_turn_that_ends_it() -> None:
-    """A turn tells the routes of all tokens before it, so no branch has tokens that are routed anew."""
+    """A turn records the routes of all previous tokens, so branches need no new routes."""
 
     def turn(ids: list[int], before: int, own: int) -> Completion:
         routes = np.full((before + len(ids), 1, 1), own, np.int16)

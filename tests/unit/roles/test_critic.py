@@ -1,4 +1,4 @@
-"""The critic over a table of values. The oracle goes token by token in double precision."""
+"""Test the critic over a table of values. The oracle computes token by token in double precision."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def critic(
 
 
 def batch() -> TrainBatch:
-    """Old values close to the model's, returns close to these, and garbage outside of the responses."""
+    """Build a batch with old values close to the model's, returns close to these, and garbage outside the responses."""
     made = lookup.batch()
     whole = padded_batch(made)
     values = Lookup(width=1).table.detach().squeeze(1)[whole.token_ids.long().roll(1, 1)]
@@ -56,7 +56,7 @@ def batch() -> TrainBatch:
 
 
 def slow_loss(table: Tensor, made: TrainBatch, clip: float | None, which: Sequence[int]) -> dict[str, Any]:
-    """PPO's value loss as its reference implementation has it, one token after the other."""
+    """Compute PPO's value loss like its reference implementation, one token after the other."""
     made = padded_batch(made)
     at = [(row, t) for row in which for t in made.loss_mask[row].nonzero().flatten().tolist()]
     loss, clipped, mean = torch.zeros((), dtype=torch.float64), 0, 0.0
@@ -139,10 +139,10 @@ def test_shares_of_the_ranks_add_up_to_the_gradient_of_one(model: Lookup, normal
         assert mine.table.grad is not None
         return mine.table.grad, which.normalizer.state_dict() if which.normalizer is not None else None
 
-    ranks = run_ranks(7, body)  # one of them has no rows
+    ranks = run_ranks(7, body)  # one rank has no rows
     ((alone, moments),) = run_ranks(1, body)
     torch.testing.assert_close(sum(grad for grad, _ in ranks), alone, rtol=1e-4, atol=1e-6)
-    assert all(found == moments for _, found in ranks)  # to the last bit
+    assert all(found == moments for _, found in ranks)  # bit for bit
 
 
 @pytest.mark.usefixtures("rank_threads")
@@ -155,7 +155,7 @@ def test_a_rank_without_the_model_knows_nothing_of_the_update(model: Lookup) -> 
         )
         which.model.layout, which.bootstrap = layout, True
         values, bootstrap = which.compute_values(made := batch())
-        assert values.shape == made.token_ids.shape and values[made.loss_mask].all()  # of its own rows
+        assert values.shape == made.token_ids.shape and values[made.loss_mask].all()  # rows of this rank
         assert bootstrap is not None and bootstrap.all()
         return bool(which.deliver_update(made)()) and which.model.num_updates == 1
 
@@ -170,7 +170,7 @@ def test_a_critic_in_units_of_the_returns_is_the_plain_one_on_returns_in_these_u
     whole = critic(model, 0.2)
     whole.normalizer, whole.bootstrap = ReturnNormalizer(), True
     found = whole.deliver_update(made)().metrics
-    # Before the first step the units are the plain ones, so the old values stay.
+    # Before the first step the units are plain, so the old values stay.
     plain = replace(made, returns=(made.returns - mean) / deviation)
     assert found["loss/value"] == pytest.approx(
         slow_loss(model.table.detach().double(), plain, 0.2, range(6))["loss"].item(), rel=1e-4

@@ -1,6 +1,6 @@
-"""Actor and reference over a bigram model: logits are a row of a table. The real model is in tests/distributed.
+"""Test actor and reference over a bigram model, whose logits are a row of a table. tests/distributed tests a real model.
 
-The oracle goes token by token in double precision, without masks, weights or microbatches.
+The oracle computes token by token in double precision, without masks, weights or microbatches.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from tests.unit.roles.lookup import VOCAB, Lookup, descend, noise, stay
 pytestmark = pytest.mark.usefixtures("world")
 
 TEMPERATURE = 0.7
-# Between two computations of a logprob of the table in fp32, or of two such numbers in double precision: all numbers are below 8, each
-# of about four operations rounds by half a unit in the last place of 4 to 8, 2**-22. Gradients of a row and means are off by less.
+# Bound for two computations of the table's logprobs in fp32, or of such numbers in double precision. All numbers are below 8.
+# Each of about four operations rounds by half a unit in the last place of 4 to 8, 2**-22. Gradients of a row and
+# means differ by less.
 ROUNDED = 2 * 4 * 2**-22
 
 
@@ -84,20 +85,20 @@ def reference(model: Lookup, **trainer: Any) -> Reference:
 
 
 def batch(owner: int | None = None) -> TrainBatch:
-    """With made-up old and reference logprobs close to the model's, and an advantage per row."""
+    """Build a batch with old and reference logprobs close to the model's, and an advantage per row."""
     made = lookup.batch(owner=owner)
     whole = padded_batch(made)
     log_p = torch.log_softmax(Lookup().table.detach() / TEMPERATURE, dim=-1)
     ids = whole.token_ids.long()
     logprobs = log_p[ids.roll(1, 1), ids]
-    nowhere = torch.where(whole.loss_mask, 0.0, 50.0)  # garbage outside of the responses
+    nowhere = torch.where(whole.loss_mask, 0.0, 50.0)  # garbage outside the responses
     made.old_logprobs, made.ref_logprobs = (flat(made, logprobs + noise(logprobs, seed) + nowhere) for seed in (3, 4))
     made.advantages = flat(made, torch.tensor([1.0, -1.0, 0.5, -0.5, 0.0, 2.0])[:, None] * whole.loss_mask)
     return made
 
 
 def slow_loss(table: Tensor, made: TrainBatch, cfg: AlgorithmConfig, which: Sequence[int]) -> dict[str, Any]:
-    """Equations of PPO, GRPO, Dr. GRPO and DAPO as they are printed, one token after the other."""
+    """Compute the printed equations of PPO, GRPO, Dr. GRPO and DAPO, one token after the other."""
     log_p = torch.log_softmax(table / TEMPERATURE, dim=-1)
     made = padded_batch(made)
     tokens = sum(int(made.loss_mask[row].sum()) for row in which)
@@ -142,7 +143,7 @@ ALGORITHMS = {
 
 
 def kl_in_loss(cfg: AlgorithmConfig) -> float:
-    """What the estimation of advantages says of a step with a constant weight."""
+    """Return the coefficient of the KL in the loss, as the advantage computation does for a constant coefficient."""
     return cfg.kl.coef if cfg.kl.placement == "loss" else 0.0
 
 
@@ -181,7 +182,7 @@ def test_gradient_and_metrics_equal_the_equations_however_the_batch_is_cut(
 def test_metrics_of_a_steps_updates_are_means_over_its_tokens_not_over_its_updates(
     bigram: Lookup, name: str, prompts: int
 ) -> None:
-    """Minibatches of different sizes, twice each, of a model that stays: what one update of all rows says."""
+    """Minibatches of different sizes run twice each without a change of the model. The result equals one update of all rows."""
     cfg, made = ALGORITHMS[name], batch()
     made.kl_coef = kl_in_loss(cfg)
     sampled = made.num_sampled.view(3, 2).sum(1)
@@ -199,7 +200,7 @@ def test_metrics_of_a_steps_updates_are_means_over_its_tokens_not_over_its_updat
 
 
 def test_old_logprobs_of_the_model_itself_give_the_plain_policy_gradient(bigram: Lookup) -> None:
-    # Ratios are 1, so the gradient is that of -mean over rows of mean over tokens of A log p (REINFORCE).
+    # Ratios are 1, so the gradient equals REINFORCE's: -mean over rows of the mean over tokens of A log p.
     made, cfg = batch(), AlgorithmConfig()
     which = actor(bigram, cfg)
     made.old_logprobs = which.compute_logprobs(made)
@@ -220,12 +221,12 @@ def test_old_logprobs_of_the_model_itself_give_the_plain_policy_gradient(bigram:
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token"])
 def test_truncated_responses_are_compared_with_and_not_learned_from(bigram: Lookup, aggregation: str) -> None:
-    """TRL's mask_truncated_completions: the loss mask of such a row is 0, its score is in its group's mean."""
+    """The loss mask of such a row is 0, and its score counts in its group's mean, as in TRL's mask_truncated_completions."""
     cfg = AlgorithmConfig(mask_truncated=True, normalize_std=False, loss_aggregation=aggregation)
     made = lookup.batch()
     made.scores = torch.tensor([1.0, 0.0, 0.0, 3.0, 2.0, 0.0], dtype=torch.float64)
     made.truncated[[1, 4]] = True
-    advantages = {0: 0.5, 2: -1.5, 3: 1.5, 5: -1.0}  # from the mean of the pair
+    advantages = {0: 0.5, 2: -1.5, 3: 1.5, 5: -1.0}  # relative to the mean of the pair
     recorder: Any = SimpleNamespace(phase=lambda name: nullcontext())
     results, _ = PolicyLearner(Roles(actor(bigram, cfg)), AdvantageComputer(cfg), recorder).learn(1, made)
     table = bigram.table.detach().double().requires_grad_()
@@ -246,7 +247,7 @@ def test_truncated_responses_are_compared_with_and_not_learned_from(bigram: Look
 @pytest.mark.usefixtures("rank_threads")
 @pytest.mark.parametrize("mode", ["off", "token", "sequence"])
 def test_old_logprobs_of_the_update_itself_give_the_same_update(mode: str) -> None:
-    """With all that is computed from them: the correction with its band and with ages, and the KL."""
+    """This includes all values computed from them: the correction with its band and ages, and the KL."""
     correction = RolloutCorrectionConfig(mode=mode, cap=1.2, mask_low=0.8, max_token_staleness=1)
     cfg = AlgorithmConfig(kl=KLConfig(coef=0.1), entropy_coef=0.1, rollout_correction=correction)
 
@@ -279,7 +280,10 @@ def test_old_logprobs_of_the_update_itself_give_the_same_update(mode: str) -> No
 
 
 def with_support(made: TrainBatch) -> list[list[int]]:
-    """Give the batch a support: of tokens at an even distance to the drawn one, and none at every third place. Returns it."""
+    """Add a support to the batch: tokens at an even distance to the sampled token, and no support at every third place.
+
+    Returns it.
+    """
     sampled = zip(made.loss_mask.tolist(), made.token_ids.tolist(), strict=True)
     parts = [
         sorted((token + 2 * k) % VOCAB for k in range(VOCAB // 2)) if is_sampled and place % 3 else []
@@ -331,7 +335,7 @@ def test_logprobs_by_token(bigram: Lookup, packing: bool, role: Any) -> None:
     scaled = [[math.exp(x / TEMPERATURE) for x in row] for row in bigram.table.tolist()]
     for row in range(6):
         for t in range(whole.token_ids.size(1)):
-            p = 1.0  # outside of the response
+            p = 1.0  # outside the response
             if whole.loss_mask[row, t]:
                 weights = scaled[whole.token_ids[row, t - 1]]
                 p = weights[whole.token_ids[row, t]] / sum(weights)
@@ -342,7 +346,7 @@ def test_minibatches_and_epochs_in_order(bigram: Lookup) -> None:
     which = actor(bigram, AlgorithmConfig(), prompts_per_minibatch=1, ppo_epochs=2, max_tokens_per_microbatch=1000)
     made = batch()
     metrics = update(which, made)
-    # Six updates of two rows each, in a warm-up of two updates to a rate of one half.
+    # Six updates of two rows each. The warm-up takes two updates to a rate of one half.
     assert bigram.calls == [[2], ("step", 0.25), [2], ("step", 0.5)] + [[2], ("step", 0.5)] * 4
     assert which.model.num_updates == 6 and metrics["actor/lr"] == pytest.approx((0.25 + 5 * 0.5) / 6)
     update(which, made)
@@ -354,7 +358,7 @@ def test_every_update_starts_from_the_weights_that_the_last_one_left(bigram: Loo
     made.kl_coef = kl_in_loss(cfg)
     table = bigram.table.detach().double().requires_grad_()
     actor(bigram, cfg, descend, prompts_per_minibatch=2, ppo_epochs=2).deliver_update(made)()
-    # Two prompts with two rows each, then the prompt that is left; twice.
+    # Two prompts with two rows each, then the remaining prompt; twice.
     for lr, which in ((0.25, [0, 1, 2, 3]), (0.5, [4, 5]), (0.5, [0, 1, 2, 3]), (0.5, [4, 5])):
         (gradient,) = torch.autograd.grad(slow_loss(table, made, cfg, which)["loss"], table)
         table.data -= lr * gradient
@@ -372,7 +376,7 @@ def test_skipped_updates_are_counted(bigram: Lookup) -> None:
 def test_fault_23_a_loss_that_is_not_finite_makes_no_update(bigram: Lookup, value: float) -> None:
     which, bad, good = actor(bigram, AlgorithmConfig(), descend, prompts_per_minibatch=1), batch(), batch()
     assert bad.advantages is not None
-    bad.advantages[int(bad.lengths[:2].sum()) :] *= value  # the first minibatch is sound
+    bad.advantages[int(bad.lengths[:2].sum()) :] *= value  # the first minibatch is finite
     before = bigram.table.detach().clone()
     metrics = update(which, bad)
     assert [call[0] for call in bigram.calls].count("step") == 1
@@ -428,7 +432,7 @@ def test_shares_of_the_ranks_add_up_to_the_gradient_of_one_whoever_owns_the_rows
     expected["loss"].backward()
     assert table.grad is not None
     torch.testing.assert_close(sum(grad for grad, _ in ranks).double(), table.grad, rtol=1e-4, atol=1e-6)
-    for _, metrics in ranks:  # all know the same
+    for _, metrics in ranks:  # all ranks report the same values
         assert metrics["loss/total"] == pytest.approx(expected["loss"].item(), abs=1e-5)
         assert metrics["actor/entropy"] == pytest.approx(expected["entropy"], abs=1e-5)
 
@@ -441,7 +445,7 @@ def test_a_rank_without_the_model_knows_nothing_of_the_update(bigram: Lookup) ->
             Lookup(layout=layout, dp_group=ThreadGroup(Meeting(1), 0)) if group.rank() == 1 else None, AlgorithmConfig()
         )
         which.model.layout = layout
-        return update(which, batch())  # rows that it owns are learned from all the same
+        return update(which, batch())  # its own rows are trained on
 
     outside, inside = run_ranks(2, body)
     assert outside == {}
@@ -505,7 +509,7 @@ def test_correction_factors_weigh_the_policy_loss(bigram: Lookup) -> None:
 
 
 def test_correction_leaves_kl_and_entropy_alone(bigram: Lookup) -> None:
-    """Every token is left out of the policy term: what stays are the other two terms, whole."""
+    """The correction masks every token of the policy term. The other two terms remain complete."""
     cfg = AlgorithmConfig(loss_aggregation="token", entropy_coef=0.2, kl=KLConfig(coef=0.3))
     made = batch()
     made.kl_coef, made.correction = 0.3, torch.zeros(made.loss_mask.shape)

@@ -1,4 +1,4 @@
-"""A policy that learns from pairs, over a table of logits. The oracles go row by row in double precision."""
+"""Train a policy on pairs over a table of logits. The oracles compute row by row in double precision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("world")
 
 PAIRS = [
     tokenized([1, 2], [3, 4, 0], [5, 0]),
-    tokenized([6], [0], [1, 1, 2, 3, 0]),  # the chosen response is empty but for its end
+    tokenized([6], [0], [1, 1, 2, 3, 0]),  # the chosen response contains only its end token
     tokenized([2, 3, 4], [5, 6, 0], [5, 6, 0]),  # both are equal
 ]
 BETA = 0.5
@@ -33,7 +33,7 @@ CUTS = [(16, True), (64, True), (16, False), (64, False)]
 
 
 def other(like: Lookup) -> Lookup:
-    """A model beside ``like``, with other and wider logits: what it does not expect is improbable."""
+    """Return a second model like ``like`` with other and larger logits. Tokens that it does not expect are improbable."""
     frozen = Lookup(layout=like.layout)
     frozen.table.data = 2 * frozen.table.data.roll(1, 0)
     return frozen
@@ -126,7 +126,7 @@ def test_shares_of_the_ranks_add_up_and_hold_whole_pairs() -> None:
         assert mine.table.grad is not None and result is not None
         return mine.table.grad, [call for call in mine.calls if isinstance(call, list)], dict(result.metrics)
 
-    ranks = run_ranks(4, body)  # one of them has no pair
+    ranks = run_ranks(4, body)  # one rank has no pair
     ((alone, _, metrics),) = run_ranks(1, body)
     torch.testing.assert_close(sum(grad for grad, *_ in ranks), alone, rtol=1e-5, atol=1e-7)
     assert sorted(str(calls) for _, calls, _ in ranks) == ["[[0]]", "[[2]]", "[[2]]", "[[2]]"]
@@ -139,7 +139,7 @@ def test_mismatched_rows_are_prompts_with_the_responses_to_the_one_before() -> N
     made = example_batch(PAIRS, with_mismatched=True).mismatched
     assert made is not None
     rows = [row.tolist() for row in made.token_ids.split(made.lengths.tolist())]
-    # The longest row of the step has six tokens: what is longer is cut.
+    # The longest row of the step has six tokens. Longer rows are cut.
     assert rows == [
         [1, 2, 5, 6, 0],
         [1, 2, 5, 6, 0],

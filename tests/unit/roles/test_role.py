@@ -1,6 +1,6 @@
-"""How rows reach the ranks of a role, and how what it computed comes back to their owners.
+"""Test how rows reach the ranks of a role, and how results return to their owners.
 
-Layouts of several ranks run as threads; the processes are in tests/distributed.
+Layouts of several ranks run as threads. tests/distributed runs processes.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def role(model: Lookup | None, layout: ParallelLayout | None = None, **trainer: 
 
 
 def rows_of(lengths: list[int]) -> list[Row]:
-    """Rows of so many tokens, the first of which is the prompt; the ids tell whose they are."""
+    """Build rows of these lengths, with a prompt of one token. The ids encode the row."""
     return [Row([row % 7], [(row + t) % 7 for t in range(1, n)], [0.0] * (n - 1)) for row, n in enumerate(lengths)]
 
 
 def batch_of(lengths: list[int]) -> TrainBatch:
-    """Two rows to a prompt."""
+    """Build a batch with two rows per prompt."""
     return make_batch(rows_of(lengths), [k // 2 for k in range(len(lengths))])
 
 
@@ -57,7 +57,7 @@ def random_lengths(seed: int, num_rows: int = 24) -> list[int]:
 
 
 def shares(lengths: list[int], parts: list[list[int]], layout: ParallelLayout) -> list[list[RowTokens]]:
-    """What each rank of a world gets of each part. Each row has its number as a field."""
+    """Return each rank's rows of each part. A field contains the number of each row."""
 
     def body(group: ThreadGroup) -> list[RowTokens]:
         batch = batch_of(lengths)
@@ -117,7 +117,7 @@ def test_ranks_get_nearly_equal_tokens_of_every_minibatch(dp: int, seed: int) ->
 
 @pytest.mark.usefixtures("rank_threads")
 def test_balance_by_hand() -> None:
-    # Each of two ranks gets one of each length.
+    # Each of two ranks gets one row of each length.
     for (share,) in shares([9, 9, 5, 5, 3, 3], [list(range(6))], ParallelLayout(2)):
         assert sorted(share.lengths) == [3, 5, 9]
 
@@ -149,8 +149,8 @@ def test_microbatches_suit_the_layout(model: Lookup, packing: bool) -> None:
     held = some_rows([2, 6, 8, 3, 5, 6])
     interleaved = ParallelLayout(12, tp=4, pp=3, vpp=2, sequence_parallel=True)
     parts = role(model, interleaved, max_tokens_per_microbatch=12, packing=packing).microbatches(held)
-    assert len(parts) % 3 == 0  # an interleaved pipeline wants a multiple of its stages
-    assert all(part.token_ids.size(1) % 4 == 0 for part in parts)  # sequence parallelism cuts tokens in four
+    assert len(parts) % 3 == 0  # an interleaved pipeline requires a multiple of its stages
+    assert all(part.token_ids.size(1) % 4 == 0 for part in parts)  # sequence parallelism splits tokens over four ranks
     assert all(part.token_ids.numel() <= 12 for part in parts)
     assert sorted(row for part in parts for row in part.rows) == list(range(6))
     plain = role(model, ParallelLayout(12, tp=4, pp=3), max_tokens_per_microbatch=12, packing=packing)
@@ -163,7 +163,7 @@ def test_ranks_that_share_experts_run_equally_many_microbatches(model: Lookup, m
     held, counts = some_rows([6, 6, 6, 6]), []
 
     def busier(values: dict[str, float], group: object) -> dict[str, float]:
-        """Another rank has five."""
+        """Simulate another rank with five microbatches."""
         counts.append(values["count_max"])
         return {"count_max": 5.0}
 
@@ -199,7 +199,7 @@ def test_all_passes_have_one_shape_where_communication_overlaps_computation(mode
 
 # -------------------------------------------------------------------------------------------------------------- results
 def expected(batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """Row by row, token by token: the output one token before [N], and after the last [B]."""
+    """Return, row by row, the output one token earlier [N] and after the last token [B]."""
     outputs = Lookup(width=1).table.detach().squeeze(1).tolist()
     made = padded_batch(batch)
     tokens, rows = [], torch.zeros(batch.num_rows)
@@ -222,7 +222,7 @@ def test_values_by_token_and_by_row(model: Lookup, packing: bool, max_tokens: in
     model.calls.clear()
     both = which.per_token_and_row(batch, scalar_outputs)
     assert torch.equal(both[0], tokens) and torch.equal(both[1], rows)
-    assert len(model.calls) == 1 and (len(model.calls[0][1]) > 1) == (max_tokens == 8)  # one run for both
+    assert len(model.calls) == 1 and (len(model.calls[0][1]) > 1) == (max_tokens == 8)  # one run for both fields
 
 
 LAYOUTS = {
@@ -247,7 +247,7 @@ def test_every_owner_gets_the_results_of_its_rows_whoever_that_is(model: Lookup,
             place = layout.coordinates(group.rank())
             mine = Lookup(width=1, layout=layout, tp_rank=place["tp"], is_last_stage=place["pp"] == layout.pp - 1)
         tokens, rows = role(mine, layout).per_token_and_row(batch, scalar_outputs)
-        assert mine is None or len(mine.calls) == 1  # all take part in the run
+        assert mine is None or len(mine.calls) == 1  # all ranks take part in the run
         return torch.equal(tokens, expected(batch)[0]) and torch.equal(rows, expected(batch)[1])
 
     assert run_ranks(world_size, body) == [True] * world_size
@@ -260,7 +260,10 @@ def test_outputs_of_a_scalar_head_lose_the_last_dimension() -> None:
 
 
 def test_rows_are_dealt_by_what_they_cost_attention_included() -> None:
-    """A pair that costs a token: rows of 8, 6 and 2 tokens cost 8 + 36, 6 + 21 and 2 + 3, so the longest is as much as the rest."""
+    """A pair costs as much as a token.
+
+    Rows of 8, 6 and 2 tokens cost 8 + 36, 6 + 21 and 2 + 3, so the longest equals the rest.
+    """
 
     def shares(flops: ModelFlops | None) -> list[list[int]]:
         held = RoleModel(ParallelLayout(2), None, Lookup().spec, TrainerConfig(), flops)

@@ -1,4 +1,7 @@
-"""An episode of two turns, from the record to the gradient: the policy's tokens of both learn, the environment's do not."""
+"""Follow an episode of two turns from the record to the gradient.
+
+Policy tokens of both turns are trained on, environment tokens are not.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles.lookup import Lookup
 
 PROMPT = Prompt("p", 0, [1, 2], "")
-# Of each sample: what the policy wrote, what the environment answered, and what the policy wrote then.
+# For each sample: first text of the policy, answer of the environment, second text of the policy.
 WRITTEN = [([3, 2], [4, 5, 6], [3, 1, 3]), ([1], [4, 6], [2, 2])]
 SCORES = [1.0, 0.0]
 
@@ -63,7 +66,9 @@ def test_the_record_tells_who_wrote_what_with_which_policy() -> None:
 @pytest.mark.usefixtures("world", "rank_threads")
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_turn_may_have_a_reward_of_its_own(world_size: int) -> None:
-    """Without discount, what follows a token: for the first turn the score with its own reward, for the second the rest."""
+    """Without discount, a token gets the later rewards: in the first turn the score and the turn's reward, in the
+    second turn the rest.
+    """
     first, answer, second = WRITTEN[0]
     parts = [completion(first, 3, "stop"), np.array(answer, np.int32), completion(second, 4, "stop")]
     rewarded = episode(PROMPT, 0, parts, "text", rewards=[0.5, 0.0])
@@ -94,7 +99,7 @@ def actor(model: Lookup, algorithm: AlgorithmConfig, packing: bool) -> Actor:
 
 
 def expected_gradient(learned_turns: tuple[bool, bool] = (True, True)) -> Tensor:
-    """Policy gradient of GRPO at ratio 1, written down token by token: the context of a token is the one before it."""
+    """Compute GRPO's policy gradient at ratio 1 token by token. The context of a token is the previous token."""
     table = Lookup().table.detach().double().requires_grad_()
     log_p = table.log_softmax(-1)
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -134,7 +139,7 @@ def test_both_turns_of_the_policy_learn_and_what_the_environment_wrote_does_not(
     ranks = run_ranks(world_size, body)
     gradient = torch.stack([grad for grad, _, _ in ranks]).sum(0).double()
     torch.testing.assert_close(gradient, expected_gradient(), rtol=1e-4, atol=1e-6)
-    # Tokens 4 and 5 only ever come before tokens of the environment: nothing is learned about what follows them.
+    # Tokens 4 and 5 only precede environment tokens, so the model learns no successor for them.
     assert gradient[[4, 5]].abs().max() == 0 and gradient[[1, 2, 3, 6]].abs().amax(1).min() > 1e-3
     for _, advantages, outside in ranks:
         assert advantages == [pytest.approx([0.5**0.5] * 5, abs=3e-6), pytest.approx([-(0.5**0.5)] * 3, abs=3e-6)]
@@ -144,7 +149,7 @@ def test_both_turns_of_the_policy_learn_and_what_the_environment_wrote_does_not(
 @pytest.mark.usefixtures("world", "rank_threads")
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_turn_that_an_older_policy_wrote_may_be_left_out(world_size: int) -> None:
-    """The first turns are of version 3, the second ones of version 4; version 5 learns. The counts stay."""
+    """Version 3 wrote the first turns, and version 4 the second ones. Version 5 is trained. The counts stay."""
     correction = RolloutCorrectionConfig(mode="off", max_token_staleness=1)
     algorithm = AlgorithmConfig(advantage="grpo", loss_aggregation="token", rollout_correction=correction)
 

@@ -1,4 +1,4 @@
-"""What vLLM is told of drafts, how they are loaded and counted. Drafts themselves are in tests/e2e/rollout."""
+"""Test vLLM's settings for drafts, and how drafts are loaded and counted. tests/e2e/rollout tests real drafts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_scales_of_a_draft_go_where_its_weights_of_8_bits_go(tmp_path: Path, qua
 
 
 class Loader(nn.Module):
-    """A model that notes how it is loaded."""
+    """A model that records how it is loaded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_each_tensor_is_loaded_where_it_belongs_one_at_a_time() -> None:
 def test_what_is_loaded_is_the_draft_too_where_one_is_and_learns(
     tmp_path: Path, pp: int, shapes: Any, draft: Loader | None
 ) -> None:
-    """A stage before the last has none. Of several all are told what is drafted."""
+    """A stage before the last has no draft model. Stages share the drafts if there are several."""
     layout, drafts = RolloutLayoutConfig(pp=pp), SpeculativeConfig(method="mtp")
     cfg = RolloutConfig(layout=layout, speculative=drafts, sleep_level=1)
     made, model = Drafts(cfg, engine_model(tmp_path, shapes), on_cuda=True), Loader()

@@ -1,4 +1,4 @@
-"""What every engine does before its own work."""
+"""Test the part that all engines share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_response_has_the_tokens_that_were_asked_for_or_that_there_is_room_for
     ("syncs", "expected"),
     [
         ([(6, 4)], [(0, 3), (6, 4)]),
-        ([(0, 4)], [(0, 4)]),  # no token is of the version before
+        ([(0, 4)], [(0, 4)]),  # no token has the previous version
         ([(6, 4), (6, 5), (8, 6)], [(0, 3), (6, 5), (8, 6)]),
         ([(6, 3)], [(0, 3)]),  # the same weights again
         ([(6, 4), (6, 3)], [(0, 3)]),

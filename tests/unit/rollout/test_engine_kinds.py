@@ -1,4 +1,7 @@
-"""What engines declare: nothing else names one, and who asks for more than an engine can do is told before a process starts."""
+"""Test the capabilities that engines declare.
+
+Only this table names engines, and unsupported settings are rejected before a start.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from rlhf_mcore.config.validate import unused_problems
 from tests.messages import refused
 
 PACKAGE = Path(rlhf_mcore.__file__).parent
-# "hf" is also how formats of files are called, in what converts them.
+# In converters, "hf" also names a file format.
 OTHER_MEANINGS = {
     "api/commands.py",
     "commands/convert/command.py",
@@ -42,7 +45,7 @@ def test_outside_of_rollout_no_engine_is_named() -> None:
     named = {
         path
         for path, text in texts.items()
-        if any(f'"{engine}"' in text for engine in ENGINES)  # few; to parse all files takes seconds
+        if any(f'"{engine}"' in text for engine in ENGINES)  # few files, because parsing all of them takes seconds
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Constant) and node.value in ENGINES
     }
@@ -60,7 +63,7 @@ def test_declarations_import_none_of_what_they_declare() -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An engine of an installed package that can do little."""
+    """Register an engine of an installed package with few capabilities."""
 
     class Point:
         def load(self) -> EngineKind:

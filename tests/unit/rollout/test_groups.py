@@ -1,4 +1,7 @@
-"""Engines of several groups of ranks: who draws what, and what the others learn of it. Groups are threads with fakes inside."""
+"""Run engines of several rank groups: the samples of each group, and the data that they exchange.
+
+Groups are threads with stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ from tests.unit.rollout.test_vllm_states import LLM, engine
 
 
 class Drawing(LLM):
-    """Draws a token of each request in a pass; those end after as many as their prompts are long. Dummy passes are noted."""
+    """An engine that samples a token per request and pass.
+
+    A request ends after as many tokens as its prompt has. Records dummy passes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +84,7 @@ class Drawing(LLM):
 
 
 class DrawingAhead(Drawing):
-    """Begins a pass before the result of the one before is there: vLLM's own step, with a scheduler that plans ahead."""
+    """An engine that begins a pass before it has the previous result: vLLM's own step with a scheduler that plans ahead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +156,7 @@ def requests(prompts: list[list[int]]) -> list[Request]:
 def test_requests_go_to_the_group_with_the_fewest_and_those_of_a_prompt_stay_together() -> None:
     which = grouped(0, 2)
     assert which._deal(requests([[1], [1], [2], [2]])) == [0, 0, 1, 1]
-    assert which._deal(requests([[1], [1], [1], [2]])) == [0, 0, 1, 1]  # a share is two
+    assert which._deal(requests([[1], [1], [1], [2]])) == [0, 0, 1, 1]  # each share is two
     assert which._deal(requests([[1]] * 5)) == [0, 0, 0, 1, 1]
     which._in_flight, which._group_of = {7: None}, {7: 0}
     assert which._deal(requests([[1]])) == [1]
@@ -184,7 +190,7 @@ def test_every_rank_sees_every_completion_and_how_far_the_others_are() -> None:
 
 
 def test_groups_make_every_pass_together_if_they_begin_it_ahead() -> None:
-    """The responses of one group end earlier; weights come while both have a pass that was begun ahead."""
+    """The responses of the first group end earlier. New weights arrive while both groups run a pass that they began ahead."""
     engines, meetings = [grouped(rank, 2, DrawingAhead) for rank in range(2)], (Meeting(2), Meeting(2))
     drawn: dict[int, list[int]] = {0: [], 1: []}
     passes: dict[int, list[int]] = {0: [], 1: []}
@@ -249,7 +255,7 @@ def test_experts_of_other_ranks_get_no_weight() -> None:
 
 @pytest.mark.parametrize(("sizes", "rank"), [((2, 1), 0), ((2, 1), 1), (None, 0)])
 def test_rows_of_unequal_parts_are_gathered_and_summed_up(sizes: Any, rank: int) -> None:
-    """Of two ranks; the other one has the same rows, as far as there are so many."""
+    """The two ranks have equal rows, up to their counts."""
     rows = torch.arange(6.0).view(3, 2)
     mine = rows[: 2 if sizes is None else sizes[rank]]
     communicator = SimpleNamespace(world_size=2, rank_in_group=rank, device_group=None)

@@ -1,4 +1,4 @@
-"""Draws of the reference engine against softmax, and its truncation against literals."""
+"""Compare samples of the reference engine with softmax, and its truncation with literals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_mcore.types import Sampling
 def test_draws_follow_softmax_at_the_temperature() -> None:
     rows = 20000
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
-    logits = (2.0 * probabilities.log()).expand(rows, 4)  # divided by temperature 2 they are the logs again
+    logits = (2.0 * probabilities.log()).expand(rows, 4)  # dividing by temperature 2 gives the logs again
     generators = [torch.Generator().manual_seed(row) for row in range(rows)]
     sampling = Sampling(temperature=2.0)
     chosen, logprobs = draw(log_distribution(logits, sampling), sampling, generators)
@@ -29,7 +29,7 @@ def test_truncation_keeps_the_largest_and_the_smallest_nucleus() -> None:
     assert kept(-1, 0.65) == [False, True, False, True]  # 0.4 + 0.3 reaches it
     assert kept(-1, 0.75) == [False, True, True, True]
     assert kept(-1, 0.01) == [False, True, False, False]
-    assert kept(3, 0.5) == [False, True, False, True]  # of 4/9, 3/9, 2/9
+    assert kept(3, 0.5) == [False, True, False, True]  # probabilities 4/9, 3/9, 2/9
 
 
 def test_logprobs_after_truncation_are_of_what_is_left() -> None:

@@ -1,4 +1,6 @@
-"""The reference engine with images: what it draws, against one pass of transformers over the whole of a sequence."""
+"""Compare the logprobs of the reference engine's samples with a transformers pass over each whole sequence, for prompts
+with images.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ PROMPTS = (("wide",), (), ("small", "wide"), ("small",))
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3"])
 @torch.no_grad()
 def test_logprobs_of_what_is_drawn_are_those_of_a_pass_over_all(tmp_path: Path, name: str) -> None:
-    """Of prompts of different lengths in one batch, with no, one and two images."""
+    """Prompts of different lengths with no, one and two images are in one batch."""
     model: Any = models.make_with_tower(name, tmp_path / "model")
     squares = name == "gemma3"
     store = make_store(tmp_path / "patches", squares)
@@ -40,7 +42,7 @@ def test_logprobs_of_what_is_drawn_are_those_of_a_pass_over_all(tmp_path: Path, 
         whole = torch.tensor([[*request.prompt_ids, *tokens]])
         given = models.image_arguments(whole, [store.features(digest) for digest in request.images], squares=squares)
         if name.startswith("qwen"):
-            model.model.rope_deltas = None  # it keeps that of the call before
+            model.model.rope_deltas = None  # otherwise it reuses the value of the previous call
         expected = model(input_ids=whole, **given).logits[0, -5:-1].log_softmax(-1)[range(4), tokens]
         assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 

@@ -1,4 +1,4 @@
-"""Routes as vLLM returns them on CUDA, and completions that lack them. How they are recorded on a CPU is in tests/e2e."""
+"""Test routes as vLLM returns them on CUDA, and completions without routes. tests/e2e records routes on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_mcore.types import ROUTES, Completion, Request, Sampling
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_routes_of_inputs_become_those_of_the_tokens_that_they_predict(dtype: Any) -> None:
-    """Four layers, of which the first and the third are dense; three inputs, and one more whose token was dropped."""
+    """The first and the third of four layers are dense. There are three inputs, and one more whose token was dropped."""
     returned = np.zeros((4, 4, 2), dtype)
     returned[:, 1] = [[0, 255], [3, 4], [5, 6], [7, 8]]
     returned[:, 3] = [[9, 10], [11, 12], [13, 14], [15, 16]]

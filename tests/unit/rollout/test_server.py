@@ -1,4 +1,4 @@
-"""The client of servers: what it asks a server that is a few lines, which fails as servers do."""
+"""Test the client of engine servers against a small server that fails like real servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHAPES = {"a.weight": (2, 3), "b.weight": (4,)}
 
 @dataclass
 class Server:
-    """vLLM's routes. A response is the prompt's last token plus 1, 2, 3; ``answers`` change it."""
+    """A server with vLLM's routes. A response is the prompt's last token plus 1, 2, 3. ``answers`` change it."""
 
     declared: dict[str, Any] = field(default_factory=lambda: dict(DECLARED))
     token: str | None = None
@@ -43,7 +43,7 @@ class Server:
     label: str = "default"
     forced_label: str | None = None
     finish_reason: str = "stop"
-    lie: Any = None  # takes the answer to a request, and returns another one
+    lie: Any = None  # takes the answer to a request, and returns another answer
     info: Any = None  # the answer to /server_info
     asked: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -124,7 +124,7 @@ def servers() -> Iterator[list[Server]]:
 
 @pytest.fixture
 def build(tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Make an engine in a world of one rank. Its tokenizer is not asked for more than the token that ends a response."""
+    """Build an engine in a world of one rank. Its tokenizer needs only the token that ends a response."""
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("rlhf_mcore.rollout.engine.load_tokenizer", lambda _: SimpleNamespace(eos_token_id=2))
     with ExitStack() as stack:
@@ -186,11 +186,11 @@ def test_a_server_that_fails_is_left_out_until_the_next_weights(build: Any, serv
     assert servers[0].bodies == []
     engine.load_weights(weights(1.0), version=1)
     engine.generate(requests(4))
-    assert servers[0].bodies  # how many depends on how soon each of the two answers
+    assert servers[0].bodies  # the number depends on which of the two answers first
 
 
 def changed(**values: Any) -> Any:
-    """Return a lie that replaces fields of a choice."""
+    """Return a function that replaces fields of a choice."""
     return lambda answer: json.dumps({"choices": [answer["choices"][0] | values]}).encode()
 
 
@@ -287,7 +287,7 @@ def test_a_server_that_does_not_take_weights_draws_nothing(build: Any, servers: 
     engine.load_weights(weights(1.0), version=0)
     engine.generate(requests(4))
     assert servers[1].bodies == [] and len(servers[0].bodies) == 4
-    assert servers[1].asked[-1] == "/resume" and servers[1].label.endswith("-0-incomplete")  # it is not ours alone
+    assert servers[1].asked[-1] == "/resume" and servers[1].label.endswith("-0-incomplete")  # the server is shared
     servers[0].fails_at = "/collective_rpc"
     with pytest.raises(
         RuntimeError,

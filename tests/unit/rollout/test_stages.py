@@ -1,4 +1,4 @@
-"""What stages of an engine agree on. Real engines in stages that draft are in tests/e2e/rollout."""
+"""Test the agreement of engine stages. tests/e2e/rollout runs real engines with stages and drafts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_mcore.rollout.vllm import stages
 
 @pytest.mark.parametrize(("memory", "others", "expected"), [(60, 15, 15), (60, 20, 20), (60, 25, 20)])
 def test_stages_have_as_many_blocks_as_that_with_fewest(memory: int, others: int, expected: int) -> None:
-    """This one has three layers, whose block takes a unit of memory each."""
+    """This stage has three layers, whose blocks take a unit of memory each."""
     config: Any = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks_override=None))
 
     def vllms(vllm_config: Any, specs: list[dict[str, int]], memories: list[int]) -> list[Any]:

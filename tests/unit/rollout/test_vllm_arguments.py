@@ -1,4 +1,7 @@
-"""``rollout.vllm``: any argument of the installed vLLM's engine, checked before a process starts; none that other keys set."""
+"""Test ``rollout.vllm``: arguments of the installed vLLM's engine are checked before a start.
+
+Arguments set by other keys are rejected.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from rlhf_mcore.rollout.vllm.limits import problem_of
 from tests.unit.config.checking import check, only
 from tests.unit.rollout.test_vllm_states import LLM, engine
 
-# Defaults of ours that a user may replace.
+# Our defaults that a user may replace.
 REPLACED = {"block_size", "enable_prefix_caching", "mamba_ssm_cache_dtype"}
 
 
 def test_every_argument_that_is_rejected_exists() -> None:
-    """A table that names what a new vLLM has renamed would let the new name through."""
+    """If the table kept an argument's old name, it would accept the new name of a renamed argument."""
     assert set(OWNED) <= set(vllm_arguments() or ())
 
 

@@ -1,4 +1,4 @@
-"""The order in which a vLLM engine may be used, seen on one with a fake inside. The real one is in tests/e2e."""
+"""Check the allowed order of calls to a vLLM engine, with a stand-in for vLLM. tests/e2e uses the real one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ REQUEST = Request(0, "prompt 'p', sample 0", [5, 6, 7], Sampling(), seed=3)
 
 
 class LLM:
-    """Writes down what it is told, and finds every reload complete. It draws a token of each request, or gives back ``outputs``."""
+    """A vLLM that records its calls and reports every reload as complete.
+
+    It samples a token per request, or returns ``outputs``.
+    """
 
     def __init__(self, *, resets: bool = True) -> None:
         self.told: list[Any] = []
@@ -61,7 +64,7 @@ class LLM:
 
 
 def engine(llm: LLM) -> VLLMEngine:
-    """An engine on CUDA, as it is after its start."""
+    """Return an engine on CUDA in the state after its start."""
     made = object.__new__(VLLMEngine)
     VersionedWeights.__init__(made)
     made._llm, made._can_sleep, made._asleep = llm, True, set()
@@ -101,7 +104,7 @@ def test_the_cache_is_allocated_when_the_weights_have_come() -> None:
     with pytest.raises(RuntimeError, match=r"sleeps: call wake\(\) before it generates"):
         which.generate([REQUEST])
     which.wake(("kv_cache",))
-    which.wake()  # nothing is left to be woken
+    which.wake()  # everything is awake
     assert which.generate([REQUEST])[0].token_ids.tolist() == [9]
     assert llm.told == [("sleep", 2), ("wake", "weights"), ("reload", []), "reset", ("wake", "kv_cache")]
 
@@ -117,7 +120,7 @@ def test_a_light_sleep_keeps_the_weights() -> None:
 
 
 def test_on_cuda_nothing_is_recorded_for_requests_that_do_not_ask_for_it() -> None:
-    """vLLM would otherwise keep the whole vocabulary for every token of a greedy evaluation."""
+    """Otherwise vLLM would keep the whole vocabulary for every token of a greedy evaluation."""
     runner = SimpleNamespace(sampler=SimpleNamespace(return_sampling_mask=True))
     states = {name: SimpleNamespace(sampling_mask_chunks=[name]) for name in ("training", "evaluation")}
     llm_engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
@@ -131,7 +134,7 @@ def test_on_cuda_nothing_is_recorded_for_requests_that_do_not_ask_for_it() -> No
 
 
 def output(number: int, prompt_ids: list[int], token: int) -> SimpleNamespace:
-    """As vLLM returns it: by the number that it gave the request."""
+    """Build an output like vLLM, with the number that it gave the request."""
     logprobs = [{token: SimpleNamespace(logprob=-0.5)}]
     drawn = SimpleNamespace(token_ids=[token], logprobs=logprobs, finish_reason="length")
     request = {"request_id": str(number), "prompt_token_ids": prompt_ids, "num_cached_tokens": 0}
@@ -153,7 +156,7 @@ def test_fault_25_outputs_of_vllm_are_matched_by_its_own_numbers() -> None:
     llm.outputs = [output(43, [5, 6, 7], 10)]
     with pytest.raises(RuntimeError, match="the engine answered a prompt that differs from prompt 'q'"):
         which.generate(requests)
-    assert llm.told[-1] == ("abort", "42-random", "43-random")  # nothing of a call that failed is left
+    assert llm.told[-1] == ("abort", "42-random", "43-random")  # a failed call leaves no state
     llm.outputs = [output(43, [5, 6, 7], 10)]
     with pytest.raises(RuntimeError, match="the engine answered an unknown request"):
         which.generate(requests)
@@ -193,7 +196,7 @@ def test_a_pass_has_room_for_a_token_of_every_sequence(
 def test_engines_are_built_for_8_bits_where_they_multiply_with_them(
     quantization: str | None, on_cuda: bool, method: str | None, left: str
 ) -> None:
-    """Of whole experts, as vLLM reads it in config.json; what files say of their own quantisation counts nowhere."""
+    """vLLM reads the settings, with whole experts, from config.json. The files' own quantisation is ignored."""
     made = engine(LLM())
     made._on_cuda = on_cuda
     names = ("self_attn.q_proj", "self_attn.q_norm", "mlp.gate", "mlp.experts.0.down_proj")
@@ -214,7 +217,7 @@ def test_engines_are_built_for_8_bits_where_they_multiply_with_them(
 
 @pytest.mark.parametrize("external", [0, 10 * 2**30])
 def test_a_device_without_room_for_an_engine_is_told_in_our_words(external: int) -> None:
-    """What vLLM raises comes from vLLM itself: its wording may change."""
+    """vLLM itself raises the error, because its wording may change."""
     from vllm.v1.worker.utils import request_memory
 
     memory: Any = SimpleNamespace(total_memory=80 * 2**30, free_memory=20 * 2**30, device_="cuda:0")

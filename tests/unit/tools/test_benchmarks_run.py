@@ -1,4 +1,4 @@
-"""The table of all benchmarks: a goal is an upper or a lower bound, and what was not measured says why."""
+"""Test the table of all benchmarks: a goal is an upper or a lower bound, and unmeasured rows state the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a certificate judges and writes, which layouts it tries, and the names of libraries that it reads from sources."""
+"""Test certificates: verdicts and pages, the tested layouts, and names of libraries read from sources."""
 
 from __future__ import annotations
 
@@ -158,7 +158,10 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_names_that_a_library_has_no_more_are_found(library: Path) -> None:
-    """Imports, attributes, patches, keywords and methods of a base; what a condition leaves out here counts as there."""
+    """Includes imports, attributes, patches, keywords and methods of a base.
+
+    Names behind a condition of another version count as present.
+    """
     found = {use.name: use.problem for use in names.check_all(library, ("alib",))}
     assert found == {
         "alib.engine.Engine": "",

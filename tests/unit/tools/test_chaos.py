@@ -1,4 +1,4 @@
-"""What the driver compares. tests/e2e/test_default_run.py uses it on a run that was killed."""
+"""Test the comparisons of the chaos driver. tests/e2e/test_default_run.py uses it on a killed run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_run_is_killed_at_every_instant_until_it_ends(tmp_path: Path, monkeypa
 
 
 def test_a_kill_after_a_save_waits_for_one(tmp_path: Path) -> None:
-    """A stand-in that saves a checkpoint after every fifth of a second."""
+    """A stand-in saves a checkpoint every fifth of a second."""
     save = (
         "import pathlib, sys, time\n"
         "for n in range(500):\n"
