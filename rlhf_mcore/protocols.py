@@ -62,15 +62,8 @@ class EngineRank:
         return cls(rank // size, world_size // size, rank % size == 0)
 
 
-class Generator(Protocol):
-    """Samples responses, even while the caller does other work."""
-
-    def generate(self, requests: Sequence[Request]) -> Sequence[Completion]:
-        """Sample one completion per request, and return them in any order. May be called any number of times.
-
-        If an engine has several ranks, all of them pass the same requests. Ranks other than the lead return nothing.
-        """
-        ...
+class StepwiseEngine(Protocol):
+    """An engine that samples in steps. If it has several ranks, all of them make the same calls."""
 
     @property
     def num_in_flight(self) -> int:
@@ -81,12 +74,24 @@ class Generator(Protocol):
         """Start sampling the requests. Request ids must be unique among requests in flight."""
         ...
 
-    def collect(self, timeout_s: float) -> Sequence[Completion]:
-        """Return the completions since the last call, in any order. Waits for at least one, and returns none after ``timeout_s``."""
+    def step(self) -> Sequence[Completion]:
+        """Sample about one token for each request in flight. Returns the finished completions, in any order."""
         ...
 
     def cancel(self, request_ids: Collection[int]) -> None:
         """Stop sampling these requests, which are then not returned. Finished and unknown ids are ignored."""
+        ...
+
+    def forget_prefixes(self) -> None:
+        """Drop the cached prefixes of earlier requests. No request may be in flight."""
+        ...
+
+    def compare_ranks(self) -> None:
+        """Check that all ranks of the engine have sampled the same tokens."""
+        ...
+
+    def sampled_tokens(self, request_ids: Collection[int]) -> Mapping[int, Sequence[int]]:
+        """Return the tokens sampled so far for the requests in flight; {} if the engine does not report them."""
         ...
 
 

@@ -130,26 +130,13 @@ class Request:
     images: tuple[str, ...] = field(default=(), kw_only=True)  # as in ``Prompt``
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeRequest(Request):
-    """A request for an episode in an environment: response ``sample`` to ``prompt`` at ``step``.
-
-    The inherited fields describe the first turn of the episode.
-    """
-
-    prompt: Prompt
-    sample: int
-    step: int
-
-
 @dataclass(slots=True, eq=False)
 class Completion:
     """The N tokens that an engine sampled for a request. If ``finish_reason`` is "stop", the last is the end-of-sequence token.
 
-    ``logprobs`` refer to the distribution that was sampled from. ``versions`` are defined as in ``Trajectory``. For an
-    ``EpisodeRequest``, the tokens are the policy's last turn, and ``trajectory`` is the whole episode. ``num_cached``: number of
-    tokens before the completion that the engine found in its KV cache; None if it does not count them. ``support``: for each token,
-    the ids of the tokens that top-k and top-p kept, if the request asks for them.
+    ``logprobs`` refer to the distribution that was sampled from. ``versions`` are defined as in ``Trajectory``.
+    ``num_cached``: number of tokens before the completion that the engine found in its KV cache; None if it does not count them.
+    ``support``: for each token, the ids of the tokens that top-k and top-p kept, if the request asks for them.
     """
 
     request_id: int
@@ -157,7 +144,6 @@ class Completion:
     logprobs: NDArray[np.float32]  # [N]
     versions: tuple[tuple[int, int], ...]
     finish_reason: str  # "stop" or "length"
-    trajectory: Trajectory | None = None
     num_cached: int | None = None
     support: Ragged[NDArray[np.int32]] | None = None
     # Further data from the engine, by name. A Ragged covers the N tokens. An array may also cover the tokens before them.

@@ -28,9 +28,9 @@ from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.coroutines import Background
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.source import PromptBatches
-from rlhf_mcore.environments.build import EpisodeSpec, build_episode_sampler
+from rlhf_mcore.environments.build import EpisodeSpec
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
-from rlhf_mcore.parallel.collectives import all_gather_json, world_group
+from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.parallel.shared_store import SharedProgress, StoreClaims
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.plugins import load_plugin
@@ -49,6 +49,7 @@ from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
+from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, OF_8_BITS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer, ExpectedLengths
@@ -115,7 +116,8 @@ def build_colocated(
     canary = build_canary(run, actor, batch_sampler, engine)
     if cfg.environment.function is not None:
         spec = EpisodeSpec.of(cfg, engine.rank.num_engines, ToolCallParser)
-        batch_sampler = build_episode_sampler(spec, engine, engine.rank, engine.ranks, data.decode)
+        setup = on_every_rank(lambda: spec.build() if engine.rank.is_lead else RolloutSetup())
+        batch_sampler = replace(batch_sampler, setup=setup)
     claims = StoreClaims() if cfg.rollout.order == SHARED_QUEUE else None
     progress = SharedProgress(cfg.trainer.collective_timeout_s, record.beat)
     engine.on_progress = progress.note

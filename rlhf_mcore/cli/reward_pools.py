@@ -32,7 +32,7 @@ def build_graders(cfg: Config, pools: Pools = local_pool) -> RewardFunction:
     build = partial(build_reward, cfg.reward, pools, validated=True, images=images)
     if cfg.environment.function is None:
         return build()
-    from rlhf_mcore.environments.episodes import EnvironmentReward
+    from rlhf_mcore.environments.environment import EnvironmentReward
 
     score = cfg.environment.score
     return EnvironmentReward(None if score == "environment" else build(), adds=score == "sum")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
@@ -19,11 +21,13 @@ from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import reward_and_data_problems, warnings_of
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.environments.agents.program import NO_TURN, missing_reward
-from rlhf_mcore.environments.sessions import StepResult, sessions_of
+from rlhf_mcore.environments.sessions import Session, StepResult, sessions_of
 from rlhf_mcore.readers.hub import DATA_KEYS, localize
 
-if TYPE_CHECKING:  # these modules import torch
+if TYPE_CHECKING:  # these modules import torch or aiohttp
+    from rlhf_mcore.environments.agents.endpoint import Endpoint
     from rlhf_mcore.rewards.trial import TrialReport, TrialRow
     from rlhf_mcore.types import Prompt
 
@@ -176,50 +180,57 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
     Raises:
         ConfigError: the environment cannot be loaded, its process dies repeatedly, or a call does not answer in time.
     """
-    from rlhf_mcore.environments.episodes import row_of
+    from rlhf_mcore.environments.environment import row_of
 
-    silent: Any = "" if cfg.environment.tool_parser is None else {"content": "", "tool_calls": []}
-    sessions = sessions_of(cfg.environment, 1, os.getcwd())
-    endpoint, asked = None, set[int]()
+    sessions, endpoint = sessions_of(cfg.environment, 1, os.getcwd()), None
     if cfg.environment.function in ASKING:
         from rlhf_mcore.environments.agents.endpoint import Endpoint
 
         endpoint = Endpoint(cfg.environment.agent.host)
-        sessions.wake = endpoint.wake
-    problems: dict[int, tuple[str, str]] = {}
 
-    def finish_calls(method: str) -> None:
-        while sessions.num_calls:
-            if endpoint is not None:
-                asked.update(endpoint.answer_nothing(calls_tools=cfg.environment.tool_parser is not None))
-            for key, answer in sessions.poll(None):
-                error = answer.error
-                if endpoint is not None and method == "step":
-                    error = error or _end_problem(cfg, answer, key in asked)
-                if error:
-                    problems[key] = prompts[key].prompt_id, f"in {method}: {error}"
-                if answer.timed_out:  # the other prompts may also time out, so stop here
-                    bound = "environment.timeout_s" if endpoint is None else "environment.agent.timeout_s"
-                    raise ConfigError(
-                        f"environment.function={cfg.environment.function} on {prompts[key].prompt_id}, in {method}: "
-                        f"{error}; the other prompts were not tried. Correct the environment, or raise {bound}"
-                    )
+    async def try_prompt(prompt: Prompt) -> str:
+        """Return the error of a prompt, or ""."""
+        messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+        told = {} if endpoint is None else {"messages": messages, "seed": cfg.seed}  # agents get more
+        session = sessions.open({**row_of(prompt), **told}, cfg.seed)
+        try:
+            method, answer = "reset", await session.reset()
+            if not answer.error:
+                method, answer = "step", await _try_turn(cfg, session, endpoint)
+        finally:
+            session.close()
+        error = f"in {method}: {answer.error}" if answer.error else ""
+        if answer.timed_out:  # the other prompts may also time out, so stop here
+            bound = "environment.timeout_s" if endpoint is None else "environment.agent.timeout_s"
+            raise ConfigError(
+                f"environment.function={cfg.environment.function} on {prompt.prompt_id}, {error}; the other prompts were not "
+                f"tried. Correct the environment, or raise {bound}"
+            )
+        return error
+
+    async def try_all() -> list[str]:
+        return await asyncio.gather(*map(try_prompt, prompts))
 
     try:
-        for key, prompt in enumerate(prompts):
-            messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-            told = {} if endpoint is None else {"messages": messages, "seed": cfg.seed}  # agents get more
-            sessions.open(key, {**row_of(prompt), **told}, seed=cfg.seed)
-        finish_calls("reset")
-        for key in range(len(prompts)):
-            if key not in problems:
-                if endpoint is not None:
-                    silent = {"base_url": endpoint.url, "api_key": endpoint.open(key)}
-                sessions.step(key, silent)
-        finish_calls("step")
+        errors = run(try_all())
     finally:
         sessions.close_all()
-    return [problems[key] for key in sorted(problems)]
+    return [(prompt.prompt_id, error) for prompt, error in zip(prompts, errors, strict=True) if error]
+
+
+async def _try_turn(cfg: Config, session: Session, endpoint: Endpoint | None) -> StepResult:
+    """Return the answer to an empty turn, or the end of an agent whose requests get empty turns."""
+    if endpoint is None:
+        return await session.step("" if cfg.environment.tool_parser is None else {"content": "", "tool_calls": []})
+    from rlhf_mcore.environments.agents.endpoint import SilentEpisode
+
+    episode = SilentEpisode(calls_tools=cfg.environment.tool_parser is not None)
+    api_key = endpoint.open(episode)
+    try:
+        answer = await session.step({"base_url": endpoint.url, "api_key": api_key})
+    finally:
+        endpoint.close(api_key)
+    return replace(answer, error=answer.error or _end_problem(cfg, answer, episode.was_asked))
 
 
 def _end_problem(cfg: Config, answer: StepResult, has_asked: bool) -> str:

@@ -20,28 +20,22 @@ from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.environments.containers.kinds import containers_of, options_of
 from rlhf_mcore.environments.containers.task import Task, task_of
 from rlhf_mcore.environments.control_tokens import most_characters
-from rlhf_mcore.environments.episodes import Episodes
-from rlhf_mcore.environments.generator import EpisodeGenerator, sample_episode
+from rlhf_mcore.environments.environment import EnvironmentRollout
 from rlhf_mcore.environments.sessions import sessions_of
 from rlhf_mcore.environments.turn_text import TurnText
-from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.readers.data_columns import row_limits
 from rlhf_mcore.readers.data_rows import mapping
 from rlhf_mcore.readers.model_files import sees_images
 from rlhf_mcore.sampling.policy import Limits
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
+from rlhf_mcore.sampling.rollouts import RolloutSetup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import torch.distributed as dist
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_mcore.config.schema import Config, DataConfig, EnvironmentConfig
     from rlhf_mcore.data.image_rows import ImageReader
-    from rlhf_mcore.episode_driver import EpisodeDriver
-    from rlhf_mcore.protocols import EngineRank, Generator
-    from rlhf_mcore.sampling.rollouts import Decode
 
     # (environment.tool_parser, tokenizer, tool schemas) -> function from the text of a turn to a message.
     MakeParser = Callable[[str, PreTrainedTokenizerBase, Sequence[Mapping[str, Any]]], Callable[[str], Any]]
@@ -88,26 +82,27 @@ class EpisodeSpec:
             variables={name: os.environ[name] for name in own.env if name in os.environ},
         )
 
-    def build(self) -> EpisodeDriver:
-        """Build the driver of the episodes, for an environment or for an agent."""
+    def build(self) -> RolloutSetup:
+        """Build the rollouts of an environment or of an agent."""
         own, tokenizer = self.own, load_tokenizer(self.tokenizer_dir)
         if own.function in ASKING:
             return self._agents(tokenizer)
         text = TurnText(tokenizer, self.chat_template, keep=own.rewritten_history == "keep")
-        bounds = Limits(own.max_turns, own.max_tokens, own.max_seconds)
-        rules: dict[str, Any] = {"fails": self.fails, "overlap": self.overlap, "pays": own.score != "reward"}
+        limits = Limits(own.max_turns, own.max_tokens, own.max_seconds)
+        rules: dict[str, Any] = {"fails": self.fails, "pays": own.score != "reward"}
         if own.tool_parser is not None:
             parse = self.make_parser(own.tool_parser, tokenizer, self.tools)
             rules["action_of"] = lambda _, turn: parse(text.written_text_of(turn))
         if self.make_reader is not None:
             rules["images"] = self.make_reader()
         os.environ.update(self.variables)
-        return Episodes(sessions_of(own, self.num_engines, self.folder), text, bounds, **rules)
+        sessions = sessions_of(own, self.num_engines, self.folder)
+        return RolloutSetup(EnvironmentRollout(sessions, text, **rules), limits, in_order=not self.overlap)
 
-    def _agents(self, tokenizer: PreTrainedTokenizerBase) -> EpisodeDriver:
+    def _agents(self, tokenizer: PreTrainedTokenizerBase) -> RolloutSetup:
         from rlhf_mcore.environments.agents.conversation import Conversation
-        from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
         from rlhf_mcore.environments.agents.endpoint import MAX_BYTES, Endpoint
+        from rlhf_mcore.environments.agents.episode import AgentRollout, AgentRules
 
         own, parse = self.own, None
         if (name := own.tool_parser) is not None:
@@ -123,16 +118,17 @@ class EpisodeSpec:
             from rlhf_mcore.environments.agents.images import RequestImages
 
             images = RequestImages(self.make_reader())
-        limits = Limits(own.max_turns, own.max_tokens, own.max_seconds)
-        rules = AgentRules(limits, self.max_total, self.fails, own.score != "reward", own.branches)
+        limits = Limits(own.max_turns, own.max_tokens, own.max_seconds, self.max_total)
+        rules = AgentRules(self.fails, own.score != "reward", own.branches)
         os.environ.update(self.variables)
         sessions = sessions_of(own, self.num_engines, self.folder)
         # JSON uses up to 6 bytes per character. Images are data URLs, so their size does not depend on the context length.
         max_bytes = MAX_BYTES if images is not None else min(6 * most_characters(self.max_total), MAX_BYTES)
         endpoint = Endpoint(own.agent.host, max_bytes)
-        episodes = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, parse, images), rules)
-        weakref.finalize(episodes, endpoint.close_all)
-        return episodes
+        rollout = AgentRollout(sessions, endpoint, Conversation(tokenizer, parse, images), rules)
+        weakref.finalize(rollout, endpoint.close_all)
+        # Turns start when agents request them, so their order depends on timing anyway.
+        return RolloutSetup(rollout, limits, in_order=False, moves_turns=True)
 
 
 def _reader_of(run: Path, model_dir: str, data: DataConfig) -> Callable[[], ImageReader] | None:
@@ -143,22 +139,6 @@ def _reader_of(run: Path, model_dir: str, data: DataConfig) -> Callable[[], Imag
     from rlhf_mcore.data.images import ImageStore
 
     return partial(ImageReader, ImageStore.of(run, model_dir, data.image_pixels), model_dir, data, (0, 1))
-
-
-def build_episode_sampler(
-    spec: EpisodeSpec, generator: Generator, engine: EngineRank, ranks: dist.ProcessGroup | None, decode: Decode
-) -> BatchSampler:
-    """Build the sampler that runs episodes on this rank's engine. Collective over the world.
-
-    ``ranks`` is the process group of the engine's ranks; None if the engine has one rank.
-    """
-    episodes = on_every_rank(lambda: spec.build() if engine.is_lead else None)
-
-    def play(around: Generator) -> Generator:
-        assert episodes is not None, "called on the lead"
-        return EpisodeGenerator(around, episodes)
-
-    return BatchSampler(generator, engine, decode, sample_episode, ranks, play)
 
 
 def warm_containers(cfg: EnvironmentConfig, data: DataConfig) -> None:

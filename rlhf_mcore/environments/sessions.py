@@ -1,22 +1,21 @@
-"""Environments in worker processes. Each session belongs to one process, and moves to another if that process is lost.
-
-There is no background thread. Answers and lost processes are handled in ``poll``.
-"""
+"""Environments in worker processes. Each session belongs to one process, and moves to another if that process is lost."""
 
 from __future__ import annotations
 
-import math
+import asyncio
 import os
 import select
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.choices import AGENT, ASKING
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.environments.worker import KEY
 from rlhf_mcore.own_processes import MAX_STARTS, START_TIMEOUT_S, ProcessLost, WorkerProcess, encode, loading_problem
 from rlhf_mcore.redaction import redact
@@ -57,18 +56,40 @@ class _Host:
     sessions: set[int] = field(default_factory=set)  # assigned to this process, whether opened there yet or not
 
 
-@dataclass(slots=True)
-class _Session:
+@dataclass(slots=True, eq=False)
+class Session:
+    """A session of an environment. It has one call at a time. ``close`` must end it."""
+
+    sessions: Sessions
+    number: int
     row: Mapping[str, Any]
     seed: int
     actions: list[Any] = field(default_factory=list)
     host: _Host | None = None
     is_there: bool = False  # the session is open in the host's process
     tries: int = 0  # failed tries of the current call
+    answer: asyncio.Future[StepResult] | None = None  # answer to the current call
+
+    async def reset(self) -> StepResult:
+        """Return the first observation.
+
+        Raises:
+            ConfigError: the class cannot be loaded, or too many calls in a row got no answer.
+        """
+        return await self.sessions.call(self)
+
+    async def step(self, action: Any) -> StepResult:
+        """Return the result of an action. Raises the errors of ``reset``."""
+        self.actions.append(action)
+        return await self.sessions.call(self)
+
+    def close(self) -> None:
+        """Close the session. If it waits for an answer, the answer is dropped."""
+        self.sessions.close(self)
 
 
 class Sessions:
-    """Sessions of one environment class. The caller chooses the key of each session.
+    """Sessions of one environment class. Only one event loop at a time may use them.
 
     Args:
         spec: ``environment.function``: a class in a file, or the name of a built-in class.
@@ -88,90 +109,67 @@ class Sessions:
         self._order = encode(order)
         self._limits = limits
         self._hosts: list[_Host] = []
-        self._sessions: dict[int, _Session] = {}
-        self._answers: list[tuple[int, StepResult]] = []
+        self._sessions: dict[int, Session] = {}
+        self._numbers = count()
         self._lost_in_a_row = 0
         self._killed_starts = 0  # consecutive processes that were killed while they loaded the class
-        self._num_calls = 0
+        self._loading: asyncio.Future[None] | None = None  # resolved when a process has loaded the class
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watched: dict[int, int] = {}  # descriptors that the loop watches, with their events
+        self._timer: asyncio.TimerHandle | None = None  # at the next deadline
         self.bound = f"environment.timeout_s={limits.timeout_s:g} s"
-        self.wake: int | None = None  # a file descriptor; poll stops waiting when it is readable
         self.close_all = weakref.finalize(self, _stop, self._hosts, os.getpid())
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Start a process and load the class, to find errors early.
 
         Raises:
             ConfigError: the class cannot be loaded.
         """
-        while not any(host.ready for host in self._hosts):
+        if not any(host.ready for host in self._hosts):
+            self._loading = asyncio.get_running_loop().create_future()
             if not self._hosts:
                 self._start()
-            self._round(None)
+            self._watch()
+            await self._loading
 
-    @property
-    def num_calls(self) -> int:
-        """Return the number of calls whose answer ``poll`` has not returned yet."""
-        return self._num_calls
+    def open(self, row: Mapping[str, Any], seed: int) -> Session:
+        """Open a session of the row."""
+        session = Session(self, next(self._numbers), row, seed)
+        self._sessions[session.number] = session
+        return session
 
-    def open(self, key: int, row: Mapping[str, Any], seed: int) -> None:
-        """Start the reset of a new session. ``poll`` returns the first observation."""
-        assert key not in self._sessions, key
-        self._sessions[key] = _Session(row, seed)
-        self._call(key)
+    async def call(self, session: Session) -> StepResult:
+        """Run the reset or the last action of a session. Called by the session."""
+        session.tries = 0
+        session.answer = asyncio.get_running_loop().create_future()
+        self._handle_events([self._queue(session)])
+        return await session.answer
 
-    def step(self, key: int, action: Any) -> None:
-        """Start a step of a session. ``poll`` returns the result."""
-        self._sessions[key].actions.append(action)
-        self._call(key)
-
-    def close(self, key: int) -> None:
-        """Close a session. If it waits for an answer, the answer is dropped."""
-        session = self._sessions.pop(key, None)
-        if session is None:
-            return
-        self._num_calls -= any(key == answered for answered, _ in self._answers)
-        self._answers = [(answered, answer) for answered, answer in self._answers if answered != key]
+    def close(self, session: Session) -> None:
+        """Close a session. Called by the session."""
+        self._sessions.pop(session.number, None)
         if (host := session.host) is not None:
-            host.sessions.discard(key)
-            if key in host.waiting:
-                host.waiting.remove(key)
-                self._num_calls -= 1
-            elif key in host.calls:  # stays in host.calls until the worker answers or the deadline passes
-                self._num_calls -= 1
+            session.host = None
+            host.sessions.discard(session.number)
+            if session.number in host.waiting:
+                host.waiting.remove(session.number)
+            # A call in progress stays in host.calls until the worker answers or the deadline passes.
             if session.is_there:
-                host.process.send(encode({"close": key}))
-
-    def poll(self, timeout_s: float | None) -> list[tuple[int, StepResult]]:
-        """Return the received answers, with the keys of their sessions.
-
-        If calls are in flight, waits for an answer, but at most ``timeout_s`` (None: no limit).
-
-        Raises:
-            ConfigError: the class cannot be loaded, or too many calls in a row get no answer.
-        """
-        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            self._give_out()
-            is_woken = bool(self._hosts and not self._answers) and self._round(end)
-            if self._answers or is_woken or not self._num_calls or time.monotonic() >= end:
-                break
-        answers, self._answers = self._answers, []
-        self._num_calls -= len(answers)
-        return answers
+                host.process.send(encode({"close": session.number}))
+                self._handle_events([host])
 
     # ------------------------------------------------------------------------------------------------------- processes
-    def _call(self, key: int, again: bool = False) -> None:
-        session = self._sessions[key]
-        if not again:
-            session.tries = 0
-            self._num_calls += 1
+    def _queue(self, session: Session) -> _Host:
+        """Queue the current call of a session, in the session's process or in a new one. Returns the process."""
         if session.host is None:
             host = min(self._hosts, key=lambda host: len(host.sessions), default=None)
             if host is None or (host.sessions and len(self._hosts) < self._limits.workers):
                 host = self._start()
             session.host, session.is_there = host, False
-            host.sessions.add(key)
-        session.host.waiting.append(key)
+            host.sessions.add(session.number)
+        session.host.waiting.append(session.number)
+        return session.host
 
     def _start(self) -> _Host:
         host = _Host(WorkerProcess(self._order, self._limits.env, PROGRAM), time.monotonic() + START_TIMEOUT_S)
@@ -201,46 +199,85 @@ class Sessions:
         session = self._sessions.get(key)
         return session is not None and session.tries > self._limits.retries
 
-    def _round(self, end: float | None) -> bool:
-        """Wait for an event, at most until ``end``, and handle it. Returns whether ``wake`` is readable."""
-        poll = select.poll()
-        deadlines = [math.inf if end is None else end]
+    def _handle_events(self, hosts: Sequence[_Host] | None = None) -> None:
+        """Send calls to these processes, take answers, and repeat the calls of lost processes. None: all processes.
+
+        The event loop calls it at each event.
+        """
+        try:
+            self._give_out()
+            for host in list(self._hosts if hosts is None else hosts):
+                self._exchange(host)
+            self._give_out()
+        except Exception as error:
+            waiting = [session.answer for session in self._sessions.values()]
+            for future in (self._loading, *waiting):
+                if future is not None and not future.done():
+                    future.set_exception(error)
+        self._watch()
+
+    def _exchange(self, host: _Host) -> None:
+        """Send and receive without waiting. Answers are taken before deadlines are checked, because this thread may be late."""
+        ending = host.process.ending()
+        try:
+            messages = host.process.exchange()
+        except ProcessLost as lost:
+            self._lose(host, lost.cause, list(host.calls))
+            return
+        for message in messages:
+            self._take(host, message)
+        now = time.monotonic()
+        if host not in self._hosts:
+            return
+        if ending is not None:
+            self._lose(host, ending, list(host.calls))
+        elif not host.ready and now >= host.deadline:
+            self._lose(host, f"took longer than {START_TIMEOUT_S:g} s", [])
+        elif late := [number for number, deadline in host.calls.items() if now >= deadline]:
+            self._lose(host, f"gave no answer within {self.bound}", late, timed_out=True)
+
+    def _watch(self) -> None:
+        """Let the event loop call ``_handle_events`` when a process can be read or written, and at the next deadline."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._watched, self._timer = loop, {}, None
         for host in self._hosts:
-            for descriptor, wanted in host.process.interests():
-                poll.register(descriptor, wanted)
-            deadlines += host.calls.values() if host.ready else [host.deadline]
-        if self.wake is not None:
-            poll.register(self.wake, select.POLLIN)
-        events = poll.poll(max(0, math.ceil(1000 * min(min(deadlines) - time.monotonic(), 60.0))))
-        for host in list(self._hosts):
-            ending = host.process.ending()
-            try:
-                messages = host.process.exchange()
-            except ProcessLost as lost:
-                self._lose(host, lost.cause, list(host.calls))
-                continue
-            for message in messages:
-                self._take(host, message)
-            now = time.monotonic()
-            if host not in self._hosts:
-                continue
-            if ending is not None:
-                self._lose(host, ending, list(host.calls))
-            elif not host.ready and now >= host.deadline:
-                self._lose(host, f"took longer than {START_TIMEOUT_S:g} s", [])
-            elif late := [key for key, deadline in host.calls.items() if now >= deadline]:
-                cause = f"gave no answer within {self.bound}"
-                self._lose(host, cause, late, timed_out=True)
-        return any(descriptor == self.wake for descriptor, _ in events)
+            for descriptor, events in host.process.interests():
+                if self._watched.get(descriptor) == events:
+                    continue
+                loop.add_reader(descriptor, self._handle_events)
+                if events & select.POLLOUT:
+                    loop.add_writer(descriptor, self._handle_events)
+                else:
+                    loop.remove_writer(descriptor)
+                self._watched[descriptor] = events
+        if self._timer is not None:
+            self._timer.cancel()
+        deadlines = [at for host in self._hosts for at in (host.calls.values() if host.ready else [host.deadline])]
+        self._timer = loop.call_at(min(deadlines), self._handle_events) if deadlines else None
+
+    def _end(self, host: _Host) -> None:
+        """Stop a process."""
+        self._hosts.remove(host)
+        for descriptor, _ in host.process.interests():
+            if (
+                self._watched.pop(descriptor, None) is not None
+                and self._loop is not None
+                and not self._loop.is_closed()
+            ):
+                self._loop.remove_reader(descriptor)
+                self._loop.remove_writer(descriptor)
+        host.process.stop()
 
     def _take(self, host: _Host, message: dict[str, Any]) -> None:
         if "problem" in message:
-            self._hosts.remove(host)
-            host.process.stop()
+            self._end(host)
             raise ConfigError(message["problem"])
         if "ready" in message:
             self._killed_starts = 0
             host.ready, host.capacity = True, MAX_CONCURRENT if message["concurrent"] else 1
+            if self._loading is not None and not self._loading.done():
+                self._loading.set_result(None)
         elif "lost" in message:
             cause = f"{message['lost']} (environment.memory_gib={self._limits.memory_gib:g})"
             self._lose(host, cause, [message["session"]])
@@ -248,9 +285,10 @@ class Sessions:
             self._lost_in_a_row = 0
             self._answer(message.pop("session"), StepResult(**message))
 
-    def _answer(self, key: int, answer: StepResult) -> None:
-        if key in self._sessions:  # not closed in the meantime
-            self._answers.append((key, answer))
+    def _answer(self, number: int, answer: StepResult) -> None:
+        session = self._sessions.get(number)  # None: it was closed in the meantime
+        if session is not None and session.answer is not None and not session.answer.done():
+            session.answer.set_result(answer)
 
     def _lose(self, host: _Host, cause: str, guilty: list[int], timed_out: bool = False) -> None:
         """Stop a lost process, and repeat its calls in other processes.
@@ -259,14 +297,15 @@ class Sessions:
         the calls passed their deadlines (``timed_out``), each is repeated ``limits.retries`` times at most and then gets an error.
         If several calls may be the cause, each is repeated alone after that (``_is_suspect``).
         """
-        self._hosts.remove(host)
         was_killed = host.process.was_killed
-        host.process.stop()
+        self._end(host)
         tail = f"; it last printed: {host.process.tail.strip()!r}" if host.process.tail.strip() else ""
         if not host.ready:
             self._killed_starts += was_killed
             if not was_killed or self._killed_starts >= MAX_STARTS:
                 raise ConfigError(loading_problem(self.name, f"{cause} while it was loaded{tail}", was_killed))
+            if self._loading is not None and not self._loading.done():
+                self._start()
         pending = [key for key in (*host.calls, *host.waiting) if key in self._sessions]
         for key in host.sessions:
             self._sessions[key].host = None
@@ -274,7 +313,7 @@ class Sessions:
             session = self._sessions[key]
             session.tries += key in guilty
             if session.tries <= self._limits.retries or key not in guilty or (len(guilty) > 1 and not timed_out):
-                self._call(key, again=True)
+                self._queue(session)
                 continue
             self._lost_in_a_row += 1
             self._answer(key, StepResult(error=cause + tail, timed_out=timed_out))
@@ -327,6 +366,6 @@ def check_loads(own: EnvironmentConfig) -> None:
     """
     sessions = sessions_of(own, 1, os.getcwd())
     try:
-        sessions.check()
+        run(sessions.check())
     finally:
         sessions.close_all()

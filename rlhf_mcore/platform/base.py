@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 # Model dtypes by their names in a configuration.
@@ -174,3 +176,16 @@ class ModuleView(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_original"], name)
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Restore the random number generators of Python, NumPy and torch (CPU and current GPU) at the end of the block."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -139,7 +138,7 @@ class InFlight:
 
 
 class Engine(VersionedWeights, ABC):
-    """The engine on one rank: a Generator, a WeightTarget and a Sleeper. It is an engine itself, or the client of a server.
+    """The engine on one rank: a StepwiseEngine, a WeightTarget and a Sleeper. It is an engine itself, or the client of a server.
 
     An engine starts without weights, and generates only after all weights are loaded. Weights may be replaced while requests are in
     flight; later tokens are then sampled from the new weights. A completion stores the version of each token.
@@ -174,6 +173,8 @@ class Engine(VersionedWeights, ABC):
             RuntimeError: the weights are not usable, or a rank of the engine sampled other tokens than the first rank.
             ValueError: a prompt is empty, or fills ``max_model_len``, or a request id is in flight.
         """
+        from rlhf_mcore.platform.base import preserved_rng
+
         self.submit(requests)
         order = {request.request_id: place for place, request in enumerate(requests)}
         try:
@@ -188,7 +189,7 @@ class Engine(VersionedWeights, ABC):
         return sorted(mine, key=lambda completion: order[completion.request_id]) if self.rank.is_lead else []
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start to sample responses; ``step`` and ``collect`` continue.
+        """Start to sample responses; ``step`` continues.
 
         Raises:
             RuntimeError, ValueError: as ``generate``.
@@ -202,26 +203,6 @@ class Engine(VersionedWeights, ABC):
             ids.add(request.request_id)
         for request, handle in zip(requests, self._begin(requests, limits), strict=True) if requests else ():
             self._in_flight[request.request_id] = InFlight(request, [(0, self.policy_version)], handle)
-
-    def collect(self, timeout_s: float) -> list[Completion]:
-        """Return the completions since the last call; [] on ranks that do not lead.
-
-        Runs steps until a response finishes, or ``timeout_s`` passes, at least one step. An engine with several ranks ignores
-        ``timeout_s``, because all its ranks must run the same number of steps.
-
-        Raises:
-            RuntimeError: a rank of the engine sampled other tokens than the first rank.
-        """
-        deadline = time.monotonic() + timeout_s
-        with preserved_rng():
-            while self._in_flight and not self._finished:
-                self._finished = self.step()
-                if self.num_ranks == 1 and time.monotonic() >= deadline:
-                    break
-        finished, self._finished = self._finished, []
-        if finished and not self._in_flight:
-            self.compare_ranks()
-        return finished if self.rank.is_lead else []
 
     def compare_ranks(self) -> None:
         """Check that the engine's ranks sampled the same tokens since the last call. All ranks of the engine call it together.
@@ -333,7 +314,7 @@ class Engine(VersionedWeights, ABC):
         """Return the name of the backend for each part of the engine; {} if the engine does not report them."""
         return {}
 
-    def drawn(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
+    def sampled_tokens(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
         """Return the tokens sampled so far for the requests in flight; {} if the engine does not report them."""
         return {}
 
@@ -546,19 +527,3 @@ class ExpectedTensors:
 
 
 DEBUG_VARIABLE = "RLHF_MCORE_DEBUG"  # if set, logs of libraries are not suppressed
-
-
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Restore the random number generators of Python, NumPy and torch (CPU and current GPU) at the end of the block."""
-    import numpy as np
-    import torch
-
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

@@ -29,9 +29,9 @@ def check_completion(request: Request, completion: Completion) -> None:
     wrong = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > MAX_LOGPROB))
     if len(wrong):
         raise RuntimeError(f"the engine returned logprob {logprobs[wrong[0]]} at token {wrong[0]} of {where}")
-    if request.sampling.records_support and completion.trajectory is None:
+    if request.sampling.records_support:
         _check_support(completion, where)
-    if request.sampling.records_routes and completion.trajectory is None:
+    if request.sampling.records_routes:
         routes = completion.fields.get(ROUTES)
         if not isinstance(routes, np.ndarray) or not routes[-len(tokens) :].all():
             raise RuntimeError(f"the engine did not record the experts that all tokens of {where} went to")

@@ -1,23 +1,32 @@
-"""Run rollouts as coroutines on an engine. The engine runs a pass when all coroutines wait for it."""
+"""Run rollouts as coroutines on an engine, and the passes of the engine between them."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_mcore.config.errors import shortened
 from rlhf_mcore.coroutines import cancel_all
+from rlhf_mcore.sampling import followers
 from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory, check_completion
+from rlhf_mcore.sampling.followers import EnginePass
 
 if TYPE_CHECKING:
-    from rlhf_mcore.protocols import Generator
+    from rlhf_mcore.protocols import StepwiseEngine
     from rlhf_mcore.types import Completion, Request
 
 T = TypeVar("T")
+# Receives the tokens of a response that the engine has sampled so far.
+OnTokens = Callable[["Sequence[int]"], None]
+RunPass = Callable[[EnginePass], "Sequence[Completion]"]
+
+_TOKENS_S = 0.05  # minimum interval between two reports of sampled tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -31,33 +40,70 @@ class _Worker:
 _CURRENT: ContextVar[_Worker] = ContextVar("worker")
 
 
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request without a completion. ``num_cached``: number of its tokens that this engine has probably cached."""
+
+    request: Request
+    future: asyncio.Future[Completion]
+    worker: _Worker
+    on_tokens: OnTokens | None
+    num_cached: int
+
+
 class EngineLoop:
     """Runs coroutines on the lead rank of an engine, and the engine's passes between them.
 
-    In a pass the engine samples until a response has finished. It runs no pass while a coroutine is busy. Therefore all requests
-    that coroutines make between two passes start in one pass, in the order of the coroutines. The runtime of the coroutines does
-    not matter. The bits of responses depend on this order, because kernels round differently for other batches.
+    In order, the engine runs no pass while a coroutine is busy. Therefore all requests that coroutines make between two passes start
+    in one pass, in the order of the coroutines. The runtime of the coroutines does not matter. The bits of responses depend on this
+    order, because kernels round differently for other batches. Out of order, the engine runs a pass if there is any request.
 
     Args:
-        engine: the engine of this rank, without other users during the run. An engine of several ranks is a
-            :class:`rlhf_mcore.sampling.followers.LedEngine`.
+        engine: the engine of this rank, without other users during the run.
+        run_pass: runs a pass on all ranks of the engine, and returns the completions. None: the engine has one rank.
+        in_order: whether the engine waits for busy coroutines.
+        until_finished: whether a pass ends when a response has finished, instead of after one step. Nothing can interrupt it.
+        slots: maximum number of requests in the engine. Further requests are held back. None: no limit.
     """
 
-    def __init__(self, engine: Generator) -> None:
-        self._engine = engine
-        self._open: dict[int, tuple[Request, asyncio.Future[Completion], _Worker]] = {}
-        self._due: list[tuple[int, Request]] = []  # to be submitted in the next pass, with the numbers of their workers
+    def __init__(
+        self,
+        engine: StepwiseEngine,
+        run_pass: RunPass | None = None,
+        *,
+        in_order: bool = True,
+        until_finished: bool = False,
+        slots: int | None = None,
+    ) -> None:
+        self._engine, self._slots = engine, slots
+        self._run_pass: RunPass = run_pass or partial(followers.run_pass, engine, None)
+        self._in_order, self._until_finished = in_order, until_finished
+        self._numbers = count()  # request ids
+        self._due: dict[int, _Open] = {}  # to be submitted in the next pass, if there are free slots
+        self._running: dict[int, _Open] = {}
+        self._moved: dict[int, _Open] = {}  # sampled by another engine
         self._cancelled: list[int] = []  # to be cancelled in the next pass
-        self._answered: dict[int, str] = {}  # names of requests
+        self._forgets = self._pauses = False
         self._pass_waits: list[tuple[asyncio.Future[None], _Worker]] = []
-        self._num_begun = self._num_busy = 0
+        self._num_begun = self._num_live = self._num_busy = 0
         self._changed = asyncio.Event()
+        self._next_tokens = 0.0  # time of the next report of sampled tokens
 
     @property
     def num_in_flight(self) -> int:
         """Number of requests without a completion."""
-        return len(self._open)
+        return len(self._due) + len(self._running) + len(self._moved)
 
+    @property
+    def num_held(self) -> int:
+        """Number of requests that wait for a free slot."""
+        return max(len(self._due) - self._num_free, 0)
+
+    @property
+    def _num_free(self) -> int:
+        return len(self._due) if self._slots is None else max(self._slots - len(self._running), 0)
+
+    # ------------------------------------------------------------------------------------------ passes
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine and the passes that it waits for. Returns the result of the coroutine.
 
@@ -65,24 +111,104 @@ class EngineLoop:
             LostTrajectory: the engine answers a request twice or never, or answers a request that was not made.
             RuntimeError: a response is not valid for training.
         """
-        task = self.begin(coroutine)
+        task, passes = self.begin(coroutine), asyncio.ensure_future(self.serve())
         try:
-            while not task.done():
-                if self._num_busy:
-                    self._changed.clear()
-                    await self._changed.wait()
-                else:
-                    self._make_pass()
+            await asyncio.wait([task, passes], return_when=asyncio.FIRST_COMPLETED)
+            if passes.done():
+                passes.result()
             return task.result()
         finally:
-            await cancel_all([task])
-            if self._cancelled:
-                self._engine.cancel(self._cancelled)
+            has_failed = passes.done()
+            await cancel_all([task, passes])
+            if not has_failed:
+                self._make_pass(pauses=True)
 
+    async def serve(self) -> None:
+        """Run passes until ``pause``.
+
+        Raises:
+            LostTrajectory: same conditions as in ``run``.
+        """
+        while not self._pauses:
+            if self._can_pass:
+                self._make_pass()
+                await asyncio.sleep(0)  # coroutines with a completion continue
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+        self._pauses = False
+        self._make_pass(pauses=True)
+
+    def pause(self) -> None:
+        """End ``serve`` on all ranks of the engine before the next pass. Requests stay in the engine."""
+        self._pauses = True
+        self._changed.set()
+
+    def forget_prefixes(self) -> None:
+        """Forget cached prefixes before the next pass. No request may be in flight."""
+        self._forgets = True
+
+    @property
+    def _can_pass(self) -> bool:
+        if self._in_order and self._num_busy:
+            return False
+        return bool(self._running or self._cancelled or (self._due and self._num_free))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are coroutines, but no pass is possible until one of them continues."""
+        return self._num_live > 0 and not self._can_pass
+
+    def _make_pass(self, pauses: bool = False) -> None:
+        due = [] if pauses else list(self._due)
+        if self._in_order:
+            due.sort(key=lambda number: self._due[number].worker.number)
+        due = due[: self._num_free]
+        self._running |= {number: self._due.pop(number) for number in due}
+        requests = [self._running[number].request for number in due]
+        made = EnginePass(self._cancelled, requests, self._forgets, self._until_finished, pauses)
+        self._cancelled, self._forgets = [], False
+        are_valid = [self._take(completion) for completion in self._run_pass(made)]
+        if self._running and not self._engine.num_in_flight and all(are_valid):
+            missing = [each.request.name for each in self._running.values()]
+            raise LostTrajectory(f"the engine returned no completion for {shortened(missing)}. {REMEDY}")
+        waits, self._pass_waits = self._pass_waits, []
+        for future, worker in waits:
+            self._resolve(future, None, worker)
+        self._report_tokens()
+
+    def _take(self, completion: Completion) -> bool:
+        """Resolve a request. Returns whether the completion is valid for training."""
+        number = completion.request_id
+        if number not in self._running:
+            raise LostTrajectory(
+                f"the engine answered request {number}, which was not made or had its answer. {REMEDY}"
+            )
+        each = self._running.pop(number)
+        try:
+            check_completion(each.request, completion)
+        except RuntimeError as error:
+            self._resolve(each.future, error, each.worker)
+            return False
+        self._resolve(each.future, completion, each.worker)
+        return True
+
+    def _report_tokens(self) -> None:
+        """Report sampled tokens of the requests with ``on_tokens``. This uses at most a tenth of the time."""
+        wanted = {number: each.on_tokens for number, each in self._running.items() if each.on_tokens is not None}
+        if not wanted or (began := time.monotonic()) < self._next_tokens:
+            return
+        for number, tokens in self._engine.sampled_tokens(wanted.keys()).items():
+            wanted[number](tokens)
+        now = time.monotonic()
+        self._next_tokens = now + max(_TOKENS_S, 10 * (now - began))
+
+    # ------------------------------------------------------------------------------------------ coroutines
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a coroutine that may call ``sample``. ``join`` waits for its task."""
         worker = _Worker(self._num_begun)
         self._num_begun += 1
+        self._num_live += 1
         self._num_busy += 1
 
         async def work() -> T:
@@ -91,6 +217,7 @@ class EngineLoop:
 
         def end_worker(_: asyncio.Task[T]) -> None:
             coroutine.close()  # in case it was cancelled before it started
+            self._num_live -= 1
             self._num_busy -= 1
             self._changed.set()
 
@@ -108,7 +235,7 @@ class EngineLoop:
                 def count_down(task: asyncio.Task[T]) -> None:
                     nonlocal left
                     left -= 1
-                    if (not left or task.cancelled() or task.exception() is not None) and not joined.done():
+                    if not left or task.cancelled() or task.exception() is not None:
                         self._resolve(joined, None, worker)
 
                 for task in waiting:
@@ -119,20 +246,27 @@ class EngineLoop:
         finally:
             await cancel_all(tasks)
 
-    async def sample(self, request: Request) -> Completion:
-        """Return the engine's completion of a request. If the caller is cancelled, the next pass cancels the request."""
+    async def sample(self, request: Request, on_tokens: OnTokens | None = None, num_cached: int = 0) -> Completion:
+        """Return the engine's completion of a request. If the caller is cancelled, the next pass cancels the request.
+
+        The request gets an id of this loop. ``on_tokens`` receives the tokens so far, several times a second. ``num_cached``: number
+        of tokens before the response that this engine has probably cached. Requests with few are moved to other engines first.
+
+        Raises:
+            RuntimeError: the response is not valid for training.
+        """
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        worker = _CURRENT.get()
-        self._open[request.request_id] = request, future, worker
-        self._due.append((worker.number, request))
+        number, worker = next(self._numbers), _CURRENT.get()
+        self._due[number] = _Open(replace(request, request_id=number), future, worker, on_tokens, num_cached)
+        self._changed.set()
         try:
             return await self._wait(future, worker)
         except asyncio.CancelledError:
-            if self._open.pop(request.request_id, None) is not None:
-                still_due = [due for due in self._due if due[1] is not request]
-                if len(still_due) == len(self._due):
-                    self._cancelled.append(request.request_id)
-                self._due = still_due
+            if self._running.pop(number, None) is not None:
+                self._cancelled.append(number)
+                self._changed.set()
+            self._due.pop(number, None)
+            self._moved.pop(number, None)
             raise
 
     async def next_pass(self) -> None:
@@ -142,38 +276,20 @@ class EngineLoop:
         self._pass_waits.append((future, worker))
         await self._wait(future, worker)
 
-    def _make_pass(self) -> None:
-        assert self._open, "coroutines wait for what no pass will bring"
-        due, self._due = sorted(self._due, key=lambda due: due[0]), []
-        cancelled, self._cancelled = self._cancelled, []
-        if cancelled:
-            self._engine.cancel(cancelled)
-        if due:
-            self._engine.submit([request for _, request in due])
-        for completion in self._engine.collect(math.inf) if self._engine.num_in_flight else ():
-            self._take(completion)
-        if self._open and not self._engine.num_in_flight:
-            missing = [f"none for {request.name}" for request, *_ in self._open.values()]
-            raise LostTrajectory(
-                f"the engine returned {len(self._answered)} completions for {len(self._answered) + len(missing)} requests: "
-                f"{shortened(missing)}. {REMEDY}"
-            )
-        waits, self._pass_waits = self._pass_waits, []
-        for future, worker in waits:
-            if not future.done():
-                self._resolve(future, None, worker)
+    # ------------------------------------------------------------------------------------------ other engines
+    def move_held(self, most: int) -> list[Request]:
+        """Return at most ``most`` held requests, which another engine shall sample. ``resolve`` receives their completions."""
+        held = list(self._due)[self._num_free :]
+        moved = sorted(held, key=lambda number: self._due[number].num_cached)[:most]
+        self._moved |= {number: self._due.pop(number) for number in moved}
+        return [self._moved[number].request for number in moved]
 
-    def _take(self, completion: Completion) -> None:
-        number = completion.request_id
-        if number not in self._open:
-            if number in self._answered:
-                raise LostTrajectory(f"the engine returned 2 completions for {self._answered[number]}. {REMEDY}")
-            raise LostTrajectory(f"the engine answered request {number}, which was not made. {REMEDY}")
-        request, future, worker = self._open.pop(number)
-        check_completion(request, completion)
-        self._answered[number] = request.name
-        self._resolve(future, completion, worker)
+    def resolve(self, number: int, completion: Completion) -> None:
+        """Receive the completion of a moved request. It is dropped if nobody waits for it."""
+        if (each := self._moved.pop(number, None)) is not None:
+            self._resolve(each.future, completion, each.worker)
 
+    # ------------------------------------------------------------------------------------------ waiting
     async def _wait(self, future: asyncio.Future[T], worker: _Worker) -> T:
         """Wait for a future that ``_resolve`` resolves. The worker is not busy during the wait."""
         worker.num_waits += 1
@@ -187,9 +303,14 @@ class EngineLoop:
                 self._wake(worker)
             raise
 
-    def _resolve(self, future: asyncio.Future[T], value: T, worker: _Worker) -> None:
-        """Resolve a future. Its worker is busy immediately, before its task continues."""
-        future.set_result(value)
+    def _resolve(self, future: asyncio.Future[T], result: T | Exception, worker: _Worker) -> None:
+        """Resolve a future, unless its task was cancelled. The worker is busy immediately, before its task continues."""
+        if future.done():
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
         self._wake(worker)
 
     def _wake(self, worker: _Worker) -> None:

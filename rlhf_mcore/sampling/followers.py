@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,35 +15,47 @@ from rlhf_mcore.types import Completion, Request, Sampling
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from rlhf_mcore.protocols import Generator
+    from rlhf_mcore.protocols import StepwiseEngine
 
 _SIZE_BYTES = 8  # length of the size field at the start of a message
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePass:
-    """The work of all ranks of an engine before a step: they cancel requests and submit new requests.
+    """The work of all ranks of an engine: they cancel and submit requests, and then run one step.
 
-    A disaggregated engine can also forget cached prefixes (``forgets``), pause after this work (``pauses``), or wait for environments
-    instead of a step (``waits``).
+    ``forgets``: forget cached prefixes before the new requests. ``until_finished``: run steps until a response has finished.
+    ``pauses``: run no step; the ranks compare their tokens and stop to follow.
     """
 
     cancelled: Sequence[int] = ()
     requests: Sequence[Request] = ()
     forgets: bool = False
+    until_finished: bool = False
     pauses: bool = False
-    waits: bool = False
 
-    def apply(self, engine: Generator) -> None:
-        """Cancel and submit the requests. All ranks of an engine must call it together, and then run the same steps."""
+    def begin(self, engine: StepwiseEngine) -> None:
+        """Cancel and submit the requests."""
         if self.cancelled:
             engine.cancel(self.cancelled)
+        if self.forgets:
+            engine.forget_prefixes()
         if self.requests:
             engine.submit(self.requests)
 
+    def step(self, engine: StepwiseEngine) -> list[Completion]:
+        """Run the steps and return the completions. All ranks run equally many steps."""
+        if self.pauses:
+            engine.compare_ranks()
+            return []
+        finished = list(engine.step()) if engine.num_in_flight else []
+        while self.until_finished and engine.num_in_flight and not finished:
+            finished = list(engine.step())
+        return finished
+
     def encode(self) -> bytes:
-        """Return the message for the other ranks, or b"" if there is nothing to do. Prompt tokens are sent once for all samples."""
-        flags = [self.forgets, self.pauses, self.waits]
+        """Return the message for the other ranks, or b"" for a step without changes. Prompt tokens are sent once for all samples."""
+        flags = [self.forgets, self.until_finished, self.pauses]
         if not self.cancelled and not self.requests and not any(flags):
             return b""
         samplings, prompts, tokens = dict[tuple[Any, ...], int](), dict[int, int](), [np.zeros(0, np.int32)]
@@ -76,68 +87,24 @@ class EnginePass:
         ]
         return cls(cancelled, requests, *flags)
 
-
-class LedEngine:
-    """An engine of several ranks, on its lead rank. The other ranks run ``follow`` until ``release``."""
-
-    def __init__(self, engine: Generator, ranks: dist.ProcessGroup) -> None:
-        self._engine, self._ranks = engine, ranks
-        self._next = EnginePass()
-        self._has_failed = False
-
-    @property
-    def num_in_flight(self) -> int:
-        """See :class:`rlhf_mcore.protocols.Generator`."""
-        return self._engine.num_in_flight + len(self._next.requests)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Submit requests in the next pass."""
-        self._next = replace(self._next, requests=[*self._next.requests, *requests])
-
-    def cancel(self, request_ids: Collection[int]) -> None:
-        """Cancel requests in the next pass."""
-        kept = [request for request in self._next.requests if request.request_id not in request_ids]
-        self._next = EnginePass([*self._next.cancelled, *request_ids], kept)
-
-    def collect(self, timeout_s: float) -> Sequence[Completion]:
-        """Run a pass on all ranks. ``timeout_s`` is ignored, because all ranks must run the same steps."""
-        made, self._next = self._next, EnginePass()
-        # Reset on success. After a failure, the other ranks have failed too and no longer follow.
-        self._has_failed = True
-        broadcast_bytes(made.encode(), 0, self._ranks)
-        completions = _sample(self._engine, made)
-        self._has_failed = False
-        return completions
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See :class:`rlhf_mcore.protocols.Generator`."""
-        self.submit(requests)
-        completions: list[Completion] = []
-        while self.num_in_flight:
-            completions += self.collect(math.inf)
-        return completions
-
-    def drawn(self, request_ids: Collection[int]) -> Mapping[int, Sequence[int]]:
-        """Return the tokens sampled so far for requests in flight; {} if the engine does not report them."""
-        drawn = getattr(self._engine, "drawn", None)
-        return {} if drawn is None else drawn(request_ids)
-
-    def release(self) -> None:
-        """Send pending cancellations, and end ``follow`` on the other ranks."""
-        if self._has_failed:
-            return
-        if self._next.cancelled:
-            self.collect(math.inf)
-        broadcast_bytes(None, 0, self._ranks)
+    def send(self, ranks: dist.ProcessGroup) -> None:
+        """Send the pass to the other ranks of the engine, which run ``follow``."""
+        broadcast_bytes(self.encode(), 0, ranks)
 
 
-def follow(engine: Generator, ranks: dist.ProcessGroup) -> None:
-    """Run the passes that the engine's lead rank sends, until ``release``."""
-    while (message := broadcast_bytes(None, 0, ranks)) is not None:
-        _sample(engine, EnginePass.decode(message))
+def run_pass(engine: StepwiseEngine, ranks: dist.ProcessGroup | None, made: EnginePass) -> list[Completion]:
+    """Run a pass on all ranks of an engine. For the lead rank. ``ranks``: None if there is no other rank."""
+    if ranks is not None:
+        made.send(ranks)
+    made.begin(engine)
+    return made.step(engine)
 
 
-def _sample(engine: Generator, made: EnginePass) -> Sequence[Completion]:
-    """Run a pass: sample until a response has finished. Returns [] on ranks that do not lead."""
-    made.apply(engine)
-    return engine.collect(math.inf) if engine.num_in_flight else []
+def follow(engine: StepwiseEngine, ranks: dist.ProcessGroup) -> None:
+    """Run the passes that the engine's lead rank sends, until it pauses."""
+    pauses = False
+    while not pauses:
+        made = EnginePass.decode(broadcast_bytes(None, 0, ranks) or b"")
+        made.begin(engine)
+        made.step(engine)
+        pauses = made.pauses

@@ -12,10 +12,8 @@ from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.sampling.seeds import turn_seed
 
 if TYPE_CHECKING:
-    from rlhf_mcore.sampling.engine_loop import EngineLoop
+    from rlhf_mcore.sampling.engine_loop import EngineLoop, OnTokens
     from rlhf_mcore.types import Completion, Job, Request
-
-_TURNS = 2**40  # request id of a turn = rollout number + _TURNS * turn number
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +58,7 @@ class Policy:
         max_tokens: int | None = None,
         images: tuple[str, ...] = (),
         asked_at: float | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Awaitable[Completion]:
         """Sample a turn after ``tokens``. The order of the calls determines the turn numbers.
 
@@ -67,6 +66,7 @@ class Policy:
             max_tokens: limit for the tokens of the turn, in addition to the limit of the job's sampling.
             images: digests of the images, in the order of their tokens.
             asked_at: ``time.monotonic`` of the client's request, for the log.
+            on_tokens: receives the tokens of the turn so far, while it is sampled.
 
         Raises:
             RuntimeError: the response is not valid for training.
@@ -74,16 +74,16 @@ class Policy:
         turn, self.num_turns = self.num_turns, self.num_turns + 1
         request = replace(self._first, prompt_ids=tokens, images=images)
         if turn:
-            number, name = request.request_id + turn * _TURNS, f"{request.name}, turn {turn}"
-            request = replace(request, request_id=number, name=name, seed=turn_seed(request.seed, turn))
+            request = replace(request, name=f"{request.name}, turn {turn}", seed=turn_seed(request.seed, turn))
         if max_tokens is not None:
             most = min(request.sampling.max_new_tokens, max_tokens)
             request = replace(request, sampling=replace(request.sampling, max_new_tokens=most))
         self.log.begin_turn(turn, asked_at)
-        return self._sample(turn, request)
+        return self._sample(turn, request, on_tokens)
 
-    async def _sample(self, turn: int, request: Request) -> Completion:
-        completion = await self._engine.sample(request)
+    async def _sample(self, turn: int, request: Request, on_tokens: OnTokens | None) -> Completion:
+        num_cached = len(request.prompt_ids) if turn else 0
+        completion = await self._engine.sample(request, on_tokens, num_cached)
         self.log.end_turn(turn)
         return completion
 

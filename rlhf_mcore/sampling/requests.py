@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf_mcore.sampling.seeds import request_seed
-from rlhf_mcore.types import EpisodeRequest, Job, Prompt, Request, Sampling
+from rlhf_mcore.types import Job, Prompt, Request, Sampling
 
 
 def request_of(job: Job) -> Request:
@@ -18,19 +18,3 @@ def jobs_of(place: int, prompt: Prompt, sampling: Sampling, step: int) -> list[J
     """Return the jobs of the prompt at index ``place``. Job numbers increase with the index, then with the sample."""
     count = sampling.num_drawn
     return [Job(place * count + sample, prompt, sample, sampling, step) for sample in range(count)]
-
-
-def episode_request(job: Job) -> EpisodeRequest:
-    """Build the request for the episode of a job."""
-    first = request_of(job)
-    return EpisodeRequest(
-        job.number,
-        first.name,
-        first.prompt_ids,
-        job.sampling,
-        first.seed,
-        job.prompt,
-        job.sample,
-        job.step,
-        images=first.images,
-    )

@@ -46,18 +46,32 @@ def single_turn_trajectory(job: Job, completion: Completion, decode: Decode) -> 
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutSetup:
+    """How an engine runs its rollouts.
+
+    ``in_order``: whether the engine waits until all rollouts wait for it. ``moves_turns``: whether other engines may sample turns for
+    which the engine has no free slot.
+    """
+
+    rollout: RolloutFunction = sample_single_turn
+    limits: Limits = field(default_factory=Limits)
+    in_order: bool = True
+    moves_turns: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LocalPlayer:
     """Runs rollouts in the process of their engine: a :class:`rlhf_mcore.protocols.Player`."""
 
     engine: EngineLoop
     decode: Decode
-    rollout: RolloutFunction = sample_single_turn
-    limits: Limits = field(default_factory=Limits)
+    setup: RolloutSetup = field(default_factory=RolloutSetup)
 
     def begin(self, jobs: Sequence[Job]) -> list[asyncio.Task[Trajectory]]:
         """See :class:`rlhf_mcore.protocols.Player`."""
         return [self.engine.begin(self._run(job)) for job in jobs]
 
     async def _run(self, job: Job) -> Trajectory:
-        context = Context(job, task_seed(job), self.limits, self.decode)
-        return await self.rollout(Policy(self.engine, job, self.limits), job.prompt, context)
+        setup = RolloutSetup() if job.is_single_turn else self.setup
+        context = Context(job, task_seed(job), setup.limits, self.decode)
+        return await setup.rollout(Policy(self.engine, job, setup.limits), job.prompt, context)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_mcore.coroutines import run
-from rlhf_mcore.protocols import EngineRank, Generator
+from rlhf_mcore.platform.base import preserved_rng
+from rlhf_mcore.protocols import EngineRank, StepwiseEngine
 from rlhf_mcore.sampling.engine_loop import EngineLoop
-from rlhf_mcore.sampling.followers import LedEngine, follow
+from rlhf_mcore.sampling.followers import follow, run_pass
 from rlhf_mcore.sampling.requests import jobs_of
-from rlhf_mcore.sampling.rollouts import Decode, LocalPlayer, RolloutFunction, sample_single_turn
+from rlhf_mcore.sampling.rollouts import Decode, LocalPlayer, RolloutSetup
 from rlhf_mcore.sampling.seeds import number_occurrences
 from rlhf_mcore.trainer.dealing import Dealer
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
@@ -30,17 +32,16 @@ class BatchSampler:
 
     Args:
         engine, rank: the engine of this rank, and this rank's position in the engine.
+        setup: how the lead rank runs rollouts.
         ranks: process group of the engine's ranks; None if the engine runs on one rank.
-        play: wraps the engine on its lead rank to play episodes.
         wait: waits until all ranks finish sampling, without a timeout. Collective over the world.
     """
 
-    engine: Generator
+    engine: StepwiseEngine
     rank: EngineRank
     decode: Decode
-    rollout: RolloutFunction = sample_single_turn
     ranks: dist.ProcessGroup | None = None
-    play: Callable[[Generator], Generator] = lambda engine: engine
+    setup: RolloutSetup = field(default_factory=RolloutSetup)
     wait: Callable[[], object] = lambda: None
     dealer: Dealer = field(default_factory=Dealer)
 
@@ -97,18 +98,16 @@ class BatchSampler:
         return self._run(lambda engine: self._run_rollouts(engine, jobs))
 
     async def _run_rollouts(self, engine: EngineLoop, jobs: Sequence[Job]) -> list[Trajectory]:
-        return await engine.join(LocalPlayer(engine, self.decode, self.rollout).begin(jobs))
+        return await engine.join(LocalPlayer(engine, self.decode, self.setup).begin(jobs))
 
     def _run(self, sample: Callable[[EngineLoop], Coroutine[Any, Any, list[T]]]) -> list[T]:
         """Run ``sample`` on the engine's lead rank while its other ranks follow. Returns [] on the other ranks."""
-        if not self.rank.is_lead:
+        in_order = self.setup.in_order
+        passes = partial(run_pass, self.engine, self.ranks)
+        engine = EngineLoop(self.engine, passes, in_order=in_order, until_finished=in_order)
+        with preserved_rng():  # vLLM's sampler also uses torch's global generator
+            if self.rank.is_lead:
+                return run(engine.run(sample(engine)))
             if self.ranks is not None:
                 follow(self.engine, self.ranks)
             return []
-        led = None if self.ranks is None else LedEngine(self.engine, self.ranks)
-        engine = EngineLoop(self.play(led or self.engine))
-        try:
-            return run(engine.run(sample(engine)))
-        finally:
-            if led is not None:
-                led.release()

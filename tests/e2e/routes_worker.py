@@ -151,7 +151,7 @@ def turns(engine: Any, hf: torch.nn.Module, weights: dict[str, torch.Tensor], sa
         for step in range(200):
             if step == 20:
                 engine.load_weights(iter(weights.items()), version=turn + 1)
-            if finished := engine.collect(0.0):
+            if finished := engine.step():
                 break
         observation = np.arange(60 + turn, 70 + turn, dtype=np.int32)
         written += [*finished, observation]

@@ -18,16 +18,15 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import EnvironmentConfig
 from rlhf_mcore.environments.agents.conversation import Conversation
-from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
 from rlhf_mcore.environments.agents.endpoint import Endpoint
-from rlhf_mcore.environments.generator import EpisodeGenerator
+from rlhf_mcore.environments.agents.episode import AgentRollout, AgentRules
 from rlhf_mcore.environments.sessions import sessions_of
 from rlhf_mcore.sampling.policy import Limits
-from rlhf_mcore.sampling.requests import episode_request
+from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 from tests.commands import ROOT, finished
 from tests.messages import refused
-from tests.unit.environments.conftest import Scripted, tokenizer
+from tests.unit.environments.conftest import Scripted, play_jobs, tokenizer
 from tests.unit.environments.test_agents import parse
 
 __all__ = ["tokenizer"]
@@ -140,19 +139,15 @@ class Played:
         own.options = {"packages": PACKAGES, "taskset": {"id": taskset}, "env": env}
         own.agent.timeout_s = 60.0
         self.sessions, endpoint = sessions_of(own, 1, str(Path.cwd())), Endpoint("127.0.0.1")
-        rules = AgentRules(Limits(max_turns=8), 4000, fails=False)
-        driver = AgentEpisodes(self.sessions, endpoint, Conversation(tokenizer, parse), rules)
+        rollout = AgentRollout(self.sessions, endpoint, Conversation(tokenizer, parse), AgentRules(fails=False))
         self.engine = Scripted(tokenizer, says)
-        self.plays = EpisodeGenerator(self.engine, driver)
+        self.setup = RolloutSetup(rollout, Limits(max_turns=8, max_total=4000), in_order=False)
 
     def play(self, *rows: dict[str, Any]) -> list[Trajectory]:
         """Run an episode for each row."""
         sampling = Sampling(max_new_tokens=99, seed=5)
         prompts = [Prompt(str(k), k, [1], row["prompt"], extra_info=row["extra_info"]) for k, row in enumerate(rows)]
-        drawn = self.plays.generate(
-            [episode_request(Job(k, prompt, 0, sampling, 1)) for k, prompt in enumerate(prompts)]
-        )
-        return [one.trajectory for one in sorted(drawn, key=lambda one: one.request_id) if one.trajectory is not None]
+        return play_jobs(self.engine, self.setup, [Job(k, prompt, 0, sampling, 1) for k, prompt in enumerate(prompts)])
 
 
 def rows(folder: Path, taskset: str) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -1,11 +1,10 @@
-"""Calls from an endpoint to its driver. Each call requests turns of the policy, and gets the turns or an error."""
+"""Requests of agents for turns of the policy, and their answers."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_mcore.foreign import is_deeper
@@ -76,24 +75,3 @@ class TurnOutput:
     def calls(self) -> Sequence[Mapping[str, Any]]:
         """Return the tool calls: {"id", "type", "function": {"name", "arguments"}}."""
         return self.message.get("tool_calls") or ()
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """A request for ``n`` turns in the episode ``key``. If ``asked`` is None, the call restarts the episode.
-
-    ``answer`` is called once, on the driver's thread. ``gone``: the client disconnected.
-    """
-
-    key: int
-    asked: TurnInput | None
-    answer: Callable[[list[TurnOutput] | RequestError], None]
-    n: int = 1
-    max_tokens: int | None = None
-    stop: Sequence[str] = ()
-    gone: bool = False
-    hear: Callable[[int, str], None] | None = (
-        None  # receives the text of turns while they are sampled, on the driver's thread
-    )
-    asked_at: float = field(default_factory=time.monotonic)
-    turns: dict[int, Any] = field(default_factory=dict)  # written by the driver: sampled turns by request id

@@ -6,22 +6,21 @@ import asyncio
 import hashlib
 import hmac
 import json
-import os
 import secrets
+import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
 from rlhf_mcore.config.errors import ConfigError, printable
 from rlhf_mcore.environments.agents.anthropic_api import Messages
-from rlhf_mcore.environments.agents.calls import MAX_DEPTH, MODEL, NO_PARSER, Call, RequestError, TurnInput, TurnOutput
+from rlhf_mcore.environments.agents.calls import MAX_DEPTH, MODEL, NO_PARSER, RequestError, TurnInput, TurnOutput
 from rlhf_mcore.environments.agents.dialects import ClientRequest, Dialect, Part
 from rlhf_mcore.environments.agents.openai_api import ChatCompletions, Completions
 from rlhf_mcore.foreign import is_deeper
@@ -41,7 +40,7 @@ DIALECTS: dict[str, Dialect] = {
     "/v1/completions": Completions(),
     "/v1/messages": Messages(),
 }
-_ENDED = "the episode of this key has ended, or the key is unknown"
+ENDED = "the episode of this key has ended, or the key is unknown"
 
 
 def served_paths() -> list[str]:
@@ -65,15 +64,56 @@ def dialect_at(path: str) -> Dialect:
     return dialect
 
 
+T = TypeVar("T")
+# Receives the number of a turn and its next text.
+OnText = Callable[[int, str], None]
+
+
+class ServedEpisode(Protocol):
+    """An episode whose agent sends requests. Its methods run on the event loop of the engine."""
+
+    async def ask(self, order: ClientRequest, asked_at: float, on_text: OnText | None = None) -> list[TurnOutput]:
+        """Sample the turns of a request.
+
+        Raises:
+            RequestError: the request is rejected.
+        """
+        ...
+
+    async def restart(self) -> None:
+        """Drop all turns, because the agent starts over."""
+        ...
+
+
+class SilentEpisode:
+    """An episode without a policy: its turns are empty. Without ``calls_tools``, requests with tools are rejected."""
+
+    def __init__(self, calls_tools: bool = True) -> None:
+        self.was_asked, self._calls_tools = False, calls_tools
+
+    async def ask(self, order: ClientRequest, asked_at: float, on_text: OnText | None = None) -> list[TurnOutput]:
+        """See :class:`ServedEpisode`."""
+        self.was_asked = True
+        if not self._calls_tools and any(asked.tools for asked in order.asked):
+            raise RequestError(400, NO_PARSER)
+        return [TurnOutput({"role": "assistant", "content": ""}, (), "stop", 0)] * order.n * len(order.asked)
+
+    async def restart(self) -> None:
+        """See :class:`ServedEpisode`."""
+
+
 @dataclass(slots=True, eq=False)
-class _ServedEpisode:
-    number: int
+class _Served:
+    """``loop``: the event loop of the engine. ``num_waiting``: number of requests in progress."""
+
+    episode: ServedEpisode
+    loop: asyncio.AbstractEventLoop
     api_key: str
-    waiting: set[Call] = field(default_factory=set)
+    num_waiting: int = 0
 
 
 class Endpoint:
-    """Serve the episodes of an engine in a separate thread. Calls wait until the engine's thread takes them.
+    """Serve the episodes of an engine in a separate thread. The engine's event loop answers the requests.
 
     Args:
         host: address to listen on; the port is a free one.
@@ -85,10 +125,7 @@ class Endpoint:
 
     def __init__(self, host: str, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._calls: SimpleQueue[Call] = SimpleQueue()
-        self._by_digest: dict[bytes, _ServedEpisode] = {}
-        self._by_number: dict[int, _ServedEpisode] = {}
-        self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable while calls wait
+        self._by_digest: dict[bytes, _Served] = {}
         self._loop = asyncio.new_event_loop()
         ready, problem, ended = Event(), list[OSError](), asyncio.Event()
         self.url = ""
@@ -129,56 +166,28 @@ class Endpoint:
         self.close_all = weakref.finalize(self, _end, self._loop, ended, thread)
 
     # ----------------------------------------------------------------------------------- of the engine's thread
-    def open(self, number: int) -> str:
-        """Start to serve an episode. Returns its key."""
+    def open(self, episode: ServedEpisode) -> str:
+        """Start to serve an episode on the running event loop. Returns its key."""
         api_key = secrets.token_urlsafe(32)
-        episode = self._by_number[number] = _ServedEpisode(number, api_key)
-        self._by_digest[_digest(api_key)] = episode
+        self._by_digest[_digest(api_key)] = _Served(episode, asyncio.get_running_loop(), api_key)
         return api_key
 
-    def close(self, number: int) -> None:
-        """Stop serving an episode. Waiting clients get an error."""
-        episode = self._by_number.pop(number, None)
-        if episode is None:
-            return
-        self._by_digest.pop(_digest(episode.api_key), None)
-        self._loop.call_soon_threadsafe(_refuse_all, episode)
-
-    def take(self) -> list[Call]:
-        """Return the calls received since the last ``take``."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.wake)
-        calls = []
-        while True:
-            try:
-                calls.append(self._calls.get_nowait())
-            except Empty:
-                return calls
-
-    def answer_nothing(self, *, calls_tools: bool = True) -> set[int]:
-        """Answer all waiting calls with empty turns, without a policy. Returns the episodes that requested turns.
-
-        If ``calls_tools`` is false, calls with tools get the error for a missing parser.
-        """
-        calls = self.take()
-        for call in calls:
-            refused = call.asked is not None and call.asked.tools and not calls_tools
-            silence = [TurnOutput({"role": "assistant", "content": ""}, (), "stop", 0)] * call.n
-            call.answer(RequestError(400, NO_PARSER) if refused else silence)
-        return {call.key for call in calls if call.asked is not None}
+    def close(self, api_key: str) -> None:
+        """Stop serving an episode. Requests in progress end when their tasks are cancelled."""
+        self._by_digest.pop(_digest(api_key), None)
 
     # ------------------------------------------------------------------------------------ of the server's thread
-    def _episode_of(self, request: web.Request) -> _ServedEpisode:
+    def _episode_of(self, request: web.Request) -> _Served:
         """Find the episode of a request by its key.
 
         Raises:
             RequestError: the key is missing or belongs to no episode.
         """
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        episode = self._by_digest.get(_digest(given))
-        if episode is None or not hmac.compare_digest(episode.api_key.encode(), given.encode("utf-8", "replace")):
-            raise RequestError(401, _ENDED, "invalid_api_key")
-        return episode
+        served = self._by_digest.get(_digest(given))
+        if served is None or not hmac.compare_digest(served.api_key.encode(), given.encode("utf-8", "replace")):
+            raise RequestError(401, ENDED, "invalid_api_key")
+        return served
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -190,29 +199,28 @@ class Endpoint:
 
     async def _begin(self, request: web.Request) -> web.StreamResponse:
         try:
-            episode = self._episode_of(request)
+            served = self._episode_of(request)
+            await _run_on(served.loop, served.episode.restart())
         except RequestError as refusal:
             return _refusal(_CHAT, refusal)
-        _refuse_all(episode)
-        self._put(Call(episode.number, None, lambda _: None))
         return web.json_response({})
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         dialect: Dialect = _CHAT
         try:
             dialect = dialect_at(request.path)
-            episode = self._episode_of(request)
+            served = self._episode_of(request)
             body = _object(await request.read())
             order = dialect.read(body)
             if order.streams:
-                return await self._stream(request, episode, dialect, order, body)
-            said = await self._ask(episode, order)
+                return await self._stream(request, served, dialect, order, body)
+            said = await self._ask(served, order)
             return web.json_response(dialect.write(body, said))
         except RequestError as refusal:
             return _refusal(dialect, refusal)
         except web.HTTPRequestEntityTooLarge:
             with suppress(RequestError):
-                await self._ask(episode, ClientRequest([_TOO_LONG]))  # the episode then ends at its length limit
+                await self._ask(served, ClientRequest([_TOO_LONG]))  # the episode then ends at its length limit
             reason = f"the request has more than {self._max_bytes} bytes"
             return _refusal(dialect, RequestError(413, reason, "context_length_exceeded"))
         except (ConnectionError, web.HTTPException):
@@ -223,7 +231,7 @@ class Endpoint:
     async def _stream(
         self,
         request: web.Request,
-        episode: _ServedEpisode,
+        served: _Served,
         dialect: Dialect,
         order: ClientRequest,
         body: dict[str, Any],
@@ -235,7 +243,7 @@ class Endpoint:
         """
         heard: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
         parts, response = dialect.stream(body), web.StreamResponse(headers=_STREAM)
-        asking = asyncio.create_task(self._ask(episode, order, heard))
+        asking = asyncio.create_task(self._ask(served, order, heard))
         asking.add_done_callback(lambda _: heard.put_nowait(None))
         try:
             try:
@@ -255,46 +263,51 @@ class Endpoint:
             asking.cancel()
 
     async def _ask(
-        self, episode: _ServedEpisode, order: ClientRequest, heard: asyncio.Queue[tuple[int, str] | None] | None = None
+        self, served: _Served, order: ClientRequest, heard: asyncio.Queue[tuple[int, str] | None] | None = None
     ) -> list[TurnOutput]:
         """Wait for the turns of a request. ``heard`` receives the number of a turn and its next text.
 
         Raises:
             RequestError: the request is rejected, or its episode ended.
         """
-        if len(episode.waiting) + len(order.asked) > MAX_WAITING:
+        count = len(order.asked)
+        if served.num_waiting + count > MAX_WAITING:
             raise RequestError(
-                429, f"the episode has {len(episode.waiting)} concurrent requests; the limit is {MAX_WAITING}"
+                429, f"the episode has {served.num_waiting} concurrent requests; the limit is {MAX_WAITING}"
             )
         loop = asyncio.get_running_loop()
-        calls, answers = [], []
-        for place, asked in enumerate(order.asked):
-            answer: asyncio.Future[list[TurnOutput] | RequestError] = loop.create_future()
-            call = Call(episode.number, asked, _teller(loop, answer), order.n, order.max_tokens, order.stop)
-            if heard is not None:
-                call.hear = _hearer(loop, heard, place * order.n)
-            calls.append(call)
-            answers.append(answer)
-        episode.waiting.update(calls)
-        for call in calls:
-            self._put(call)
-        try:
-            said: list[TurnOutput] = []
-            for answer in answers:
-                given = await answer
-                if isinstance(given, RequestError):
-                    raise given
-                said += given
-            return said
-        finally:
-            for call in calls:
-                call.gone = True
-            episode.waiting.difference_update(calls)
 
-    def _put(self, call: Call) -> None:
-        self._calls.put(call)
-        with suppress(BlockingIOError):
-            os.eventfd_write(self.wake, 1)
+        def send(number: int, text: str) -> None:
+            with suppress(RuntimeError):  # the run ended, and closed the loop
+                loop.call_soon_threadsafe(heard.put_nowait, (number, text))  # type: ignore[union-attr]
+
+        on_text = None if heard is None else send
+        served.num_waiting += count
+        try:
+            return await _run_on(served.loop, served.episode.ask(order, time.monotonic(), on_text))
+        finally:
+            served.num_waiting -= count
+
+
+async def _run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the event loop of an engine. If the client disconnects, it is cancelled.
+
+    Raises:
+        RequestError: the engine cancelled the coroutine, because the episode ended or started over.
+    """
+    try:
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    except RuntimeError as error:  # the run ended, and closed the loop
+        coroutine.close()
+        raise RequestError(410, ENDED) from error
+    answer = asyncio.wrap_future(future)
+    try:
+        await asyncio.wait([answer])
+    finally:
+        future.cancel()
+    if answer.cancelled():
+        raise RequestError(410, ENDED)
+    return answer.result()
 
 
 def _end(loop: asyncio.AbstractEventLoop, ended: asyncio.Event, thread: Thread) -> None:
@@ -306,40 +319,12 @@ def _digest(api_key: str) -> bytes:
     return hashlib.sha256(api_key.encode("utf-8", "replace")).digest()
 
 
-def _teller(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any]) -> Callable[[Any], None]:
-    def settle(given: Any) -> None:
-        if not answer.done():
-            answer.set_result(given)
-
-    def tell(given: Any) -> None:
-        with suppress(RuntimeError):  # the run ended, and closed the loop
-            loop.call_soon_threadsafe(settle, given)
-
-    return tell
-
-
-def _hearer(
-    loop: asyncio.AbstractEventLoop, heard: asyncio.Queue[tuple[int, str] | None], first: int
-) -> Callable[[int, str], None]:
-    def hear(number: int, words: str) -> None:
-        with suppress(RuntimeError):  # the run ended, and closed the loop
-            loop.call_soon_threadsafe(heard.put_nowait, (first + number, words))
-
-    return hear
-
-
 async def _write(request: web.Request, response: web.StreamResponse, events: Iterable[Part]) -> None:
     if not response.prepared:
         await response.prepare(request)
     for name, value in events:
         text = value if isinstance(value, str) else json.dumps(value)
         await response.write(f"{f'event: {name}{chr(10)}' if name else ''}data: {text}\n\n".encode())
-
-
-def _refuse_all(episode: _ServedEpisode) -> None:
-    for call in list(episode.waiting):
-        call.gone = True
-        call.answer(RequestError(410, _ENDED))
 
 
 async def _not_served(request: web.Request) -> web.StreamResponse:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import DTYPES, current_platform
+from rlhf_mcore.platform.base import preserved_rng
 from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, LiveEngine, preserved_rng, ragged_ids
+from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, LiveEngine, ragged_ids
 from rlhf_mcore.rollout.hf.checkpoint_tensors import checkpoint_tensors
 from rlhf_mcore.rollout.hf.images import BatchImages
 from rlhf_mcore.types import Completion, Request, Sampling
@@ -99,7 +100,7 @@ class HFEngine(LiveEngine):
             drawn |= {request.request_id: len(tokens) for request, tokens, finished in running if not finished}
         return drawn
 
-    def drawn(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
+    def sampled_tokens(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
         """See :class:`Engine`."""
         if self._batch is None:
             return {}

@@ -1,9 +1,9 @@
-"""Run a rank of a remote engine in a process that Ray starts. One thread owns the engine."""
+"""Run a rank of a remote engine in a process that Ray starts. One thread runs the engine and its rollouts."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import queue
 import re
 import signal
 import socket
@@ -13,30 +13,28 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Union
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.coroutines import Background
 from rlhf_mcore.expected_kernels import kernels_text
 from rlhf_mcore.own_processes import STARTED_BY, end_with_parent
 from rlhf_mcore.parallel.addresses import interface_of, listener
 from rlhf_mcore.protocols import PeersLost
 from rlhf_mcore.rollout.vllm.environment import engine_cache
-from rlhf_mcore.types import EngineWork
+from rlhf_mcore.types import EngineWork, Job, Trajectory
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
-    from rlhf_mcore.episode_driver import EpisodeDriver
     from rlhf_mcore.protocols import GroupSpec, LiveWeights, WeightReceiver
     from rlhf_mcore.rollout.engine import EngineModel, LiveEngine
+    from rlhf_mcore.sampling.engine_loop import EngineLoop
     from rlhf_mcore.sampling.followers import EnginePass
-    from rlhf_mcore.types import Completion, Job, Prompt, Request, Trajectory
+    from rlhf_mcore.sampling.rollouts import LocalPlayer, RolloutSetup
+    from rlhf_mcore.types import Completion, Prompt, Request
 
-# ("submit", work), ("cancel", numbers), ("forget", []) for cached prefixes, or ("pause", []). A lead with episodes also
-# receives ("lend", number of turns) and ("take_back", completion of a turn).
-Order = tuple[str, Any]
-
-_WAIT_S = 0.05  # maximum wait for environments before checking for new orders
-
+_WAIT_S = 0.25  # interval between two counted waits for environments
 _FOREVER = timedelta(days=3650)  # ranks wait for each other while the engine is idle; the trainer stops them
 
 
@@ -45,13 +43,13 @@ class EngineSpec:
     """The specification of a rank of an engine.
 
     ``receiver`` builds the engine's end of the bridge; pickle stores only its name.
-    ``episodes`` builds the driver of episodes, on the engine's first rank.
+    ``episodes`` builds the rollouts of a run with an environment, on the engine's first rank.
     """
 
     cfg: RolloutConfig
     model: EngineModel
     receiver: Callable[[LiveWeights], WeightReceiver]
-    episodes: Callable[[], EpisodeDriver] | None = None
+    episodes: Callable[[], RolloutSetup] | None = None
     directory: str = ""  # working directory for relative paths, if it exists; Ray may use a different one
     deterministic: bool = False
     binds_numa: bool = False
@@ -106,7 +104,7 @@ class BorrowedTurn:
         return self.request.prompt_ids
 
 
-Work = Union["Job", BorrowedTurn]
+Work = Job | BorrowedTurn
 
 
 def without_rows(work: Sequence[Work]) -> list[Work]:
@@ -157,43 +155,35 @@ class EngineReport:
     lent: list[Request] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Call:
-    """A task of the engine's thread between two steps, and its result."""
-
-    action: Callable[[], None]
-    done: threading.Event
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    error: BaseException | None = None
-
-
 class EngineHost:
     """A Ray actor that runs a rank of an engine.
 
     Several threads may call its methods. The engine's thread performs the calls of all methods except ``report``.
 
-    The lead receives requests and broadcasts to the other ranks how to perform each step. ``pause`` stops all ranks between two
-    steps. ``join``, ``sync`` and ``leave`` run between ``pause`` and ``resume``.
+    The lead receives jobs, and sends the passes of its :class:`rlhf_mcore.sampling.engine_loop.EngineLoop` to the other ranks.
+    ``pause`` stops all ranks between two passes. ``join``, ``sync`` and ``leave`` run between ``pause`` and ``resume``.
     """
 
     def __init__(self) -> None:
         os.environ.pop(STARTED_BY, None)  # it names the trainer's parent, not the parent of this process
         end_with_parent(signal.SIGKILL)
-        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()  # for a lead that is not paused
-        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()  # while paused
-        self._paused, self._failed = threading.Event(), threading.Event()
-        self._news = threading.Condition()
+        self._thread = Background("engine")
+        self._passes: asyncio.Task[None] | None = None  # the passes since the last ``resume``
+        self._tasks: dict[int, asyncio.Task[Any]] = {}  # jobs and turns in progress, by number
+        self._news = threading.Condition()  # its lock protects the following fields
         self._outcomes: list[Outcome] = []
-        self._work: dict[int, Work] = {}  # jobs and turns in progress, by number
-        self._progress, self._num_waits = (0, 0, -1, 0, EngineWork(), 0), 0
         self._lent: list[Request] = []
         self._error: BaseException | None = None
+        self._progress = EngineReport([], 0, 0, -1)
         self._listening: socket.socket | None = None
         self._is_lead = True
         self._joining: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._engine: LiveEngine
-        self._episodes: EpisodeDriver | None = None
         self._receiver: WeightReceiver
+        self._setup: RolloutSetup | None = None
+        self._slots: int | None = None
+        self._loop: EngineLoop
+        self._player: LocalPlayer
 
     # ------------------------------------------------------------------------------------------ start
     def locate(self, is_lead: bool) -> Location:
@@ -214,12 +204,19 @@ class EngineHost:
             ConfigError: the engine's constructor rejects the settings.
         """
         self._is_lead = meeting.rank == 0
-        built = _Call(lambda: self._build(order, meeting, threads), threading.Event())
-        self._calls.put(built)
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
-        _finish(built)
+        self._call(lambda: self._start(order, meeting, threads))
         kernels = self._engine.kernels()
         return [*([kernels_text(kernels)] if kernels else []), *self._engine.warnings]
+
+    def _start(self, order: EngineSpec, meeting: RankRendezvous, threads: int) -> None:
+        from rlhf_mcore.sampling.engine_loop import EngineLoop
+        from rlhf_mcore.sampling.rollouts import LocalPlayer, RolloutSetup
+
+        self._build(order, meeting, threads)
+        setup = self._setup or RolloutSetup()
+        slots = self._slots if setup.moves_turns else None
+        self._loop = EngineLoop(self._engine, self._run_pass, in_order=setup.in_order, slots=slots)
+        self._player = LocalPlayer(self._loop, self._engine.decode, setup)
 
     def _build(self, order: EngineSpec, meeting: RankRendezvous, threads: int) -> None:
         os.environ.update(_rank_environment(meeting, threads, os.environ))
@@ -259,8 +256,8 @@ class EngineHost:
         self._engine = engine
         self._receiver = order.receiver(self._engine)
         if self._is_lead and order.episodes is not None:
-            self._episodes = order.episodes()
-            self._episodes.watch(engine.drawn, None if order.deterministic else order.cfg.slots)
+            self._setup = order.episodes()
+            self._slots = None if order.deterministic else order.cfg.slots
 
     # ------------------------------------------------------------------------------------------ generation
     def submit(self, work: Sequence[Work], afresh: bool = False) -> None:
@@ -268,217 +265,175 @@ class EngineHost:
 
         ``afresh``: forget cached prefixes first. The idle engine then samples as if these were the first jobs with its weights.
         """
+        self._thread.start(self._submit(work, afresh))
+
+    async def _submit(self, work: Sequence[Work], afresh: bool) -> None:
         if afresh:
-            self._orders.put(("forget", []))
-        self._orders.put(("submit", work))
+            self._loop.forget_prefixes()
+        task: asyncio.Task[Any]
+        for each in work:
+            if isinstance(each, Job):
+                [task] = self._player.begin([each])
+            else:
+                task = self._loop.begin(self._loop.sample(each.request))
+            self._tasks[each.number] = task
+            task.add_done_callback(partial(self._finish, each))
+
+    def _finish(self, work: Work, task: asyncio.Task[Any]) -> None:
+        """Report the outcome of a task, unless it was cancelled. The fleet knows the prompt of a trajectory if it is unchanged."""
+        if self._tasks.pop(work.number, None) is not task or task.cancelled():
+            return
+        result: Any = task.exception() or task.result()
+        if isinstance(result, Trajectory) and isinstance(work, Job) and result.prompt is work.prompt:
+            without_prompt: Any = {"prompt": None}
+            result = replace(result, **without_prompt)
+        with self._news:
+            self._outcomes.append(Outcome(work.number, result))
+            self._news.notify_all()
 
     def cancel(self, numbers: Collection[int]) -> None:
         """Stop these jobs and turns. For leads; returns at once."""
-        self._orders.put(("cancel", list(numbers)))
+
+        async def cancel() -> None:
+            for number in numbers:
+                if (task := self._tasks.pop(number, None)) is not None:
+                    task.cancel()
+
+        self._thread.start(cancel())
 
     def lend(self, number: int) -> None:
         """Lend at most ``number`` held turns. A later report contains them. For leads; returns at once."""
-        self._orders.put(("lend", number))
+
+        async def lend() -> None:
+            with self._news:
+                self._lent += self._loop.move_held(number)
+                self._news.notify_all()
+
+        self._thread.start(lend())
 
     def take_back(self, request_id: int, turn: Completion) -> None:
         """Receive a turn that another engine has sampled. For leads; returns at once."""
-        self._orders.put(("take_back", replace(turn, request_id=request_id)))
+
+        async def take_back() -> None:
+            self._loop.resolve(request_id, turn)
+
+        self._thread.start(take_back())
 
     def report(self, wait_s: float) -> EngineReport:
         """Wait for an outcome or a lent turn, at most ``wait_s`` seconds, and return a report. Do not call it concurrently.
 
         Raises:
-            BaseException: the error that has ended the engine's thread.
+            BaseException: the error that has ended the engine's passes.
         """
         with self._news:
             self._news.wait_for(lambda: self._outcomes or self._lent or self._error is not None, wait_s)
             if self._error is not None:
                 raise self._error
-            outcomes, self._outcomes = self._outcomes, []
-            lent, self._lent = self._lent, []
-            return EngineReport(outcomes, *self._progress, lent)
+            report = replace(self._progress, outcomes=self._outcomes, lent=self._lent)
+            self._outcomes, self._lent = [], []
+            return report
 
     # ------------------------------------------------------------------------------------------ weights
     def pause(self) -> None:
-        """Stop all ranks of the engine between two steps. For leads. Does nothing if the engine is already paused."""
-        if not self._paused.is_set():  # else the order would stop it again after ``resume``
-            self._orders.put(("pause", []))
-        while not self._paused.wait(0.2):
-            if self._failed.is_set():
-                raise RuntimeError("the engine has failed")
+        """Stop all ranks of the engine between two passes. For leads. Does nothing if the engine is already paused."""
+        self._thread.start(self._pause()).result()
+
+    async def _pause(self) -> None:
+        if self._passes is None:
+            return
+        if not self._passes.done():
+            self._loop.pause()
+            await asyncio.wait([self._passes])
+        if self._error is not None:
+            raise RuntimeError("the engine has failed")
 
     def resume(self) -> None:
         """Continue after a pause. Call this on every rank."""
-        self._do(self._paused.clear)
+        self._thread.start(self._resume()).result()
+
+    async def _resume(self) -> None:
+        self._passes = asyncio.create_task(self._serve())
 
     def join(self, spec: GroupSpec, bridge: str) -> None:
         """See :class:`rlhf_mcore.protocols.WeightReceiver`, also for ``sync`` and ``leave``. For every rank of a paused engine."""
-        self._do(lambda: self._receiver.join(spec, bridge), self._joining)
+        self._call(lambda: self._receiver.join(spec, bridge), self._joining)
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> None:
         """Receive the weights of a version."""
-        self._do(lambda: self._receiver.sync(version, only), self._joining)
+        self._call(lambda: self._receiver.sync(version, only), self._joining)
 
     def leave(self) -> None:
         """Leave the group."""
-        self._do(self._receiver.leave)
+        self._call(self._receiver.leave)
 
-    def _do(self, action: Callable[[], Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        call = _Call(action, threading.Event(), around)
-        self._calls.put(call)
-        _finish(call)
+    def _call(self, action: Callable[[], Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        """Run a function on the engine's thread, and wait until it returns."""
+
+        async def call() -> None:
+            with around():
+                action()
+
+        self._thread.start(call()).result()
 
     # ------------------------------------------------------------------------------------------ the engine's thread
-    def _run(self) -> None:
-        self._paused.set()
-        try:
-            while True:
-                if self._paused.is_set():
-                    self._take_call()
-                else:
-                    self._serve_with_peers()
-        except BaseException as error:  # ``report`` raises it in the trainer, which ends this process
-            with self._news:
-                self._error = error
-                self._news.notify_all()
-            self._failed.set()
-
-    def _take_call(self) -> None:
-        call = self._calls.get()
-        try:
-            with call.around():
-                call.action()
-        except Exception as error:
-            call.error = error  # raised in the caller; the receiver decides whether the weights are still usable
-        finally:
-            call.done.set()
-
-    def _serve_with_peers(self) -> None:
-        """Perform one step. Shorten the error if a rank of the engine is lost, because gloo's message shows its source code."""
+    async def _serve(self) -> None:
+        """Run passes until a pause. If a rank of the engine is lost, gloo's message shows its source code and is shortened."""
+        from rlhf_mcore.parallel.collectives import world_group
         from rlhf_mcore.parallel.joint_group import connections
+        from rlhf_mcore.sampling.followers import follow
 
+        waits = asyncio.ensure_future(self._count_waits())
         try:
             with connections():
-                self._serve_once()
+                if self._is_lead:
+                    await self._loop.serve()
+                else:
+                    follow(self._engine, world_group())
         except PeersLost as error:
             cause = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]
-            raise PeersLost(f"one of its ranks is lost to the others ({cause})") from error
+            self._fail(PeersLost(f"one of its ranks is lost to the others ({cause})"))
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            waits.cancel()
 
-    def _serve_once(self) -> None:
-        """Perform one step. The lead first broadcasts the changes before the step to the other ranks."""
-        from rlhf_mcore.parallel.collectives import broadcast_bytes
-        from rlhf_mcore.sampling.followers import EnginePass
-
-        engine, episodes = self._engine, self._episodes
-        is_idle = not engine.num_in_flight and (episodes is None or not episodes.num_open)
-        orders = self._waiting_orders(block=is_idle) if self._is_lead else []
-        began = time.perf_counter()
-        ended: list[Completion] = []
-        if episodes is not None:
-            ended = episodes.take([what for kind, what in orders if kind == "take_back"])
-        made = self._next_pass(orders) if self._is_lead else None
-        if engine.num_ranks > 1:
-            message = broadcast_bytes(None if made is None else made.encode(), 0)
-            made = made or EnginePass.decode(message or b"")
-        assert made is not None, "an engine of one rank is its lead"
-        if made.forgets:
-            engine.forget_prefixes()
-        made.apply(engine)
-        if made.pauses:
-            engine.compare_ranks()
-            self._paused.set()
-        stands = made.pauses or made.waits or not engine.num_in_flight
-        before = engine.tokens_drawn if made.cancelled else self._progress[0]
-        finished = [] if stands else engine.step()
-        work = EngineWork()
-        if not stands:
-            busy_s = time.perf_counter() - began
-            work = EngineWork(1, engine.tokens_drawn - before, busy_s, preemptions=engine.pop_preemptions())
-        if episodes is not None:
-            finished = ended + episodes.take(finished)
-        self._tell(finished if self._is_lead else [], work)
-
-    def _next_pass(self, orders: Sequence[Order]) -> EnginePass:
-        """Return the changes that all ranks make before the next step. Requests for episodes become their due turns. For leads."""
-        from rlhf_mcore.sampling.followers import EnginePass
-
-        episodes, cancelled, requests = self._episodes, list[int](), list["Request"]()
-        kinds = {kind for kind, _ in orders}
-        for kind, what in orders:
-            if kind == "submit":
-                self._work |= {work.number: work for work in what}
-                asked = [self._request_of(work) for work in what]
-                requests += asked if episodes is None else episodes.begin(asked)
-            elif kind == "cancel":
-                cancelled += what
-                for number in what:
-                    self._work.pop(number, None)
-                requests = [request for request in requests if request.request_id not in what]
-                if episodes is not None:
-                    episodes.cancel(what)
-            elif kind == "lend" and episodes is not None:
-                with self._news:
-                    self._lent += episodes.lend(what)
-                    self._news.notify_all()
-        pauses, waits = "pause" in kinds, False
-        if episodes is not None:
-            cancelled += episodes.abandoned_turns()
-            if not pauses:
-                turns = episodes.due(self._engine.num_in_flight > 0, _WAIT_S)
-                waits = turns is None
-                self._num_waits += waits
-                requests += turns or []
-        return EnginePass(cancelled, requests, "forget" in kinds, pauses, waits)
-
-    def _request_of(self, work: Work) -> Request:
-        from rlhf_mcore.sampling.requests import episode_request, request_of
-        from rlhf_mcore.types import Job
-
-        if not isinstance(work, Job):
-            return replace(work.request, request_id=work.number)
-        return request_of(work) if self._episodes is None or work.is_single_turn else episode_request(work)
-
-    def _outcome(self, completion: Completion) -> Outcome:
-        from rlhf_mcore.sampling.checks import check_completion
-        from rlhf_mcore.sampling.requests import request_of
-        from rlhf_mcore.sampling.rollouts import single_turn_trajectory
-        from rlhf_mcore.types import Job
-
-        work = self._work.pop(completion.request_id)
-        if not isinstance(work, Job):
-            return Outcome(work.number, completion)
-        trajectory = completion.trajectory
-        if trajectory is None:
-            try:
-                check_completion(request_of(work), completion)
-            except RuntimeError as error:
-                return Outcome(work.number, error)
-            trajectory = single_turn_trajectory(work, completion, self._engine.decode)
-        if trajectory.prompt is work.prompt:
-            trajectory = replace(trajectory, prompt=None)  # the fleet has it
-        return Outcome(work.number, trajectory)
-
-    def _waiting_orders(self, *, block: bool) -> list[Order]:
-        orders = [self._orders.get()] if block else []
-        while not self._orders.empty():
-            orders.append(self._orders.get())
-        return orders
-
-    def _tell(self, completions: list[Completion], work: EngineWork) -> None:
-        engine, done = self._engine, self._progress[4] + work
-        held = self._episodes.num_held if self._episodes is not None else 0
+    def _fail(self, error: BaseException) -> None:
+        """Let ``report`` raise an error in the trainer, which then ends this process."""
         with self._news:
-            self._outcomes += map(self._outcome, completions)
-            self._progress = (
-                engine.tokens_drawn,
-                engine.num_in_flight,
-                engine.policy_version,
-                self._num_waits,
-                done,
-                held,
+            self._error = error
+            self._news.notify_all()
+
+    async def _count_waits(self) -> None:
+        """Count waits for environments. They are progress, although no token is sampled."""
+        while True:
+            await asyncio.sleep(_WAIT_S)
+            if self._is_lead and self._loop.is_waiting:
+                with self._news:
+                    self._progress = replace(self._progress, num_waits=self._progress.num_waits + 1)
+
+    def _run_pass(self, made: EnginePass) -> Sequence[Completion]:
+        """Run a pass on all ranks of the engine. For leads."""
+        from rlhf_mcore.parallel.collectives import world_group
+
+        engine, began = self._engine, time.perf_counter()
+        if engine.num_ranks > 1:
+            made.send(world_group())
+        made.begin(engine)
+        num_steps = int(not made.pauses and engine.num_in_flight > 0)
+        before = engine.tokens_drawn if made.cancelled else self._progress.tokens_drawn
+        completions = made.step(engine)
+        work = EngineWork(num_steps, engine.tokens_drawn - before, time.perf_counter() - began)
+        work = replace(work, preemptions=engine.pop_preemptions()) if num_steps else EngineWork()
+        with self._news:
+            self._progress = replace(
+                self._progress,
+                tokens_drawn=engine.tokens_drawn,
+                num_in_flight=engine.num_in_flight,
+                version=engine.policy_version,
+                work=self._progress.work + work,
+                num_held=self._loop.num_held,
             )
-            if completions:
-                self._news.notify_all()
+        return completions
 
 
 def _rank_environment(meeting: RankRendezvous, threads: int, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -502,9 +457,3 @@ def _rank_environment(meeting: RankRendezvous, threads: int, inherited: Mapping[
         own["CUDA_VISIBLE_DEVICES"] = ",".join(of_machine)
         own["VLLM_CACHE_ROOT"] = engine_cache(inherited, meeting.engine)
     return own
-
-
-def _finish(call: _Call) -> None:
-    call.done.wait()
-    if call.error is not None:
-        raise call.error

@@ -14,6 +14,7 @@ import numpy as np
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.platform import current_platform
+from rlhf_mcore.platform.base import preserved_rng
 from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import AddsAdapters, EngineModel, ExpectedTensors, LiveEngine
@@ -23,7 +24,6 @@ from rlhf_mcore.rollout.vllm.drafts import Drafts
 from rlhf_mcore.rollout.vllm.environment import (
     caches_by_engine_rank,
     engine_start,
-    preserved_rng,
     private_shared_memory,
     rank_and_world_size,
     remove_quantisation,
@@ -260,7 +260,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         states = self._scheduler.requests
         return {request_id: states[each.handle].num_output_tokens for request_id, each in self._in_flight.items()}
 
-    def drawn(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
+    def sampled_tokens(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
         """See :class:`Engine`."""
         states = self._scheduler.requests
         known = [request_id for request_id in request_ids if request_id in self._in_flight]

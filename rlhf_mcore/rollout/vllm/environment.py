@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rlhf_mcore.rollout.engine import DEBUG_VARIABLE, preserved_rng
+from rlhf_mcore.platform.base import preserved_rng
+from rlhf_mcore.rollout.engine import DEBUG_VARIABLE
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between machines
 # Loggers whose warnings mean that an engine is slower than possible.

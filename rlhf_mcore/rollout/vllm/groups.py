@@ -149,9 +149,9 @@ class GroupedVLLMEngine(VLLMEngine):
         if own := [number for number in request_ids if self._group_of[number] == self._own]:
             super()._end(own)
 
-    def drawn(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
+    def sampled_tokens(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
         """See :class:`Engine`. Only requests of this rank's group."""
-        return super().drawn(set(self._own_in_flight()).intersection(request_ids))
+        return super().sampled_tokens(set(self._own_in_flight()).intersection(request_ids))
 
 
 def _gather_counts(counts: Sequence[int], group: Any) -> list[list[int]]:

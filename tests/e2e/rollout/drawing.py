@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rlhf_mcore.data.tokenizer import load_tokenizer
+from rlhf_mcore.platform.base import preserved_rng
 from rlhf_mcore.rollout.engine import Engine
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
@@ -38,8 +39,10 @@ def requests_to(prompts: Sequence[Prompt], sampling: Sampling, first_id: int = 0
 def drawn_until_empty(engine: Engine) -> dict[int, Completion]:
     """Wait for all requests in flight, and return their completions."""
     completions: list[Completion] = []
-    while engine.num_in_flight:
-        completions += engine.collect(60)
+    with preserved_rng():
+        while engine.num_in_flight:
+            completions += engine.step()
+    engine.compare_ranks()
     return {completion.request_id: completion for completion in completions}
 
 

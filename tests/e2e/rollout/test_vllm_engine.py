@@ -62,7 +62,7 @@ def test_an_engine_names_its_backends(two_engines: Seen, one_engine: Seen) -> No
 
 def test_a_rank_that_samples_other_tokens_is_an_error(one_engine: Seen, two_engines: Seen) -> None:
     for rank in one_engine:
-        for name in ("generate", "collect"):
+        for name in ("generate", "steps"):
             assert "ranks [1] of engine 0 sampled other tokens" in rank["other rank"][name]
         assert rank["other rank"]["again"] == "nothing was raised"
     for rank in two_engines:  # nothing to compare with

@@ -354,7 +354,7 @@ def check_other_rank(engine: Any, models: Models) -> dict[str, Any]:
         model.compute_logits = lambda *args: logits(*args).roll(1, -1)
     seen["generate"] = error_of(engine.generate, requests)
     engine.submit(requests)
-    seen["collect"] = error_of(engine.collect, 60)
+    seen["steps"] = error_of(drawn_until_empty, engine)
     model.compute_logits = logits
     seen["again"] = error_of(engine.generate, requests)
     return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import threading
@@ -16,7 +17,8 @@ import pytest
 from rlhf_mcore.commands import reward_test
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import EnvironmentConfig
-from rlhf_mcore.environments.agents.endpoint import Endpoint
+from rlhf_mcore.coroutines import run
+from rlhf_mcore.environments.agents.endpoint import Endpoint, SilentEpisode
 from rlhf_mcore.environments.agents.program import UNGRADED
 from rlhf_mcore.environments.sessions import StepResult, sessions_of
 from rlhf_mcore.own_processes import has_ended
@@ -157,23 +159,27 @@ def play(endpoint: Endpoint, *truths: Any, **agent: Any) -> list[StepResult]:
     extra = agent.pop("extra", {})
     for name, value in agent.items():
         setattr(own.agent, name, value)
-    sessions, answers = sessions_of(own, 1, str(Path.cwd())), dict[int, StepResult]()
-    sessions.wake = endpoint.wake
+    sessions = sessions_of(own, 1, str(Path.cwd()))
+
+    async def play_one(truth: Any) -> StepResult:
+        session, api_key = sessions.open({**ROW, "ground_truth": truth, "extra_info": extra}, 1), ""
+        try:
+            answer = await session.reset()
+            if not (answer.done or answer.error):
+                api_key = endpoint.open(SilentEpisode())
+                answer = await session.step({"base_url": endpoint.url, "api_key": api_key})
+            return answer
+        finally:
+            endpoint.close(api_key)
+            session.close()
+
+    async def play_all() -> list[StepResult]:
+        return await asyncio.gather(*map(play_one, truths))
+
     try:
-        for key, truth in enumerate(truths):
-            sessions.open(key, {**ROW, "ground_truth": truth, "extra_info": extra}, seed=1)
-        while len(answers) < len(truths):
-            for key, answer in sessions.poll(5.0):
-                if answer.done or answer.error:
-                    answers[key] = answer
-                else:
-                    sessions.step(key, {"base_url": endpoint.url, "api_key": endpoint.open(key)})
-            endpoint.answer_nothing()
+        return run(play_all())
     finally:
         sessions.close_all()
-        for key in range(len(truths)):
-            endpoint.close(key)
-    return [answers[key] for key in sorted(answers)]
 
 
 def test_functions(endpoint: Endpoint) -> None:
@@ -244,15 +250,21 @@ def test_a_program_ends_with_its_worker_and_all_that_it_has_started(endpoint: En
     own = EnvironmentConfig(function="agent", workers=1)
     own.agent.command = [sys.executable, "stays.py"]
     sessions, begun = sessions_of(own, 1, str(Path.cwd())), Path("begun")
-    sessions.wake = endpoint.wake
+
+    async def play_until_begun() -> None:
+        session = sessions.open(ROW, 1)
+        await session.reset()
+        api_key = endpoint.open(SilentEpisode())
+        step = asyncio.create_task(session.step({"base_url": endpoint.url, "api_key": api_key}))
+        while not (begun.exists() and begun.read_text().endswith("\n")):
+            assert not step.done()
+            await asyncio.sleep(0.05)
+        endpoint.close(api_key)
+
     try:
-        sessions.open(0, ROW, seed=1)
-        sessions.poll(None)
-        sessions.step(0, {"base_url": endpoint.url, "api_key": endpoint.open(0)})
-        wait_for(lambda: sessions.poll(0.1) == [] and begun.exists() and begun.read_text().endswith("\n"), 60)
+        run(asyncio.wait_for(play_until_begun(), 60))
     finally:
         sessions.close_all()  # kills the worker
-        endpoint.close(0)
     pids = [int(pid) for pid in begun.read_text().split()]
     wait_for(lambda: all(map(has_ended, pids)), 30)
 

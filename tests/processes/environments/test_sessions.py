@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from rlhf_mcore.commands import reward_test
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
+from rlhf_mcore.coroutines import cancel_all, run
 from rlhf_mcore.environments import sessions as sessions_module
-from rlhf_mcore.environments.sessions import Sessions, StepResult
+from rlhf_mcore.environments.sessions import Session, Sessions, StepResult
 from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.rewards.reward import build_reward
 from tests.messages import refused
@@ -76,7 +78,7 @@ class Exiting:
 class Lazy:
     def step(self, action): ...
 """
-Make = Callable[..., Sessions]
+Make = Callable[..., Any]
 BASE = Path(__file__).resolve().parents[3] / "configs" / "base.yaml"
 
 
@@ -85,10 +87,10 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Sessions of a class of the file above."""
     monkeypatch.chdir(tmp_path)
     Path("file.py").write_text(COUNTING)
-    made: list[Sessions] = []
+    made: list[Keyed] = []
 
-    def make(name: str = "Counting", options: dict[str, Any] | None = None, **limits: Any) -> Sessions:
-        made.append(Sessions(f"file.py:{name}", options or {}, WorkerLimits(**{"workers": 1, **limits})))
+    def make(name: str = "Counting", options: dict[str, Any] | None = None, **limits: Any) -> Keyed:
+        made.append(Keyed(Sessions(f"file.py:{name}", options or {}, WorkerLimits(**{"workers": 1, **limits}))))
         return made[-1]
 
     yield make
@@ -96,15 +98,43 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         sessions.close_all()
 
 
-def all_answers(sessions: Sessions) -> dict[int, StepResult]:
+class Keyed:
+    """Sessions by key. Calls run in ``all_answers`` only."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions, self.loop = sessions, asyncio.new_event_loop()
+        self.opened: dict[int, Session] = {}
+        self.calls: dict[int, asyncio.Task[StepResult]] = {}
+
+    def open(self, key: int, row: Any, seed: int) -> None:
+        self.opened[key] = self.sessions.open(row, seed)
+        self.calls[key] = self.loop.create_task(self.opened[key].reset())
+
+    def step(self, key: int, action: str) -> None:
+        self.calls[key] = self.loop.create_task(self.opened[key].step(action))
+
+    def close(self, key: int) -> None:
+        async def close() -> None:
+            await cancel_all([self.calls.pop(key)])
+            self.opened.pop(key).close()
+
+        self.loop.run_until_complete(close())
+
+    def close_all(self) -> None:
+        for key in list(self.calls):
+            self.close(key)
+        self.sessions.close_all()
+        self.loop.close()
+
+
+def all_answers(sessions: Keyed) -> dict[int, StepResult]:
     """To everything that was called."""
-    found: dict[int, StepResult] = {}
-    while sessions.num_calls:
-        found |= dict(sessions.poll(None))
-    return found
+    calls, sessions.calls = sessions.calls, {}
+    answers = sessions.loop.run_until_complete(asyncio.wait_for(asyncio.gather(*calls.values()), 60))
+    return dict(zip(calls, answers, strict=True))
 
 
-def one(sessions: Sessions, key: int, action: str) -> StepResult:
+def one(sessions: Keyed, key: int, action: str) -> StepResult:
     sessions.step(key, action)
     return all_answers(sessions)[key]
 
@@ -183,9 +213,8 @@ def test_asynchronous_steps_of_one_process_are_under_way_at_the_same_time(make: 
     all_answers(sessions)
     for key in range(256):
         sessions.step(key, "")
-    assert sessions.num_calls == 256 and all(
-        answer == StepResult(done=True) for answer in all_answers(sessions).values()
-    )
+    found = all_answers(sessions)
+    assert len(found) == 256 and all(answer == StepResult(done=True) for answer in found.values())
 
 
 def test_a_closed_session_is_not_answered(make: Make) -> None:
@@ -208,7 +237,7 @@ def test_what_cannot_be_loaded_is_found_at_the_start(
     make: Make, name: str, options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        make(name, options).check()
+        run(make(name, options).sessions.check())
     assert problem in str(error.value)
 
 
@@ -235,7 +264,7 @@ def test_a_process_that_is_killed_while_it_loads_is_started_again(make: Make, nu
     Path("killed.py").write_text(KILLED)
     Path("kills").write_text("2")
     Path("signal").write_text(str(number))
-    sessions = Sessions("killed.py:Fine", {}, WorkerLimits(workers=1))
+    sessions = Keyed(Sessions("killed.py:Fine", {}, WorkerLimits(workers=1)))
     try:
         sessions.open(0, {"prompt": "go"}, seed=1)
         assert all_answers(sessions)[0].messages == [{"role": "user", "content": "begun"}]
@@ -246,7 +275,8 @@ def test_a_process_that_is_killed_while_it_loads_is_started_again(make: Make, nu
     build_reward(RewardConfig(function="killed.py:grade")).close()
     Path("kills").write_text("99")
     reward = RewardConfig(function="killed.py:grade")
-    for load in (Sessions("killed.py:Fine", {}, WorkerLimits(workers=1)).check, lambda: build_reward(reward)):
+    fine = Sessions("killed.py:Fine", {}, WorkerLimits(workers=1))
+    for load in (lambda: run(fine.check()), lambda: build_reward(reward)):
         with refused(ConfigError, field="killed.py", value=("3 times", "SIGKILL" if number == 9 else "signal 40")):
             load()
 

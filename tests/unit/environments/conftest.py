@@ -10,7 +10,10 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf_mcore.types import Completion, Request
+from rlhf_mcore.coroutines import run
+from rlhf_mcore.sampling.engine_loop import EngineLoop
+from rlhf_mcore.sampling.rollouts import LocalPlayer, RolloutSetup
+from rlhf_mcore.types import Completion, Job, Request, Trajectory
 
 SPECIAL = ["<unk>", "<end>", "<user>", "<assistant>", "<tool>"]
 CHAT_TEMPLATE = (
@@ -36,10 +39,21 @@ def character_tokenizer(special: Sequence[str], end: str, template: str) -> PreT
     return fast
 
 
+def play_jobs(engine: Scripted, setup: RolloutSetup, jobs: Sequence[Job], slots: int | None = None) -> list[Trajectory]:
+    """Run the rollouts of jobs on an engine."""
+    loop = engine.loop = EngineLoop(engine, in_order=setup.in_order, until_finished=setup.in_order, slots=slots)
+
+    async def play() -> list[Trajectory]:
+        return await loop.join(LocalPlayer(loop, lambda rows: [""] * len(rows), setup).begin(jobs))
+
+    return run(loop.run(play()))
+
+
 class Scripted:
-    """A Generator. ``says`` returns the text of a turn, given the whole prompt and the seed. The end token follows."""
+    """A StepwiseEngine. ``says`` returns the text of a turn, given the whole prompt and the seed. The end token follows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, says: Callable[[str, int], str]) -> None:
+        self.loop: EngineLoop
         self.requests: list[Request] = []
         self.cancelled: list[int] = []
         self._tokenizer, self._says, self._in_flight = tokenizer, says, list[Request]()
@@ -52,7 +66,7 @@ class Scripted:
         self.requests += requests
         self._in_flight += requests
 
-    def collect(self, timeout_s: float) -> list[Completion]:
+    def step(self) -> list[Completion]:
         """Complete the first request in flight."""
         if not self._in_flight:
             return []
@@ -67,8 +81,12 @@ class Scripted:
         versions = ((0, 2 + text.count("<assistant>")),)  # each turn has a newer policy version
         return [Completion(request.request_id, ids, logprobs, versions, reason, num_cached=4)]
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        raise NotImplementedError
+    def forget_prefixes(self) -> None: ...
+
+    def compare_ranks(self) -> None: ...
+
+    def sampled_tokens(self, request_ids: Collection[int]) -> dict[int, list[int]]:
+        return {}
 
     def cancel(self, request_ids: Collection[int]) -> None:
         self.cancelled += [request.request_id for request in self._in_flight if request.request_id in request_ids]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,20 +19,20 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.environments.agents import driver as driving
+from rlhf_mcore.coroutines import Background
 from rlhf_mcore.environments.agents import endpoint as serving
 from rlhf_mcore.environments.agents.conversation import Conversation
-from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
 from rlhf_mcore.environments.agents.endpoint import Endpoint
+from rlhf_mcore.environments.agents.episode import AgentRollout, AgentRules
 from rlhf_mcore.environments.agents.program import AgentEnvironment
 from rlhf_mcore.environments.control_tokens import ControlTokens
-from rlhf_mcore.environments.generator import EpisodeGenerator
 from rlhf_mcore.environments.sessions import StepResult
+from rlhf_mcore.sampling import policy
 from rlhf_mcore.sampling.policy import Limits
-from rlhf_mcore.sampling.requests import episode_request
+from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.types import Completion, Job, Prompt, Sampling, Trajectory
 from tests.messages import refused
-from tests.unit.environments.conftest import Scripted
+from tests.unit.environments.conftest import Scripted, play_jobs
 
 if TYPE_CHECKING:
     import openai
@@ -47,33 +46,25 @@ class Clients:
     name = "environment.function=agent"
 
     def __init__(self, play: Callable[[str, str], Any]) -> None:
-        self.play, self.wake, self.pool = play, None, ThreadPoolExecutor()
-        self.answers: dict[int, Any] = {}
+        self.play, self.pool = play, ThreadPoolExecutor()
 
-    @property
-    def num_calls(self) -> int:
-        return len(self.answers)
-
-    def open(self, key: int, row: Any, seed: int) -> None:
+    def open(self, row: Any, seed: int) -> Clients:
         self.row = row
-        self.answers[key] = self.pool.submit(StepResult)
+        return self
 
-    def step(self, key: int, action: Any) -> None:
+    async def reset(self) -> StepResult:
+        return StepResult()
+
+    async def step(self, action: Any) -> StepResult:
         def run() -> StepResult:
             try:
                 return StepResult(reward=float(self.play(action["base_url"], action["api_key"])), done=True)
             except Exception as error:
                 return StepResult(error=f"raised {error}", done=True)
 
-        self.answers[key] = self.pool.submit(run)
+        return await asyncio.wrap_future(self.pool.submit(run))
 
-    def close(self, key: int) -> None:
-        self.answers.pop(key, None)
-
-    def poll(self, timeout_s: float | None) -> list[tuple[int, StepResult]]:
-        time.sleep(0 if timeout_s == 0.0 else 0.002)
-        done = [(key, self.answers.pop(key).result()) for key in list(self.answers) if self.answers[key].done()]
-        return done
+    def close(self) -> None: ...
 
 
 def parse(text: str, tools: Any) -> dict[str, Any]:
@@ -109,26 +100,21 @@ def run(tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint) -> Iterator[Call
     ).replace("m.role + '>'", "('user' if m.role == 'system' else m.role) + '>'")
 
     def run(says: Any, play: Any, n: int = 1, new: int = 40, fails: bool = True, **limits: Any) -> list[Trajectory]:
-        first, slots = limits.pop("first", 0), limits.pop("slots", None)
+        slots = limits.pop("slots", None)
         turns = says if callable(says) else lambda text, seed: says[text.count("<assistant>") - 1]
         make = limits.pop("make", lambda turns: Scripted(tokenizer, turns))
         engine = run.engine = make(turns)  # type: ignore[attr-defined]
         branches, total = limits.pop("branches", "all"), limits.pop("max_total", 400)
-        rules = AgentRules(Limits(**{"max_turns": 8, **limits}), total, fails=fails, branches=branches)
+        rules = AgentRules(fails=fails, branches=branches)
         sessions: Any = Clients(play)
         run.sessions = sessions  # type: ignore[attr-defined]
-        driver = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, parse), rules)
-        plays = EpisodeGenerator(engine, driver)
-        if slots is not None:
-            driver.watch(lambda numbers: {}, slots)
-            engine.driver = driver
+        rollout = AgentRollout(sessions, endpoint, Conversation(tokenizer, parse), rules)
+        bounds = Limits(**{"max_turns": 8, "max_total": total, **limits})
+        setup = RolloutSetup(rollout, bounds, in_order=False)
         sampling = Sampling(n=n, max_new_tokens=new, seed=5)
-        plays.submit([episode_request(Job(first + k, PROMPT, k, sampling, 3)) for k in range(n)])
-        ended: list[Completion] = []
-        while plays.num_in_flight:
-            ended += plays.collect(math.inf)
-        assert not endpoint._by_digest and not endpoint._by_number and not engine.num_in_flight
-        return [each.trajectory for each in sorted(ended, key=lambda e: e.request_id) if each.trajectory is not None]
+        found = play_jobs(engine, setup, [Job(k, PROMPT, k, sampling, 3) for k in range(n)], slots)
+        assert not endpoint._by_digest and not engine.num_in_flight
+        return found
 
     yield run
     tokenizer.chat_template = before
@@ -270,19 +256,19 @@ class Slow(Scripted):
         super().__init__(tokenizer, says)
         self.go, self.stands, self.now = Event(), stands, dict[int, list[int]]()
 
-    def collect(self, timeout_s: float) -> list[Completion]:
+    def step(self) -> list[Completion]:
         for request in self._in_flight:
             had = self.now.setdefault(request.request_id, [])
             whole = self._tokenizer(self._says(self._tokenizer.decode(request.prompt_ids), 0) + "<end>")["input_ids"]
             if had == whole:
                 self._in_flight = [request, *(other for other in self._in_flight if other is not request)]
-                return super().collect(timeout_s)
+                return super().step()
             if len(had) < self.stands or self.go.is_set():
                 had.append(whole[len(had)])
         time.sleep(0.002)
         return []
 
-    def drawn(self, request_ids: Any) -> dict[int, list[int]]:
+    def sampled_tokens(self, request_ids: Any) -> dict[int, list[int]]:
         return {number: self.now[number] for number in request_ids if number in self.now}
 
 
@@ -359,13 +345,15 @@ def test_turns_beyond_the_slots_of_an_engine_wait_and_may_be_lent(run: Any, toke
     class Lends(Scripted):
         """Two turns at a time; what waits goes to another engine, whose turns come back."""
 
-        def collect(self, timeout_s: float) -> list[Completion]:
+        def step(self) -> list[Completion]:
             self.most = max(getattr(self, "most", 0), self.num_in_flight)
-            lent = self.driver.lend(1) if self.driver.num_held > 1 else []
+            lent = self.loop.move_held(1) if self.loop.num_held > 1 else []
             self.lent = [*getattr(self, "lent", []), *lent]
             other = Scripted(tokenizer, self._says)
             other.submit(lent)
-            return [*other.collect(0), *super().collect(timeout_s)]
+            for turn in other.step():
+                self.loop.resolve(turn.request_id, turn)
+            return super().step()
 
     def play(base_url: str, api_key: str) -> float:
         client = chat(base_url, api_key)
@@ -400,9 +388,7 @@ def test_many_agents_ask_in_parallel_and_each_is_learned_from_by_itself(
         assert asyncio.run(ask_all()) == ["0!", "1!", "2!", "3!"]
         return 1
 
-    whole = run(
-        lambda text, seed: text.split("<user>")[1][0] + "!", play, n=6, first=-7
-    )  # of an evaluation, from -7 to -2
+    whole = run(lambda text, seed: text.split("<user>")[1][0] + "!", play, n=6)
     assert [sorted(sampled(each, tokenizer)) for each in whole] == [["0!<end>", "1!<end>", "2!<end>", "3!<end>"]] * 6
     assert [each.sample for each in whole] == list(range(6))
 
@@ -421,7 +407,7 @@ def test_an_episode_that_meets_a_limit_is_truncated(
 ) -> None:
     skipped = [0.0]  # seconds that the clock of the limits is ahead
     monkeypatch.setattr(
-        driving, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() + skipped[0]})
+        policy, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() + skipped[0]})
     )
 
     def play(base_url: str, api_key: str) -> float:
@@ -555,27 +541,22 @@ def replaced(value: Any, junk: Any) -> Iterator[Any]:
 def test_no_value_of_another_type_is_an_internal_error_or_cuts_a_stream(
     endpoint: Endpoint, path: str, valid: dict[str, Any]
 ) -> None:
-    api_key, ended = endpoint.open(1), Event()
+    async def serve() -> str:
+        return endpoint.open(serving.SilentEpisode())
 
-    def answer() -> None:
-        while not ended.is_set():
-            endpoint.answer_nothing()
-            time.sleep(0.001)
-
-    with ThreadPoolExecutor(1) as pool:
-        answering = pool.submit(answer)
-        try:
-            where = urlsplit(endpoint.url)
-            connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=20)
-            for body in [body for junk in JUNK for body in replaced(valid | {"stream": True}, junk)]:
-                connection.request("POST", f"/v1/{path}", json.dumps(body), {"Authorization": f"Bearer {api_key}"})
-                response = connection.getresponse()
-                content = response.read()  # IncompleteRead if it is cut
-                assert response.status in (200, 400) and b"internal_error" not in content, (body, content)
-        finally:
-            ended.set()
-            answering.result()
-            endpoint.close(1)
+    engine = Background("engine")
+    api_key = engine.start(serve()).result()
+    try:
+        where = urlsplit(endpoint.url)
+        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=20)
+        for body in [body for junk in JUNK for body in replaced(valid | {"stream": True}, junk)]:
+            connection.request("POST", f"/v1/{path}", json.dumps(body), {"Authorization": f"Bearer {api_key}"})
+            response = connection.getresponse()
+            content = response.read()  # IncompleteRead if it is cut
+            assert response.status in (200, 400) and b"internal_error" not in content, (body, content)
+    finally:
+        engine.close()
+        endpoint.close(api_key)
 
 
 def test_a_call_of_the_policy_that_is_nested_too_deep_is_text(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,46 +15,48 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen2Config
 
 from rlhf_mcore.config.schema import RolloutConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.data.episodes import token_versions
-from rlhf_mcore.environments.agents.calls import Call, RequestError, TurnInput, TurnOutput
+from rlhf_mcore.environments.agents.calls import RequestError, TurnInput
 from rlhf_mcore.environments.agents.conversation import Conversation
-from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
-from rlhf_mcore.environments.generator import TURNS
+from rlhf_mcore.environments.agents.dialects import ClientRequest
+from rlhf_mcore.environments.agents.endpoint import ServedEpisode
+from rlhf_mcore.environments.agents.episode import AgentRollout, AgentRules
 from rlhf_mcore.environments.sessions import StepResult
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.hf.engine import HFEngine
+from rlhf_mcore.sampling.engine_loop import EngineLoop
+from rlhf_mcore.sampling.followers import EnginePass, run_pass
 from rlhf_mcore.sampling.policy import Limits
-from rlhf_mcore.sampling.requests import episode_request
-from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
+from rlhf_mcore.sampling.rollouts import LocalPlayer, RolloutSetup
+from rlhf_mcore.types import Completion, Job, Prompt, Sampling, Trajectory
 
 PROMPT = Prompt("p", 0, [1, 2], "prompt", messages=[])
 VERSIONS = 4
 
 
 class Desk:
-    """In the place of an endpoint and of sessions: calls are put here, and the one episode ends when it is told to."""
+    """In the place of an endpoint and of sessions: the one episode is opened here, and ends when it is told to."""
 
-    name, url, wake, num_calls = "agent", "", 0, 1
+    name, url = "agent", ""
+    episode: ServedEpisode
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.answers: list[tuple[int, StepResult]] = []
+        self.end: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
 
-    def open(self, key: int, *row: Any) -> str:
-        self.answers += [(key, StepResult())] if row else []
+    def open(self, what: Any, *seed: int) -> Any:
+        if seed:
+            return self  # a session
+        self.episode = what
         return "key"
 
-    def step(self, key: int, action: Any) -> None: ...
+    async def reset(self) -> StepResult:
+        return StepResult()
 
-    def close(self, key: int) -> None: ...
+    async def step(self, action: Any) -> StepResult:
+        return await self.end
 
-    def poll(self, timeout_s: float | None) -> list[tuple[int, StepResult]]:
-        found, self.answers = self.answers, []
-        return found
-
-    def take(self) -> list[Call]:
-        found, self.calls = self.calls, []
-        return found
+    def close(self, *key: str) -> None: ...
 
 
 class Episode:
@@ -59,52 +64,66 @@ class Episode:
 
     def __init__(self, engine: HFEngine, tokenizer: PreTrainedTokenizerBase, weights: list[Any]) -> None:
         self.engine, self.weights, self.desk = engine, weights, Desk()
-        rules = AgentRules(Limits(max_turns=60), max_total=200)
         desk: Any = self.desk
-        self.driver = AgentEpisodes(desk, desk, Conversation(tokenizer), rules)
-        self.driver.begin([episode_request(Job(0, PROMPT, 0, Sampling(max_new_tokens=6, seed=5), 3))])
+        rollout = AgentRollout(desk, desk, Conversation(tokenizer), AgentRules())
+        setup = RolloutSetup(rollout, Limits(max_turns=60, max_total=200), in_order=False)
         self.histories: list[list[dict[str, Any]]] = [[user("q")]]
-        self.asked: list[Call] = []
+        self.asked: list[asyncio.Task[None]] = []
         self.heard: list[tuple[str, float]] = []
         self.drawn: dict[float, int] = {}  # every token of the engine, by its logprob
-        engine.cancel(list(range(TURNS, 99 * TURNS, TURNS)))  # what an example that has failed has left
+        engine.cancel(range(9999))  # what an example that has failed has left
         self.publish(0)
+        self.loop = EngineLoop(engine, self.run_pass, in_order=False)
+        job = Job(0, PROMPT, 0, Sampling(max_new_tokens=6, seed=5), 3)
+        [self.whole] = LocalPlayer(self.loop, lambda rows: [""], setup).begin([job])
 
     def publish(self, version: int) -> None:
         self.engine.load_weights(self.weights[version].items(), version=version)
 
-    def ask(self, history: list[dict[str, Any]], **how: Any) -> Call:
-        def answer(given: list[TurnOutput] | RequestError) -> None:
-            call.gone = True  # nothing more is waited for
-            for said in given if isinstance(given, list) else ():
-                self.heard += said.tokens
-                self.histories.append([*history, dict(said.message), user("next")])
+    def ask(self, history: list[dict[str, Any]], **how: Any) -> asyncio.Task[None]:
+        order, episode = ClientRequest([TurnInput(history)], **how), self.desk.episode
 
-        self.desk.calls.append(call := Call(0, TurnInput(history), answer, **how))
-        self.asked.append(call)
-        return call
+        async def ask() -> None:
+            with suppress(RequestError):
+                for said in await episode.ask(order, time.monotonic()):
+                    self.heard += said.tokens
+                    self.histories.append([*history, dict(said.message), user("next")])
 
-    def begin_again(self) -> None:
-        self.step()  # calls before it are taken before it
-        self.desk.calls.append(Call(0, None, lambda _: None))
-        self.step()
+        self.asked.append(task := asyncio.create_task(ask()))
+        return task
+
+    async def begin_again(self) -> None:
+        await self.step()  # requests before it are taken before it
+        await self.desk.episode.restart()
+        await self.settle()
         self.heard, self.asked = [], []
 
-    def step(self) -> list[Trajectory]:
-        requests = self.driver.due(self.engine.num_in_flight > 0, 0.0)
-        self.engine.cancel(self.driver.abandoned_turns())
-        self.engine.submit(requests or [])
-        finished = self.engine.step() if self.engine.num_in_flight else []
+    async def settle(self) -> None:
+        """Let all coroutines come to their next wait."""
+        for _ in range(100):
+            await asyncio.sleep(0)
+        while [task for task in asyncio.all_tasks() if "_find_all" in repr(task)]:
+            await asyncio.sleep(0.001)
+        for _ in range(100):
+            await asyncio.sleep(0)
+
+    async def step(self) -> None:
+        await self.settle()
+        if self.loop._can_pass:
+            self.loop._make_pass()
+        await self.settle()
+
+    def run_pass(self, made: EnginePass) -> list[Completion]:
+        finished = run_pass(self.engine, None, made)
         for each in finished:
             self.drawn |= dict(zip(each.logprobs.tolist(), each.token_ids.tolist(), strict=True))
-        return [each.trajectory for each in self.driver.take(finished) if each.trajectory is not None]
+        return finished
 
-    def end(self) -> Trajectory:
-        while self.engine.num_in_flight or not all(call.gone for call in self.asked):
-            self.step()
-        self.desk.answers.append((0, StepResult(reward=1.0, done=True)))
-        [whole] = self.step()
-        return whole
+    async def end(self) -> Trajectory:
+        while not all(task.done() for task in self.asked):
+            await self.step()
+        self.desk.end.set_result(StepResult(reward=1.0, done=True))
+        return await self.whole
 
 
 def user(text: str) -> dict[str, Any]:
@@ -140,13 +159,11 @@ def made(
 MOVES = ["ask", "ask", "two", "stop", "step", "step", "step", "publish", "edit", "drop", "fork", "leave", "again"]
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_whatever_happens_what_is_learned_was_drawn_in_its_place_by_its_version(
-    made: tuple[HFEngine, Any, list[Any]], tokenizer: PreTrainedTokenizerBase, data: st.DataObject
-) -> None:
-    engine, model, weights = made
-    episode, version, waiting = Episode(engine, tokenizer, weights), 0, list[Call]()
+async def play(
+    engine: HFEngine, tokenizer: PreTrainedTokenizerBase, weights: list[Any], data: st.DataObject
+) -> tuple[Episode, Trajectory]:
+    episode, version, waiting = Episode(engine, tokenizer, weights), 0, list[asyncio.Task[None]]()
+    await episode.settle()
     waiting.append(episode.ask(episode.histories[0]))
     for move in data.draw(st.lists(st.sampled_from(MOVES), min_size=8, max_size=40)):
         history = episode.histories[data.draw(st.integers(0, len(episode.histories) - 1))]
@@ -154,7 +171,7 @@ def test_whatever_happens_what_is_learned_was_drawn_in_its_place_by_its_version(
             how = {"two": {"n": 2}, "stop": {"stop": ("a", "1"), "max_tokens": 4}}.get(move, {})
             waiting.append(episode.ask(list(history), **how))
         elif move == "step":
-            episode.step()
+            await episode.step()
         elif move == "publish" and version + 1 < VERSIONS:
             version += 1
             episode.publish(version)
@@ -166,11 +183,20 @@ def test_whatever_happens_what_is_learned_was_drawn_in_its_place_by_its_version(
         elif move == "fork":
             episode.histories.append([*history, user("fork")])
         elif move == "leave":
-            waiting[-1].gone = True
+            waiting[-1].cancel()
         elif move == "again" and data.draw(st.integers(0, 3)) == 0:
-            episode.begin_again()
+            await episode.begin_again()
     episode.ask([user("last")])  # an episode needs a turn
-    whole = episode.end()
+    return episode, await episode.end()
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_whatever_happens_what_is_learned_was_drawn_in_its_place_by_its_version(
+    made: tuple[HFEngine, Any, list[Any]], tokenizer: PreTrainedTokenizerBase, data: st.DataObject
+) -> None:
+    engine, model, weights = made
+    episode, whole = run(play(engine, tokenizer, weights, data))
 
     learned, logprobs = whole.loss_mask, whole.logprobs
     assert sorted(logprobs[learned].tolist()) == sorted(

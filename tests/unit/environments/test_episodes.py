@@ -16,17 +16,17 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
 from rlhf_mcore.environments.control_tokens import UnreadableText
-from rlhf_mcore.environments.episodes import EnvironmentReward, Episodes
-from rlhf_mcore.environments.generator import EpisodeGenerator, sample_episode
+from rlhf_mcore.environments.environment import EnvironmentReward, EnvironmentRollout
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.environments.turn_text import TurnText
-from rlhf_mcore.protocols import EngineRank, Generator
+from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.sampling import followers
 from rlhf_mcore.sampling.policy import Limits
+from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.sampling.seeds import request_seed
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
-from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
+from rlhf_mcore.types import Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import Scripted
 
 ECHO = """
@@ -75,10 +75,9 @@ def run(sessions: Sessions, turn_text: TurnText, tokenizer: PreTrainedTokenizerB
         turns = says if callable(says) else lambda text, seed: says[text.count("<assistant>") - 1]
         run.engine = Scripted(tokenizer, turns)  # type: ignore[attr-defined]
         bounds = Limits(**{"max_turns": 5, "max_tokens": 100, **limits})
-        episodes = Episodes(sessions, turn_text, bounds, fails=fails)
-        plays = EpisodeGenerator(run.engine, episodes)  # type: ignore[attr-defined]
-        worker = BatchSampler(plays, EngineRank(), lambda rows: [], sample_episode)
-        return worker.sample(prompts, Sampling(n=n, max_new_tokens=new, seed=5), step=2)
+        setup = RolloutSetup(EnvironmentRollout(sessions, turn_text, fails=fails), bounds)
+        sampler = BatchSampler(run.engine, EngineRank(), lambda rows: [], setup=setup)  # type: ignore[attr-defined]
+        return sampler.sample(prompts, Sampling(n=n, max_new_tokens=new, seed=5), step=2)
 
     return run
 
@@ -183,14 +182,6 @@ def test_a_failure_ends_the_run_or_leaves_an_episode_without_a_score(
     assert asyncio.run(EnvironmentReward().score(unread))[0].failure == "error" and unread[0].num_sampled == 2
 
 
-class Following(Scripted):
-    """A rank of the engine that does not lead: it draws the same and returns nothing."""
-
-    def collect(self, timeout_s: float) -> list[Completion]:
-        super().collect(timeout_s)
-        return []
-
-
 def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
     sessions: Sessions, turn_text: TurnText, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -206,16 +197,12 @@ def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
     def says(text: str, seed: int) -> str:
         return str(seed % 1000) if text.count("<assistant>") < 3 else "bye"
 
-    episodes = Episodes(sessions, turn_text, Limits(5, 100))
-    lead, follower = Scripted(tokenizer, says), Following(tokenizer, says)
+    setup = RolloutSetup(EnvironmentRollout(sessions, turn_text), Limits(5, 100))
+    lead, follower = Scripted(tokenizer, says), Scripted(tokenizer, says)
     prompts, sampling = [prompt(tokenizer, index=index) for index in range(2)], Sampling(n=2, max_new_tokens=20)
     ranks: Any = "lead", "follower"
-
-    def play(around: Generator) -> Generator:
-        return EpisodeGenerator(around, episodes)
-
-    leading = BatchSampler(lead, EngineRank(), lambda rows: [], sample_episode, ranks[0], play)
-    following = BatchSampler(follower, EngineRank(is_lead=False), lambda rows: [], sample_episode, ranks[1], play)
+    leading = BatchSampler(lead, EngineRank(), lambda rows: [], ranks[0], setup)
+    following = BatchSampler(follower, EngineRank(is_lead=False), lambda rows: [], ranks[1])
     with ThreadPoolExecutor() as threads:
         heard = threads.submit(following.sample, prompts, sampling, step=1)
         found = leading.sample(prompts, sampling, step=1)

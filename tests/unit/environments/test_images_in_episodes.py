@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,22 +21,19 @@ from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_traject
 from rlhf_mcore.environments.agents.calls import RequestError
 from rlhf_mcore.environments.agents.client_values import message_of
 from rlhf_mcore.environments.agents.conversation import Conversation
-from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
 from rlhf_mcore.environments.agents.endpoint import Endpoint
+from rlhf_mcore.environments.agents.episode import AgentRollout, AgentRules
 from rlhf_mcore.environments.agents.images import RequestImages
-from rlhf_mcore.environments.episodes import Episodes
-from rlhf_mcore.environments.generator import EpisodeGenerator, sample_episode
+from rlhf_mcore.environments.environment import EnvironmentRollout
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.environments.tools import Tools
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.environments.worker import messages_of_observation
-from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.sampling.policy import Limits
-from rlhf_mcore.sampling.requests import episode_request
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
+from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
-from tests.unit.environments.conftest import SPECIAL, Scripted, character_tokenizer
+from tests.unit.environments.conftest import SPECIAL, Scripted, character_tokenizer, play_jobs
 from tests.unit.environments.test_agents import Clients, post
 
 # An image is "(" one token for each of its 28 by 28 pixels ")".
@@ -127,11 +123,10 @@ class Played:
         ids = reader.expand(tokenizer(text, add_special_tokens=False)["input_ids"], self.own, "row 0")
         prompt = Prompt("p", 0, ids, text, ground_truth=first, images=self.own)
         self.engine = Scripted(tokenizer, lambda text, seed: says[text.count("<assistant>") - 1])
-        episodes = Episodes(sessions, TurnText(tokenizer), Limits(5, 200), images=reader)
-        worker = BatchSampler(EpisodeGenerator(self.engine, episodes), EngineRank(), lambda rows: [], sample_episode)
+        setup = RolloutSetup(EnvironmentRollout(sessions, TurnText(tokenizer), images=reader), Limits(5, 200))
         self.prompt = prompt
         self.found: Trajectory
-        [self.found] = worker.sample([prompt], Sampling(n=1, max_new_tokens=20, seed=5), step=1)
+        [self.found] = play_jobs(self.engine, setup, [Job(0, prompt, 0, Sampling(max_new_tokens=20, seed=5), 1)])
 
 
 def test_observations_show_images_behind_those_of_the_prompt(
@@ -268,15 +263,11 @@ class Asking:
 
         sessions: Any = Clients(agent)
         talk = Conversation(tokenizer, images=None if reader is None else RequestImages(reader))
-        self.driver = AgentEpisodes(sessions, endpoint, talk, AgentRules(Limits(9), 400))
-        plays = EpisodeGenerator(self.engine, self.driver)
-        plays.submit(
-            [episode_request(Job(0, prompt or Prompt("p", 0, [1], "q"), 0, Sampling(max_new_tokens=20, seed=5), 1))]
-        )
-        ended: list[Any] = []
-        while plays.num_in_flight:
-            ended += plays.collect(math.inf)
-        self.found: Trajectory = ended[0].trajectory
+        rollout = AgentRollout(sessions, endpoint, talk, AgentRules())
+        setup = RolloutSetup(rollout, Limits(9, max_total=400), in_order=False)
+        job = Job(0, prompt or Prompt("p", 0, [1], "q"), 0, Sampling(max_new_tokens=20, seed=5), 1)
+        self.found: Trajectory
+        [self.found] = play_jobs(self.engine, setup, [job])
 
     @property
     def refusals(self) -> list[str]:

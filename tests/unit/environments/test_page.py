@@ -10,7 +10,8 @@ import pytest
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.rules.environment import environment_problems
 from rlhf_mcore.config.rules.reward import reward_problems
-from rlhf_mcore.environments.sessions import Sessions
+from rlhf_mcore.coroutines import run
+from rlhf_mcore.environments.sessions import Sessions, StepResult
 from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.types import LIMITS
 
@@ -33,17 +34,21 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     own = cfg.environment
     assert own.function is not None and own.options is not None
     sessions = Sessions(own.function, own.options, WorkerLimits(workers=1))
-    sessions.open(0, {}, seed=3)
-    [(_, answer)] = sessions.poll(None)
-    assert answer.messages == [{"role": "user", "content": "Guess my number, from 1 to 7."}]
-    low, high = 1, 7
-    for _ in range(own.max_turns):
-        guess = (low + high) // 2
-        sessions.step(0, str(guess))
-        [(_, answer)] = sessions.poll(None)
-        if answer.done:
-            break
-        low, high = (guess + 1, high) if answer.messages[0]["content"] == "higher" else (low, guess - 1)
+
+    async def guess() -> StepResult:
+        session = sessions.open({}, seed=3)
+        answer = await session.reset()
+        assert answer.messages == [{"role": "user", "content": "Guess my number, from 1 to 7."}]
+        low, high = 1, 7
+        for _ in range(own.max_turns):
+            guess = (low + high) // 2
+            answer = await session.step(str(guess))
+            if answer.done:
+                break
+            low, high = (guess + 1, high) if answer.messages[0]["content"] == "higher" else (low, guess - 1)
+        return answer
+
+    answer = run(guess())
     assert (answer.done, answer.reward) == (True, 1.0)
     sessions.close_all()
 

@@ -13,8 +13,9 @@ import torch
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig
+from rlhf_mcore.platform.base import preserved_rng
 from rlhf_mcore.rollout import build_engine
-from rlhf_mcore.rollout.engine import EngineModel, preserved_rng
+from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.vllm.environment import (
     ask_for_batch_invariance,
     caches_by_engine_rank,

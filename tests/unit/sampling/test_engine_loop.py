@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.sampling.checks import LostTrajectory
 from rlhf_mcore.sampling.engine_loop import EngineLoop
-from rlhf_mcore.sampling.followers import EnginePass, LedEngine, follow
+from rlhf_mcore.sampling.followers import EnginePass, follow, run_pass
 from rlhf_mcore.sampling.policy import Limits, Policy
 from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling
@@ -45,20 +46,25 @@ class BatchDependent:
         for request_id in request_ids:
             self.states.pop(request_id, None)
 
-    def collect(self, timeout_s: float) -> list[Completion]:
+    def step(self) -> list[Completion]:
         finished: list[Completion] = []
-        while not finished:
-            batch = sum(request.seed % 97 for request, _ in self.states.values())
-            for request_id, (request, tokens) in list(self.states.items()):
-                tokens.append((batch + request.seed + len(request.prompt_ids)) % 1000)
-                if len(tokens) == 1 + request.seed % request.sampling.max_new_tokens:
-                    ids = np.array(tokens, np.int32)
-                    finished.append(Completion(request_id, ids, np.zeros(len(ids), np.float32), ((0, 1),), "stop"))
-                    del self.states[request_id]
+        batch = sum(request.seed % 97 for request, _ in self.states.values())
+        for request_id, (request, tokens) in list(self.states.items()):
+            tokens.append((batch + request.seed + len(request.prompt_ids)) % 1000)
+            if len(tokens) == 1 + request.seed % request.sampling.max_new_tokens:
+                ids = np.array(tokens, np.int32)
+                finished.append(Completion(request_id, ids, np.zeros(len(ids), np.float32), ((0, 1),), "stop"))
+                del self.states[request_id]
         return finished
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        raise AssertionError("the loop makes passes")
+    def sampled_tokens(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
+        return {request_id: list(self.states[request_id][1]) for request_id in request_ids}
+
+    def forget_prefixes(self) -> None:
+        self.log.append("forget")
+
+    def compare_ranks(self) -> None:
+        self.log.append("compare")
 
 
 def jobs() -> list[Job]:
@@ -84,13 +90,8 @@ def all_of(rollout: Callable[[EngineLoop, Job], Coroutine[Any, Any, Any]], engin
     async def together() -> list[Any]:
         return await loop.join([loop.begin(rollout(loop, job)) for job in jobs()])
 
-    led = None if ranks is None else LedEngine(engine, ranks)
-    loop = EngineLoop(led or engine)
-    try:
-        return run(loop.run(together()))
-    finally:
-        if led is not None:
-            led.release()
+    loop = EngineLoop(engine, partial(run_pass, engine, ranks), until_finished=True)
+    return run(loop.run(together()))
 
 
 def test_tokens_do_not_depend_on_the_time_that_rollouts_take() -> None:
@@ -122,10 +123,8 @@ def test_turns_have_seeds_of_their_own_and_the_first_has_that_of_the_prompt() ->
     all_of(of_three_turns(lambda: 0), Asked())
     assert len({request.seed for request in asked}) == len({request.request_id for request in asked}) == 36
     for job in jobs():
-        first = request_of(job)
-        assert [request for request in asked if request.request_id == job.number] == [first]
-    [later] = [request for request in asked if request.request_id == 3 + 2**40]
-    assert later.name == "prompt 'p1', sample 1, turn 1"
+        assert [request for request in asked if request.name == job.name] == [request_of(job)]
+    assert [request.name for request in asked].count("prompt 'p1', sample 1, turn 1") == 1
 
 
 @pytest.mark.usefixtures("rank_threads")
@@ -164,10 +163,10 @@ def test_an_error_of_a_rollout_ends_the_others_and_lets_the_other_ranks_go() -> 
 
 def test_a_response_that_the_engine_loses_is_named() -> None:
     class Losing(BatchDependent):
-        def collect(self, timeout_s: float) -> list[Completion]:
-            return [found for found in super().collect(timeout_s) if found.request_id != 7]
+        def step(self) -> list[Completion]:
+            return [found for found in super().step() if found.request_id != 7]
 
-    with pytest.raises(LostTrajectory, match="11 completions for 12 requests: none for prompt 'p3', sample 1"):
+    with pytest.raises(LostTrajectory, match=r"no completion for prompt 'p3', sample 1\. .*max_restarts"):
         all_of(lambda engine, job: Policy(engine, job, Limits()).sample(job.prompt.prompt_ids), Losing())
 
 
@@ -178,7 +177,7 @@ def test_a_pass_arrives_as_it_was_sent() -> None:
         Request(1, "b", first, replace(SAMPLING, temperature=0.0), 0),
         Request(2, "c", second, SAMPLING, 5),
     ]
-    made = EnginePass([4, 5], requests, forgets=True, waits=True)
+    made = EnginePass([4, 5], requests, forgets=True, until_finished=True)
     assert EnginePass.decode(made.encode()) == made
     assert EnginePass.decode(EnginePass(pauses=True).encode()) == EnginePass([], [], pauses=True)
     assert EnginePass.decode(EnginePass().encode()) == EnginePass() and not EnginePass().encode()
@@ -208,3 +207,64 @@ def test_limits_of_turns_and_tokens_bound_what_a_policy_samples() -> None:
     assert all_of(rollout, BatchDependent()) == [(1, ["", "", "turns", "", "turns"])] * 12
     late = Policy(EngineLoop(BatchDependent()), jobs()[0], Limits(max_seconds=0.0))
     assert late.reached_limit() == "seconds"
+
+
+def sample(engine: EngineLoop, job: Job, **options: Any) -> Coroutine[Any, Any, Completion]:
+    return engine.sample(request_of(job), **options)
+
+
+def test_out_of_order_the_engine_samples_while_coroutines_work() -> None:
+    async def both() -> list[Any]:
+        loop = EngineLoop(engine := BatchDependent(), in_order=False)
+        busy = loop.begin(asyncio.sleep(60))
+        serving = asyncio.create_task(loop.serve())
+        found = await asyncio.gather(*(loop.begin(sample(loop, job)) for job in jobs()[:3]))
+        busy.cancel()
+        loop.pause()
+        await serving
+        return [len(found), engine.log]
+
+    assert run(both()) == [3, [[0, 1, 2], "compare"]]
+
+
+def test_requests_beyond_the_slots_are_held_and_sampled_by_another_engine() -> None:
+    async def lend() -> None:
+        loop = EngineLoop(engine := BatchDependent(), in_order=False, slots=2)
+        serving = asyncio.create_task(loop.serve())
+        tasks = [loop.begin(sample(loop, job, num_cached=10 - job.number)) for job in jobs()[:5]]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert (loop.num_held, loop.num_in_flight, len(engine.states)) == (3, 5, 2)
+        moved = loop.move_held(2)
+        assert [request.request_id for request in moved] == [4, 3] and loop.num_held == 1
+        ids = np.array([7], np.int32)
+        loop.resolve(4, Completion(99, ids, np.zeros(1, np.float32), ((0, 1),), "stop"))
+        loop.resolve(4, Completion(99, ids, np.zeros(1, np.float32), ((0, 1),), "stop"))
+        tasks[3].cancel()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [len(each.token_ids) for each in found[:3]] and found[4].token_ids.tolist() == [7]
+        assert isinstance(found[3], asyncio.CancelledError) and loop.num_in_flight == 0
+        assert max(len(log) for log in engine.log) <= 2
+        loop.pause()
+        await serving
+
+    run(lend())
+
+
+def test_a_request_that_nobody_waits_for_is_cancelled_at_the_engine() -> None:
+    async def leave() -> list[Any]:
+        loop = EngineLoop(engine := BatchDependent(), in_order=False)
+        serving, heard = asyncio.create_task(loop.serve()), list[Sequence[int]]()
+        endless = replace(jobs()[5], sampling=replace(SAMPLING, max_new_tokens=10**9))
+        task = loop.begin(sample(loop, endless, on_tokens=heard.append))
+        while not heard:
+            await asyncio.sleep(0)
+        task.cancel()
+        while engine.states:
+            await asyncio.sleep(0)
+        assert heard[0] and not loop.is_waiting
+        loop.pause()
+        await serving
+        return engine.log
+
+    assert run(leave()) == [[0], ("cancel", [0]), "compare"]

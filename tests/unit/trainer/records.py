@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from rlhf_mcore.protocols import EngineRank, Generator
+from rlhf_mcore.protocols import EngineRank, StepwiseEngine
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.types import Completion, Prompt, Request, Score, TrainBatch, Trajectory
 from tests.episodes import single_turn
@@ -42,34 +42,38 @@ def completions(
 
 
 class Streaming:
-    """A Generator that answers all requests of the last submission at once, with ``draw``."""
+    """A StepwiseEngine that answers all requests of the last submission in a step, with ``draw``."""
 
     def __init__(self) -> None:
-        self.drawn: list[Completion] | None = None
+        self.sampled: list[Completion] | None = None
 
     def draw(self, requests: Sequence[Request]) -> list[Completion]:
         return completions(requests)
 
     @property
     def num_in_flight(self) -> int:
-        return self.drawn is not None
+        return self.sampled is not None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self.drawn = self.draw(requests)
+        self.sampled = self.draw(requests)
 
-    def collect(self, timeout_s: float) -> list[Completion]:
-        assert self.drawn is not None
-        drawn, self.drawn = self.drawn, None
-        return drawn
+    def step(self) -> list[Completion]:
+        assert self.sampled is not None
+        sampled, self.sampled = self.sampled, None
+        return sampled
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        assert self.drawn is None, "nothing in flight is cancelled"
+        assert self.sampled is None, "nothing in flight is cancelled"
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return self.draw(requests)
+    def forget_prefixes(self) -> None: ...
+
+    def compare_ranks(self) -> None: ...
+
+    def sampled_tokens(self, request_ids: Collection[int]) -> dict[int, list[int]]:
+        return {}
 
 
-def batch_sampler(generator: Generator, engine: EngineRank | None = None) -> BatchSampler:
+def batch_sampler(generator: StepwiseEngine, engine: EngineRank | None = None) -> BatchSampler:
     """Return a batch sampler that decodes completions to texts with their sample."""
     return BatchSampler(
         generator, engine or EngineRank(), lambda rows: [f"answer {ids[0] % 1000 // 100}" for ids in rows]

@@ -33,7 +33,7 @@ class Counter:
 
 
 class Clocked:
-    """A Generator that takes a second for a token. What it draws follows from the seed of a request alone."""
+    """A StepwiseEngine that takes a second for a token. What it draws follows from the seed of a request alone."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -49,10 +49,12 @@ class Clocked:
         for request in requests:
             heapq.heappush(self.ends, (self.now + len(request.prompt_ids), request.request_id, request))
 
-    def collect(self, timeout_s: float) -> list[Completion]:
+    def step(self) -> list[Completion]:
         self.now, _, request = heapq.heappop(self.ends)
         ids = np.full(len(request.prompt_ids), request.seed % 1000, np.int32)
         return [Completion(request.request_id, ids, np.zeros(len(ids), np.float32), ((0, 1),), "stop")]
+
+    def compare_ranks(self) -> None: ...
 
 
 def test_a_length_is_that_of_the_row_else_of_its_source_else_of_the_longest_source_else_of_the_prompt() -> None:

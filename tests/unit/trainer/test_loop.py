@@ -441,7 +441,7 @@ def test_fault_25_a_lost_response_ends_the_step_before_anything_learns_and_the_n
     run = make(set(), sampler=sampler, lose=2)
     saved: dict[str, Any] = {}
     run.watch.save = lambda: saved.update(sampler.state_dict())
-    with refused(LostTrajectory, field="prompt", value=(3, 4), remedy="trainer.max_restarts"):
+    with refused(LostTrajectory, field="prompt", value="no completion", remedy="trainer.max_restarts"):
         run.trainer.run(3)
     assert run.log.count(("update", "actor")) == 1 and ("sync", 1) in run.log and ("sync", 2) not in run.log
     again = PromptSampler(4, 2, seed=1, shuffle=True)

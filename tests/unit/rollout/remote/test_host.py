@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -11,16 +12,29 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import PeersLost
 from rlhf_mcore.rollout import engine as engines
 from rlhf_mcore.rollout.engine import EngineRank, VersionedWeights
 from rlhf_mcore.rollout.remote import host as module
-from rlhf_mcore.rollout.remote.host import EngineHost, Location, RankRendezvous
+from rlhf_mcore.rollout.remote.host import BorrowedTurn, EngineHost, Location, RankRendezvous
+from rlhf_mcore.sampling.policy import Policy
 from rlhf_mcore.sampling.requests import request_of
-from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling
+from rlhf_mcore.sampling.rollouts import Context, RolloutSetup, sample_single_turn
+from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling, Trajectory
 from tests.commands import wait_for
 
 ORDER: Any = None
+HOSTS: list[EngineHost] = []  # hosts of the running test
+
+
+@pytest.fixture(autouse=True)
+def no_task_is_left() -> Iterator[None]:
+    yield
+    while HOSTS:
+        host = HOSTS.pop()
+        host._engine.allowed.release(10**6) if isinstance(host._engine, Engine) else None
+        host._thread.close()
 
 
 class Engine:
@@ -74,45 +88,6 @@ class Engine:
         ]
 
 
-class Driver:
-    """One turn for each episode, which its environment begins when the test lets it, and ends. Only even requests are episodes."""
-
-    num_held = 3
-
-    def __init__(self) -> None:
-        self.waiting: list[Request] = []
-        self.open: set[int] = set()
-        self.answers = threading.Event()
-        self.num_open = 0
-
-    def begin(self, requests: Sequence[Request]) -> list[Request]:
-        self.waiting += [request for request in requests if request.request_id % 2 == 0]
-        self.open |= {request.request_id for request in self.waiting}
-        self.num_open = len(self.open)
-        return [request for request in requests if request.request_id % 2]
-
-    def cancel(self, request_ids: Collection[int]) -> None:
-        self.open -= set(request_ids)
-        self.waiting = [request for request in self.waiting if request.request_id in self.open]
-        self.num_open = len(self.open)
-
-    def due(self, engine_draws: bool, wait_s: float | None) -> list[Request] | None:
-        if self.waiting and not self.answers.wait(wait_s):
-            return None
-        due, self.waiting = self.waiting, []
-        return due
-
-    def abandoned_turns(self) -> Collection[int]:
-        return ()
-
-    def lend(self, most: int) -> list[Request]:
-        return [request_of(job(2 * number, 1)) for number in range(most)]
-
-    def take(self, completions: Sequence[Completion]) -> list[Completion]:
-        self.cancel([found.request_id for found in completions])
-        return list(completions)
-
-
 class Receiver:
     def __init__(self, told: list[Any]) -> None:
         self.told = told
@@ -126,24 +101,35 @@ class Receiver:
             raise ValueError("no such version")
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineHost, Engine]]:
-    """A lead that serves."""
-    engine: Any = Engine()
+def start(monkeypatch: pytest.MonkeyPatch, engine: Any, receiver: Any, setup: RolloutSetup | None = None) -> EngineHost:
+    """Start a lead that serves, with two slots."""
     monkeypatch.setattr(module, "end_with_parent", lambda _: None)
 
     def build(self: EngineHost, *_: Any) -> None:
-        self._engine, self._receiver = engine, Receiver(engine.told)  # type: ignore[assignment]
+        self._engine, self._receiver, self._setup, self._slots = engine, receiver, setup, 2
 
     monkeypatch.setattr(EngineHost, "_build", build)
     host = EngineHost()
-    assert host.start(ORDER, RankRendezvous((Location("", 0),), 0), 1) == [
-        "kernels: engine attention TRITON_ATTN",
-        "no FlashInfer",
-    ]
+    HOSTS.append(host)
+    lines = host.start(ORDER, RankRendezvous((Location("", 0),), 0), 1)
+    assert lines == [f"kernels: {name} {kind}" for name, kind in engine.kernels().items()] + [*engine.warnings]
     host.resume()
-    yield host, engine
+    return host
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineHost, Engine]]:
+    engine = Engine()
+    yield start(monkeypatch, engine, Receiver(engine.told)), engine
     engine.allowed.release(100)
+
+
+def outcomes(host: EngineHost, count: int) -> dict[int, Any]:
+    """Return the next outcomes by number."""
+    found: dict[int, Any] = {}
+    while len(found) < count:
+        found |= {outcome.number: outcome.result for outcome in host.report(20).outcomes}
+    return found
 
 
 def job(number: int, tokens: int) -> Job:
@@ -237,8 +223,8 @@ def test_weights_come_between_two_steps_and_requests_after_them(started: tuple[E
     work = host.report(0).work
     assert (work.steps, work.tokens) == (engine.told.count("step"), 4) and work.busy_s > 0
     told = engine.told
-    assert told[0] == [1, 2] and told.index([3]) > told.index(("sync", 4)) > told.index("join") > told.index("step")
-    assert "step" not in told[told.index("join") : told.index([3])]
+    assert told[0] == [0, 1] and told.index([2]) > told.index(("sync", 4)) > told.index("join") > told.index("step")
+    assert "step" not in told[told.index("join") : told.index([2])]
 
 
 class AheadEngine(engines.Engine):
@@ -274,19 +260,12 @@ class AheadEngine(engines.Engine):
 
 def test_a_response_that_finishes_while_weights_arrive_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = AheadEngine()
-    monkeypatch.setattr(module, "end_with_parent", lambda _: None)
 
     class Loads(Receiver):
         def sync(self, version: int, only: Any) -> None:
             engine.load_weights([], version=version)
 
-    def build(self: EngineHost, *_: Any) -> None:
-        self._engine, self._receiver = engine, Loads([])  # type: ignore[assignment]
-
-    monkeypatch.setattr(EngineHost, "_build", build)
-    host = EngineHost()
-    host.start(ORDER, RankRendezvous((Location("", 0),), 0), 1)
-    host.resume()
+    host = start(monkeypatch, engine, Loads([]))
     host.submit([job(1, 1), job(2, 1)])
     wait_for(lambda: engine.num_in_flight == 2, 60)
     host.pause()
@@ -298,26 +277,55 @@ def test_a_response_that_finishes_while_weights_arrive_is_reported(monkeypatch: 
     assert sorted(finished) == [1, 2] and engine.num_in_flight == 0
 
 
-def test_an_engine_waits_for_environments_and_is_paused_meanwhile(started: tuple[EngineHost, Engine]) -> None:
-    host, engine = started
+def test_an_engine_waits_for_environments_and_is_paused_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, answers = Engine(), threading.Event()
     engine.allowed.release(100)
-    host.pause()
-    host._episodes = driver = Driver()  # type: ignore[assignment]
-    host.resume()
-    host.submit([job(1, 1), job(2, 1), job(4, 1)])
+
+    async def episode(policy: Policy, prompt: Prompt, ctx: Context) -> Trajectory:
+        while not answers.is_set():  # an environment
+            await asyncio.sleep(0.005)
+        return await sample_single_turn(policy, prompt, ctx)
+
+    host = start(monkeypatch, engine, Receiver(engine.told), RolloutSetup(episode))
+    host.submit([replace(job(1, 1), is_single_turn=True), job(2, 1), job(4, 1)])
     waits = 0
     while waits < 2:  # and counts as progress
         waits = host.report(0.1).num_waits
-    assert (engine.told, host.report(0).tokens_drawn) == ([[1]], 0)
+    assert engine.told == [] and host.report(0).tokens_drawn == 0  # in order
     host.pause()
     host.sync(4)
     host.cancel([4])
-    driver.answers.set()
+    answers.set()
     host.resume()
-    finished: list[int] = []
-    while len(finished) < 2:
-        finished += [found.number for found in host.report(20).outcomes]
-    assert sorted(finished) == [1, 2] and [told for told in engine.told if told] == [[1], ("sync", 4), [2], "step"]
+    assert sorted(outcomes(host, 2)) == [1, 2] and engine.told == [("sync", 4), [0, 1], "step"]
+
+
+def test_out_of_order_an_engine_samples_while_environments_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    engine.allowed.release(100)
+
+    async def episode(policy: Policy, prompt: Prompt, ctx: Context) -> Trajectory:
+        await asyncio.sleep(60 if ctx.job.number == 2 else 0)
+        return await sample_single_turn(policy, prompt, ctx)
+
+    host = start(monkeypatch, engine, Receiver(engine.told), RolloutSetup(episode, in_order=False))
+    host.submit([job(2, 1), job(4, 1)])
+    assert list(outcomes(host, 1)) == [4]
+
+
+def test_an_error_of_a_rollout_is_its_outcome_and_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    engine.allowed.release(100)
+
+    async def episode(policy: Policy, prompt: Prompt, ctx: Context) -> Trajectory:
+        if ctx.job.number == 2:
+            raise ConfigError("environment.function raises")
+        return await sample_single_turn(policy, prompt, ctx)
+
+    host = start(monkeypatch, engine, Receiver(engine.told), RolloutSetup(episode))
+    host.submit([job(1, 1), job(2, 1)])
+    found = outcomes(host, 2)
+    assert isinstance(found[2], ConfigError) and found[1].response_text == "text" and found[1].prompt is None
 
 
 def test_fault_36_what_is_drawn_afresh_finds_nothing_of_what_came_before(started: tuple[EngineHost, Engine]) -> None:
@@ -327,7 +335,7 @@ def test_fault_36_what_is_drawn_afresh_finds_nothing_of_what_came_before(started
     assert [found.number for found in host.report(20).outcomes] == [1]
     host.submit([job(2, 1), job(4, 1)], True)
     assert [found.number for found in host.report(20).outcomes] == [2, 4]
-    assert engine.told == [[1], "step", "forget", [2, 4], "step"]
+    assert engine.told == [[0], "step", "forget", [1, 2], "step"]
 
 
 def test_what_ends_the_engine_is_reported(started: tuple[EngineHost, Engine]) -> None:
@@ -340,23 +348,27 @@ def test_what_ends_the_engine_is_reported(started: tuple[EngineHost, Engine]) ->
         host.pause()
 
 
-def test_a_lead_lends_turns_and_takes_them_back(started: tuple[EngineHost, Engine]) -> None:
-    host, engine = started
-    driver: Any = Driver()
-    host._episodes = driver
-    driver.answers.set()
-    engine.allowed.release(100)
-    host.submit([job(1, 1)])  # the thread that waits for it does not know of the driver
-    assert len(host.report(20).outcomes) == 1
+def test_a_lead_lends_turns_and_takes_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    host = start(
+        monkeypatch, engine, Receiver(engine.told), RolloutSetup(sample_single_turn, in_order=False, moves_turns=True)
+    )
+    engine.allowed.release(10**6)
+    endless = [job(number, 10**9) for number in range(2)]
+    host.submit([*endless, job(2, 1), job(3, 1), BorrowedTurn(-9, request_of(job(7, 1)))])
+    wait_for(lambda: host.report(0).num_held == 3, 20)
     host.lend(2)
-    report = host.report(20)
-    assert [turn.request_id for turn in report.lent] == [0, 2] and not report.outcomes
-    host._work[2] = job(2, 1)
-    host.take_back(2, Completion(0, np.zeros(1, np.int32), np.zeros(1, np.float32), ((0, 3),), "stop"))
-    [back] = host.report(20).outcomes
-    assert back.number == 2 and not host.report(0).lent
-    host.submit([job(4, 1)])
-    assert [each.number for each in host.report(20).outcomes] == [4] and host.report(0).num_held == 3
+    lent = host.report(20).lent
+    assert [request.name for request in lent] == ["prompt 'p2', sample 0", "prompt 'p3', sample 0"]
+    turn = Completion(99, np.zeros(1, np.int32), np.zeros(1, np.float32), ((0, 3),), "stop")
+    host.take_back(lent[1].request_id, turn)
+    host.take_back(lent[1].request_id, turn)  # it is resolved once
+    assert list(outcomes(host, 1)) == [3]
+    host.cancel([0, 1, 2])
+    found = outcomes(host, 1)
+    assert isinstance(found[-9], Completion) and not host.report(0).lent
+    wait_for(lambda: host.report(0).num_in_flight == 0, 20)
+    assert host.report(0).num_held == 0
 
 
 def test_a_rank_that_is_lost_is_told_without_the_source_of_gloo(
