@@ -66,8 +66,7 @@ def build_disaggregated(
     first = None
     if fleet is not None:
         sampling = training_sampling(cfg)
-        ahead = SamplingAhead(data.train, sampler, fleet, sampling, schedule, rewards.begin)
-        run.stack.enter_context(ahead.run())
+        ahead = SamplingAhead(data.train, sampler, fleet.begin, sampling, schedule, rewards.begin)
         first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work, fleet.tokens_drawn)
     kind = engine_kind(rollout.engine)
     assert kind.weights != "full", "config.validate keeps others from engines that run apart"

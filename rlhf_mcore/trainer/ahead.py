@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from threading import Condition, Event, Thread
-from typing import Any, Protocol
+from functools import partial
+from threading import Condition
+from typing import Any
 
 from rlhf_mcore.data.sampler import Sampler
-from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory
+from rlhf_mcore.sampling.requests import jobs_of
 from rlhf_mcore.sampling.seeds import sampling_of_batch
 from rlhf_mcore.trainer.sampled import BeginScores
 from rlhf_mcore.types import DRAFTS, ROUTES, Job, Prompt, Sampling, Score, Trajectory
 
-POLL_S, IDLE_S = 1.0, 0.05  # wait of the thread: at most for a response, and if no request is in flight
+# Starts jobs, and returns a future of each trajectory. Cancelling it stops the job.
+BeginJobs = Callable[["Sequence[Job]"], "Sequence[Future[Trajectory]]"]
 _KEPT = ("number", "place", "step", "attempt")  # fields of a group that a checkpoint stores
 
 
@@ -67,9 +68,9 @@ class PromptGroup:
     prompt: Prompt
     step: int  # step for the seeds of its responses
     attempt: int = 0  # number of restarts, plus the index of its batch within the step in synchronous runs
-    version: int | None = None  # policy version when its jobs were submitted; None: not submitted
-    jobs: dict[int, Job] = field(default_factory=dict)  # unfinished jobs by number
-    finished: dict[int, Trajectory] = field(default_factory=dict)  # by sample
+    version: int | None = None  # policy version when its jobs were started; None: not started
+    futures: Sequence[Future[Trajectory]] = ()  # of its samples, until the last has finished
+    lengths: list[int] = field(default_factory=list)  # sampled tokens of each finished sample
     trajectories: list[Trajectory] = field(default_factory=list)  # empty until the last sample has finished
     scores: Future[list[Score]] | None = None  # scores of the trajectories
 
@@ -81,25 +82,16 @@ class PromptGroup:
         return min(version for trajectory in self.trajectories for _, version in trajectory.versions)
 
 
-class Engines(Protocol):
-    """The engines of a run (:class:`rlhf_mcore.rollout.remote.fleet.Fleet`)."""
-
-    def submit(self, jobs: Sequence[Job]) -> None: ...
-
-    def collect(self, timeout_s: float) -> Sequence[tuple[int, Trajectory]]: ...
-
-    def cancel(self, numbers: Collection[int]) -> None: ...
-
-
 class SamplingAhead:
     """Keeps engines busy with prompts of future steps, and starts scoring finished groups.
 
-    Inside ``run``, a thread collects finished responses while the trainer trains.
+    Groups finish in the thread that resolves the futures of their jobs, while the trainer trains.
 
     Args:
         prompts: prompts of the data; ``sampler`` returns indices into them.
         sampler: returns ``schedule.prompts_per_step`` indices per batch. Every index that it has returned is either pending here
             or already trained on.
+        begin_jobs: starts jobs on the engines.
         begin_scores: starts scoring trajectories in the background.
     """
 
@@ -107,69 +99,41 @@ class SamplingAhead:
         self,
         prompts: Sequence[Prompt],
         sampler: Sampler,
-        engines: Engines,
+        begin_jobs: BeginJobs,
         sampling: Sampling,
         schedule: SamplingSchedule,
         begin_scores: BeginScores,
     ) -> None:
         self.schedule, self.redrawn = schedule, 0
-        self._begin_scores = begin_scores
-        self._prompts, self._sampler, self._engines, self._sampling = prompts, sampler, engines, sampling
+        self._begin_jobs, self._begin_scores = begin_jobs, begin_scores
+        self._prompts, self._sampler, self._sampling = prompts, sampler, sampling
         self._drawn = 0
         self._batches = (0, 0)  # a step, and the index of its last batch from the sampler
         self._groups: list[PromptGroup] = []  # by rising number
         self._finished: list[PromptGroup] = []  # in finishing order
-        self._asked: dict[int, tuple[PromptGroup, int]] = {}  # job number -> its group and sample
-        self._cancelled: set[int] = set()
-        self._next_number = 0
+        self.num_in_flight = 0  # responses in flight
         self._changed = Condition()  # its lock protects all fields above
         self._error: BaseException | None = None
 
-    @contextmanager
-    def run(self) -> Iterator[None]:
-        """Collect finished responses in a separate thread until the end of the block."""
-        ended = Event()
-
-        def take() -> None:
-            try:
-                while not ended.is_set():
-                    if not self.num_in_flight or not self.poll(POLL_S):
-                        ended.wait(IDLE_S)
-            except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-
-        thread = Thread(target=take, name="sampling-ahead", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-
-    def wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until ``is_done`` returns true, at most ``timeout_s``. Call it inside ``run``.
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a group finishes, at most ``timeout_s``.
 
         Raises:
-            LostTrajectory, RuntimeError: same conditions as in ``poll``, or the error that ended the engines.
+            RuntimeError: a response is of another version than required, or the error that ended the engines.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or is_done(), timeout_s)
+            if self._error is None:
+                self._changed.wait(timeout_s)
             if self._error is not None:
                 raise self._error
-
-    @property
-    def num_in_flight(self) -> int:
-        """Number of responses in flight."""
-        return len(self._asked)
 
     def progress(self) -> str:
         """Return a line for the display about the responses that are started but not trained on."""
         with self._changed:
-            lengths = [trajectory.num_sampled for group in self._finished for trajectory in group.trajectories]
-            lengths += [each.num_sampled for group in self._groups for each in group.finished.values()]
-        return f"{len(lengths)} finished · {self.num_in_flight} waiting · longest {max(lengths, default=0):,} tokens"
+            lengths = [length for group in self._groups for length in group.lengths]
+            return (
+                f"{len(lengths)} finished · {self.num_in_flight} waiting · longest {max(lengths, default=0):,} tokens"
+            )
 
     def fill(self, step: int) -> None:
         """Start all prompts that policy version ``step - 1`` may sample. Step ``step`` begins with this version."""
@@ -187,10 +151,15 @@ class SamplingAhead:
             self._begin_again(group)
         while len(self._groups) < limit:
             self._draw(step)
-        # Prompts beyond the limit wait. A single submit call lets an engine start with all jobs.
+        # Prompts beyond the limit wait. A single call lets an engine start with all jobs.
         due = [group for group in self._groups[:limit] if group.version is None]
-        if jobs := [job for group in due for job in self._jobs(group, version)]:
-            self._engines.submit(jobs)
+        jobs = [self._jobs(group) for group in due]
+        futures = iter(self._begin_jobs([job for own in jobs for job in own]) if due else ())
+        for group, own in zip(due, jobs, strict=True):
+            group.version, group.futures = version, [next(futures) for _ in own]
+            self.num_in_flight += len(own)
+            for future in group.futures:
+                future.add_done_callback(partial(self._end_job, group, group.futures))
 
     def _draw(self, step: int) -> None:
         """Read the next batch of prompts, and choose the step for their seeds.
@@ -211,61 +180,45 @@ class SamplingAhead:
             )
             self._drawn += 1
 
-    def _jobs(self, group: PromptGroup, version: int) -> Iterable[Job]:
-        sampling = sampling_of_batch(self._sampling, group.attempt)
-        group.version = version
-        for sample in range(sampling.num_drawn):
-            job = Job(self._next_number, group.prompt, sample, sampling, group.step)
-            group.jobs[job.number] = job
-            self._asked[job.number] = group, sample
-            self._next_number += 1
-        return group.jobs.values()
+    def _jobs(self, group: PromptGroup) -> list[Job]:
+        return jobs_of(group.number, group.prompt, sampling_of_batch(self._sampling, group.attempt), group.step)
 
     def _begin_again(self, group: PromptGroup) -> None:
         """Restart a group, because its sampled responses are too old to train on."""
-        self._engines.cancel(group.jobs.keys())
-        self._cancelled |= group.jobs.keys()
-        for number in group.jobs:
-            del self._asked[number]
+        futures = group.futures
+        if futures:
+            self.num_in_flight -= len(futures) - len(group.lengths)
         if group in self._finished:
             self._finished.remove(group)
-        group.jobs, group.finished, group.trajectories, group.scores = {}, {}, [], None
+        group.futures, group.lengths, group.trajectories, group.scores = (), [], [], None
         group.version, group.attempt = None, group.attempt + 1
         self.redrawn += 1
+        for future in futures:
+            future.cancel()
 
-    def poll(self, timeout_s: float) -> int:
-        """Collect finished responses, and wait at most ``timeout_s`` for one. Returns the number of responses.
-
-        Raises:
-            LostTrajectory: an engine answered a request that was not made.
-            RuntimeError: a response is not valid for training.
-        """
-        finished = self._engines.collect(timeout_s)
+    def _end_job(self, group: PromptGroup, futures: Sequence[Future[Trajectory]], future: Future[Trajectory]) -> None:
+        """Note the end of a job. Finish its group if this was the last job."""
         with self._changed:
-            for number, trajectory in finished:
-                self._accept(number, trajectory)
-            self._changed.notify_all()
-        return len(finished)
+            if group.futures is not futures:
+                return  # the group was restarted
+            self.num_in_flight -= 1
+            try:
+                group.lengths.append(future.result().num_sampled)
+                if len(group.lengths) == len(futures):
+                    self._finish(group, [each.result() for each in futures])
+            except Exception as error:
+                self._error = self._error or error
+                self._changed.notify_all()
 
-    def _accept(self, number: int, trajectory: Trajectory) -> None:
-        if number in self._cancelled:
-            return  # it finished before the cancellation took effect
-        if number not in self._asked:
-            raise LostTrajectory(
-                f"the engines answered request {number}, which was not made or had its answer. {REMEDY}"
-            )
-        group, sample = self._asked.pop(number)
-        del group.jobs[number]
-        if self.schedule.in_order and any(version != group.version for _, version in trajectory.versions):
-            raise RuntimeError(
-                f"a response that version {group.version} was to draw is of versions {trajectory.versions}"
-            )
-        group.finished[sample] = trajectory
-        if group.jobs:
-            return
-        group.trajectories = [trajectory for _, trajectory in sorted(group.finished.items())]
-        group.finished, group.scores = {}, self._begin_scores(group.trajectories)
+    def _finish(self, group: PromptGroup, trajectories: list[Trajectory]) -> None:
+        for trajectory in trajectories:
+            if self.schedule.in_order and any(version != group.version for _, version in trajectory.versions):
+                raise RuntimeError(
+                    f"a response that version {group.version} was to draw is of versions {trajectory.versions}"
+                )
+        group.futures, group.trajectories, group.scores = (), trajectories, self._begin_scores(trajectories)
         self._finished.append(group)
+        self._changed.notify_all()
 
     def is_ready(self, wanted: int) -> bool:
         """Return whether ``wanted`` groups are ready for ``take``."""
@@ -332,5 +285,5 @@ class SamplingAhead:
                 continue
             group = by_number[number]
             group.trajectories, group.scores = trajectories, self._begin_scores(trajectories)
-            group.version = group.oldest_version
+            group.version, group.lengths = group.oldest_version, [each.num_sampled for each in trajectories]
             self._finished.append(group)

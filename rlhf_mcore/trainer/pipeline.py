@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,14 +18,15 @@ from rlhf_mcore.types import EngineWork
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import WeightBridge
     from rlhf_mcore.sampling.rollouts import Decode
-    from rlhf_mcore.trainer.ahead import SamplingAhead
+    from rlhf_mcore.trainer.ahead import BeginJobs, SamplingAhead
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.record import RunRecord
-    from rlhf_mcore.types import Job, Prompt, Sampling, TrainBatch, Trajectory
+    from rlhf_mcore.types import Prompt, Sampling, TrainBatch, Trajectory
 
 # Longest time between collectives while all ranks wait for responses. It bounds the wait of the other ranks in a collective.
 TURN_S = 10.0
+POLL_S = 1.0  # interval in which the first rank checks whether engines need weights
 _COUNTED = (
     "rollout/in_flight",
     "rollout/redrawn",
@@ -36,34 +39,45 @@ _COUNTED = (
 )
 
 
-# Waits at most the given seconds for the trajectories. None: they are not complete yet, or engines need weights first.
-Wait = Callable[[float], "list[Trajectory] | None"]
-
-
 @dataclass(frozen=True, slots=True)
 class FirstRank:
     """The interfaces to the engines. They exist on the first rank only, because only this rank communicates with the engines."""
 
     ahead: SamplingAhead
     needs_weights: Callable[[], bool]  # whether engines wait for weights and no engine has weights
-    begin: Callable[[Sequence[Job]], Wait]  # starts jobs
+    begin: BeginJobs
     # Work of all engines since the last call, and the number of responses by another version than at their submission.
     pop_work: Callable[[], tuple[EngineWork, int]]
     tokens_drawn: Callable[[], int]  # total sampled tokens of all engines; changes while they make progress
 
 
-def together(
-    first: FirstRank | None, turn: Callable[[FirstRank], str], resync: Callable[[], object], beat: Callable[[], object]
+def wait_together(
+    first: FirstRank | None,
+    is_done: Callable[[FirstRank, float], bool],
+    resync: Callable[[], object],
+    beat: Callable[[], object],
 ) -> None:
-    """Repeat ``turn`` on the first rank until it returns "done". Collective over the world.
+    """Wait until ``is_done`` returns true on the first rank. Collective over the world.
 
-    If it returns "publish", all engines were replaced, and ``resync`` sends weights to the new engines. Every rank calls ``beat``
-    after a turn in which engines sampled tokens.
+    ``is_done`` waits at most the given seconds. If all engines were replaced in the meantime, ``resync`` sends weights to the new
+    engines. Every rank calls ``beat`` after a turn in which engines sampled tokens.
     """
+
+    def turn(first: FirstRank) -> tuple[str, int]:
+        end, answer = time.monotonic() + TURN_S, ""
+        while not answer:
+            left = end - time.monotonic()
+            if is_done(first, min(max(left, 0.0), POLL_S)):
+                answer = "done"
+            elif first.needs_weights():
+                answer = "publish"
+            elif left <= 0:
+                answer = "wait"
+        return answer, first.tokens_drawn()
+
     answer, drawn = "", -1
     while answer != "done":
-        answers = on_every_rank(lambda: None if first is None else (turn(first), first.tokens_drawn()))
-        answer, now = broadcast_json(answers, 0)
+        answer, now = broadcast_json(on_every_rank(lambda: None if first is None else turn(first)), 0)
         if now != drawn:
             drawn = now
             beat()
@@ -124,17 +138,13 @@ class PipelinedBatches:
     def _wait(self, version: int, is_done: Callable[[SamplingAhead], bool]) -> None:
         """Wait until ``is_done`` returns true on the first rank. ``version``: version of the trainer's weights."""
 
-        def turn(first: FirstRank) -> str:
-            ahead, needs_weights = first.ahead, first.needs_weights
+        def finish(first: FirstRank, seconds: float) -> bool:
+            self.recorder.progress(first.ahead.progress())
+            if not is_done(first.ahead):
+                first.ahead.wait(seconds)
+            return is_done(first.ahead)
 
-            def goes_on() -> bool:  # called whenever responses arrive
-                self.recorder.progress(ahead.progress())
-                return is_done(ahead) or needs_weights()
-
-            ahead.wait(goes_on, TURN_S)
-            return "done" if is_done(ahead) else "publish" if needs_weights() else ""
-
-        together(self.first, turn, lambda: self.resync(version), self.recorder.beat)
+        wait_together(self.first, finish, lambda: self.resync(version), self.recorder.beat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +174,15 @@ class FleetSampler:
         jobs = [job for place, prompt in enumerate(prompts) for job in jobs_of(place, prompt, sampling, step)]
         jobs = [replace(job, is_single_turn=self.single_turn) for job in jobs]
         first, trajectories = self.first, list["Trajectory"]()
-        wait = on_every_rank(lambda: None if first is None else first.begin(jobs))
+        futures = on_every_rank(lambda: [] if first is None else first.begin(jobs))
 
-        def turn(first: FirstRank) -> str:
-            assert wait is not None
-            found = wait(TURN_S)
-            if found is None:
-                return "publish" if first.needs_weights() else ""
-            trajectories.extend(found)
-            return "done"
+        def finish(_: FirstRank, seconds: float) -> bool:
+            if wait(futures, seconds).not_done:
+                return False
+            trajectories.extend(future.result() for future in futures)
+            return True
 
-        together(first, turn, self.resync, self.beat)
+        wait_together(first, finish, self.resync, self.beat)
         return trajectories
 
     def wait(self) -> None:

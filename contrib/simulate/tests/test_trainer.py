@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 import pytest
@@ -29,33 +30,29 @@ class PlayedEngines:
     def __init__(self, scenario: Scenario, draw: Callable[[int], list[int]]) -> None:
         self.engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]
         self.draw, self.drawn, self.now, self.version = draw, 0, 0.0, 0
-        self.asked: dict[int, Group] = {}
-        self.jobs: dict[int, Job] = {}  # by id() of a simulated request
-        self.done: list[tuple[int, Trajectory]] = []
+        self.jobs: dict[int, tuple[Job, Future[Trajectory]]] = {}  # by id() of a simulated request
         self.kept: list[Request] = []
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        loads = [engine.load for engine in self.engines]
+    def begin(self, jobs: Sequence[Job]) -> list[Future[Trajectory]]:
+        loads, futures = [engine.load for engine in self.engines], [Future[Trajectory]() for _ in jobs]
         for start in range(0, len(jobs), SAMPLES):
             group = Group(SAMPLES, self.version, self.drawn)
             mine = [Request(group, length) for length in self.draw(self.drawn)]
             self.drawn += 1
             self.kept += mine
-            for request, job in zip(mine, jobs[start : start + SAMPLES], strict=True):
-                self.jobs[id(request)], self.asked[job.number] = job, group
+            for place, request in enumerate(mine, start):
+                self.jobs[id(request)] = jobs[place], futures[place]
+                futures[place].add_done_callback(partial(self.note_end, group))
             number = loads.index(min(loads))
             loads[number] += SAMPLES
             self.engines[number].submit(mine, self.now)
+        return futures
 
-    def cancel(self, numbers: Collection[int]) -> None:
-        for number in numbers:
-            self.asked[number].cancelled = True
-        for engine in self.engines:
-            engine.cancel(self.now)
-
-    def collect(self, timeout_s: float) -> list[tuple[int, Trajectory]]:
-        found, self.done = sorted(self.done, key=lambda done: done[0]), []
-        return found
+    def note_end(self, group: Group, future: Future[Trajectory]) -> None:
+        if future.cancelled():
+            group.cancelled = True
+            for engine in self.engines:
+                engine.cancel(self.now)
 
     def play(self, until: float) -> bool:
         """Process the next event, if it is not after ``until``."""
@@ -63,18 +60,18 @@ class PlayedEngines:
         if at > until or at == float("inf"):
             return False
         self.now = at
-        for engine in self.engines:
-            if engine.next_at == at:
-                self.done += [self._outcome(engine, request) for request in engine.settle()]
+        done = [(engine, each) for engine in self.engines if engine.next_at == at for each in engine.settle()]
+        for engine, request in sorted(done, key=lambda each: self.jobs[id(each[1])][0].number):
+            self.jobs[id(request)][1].set_result(self._outcome(engine, request))
         return True
 
-    def _outcome(self, engine: Engine, request: Request) -> tuple[int, Trajectory]:
+    def _outcome(self, engine: Engine, request: Request) -> Trajectory:
         places = [max(0, at - request.first_step) for at in engine.publishes]
         runs = {place: version for version, place in enumerate([0, *places])}  # the newest version at each place
         ids = np.zeros(request.length, np.int32)
-        job, logprobs = self.jobs[id(request)], np.zeros(len(ids), np.float32)
+        job, logprobs = self.jobs[id(request)][0], np.zeros(len(ids), np.float32)
         completion = Completion(job.number, ids, logprobs, tuple(sorted(runs.items())), "stop")
-        return job.number, single_turn_trajectory(job, completion, lambda rows: [""])
+        return single_turn_trajectory(job, completion, lambda rows: [""])
 
 
 def scores_of(trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
@@ -94,12 +91,12 @@ def trained(
     drains = schedule.at_publish == DRAIN
     own = TrainersSchedule(scenario.prompts, schedule.max_staleness, schedule.oversample, drain=drains)
     sampling = Sampling(n=SAMPLES, seed=1)
-    ahead = SamplingAhead(PROMPTS, sampler, engines, sampling, own, scores_of)
+    ahead = SamplingAhead(PROMPTS, sampler, engines.begin, sampling, own, scores_of)
     ends, redrawn, oldest, lengths = [0.0], list[int](), list[list[int]](), list[int]()
 
     def take_until(is_done: Callable[[], bool], until: float = float("inf")) -> None:
         while not is_done() and engines.play(until):
-            ahead.poll(0.0)
+            pass
 
     for step in range(1, steps + 1):
         ahead.fill(step)

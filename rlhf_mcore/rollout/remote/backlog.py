@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,7 @@ from rlhf_mcore.rollout.remote.fleet_state import FleetEngine, Share
 
 if TYPE_CHECKING:
     from rlhf_mcore.rollout.remote.host import Outcome, Work
-    from rlhf_mcore.types import Job
+    from rlhf_mcore.types import Job, Trajectory
 
 
 class FreeBacklog:
@@ -105,54 +107,74 @@ class SharedBacklog:
         self._shares = deque(share for share in self._shares if share.jobs)
 
 
+@dataclass(slots=True)
+class OpenJob:
+    """A job without an outcome. ``version``: version of the weights at its start."""
+
+    job: Job
+    version: int
+    future: Future[Trajectory] = field(default_factory=Future)
+    is_lost: bool = False  # whether its engine was lost
+
+
 class OpenJobs:
-    """Jobs without an outcome, each with the version of the weights at its start.
+    """Jobs without an outcome, by number.
 
     ``note`` receives a message with the number of responses that another version sampled because their engine was lost.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        self.versions: dict[int, int] = {}  # by number
-        self._jobs: dict[int, Job] = {}
+        self._open: dict[int, OpenJob] = {}
         self._note = note
-        self._lost: set[int] = set()  # numbers whose engine was lost
+        self._num_lost = 0
         self._noted = self._popped = self._other = 0  # counts of responses that another version sampled
 
-    def add(self, jobs: Sequence[Job], version: int) -> None:
-        """Open jobs that this version of the weights shall sample."""
-        self.versions |= {job.number: version for job in jobs}
-        self._jobs |= {job.number: job for job in jobs}
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, jobs: Sequence[Job], version: int) -> list[Future[Trajectory]]:
+        """Open jobs that this version of the weights shall sample. Returns a future of each job's trajectory."""
+        opened = [OpenJob(job, version) for job in jobs]
+        self._open |= {each.job.number: each for each in opened}
+        return [each.future for each in opened]
+
+    def versions(self) -> set[int]:
+        """Return the versions of all open jobs."""
+        return {each.version for each in self._open.values()}
+
+    def futures(self) -> list[Future[Trajectory]]:
+        """Return the futures of all open jobs."""
+        return [each.future for each in self._open.values()]
 
     def lose(self, numbers: Iterable[int]) -> None:
         """Mark jobs whose engine is lost."""
-        self._lost |= self.versions.keys() & set(numbers)
+        for each in (self._open[number] for number in numbers if number in self._open):
+            self._num_lost += not each.is_lost
+            each.is_lost = True
 
     def drop(self, numbers: Collection[int]) -> None:
         """Drop cancelled jobs."""
-        self.versions = {number: version for number, version in self.versions.items() if number not in numbers}
-        self._jobs = {number: self._jobs[number] for number in self.versions}
-        self._lost -= set(numbers)
-        self._tell()
+        for number in numbers:
+            if (each := self._open.pop(number, None)) is not None:
+                self._num_lost -= each.is_lost
+        self._report()
 
-    def close(self, outcome: Outcome) -> Job | None:
+    def close(self, outcome: Outcome) -> OpenJob | None:
         """Close a finished job and return it. None if it is not open."""
-        number = outcome.number
-        if (version := self.versions.pop(number, None)) is None:
-            return None
-        if number in self._lost:
-            self._lost.remove(number)
-            self._other += outcome.version != version
-            self._tell()
-        return self._jobs.pop(number)
+        if (each := self._open.pop(outcome.number, None)) is not None and each.is_lost:
+            self._num_lost -= 1
+            self._other += outcome.version != each.version
+            self._report()
+        return each
 
     def pop_other(self) -> int:
         """Return the number of responses that another version has sampled since the last call."""
         count, self._popped = self._other - self._popped, self._other
         return count
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Write one note for all lost jobs, after the last of them has finished."""
-        if not self._lost and (count := self._other - self._noted):
+        if not self._num_lost and (count := self._other - self._noted):
             self._noted = self._other
             self._note(
                 f"{count} responses were drawn by newer weights than they were begun with: their engine was lost"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ from rlhf_mcore.rollout.remote.lending import Lending
 from rlhf_mcore.types import EngineWork, Trajectory
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from rlhf_mcore.protocols import GroupSpec
     from rlhf_mcore.rollout.remote.cluster import Cluster, RayCall, RayProcess
     from rlhf_mcore.types import Job
@@ -32,8 +36,8 @@ _ROOM_S = 120.0  # wait for nodes that have not joined the cluster yet
 class Fleet:
     """Runs jobs on all engines, and is RemoteEngines for the bridge.
 
-    A separate thread starts the engines, checks them and reads their reports. The caller's thread submits and cancels jobs, and
-    transfers weights. ``clock`` returns seconds.
+    A separate thread starts the engines, checks them, reads their reports and resolves the futures of jobs. The caller's thread starts
+    jobs and transfers weights. ``clock`` returns seconds.
 
     Every job has one outcome. If an engine fails, another engine runs its jobs again from the start, with the same seeds. The
     backlog assigns these jobs. An engine that starts or restarts receives weights at the next sync, and jobs only after that.
@@ -54,9 +58,9 @@ class Fleet:
         self._lending = Lending(0 if plan.in_order else plan.slots)
         self._version = -1  # policy version of the newest weights
         self._open = OpenJobs(lambda text: self._notes.append(text))
-        self._finished: list[tuple[int, Trajectory]] = []
-        self._generated: dict[int, Trajectory] = {}  # by number; the function of ``begin`` waits for these
-        self._own_numbers = count(-1, -1)  # numbers for jobs of ``begin``; other numbers count up from 0
+        self._job_numbers = count()
+        self._answers: list[tuple[Future[Trajectory], Trajectory]] = []  # to be resolved without the lock
+        self._cancelled: deque[int] = deque()  # numbers of jobs whose futures were cancelled
         self._work = EngineWork()  # since ``pop_work``
         self._participants: list[tuple[FleetEngine, RayProcess]] | None = None  # while paused
         self._calls: list[tuple[FleetEngine, RayProcess, str, RayCall]] = []
@@ -107,6 +111,7 @@ class Fleet:
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
+            self._resolve()
         finally:
             with suppress(Exception):
                 self._machines.close()
@@ -118,6 +123,7 @@ class Fleet:
                 self._spawn(engine)  # without the lock, because Ray may block
         with self._changed:
             now = self._clock()
+            self._drop_cancelled()
             if now - self._last_tick > self._plan.timeout_s / 2:  # this process was stopped, not the engines
                 for engine in self._engines:
                     engine.answered = [now] * len(engine.answered)
@@ -139,6 +145,20 @@ class Fleet:
         for name, processes in ended:
             with suppress(Exception):  # their machine may be lost too
                 self._machines.end(name, processes)
+        self._print_notes()
+        self._resolve()
+
+    def _resolve(self) -> None:
+        """Resolve the futures of finished jobs. After an error, all open jobs fail with it."""
+        with self._changed:
+            answers, self._answers, error = self._answers, [], self._error
+            failed = self._open.futures() if error is not None else []
+        for future, trajectory in answers:
+            if future.set_running_or_notify_cancel():
+                future.set_result(trajectory)
+        for future in failed:
+            if not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def _spawn(self, engine: FleetEngine) -> None:
         processes = self._machines.spawn(engine.key, self._plan.engine_ranks)
@@ -209,14 +229,11 @@ class Fleet:
         for outcome in self._backlog.take(engine, report.outcomes):
             if isinstance(outcome.result, Exception):
                 self._error = self._error or outcome.result
-            elif not self._lending.answer(outcome, self._engines) and (job := self._open.close(outcome)):
+            elif not self._lending.answer(outcome, self._engines) and (each := self._open.close(outcome)):
                 trajectory = outcome.result
                 assert isinstance(trajectory, Trajectory), "only lent turns have completions"
-                trajectory.prompt = trajectory.prompt or job.prompt
-                if job.number < 0:
-                    self._generated[job.number] = trajectory
-                else:
-                    self._finished.append((job.number, trajectory))
+                trajectory.prompt = trajectory.prompt or each.job.prompt
+                self._answers.append((each.future, trajectory))
                 engine.failures = 0
 
     def _fail(self, engine: FleetEngine, reason: str) -> None:
@@ -243,7 +260,7 @@ class Fleet:
         engine.processes, engine.starting, engine.reports, engine.answered = (), [], [], []
         self._open.lose(engine.jobs)
         self._backlog.put_back(engine)
-        self.cancel(self._lending.lose(engine.key))
+        self._cancel(self._lending.lose(engine.key))
         engine.version = -1
 
     def _leave(self, engine: FleetEngine) -> None:
@@ -252,74 +269,57 @@ class Fleet:
         self._notes.append(f"engine {engine.name} has left")
 
     # ------------------------------------------------------------------------------------------ generation
-    def begin(self, jobs: Sequence[Job]) -> Callable[[float], list[Trajectory] | None]:
-        """Start jobs and return a function that waits for their trajectories. Job numbers may equal numbers of open jobs.
+    def begin(self, jobs: Sequence[Job]) -> list[Future[Trajectory]]:
+        """Start jobs. Returns a future of each trajectory; cancelling it stops the job. The numbers of jobs are not used.
 
-        The function waits at most the given seconds. It returns None if trajectories are missing or all engines wait for weights.
+        If the engines are lost, the futures raise EnginesLost.
         """
-        own = [replace(job, number=next(self._own_numbers)) for job in jobs]
-        self.submit(own)
+        self._check()
+        own = [replace(job, number=next(self._job_numbers)) for job in jobs]
+        with self._changed:
+            self._drop_cancelled()
+            futures = self._open.add(own, self._version)
+            self._backlog.add(own, self._version)
+            self._dispatch()
+        for job, future in zip(own, futures, strict=True):
+            future.add_done_callback(partial(self._note_end, job.number))
+        return futures
 
-        def wait(timeout_s: float) -> list[Trajectory] | None:
-            end = self._clock() + timeout_s
-            with self._check_and_lock():
-                while not all(job.number in self._generated for job in own):
-                    if (rest := end - self._clock()) <= 0 or self.needs_weights():
-                        return None
-                    self._changed.wait(min(rest, 1.0))
-                    self._check()
-                return [self._generated.pop(job.number) for job in own]
-
-        return wait
+    def _note_end(self, number: int, future: Future[Trajectory]) -> None:
+        if future.cancelled():
+            self._cancelled.append(number)  # without the lock, because any thread may hold locks of its own
 
     @property
     def num_open(self) -> int:
         """The number of jobs without an outcome."""
         with self._changed:
-            return len(self._open.versions)
+            self._drop_cancelled()
+            return len(self._open)
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Start jobs."""
-        with self._check_and_lock():
-            self._open.add(jobs, self._version)
-            self._backlog.add(jobs, self._version)
-            self._dispatch()
+    def _drop_cancelled(self) -> None:
+        """Stop the jobs whose futures were cancelled since the last call."""
+        if cancelled := [self._cancelled.popleft() for _ in range(len(self._cancelled))]:
+            self._cancel(cancelled)
 
-    def collect(self, timeout_s: float) -> list[tuple[int, Trajectory]]:
-        """Return the numbers and trajectories of the jobs that have finished since the last call.
+    def _cancel(self, numbers: Collection[int]) -> None:
+        dropped = set(numbers)
+        self._backlog.drop(dropped)
+        self._open.drop(dropped)
+        for engine in self._engines:
+            if engine.share is not None:
+                engine.share.drop(dropped)
+            if mine := dropped & engine.jobs.keys():
+                for number in mine:
+                    del engine.jobs[number]
+                engine.processes[0].call("cancel", sorted(mine))
 
-        Returns [] after ``timeout_s``, or if all engines wait for weights.
+    def needs_weights(self) -> bool:
+        """Return whether engines wait for weights and no engine is serving.
 
         Raises:
             EnginesLost: an engine has failed too often, or Ray has ended.
         """
-        end = self._clock() + timeout_s
-        with self._check_and_lock():
-            while not self._finished and (rest := end - self._clock()) > 0 and not self.needs_weights():
-                self._changed.wait(min(rest, 1.0))
-                self._check()
-            finished, self._finished = self._finished, []
-            return finished
-
-    def cancel(self, numbers: Collection[int]) -> None:
-        """Stop these jobs and drop their trajectories."""
-        dropped = set(numbers)
-        with self._changed:
-            self._backlog.drop(dropped)
-            self._open.drop(dropped)
-            self._finished = [finished for finished in self._finished if finished[0] not in dropped]
-            for number in dropped & self._generated.keys():
-                del self._generated[number]
-            for engine in self._engines:
-                if engine.share is not None:
-                    engine.share.drop(dropped)
-                if mine := dropped & engine.jobs.keys():
-                    for number in mine:
-                        del engine.jobs[number]
-                    engine.processes[0].call("cancel", sorted(mine))
-
-    def needs_weights(self) -> bool:
-        """Return whether engines wait for weights and no engine is serving."""
+        self._check()
         with self._changed:
             states = [engine.state for engine in self._engines]
             return self._begun and self._participants is None and "serving" not in states and "ready" in states
@@ -342,7 +342,7 @@ class Fleet:
         if not self._begun:
             self.wait_until_ready()
         with self._check_and_lock():
-            self.cancel([] if self._open.versions else self._lending.lose())  # lent turns of episodes that have ended
+            self._cancel([] if self._open else self._lending.lose())  # lent turns of episodes that have ended
             self._begun, self._participants = True, []
             serving = [engine for engine in self._engines if engine.state == "serving"]
             self._begin([(engine, engine.processes[0]) for engine in serving], "pause")
@@ -408,7 +408,7 @@ class Fleet:
     def resume(self, version: int) -> None:
         """Continue sampling on the paused engines, with weights of this version."""
         with self._check_and_lock():
-            if self._plan.in_order and any(own != version for own in self._open.versions.values()):
+            if self._plan.in_order and self._open.versions() - {version}:
                 raise RuntimeError(f"weights of version {version} have come while requests of another are being drawn")
             paused, self._participants, self._version = self._participants or [], None, version
             for engine, process in paused:
@@ -481,16 +481,19 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------ problems
     def _check_and_lock(self) -> threading.Condition:
-        """Raise a pending error, or return the lock. Print the notes of the fleet's thread here, on the caller's thread."""
+        """Raise a pending error, or return the lock."""
         self._check()
         return self._changed
 
-    def _check(self) -> None:
+    def _print_notes(self) -> None:
         with self._changed:
             notes, self._notes = self._notes, []
-            error = self._error
         for text in notes:
             self._note(text)
+
+    def _check(self) -> None:
+        self._print_notes()
+        error = self._error
         if error is None and (problem := self._machines.problem()) is not None:
             error = EnginesLost(f"{problem}. {REMEDY}")
         if error is not None:

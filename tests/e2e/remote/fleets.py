@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,15 +110,24 @@ def jobs(prompts: int, samples: int, max_new_tokens: int = 24, first: int = 0, t
     ]
 
 
-def collected(fleet: Fleet, count: int, *directories: Path, version: int = 0) -> dict[int, Trajectory]:
-    """Collect at least ``count`` trajectories. If all engines are lost, their successors receive the weights of ``version``."""
-    finished: list[tuple[int, Trajectory]] = []
-    while len(finished) < count:
+def begun(fleet: Fleet, started: Sequence[Job]) -> dict[int, Future[Trajectory]]:
+    """Start jobs. Returns the futures of their trajectories by number."""
+    return dict(zip([job.number for job in started], fleet.begin(started), strict=True))
+
+
+def finished_of(futures: Mapping[int, Future[Trajectory]]) -> dict[int, Trajectory]:
+    """Return the trajectories of the jobs that have finished, by number."""
+    return {number: future.result() for number, future in futures.items() if future.done()}
+
+
+def collected(
+    fleet: Fleet, futures: Mapping[int, Future[Trajectory]], *directories: Path, version: int = 0
+) -> dict[int, Trajectory]:
+    """Wait for all trajectories. If all engines are lost, their successors receive the weights of ``version``."""
+    while wait(futures.values(), 1.0).not_done:
         if fleet.needs_weights():
             publish(fleet, version, *directories)
-        finished += fleet.collect(5.0)
-    assert len({number for number, _ in finished}) == len(finished) >= count
-    return dict(finished)
+    return finished_of(futures)
 
 
 def tokens(finished: Mapping[int, Trajectory]) -> dict[int, list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rlhf_mcore.rollout.remote.fleet_state import EnginesLost
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 from tests.commands import descendants, wait_for
-from tests.e2e.remote.fleets import MAX_MODEL_LEN, collected, jobs, plan, publish, running, tokens
+from tests.e2e.remote.fleets import MAX_MODEL_LEN, begun, collected, finished_of, jobs, plan, publish, running, tokens
 from tests.e2e.rollout.tiny import save_model
 
 NEW_TOKENS = 100
@@ -84,9 +85,7 @@ def undisturbed(pair: tuple[Fleet, list[str]], directories: tuple[Path, Path]) -
     fleet, notes = pair
     publish(fleet, 0, *directories)
     notes.clear()
-    drawn = fleet.begin(jobs(6, 4, NEW_TOKENS))(600)
-    assert drawn is not None
-    return tokens(dict(enumerate(drawn)))
+    return tokens(collected(fleet, begun(fleet, jobs(6, 4, NEW_TOKENS)), *directories))
 
 
 def pids(fleet: Fleet, directories: tuple[Path, Path], name: str) -> list[int]:
@@ -120,14 +119,14 @@ def test_fault_18_and_19_and_25_every_request_is_answered_once_whatever_happens_
 ) -> None:
     fleet, notes = pair
     victim = pids(fleet, directories, fault.__name__)[0]
-    fleet.submit(jobs(6, 4, NEW_TOKENS))
+    futures = begun(fleet, jobs(6, 4, NEW_TOKENS))
     fault(victim, directories[0].parent)
-    drawn = collected(fleet, 24, *directories)
+    drawn = collected(fleet, futures, *directories)
     assert tokens(drawn) == undisturbed
     [note] = [note for note in notes if "is ready" not in note]
     assert "has failed and is started again" in note and reason in note
     while any(found.state == "starting" for found in fleet.status()):
-        fleet.collect(0.2)
+        time.sleep(0.2)
     assert len(publish(fleet, 0, *directories)) == 2
     with pytest.raises(ProcessLookupError):  # also where it was stopped
         os.kill(victim, 0)
@@ -149,9 +148,9 @@ def play(fleet: Fleet, samples: range, meanwhile: Callable[[], None] = lambda: N
     text = "Which-number?"
     prompt = Prompt("p", 0, [5, 6, 7], text, messages=[{"role": "user", "content": text}])
     sampling = Sampling(max_new_tokens=30, seed=3)
-    fleet.submit([Job(sample, prompt, sample, sampling, step=0) for sample in samples])
+    futures = begun(fleet, [Job(sample, prompt, sample, sampling, step=0) for sample in samples])
     meanwhile()
-    drawn = collected(fleet, len(samples))
+    drawn = collected(fleet, futures)
     return [drawn[sample] for sample in samples]
 
 
@@ -161,7 +160,7 @@ def test_fault_18_turns_of_a_loaded_engine_are_drawn_by_another_and_episodes_are
 ) -> None:
     fleet, notes = pair
     while any(found.state == "starting" for found in fleet.status()):
-        fleet.collect(0.2)
+        time.sleep(0.2)
     engines, folder = pids(fleet, directories, f"lost-{lost}"), directories[0].parent
     (folder / "begun").unlink()
     fleet.pop_work(), notes.clear()
@@ -183,9 +182,9 @@ def test_fault_18_turns_of_a_loaded_engine_are_drawn_by_another_and_episodes_are
         assert found.num_sampled > 0 and [turn.writer for turn in found.turns].count("policy") == 3
         assert found.logprobs.tolist() == pytest.approx(expected.logprobs.tolist(), abs=1e-5)
         assert found.sampled_logprobs.tolist() == pytest.approx(logprobs_of(found, directories[0]), abs=1e-4)
-    begun = [int(line) for line in (folder / "begun").read_text().split()]
+    starts = [int(line) for line in (folder / "begun").read_text().split()]
     again = 12 if lost == "the engine of the episodes" else 0  # else all stay with the engine that has their history
-    assert [begun.count(pid) for pid in players] == [12, again] and len(begun) == 12 + again
+    assert [starts.count(pid) for pid in players] == [12, again] and len(starts) == 12 + again
     told = [note for note in notes if "is ready" not in note]
     assert len(told) == (lost != "nobody") and all("has failed and is started again, its " in note for note in told)
 
@@ -207,13 +206,12 @@ def test_fault_18_where_all_engines_are_killed_weights_come_first(
 ) -> None:
     fleet, _ = pair
     victims = pids(fleet, directories, "all")
-    fleet.submit(jobs(6, 4, NEW_TOKENS))
+    futures = begun(fleet, jobs(6, 4, NEW_TOKENS))
     for victim in victims:
         kill(victim, directories[0])
-    generated = fleet.begin(jobs(6, 4, NEW_TOKENS))  # an evaluation at the same time
-    drawn = collected(fleet, 24, *directories)
-    assert tokens(drawn) == undisturbed
-    assert tokens(dict(enumerate(generated(300) or ()))) == undisturbed
+    evaluated = begun(fleet, jobs(6, 4, NEW_TOKENS))  # at the same time, with the same numbers
+    assert tokens(collected(fleet, futures, *directories)) == undisturbed
+    assert tokens(collected(fleet, evaluated, *directories)) == undisturbed
 
 
 def test_fault_33_engines_come_and_go_while_they_generate(
@@ -222,18 +220,17 @@ def test_fault_33_engines_come_and_go_while_they_generate(
     fleet, _ = pair
     before = [found.name for found in fleet.status()]
     while any(found.state != "serving" for found in fleet.status()):
-        fleet.collect(0.5)
+        time.sleep(0.5)
         publish(fleet, 0, *directories)
-    fleet.submit(jobs(6, 4, NEW_TOKENS))
+    futures = begun(fleet, jobs(6, 4, NEW_TOKENS))
     [added] = fleet.add(1)
     fleet.drain(before[0])
-    first = collected(fleet, 12, *directories)
-    while next(found for found in fleet.status() if found.name == added).state == "starting":
-        first |= dict(fleet.collect(0.2))
+    while len(finished_of(futures)) < 12 or next(e for e in fleet.status() if e.name == added).state == "starting":
+        time.sleep(0.2)
     publish(fleet, 0, *directories)
-    fleet.submit(jobs(6, 4, NEW_TOKENS, first=100))
+    futures |= begun(fleet, jobs(6, 4, NEW_TOKENS, first=100))
     fleet.remove(before[1])
-    drawn = first | collected(fleet, 48 - len(first), *directories)
+    drawn = collected(fleet, futures, *directories)
     assert tokens(drawn) == undisturbed | {100 + number: found for number, found in undisturbed.items()}
     assert [found.name for found in fleet.status()] == [added]
 
@@ -244,13 +241,12 @@ def test_fault_32_without_ray_there_is_one_message_and_no_wait(
     """The last one: nothing is left of it."""
     fleet, _ = pair
     publish(fleet, 0, *directories)
-    fleet.submit(jobs(6, 4, NEW_TOKENS))
+    futures = begun(fleet, jobs(6, 4, NEW_TOKENS))
     head: Any = fleet._machines._head  # type: ignore[attr-defined]
     [raylet] = [pid for pid in descendants(head.pid) if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet"]
     everything = descendants(head.pid)
     kill(raylet, directories[0])
     with pytest.raises(EnginesLost, match=r"^Ray on this machine has ended\. .* the same command continues it"):
-        while True:
-            fleet.collect(30)
+        collected(fleet, futures, *directories)
     assert head.wait(120) == 0 and [pid for pid in everything if not has_ended(pid)] == []
     assert capfd.readouterr() == ("", "")

@@ -17,7 +17,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from tests.commands import ROOT, descendants, started, wait_for
-from tests.e2e.remote.fleets import collected, jobs, plan, publish, running
+from tests.e2e.remote.fleets import begun, collected, jobs, plan, publish, running
 from tests.e2e.rollout.drawing import logprobs_across_a_sync
 from tests.e2e.rollout.tiny import save_model
 from tests.messages import refused
@@ -63,11 +63,11 @@ def test_an_engine_of_two_ranks_goes_on_with_new_weights(
             ("1", "1", "2", "127.0.0.1"),
         ]
         asked = jobs(3, 2, NEW_TOKENS)
-        fleet.submit(asked)
+        futures = begun(fleet, asked)
         while fleet.status()[0].tokens < 60:  # told every second at least
             time.sleep(0.05)
         publish(fleet, 1, *directories)
-        drawn = collected(fleet, 6, *directories)
+        drawn = collected(fleet, futures, *directories)
         ready, kernels = notes
         assert ready.startswith("engine 0 is ready after ") and ready.endswith(" s, at 127.0.0.1")
         assert kernels == "engine 0: kernels: engine attention CPU_ATTN, engine all-reduce shared memory or gloo"
@@ -98,7 +98,7 @@ from tests.e2e.remote.fleets import jobs, plan, publish, running
 directory = Path(sys.argv[1])
 with running(plan(directory, num_engines=2)) as (fleet, _):
     publish(fleet, 0, directory)
-    fleet.submit(jobs(4, 4, 140))
+    fleet.begin(jobs(4, 4, 140))
     (directory / "unfinished").write_text(str(fleet._machines._head.pid))
     (directory / "unfinished").rename(directory / "head")
     time.sleep(600)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import count
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -14,7 +16,6 @@ from hypothesis import strategies as st
 
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
-from rlhf_mcore.sampling.checks import LostTrajectory
 from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.sampling.rollouts import single_turn_trajectory
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingAhead, SamplingSchedule
@@ -27,30 +28,35 @@ PROMPTS = [prompt(index) for index in range(7)]
 
 
 class Engines:
-    """Engines that finish a few jobs a call, in the order of ``order``. A response holds its seed and versions."""
+    """Engines that finish a few jobs per call, in random order. A response contains its seed and versions. Jobs are numbered."""
 
     def __init__(self, order: random.Random, at_once: int = 3) -> None:
         self.order, self.at_once, self.version = order, at_once, 0
-        self.begun: dict[int, tuple[Job, list[int]]] = {}  # with the versions of its tokens so far
+        self.begun: dict[int, tuple[Job, list[int], Future[Trajectory]]] = {}  # with the versions of the tokens so far
         self.submitted: list[list[int]] = []
+        self.numbers = count()
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        assert not self.begun.keys() & {job.number for job in jobs}
-        self.submitted.append([job.number for job in jobs])
-        self.begun |= {job.number: (job, [self.version]) for job in jobs}
-
-    def cancel(self, numbers: Collection[int]) -> None:
-        for number in list(numbers):
-            del self.begun[number]
+    def begin(self, jobs: Sequence[Job]) -> list[Future[Trajectory]]:
+        started = {next(self.numbers): (job, [self.version], Future[Trajectory]()) for job in jobs}
+        self.submitted.append(list(started))
+        self.begun |= started
+        return [future for *_, future in started.values()]
 
     def publish(self, version: int) -> None:
         self.version = version
-        for _, versions in self.begun.values():
+        for _, versions, _ in self.running().values():
             versions.append(version)
 
-    def collect(self, timeout_s: float) -> list[tuple[int, Trajectory]]:
-        numbers = self.order.sample(sorted(self.begun), min(self.at_once, len(self.begun)))
-        return [(number, trajectory(*self.begun.pop(number))) for number in numbers]
+    def running(self) -> dict[int, tuple[Job, list[int], Future[Trajectory]]]:
+        """Drop cancelled jobs, and return the others."""
+        self.begun = {number: each for number, each in self.begun.items() if not each[2].cancelled()}
+        return self.begun
+
+    def finish(self, *numbers: int) -> None:
+        """Finish these jobs, by default some of all."""
+        for number in numbers or self.order.sample(sorted(self.running()), min(self.at_once, len(self.begun))):
+            job, versions, future = self.begun.pop(number)
+            future.set_result(trajectory(job, versions))
 
 
 def trajectory(job: Job, versions: list[int]) -> Trajectory:
@@ -69,7 +75,7 @@ def ahead_of(
 ) -> tuple[SamplingAhead, PromptSampler]:
     sampler = PromptSampler(len(PROMPTS), schedule.prompts_per_step, seed=5, shuffle=True)
     sampling = sampling or Sampling(n=SAMPLES, seed=9)
-    return SamplingAhead(PROMPTS, sampler, engines, sampling, schedule, scores_of), sampler
+    return SamplingAhead(PROMPTS, sampler, engines.begin, sampling, schedule, scores_of), sampler
 
 
 def step_with(ahead: SamplingAhead, engines: Engines, step: int) -> list[PromptGroup]:
@@ -78,12 +84,12 @@ def step_with(ahead: SamplingAhead, engines: Engines, step: int) -> list[PromptG
     assert ahead.num_in_flight <= ahead.schedule.limit(step) * SAMPLES
     wanted = ahead.schedule.prompts_per_step
     while not ahead.is_ready(wanted):
-        ahead.poll(1.0)
+        engines.finish()
     taken = ahead.take(wanted)
-    for _ in range(engines.order.randrange(3)):  # engines go on while the trainer learns
-        ahead.poll(0.0)
+    for _ in range(engines.order.randrange(3)):  # engines continue while the trainer learns
+        engines.finish()
     while ahead.schedule.drain and ahead.num_in_flight:
-        ahead.poll(1.0)
+        engines.finish()
     engines.publish(step)
     return taken
 
@@ -171,9 +177,7 @@ def test_what_waits_longest_is_learned_from_first() -> None:
     for step, finish in enumerate(([1], [3, 0, 2], [], []), 1):
         ahead.fill(step)
         for number in (group * SAMPLES + sample for group in finish for sample in range(SAMPLES)):
-            done = number, trajectory(*engines.begun.pop(number))
-            engines.collect = lambda timeout_s, done=done: [done]  # type: ignore[method-assign]
-            ahead.poll(0.0)
+            engines.finish(number)
         taken += [group.number for group in ahead.take(1)]
         engines.publish(step)
     assert taken == [1, 0, 2, 3] and ahead.redrawn == 0
@@ -215,9 +219,9 @@ def test_greedy_responses_are_drawn_ahead_and_wait_in_a_checkpoint_with_the_samp
         return made
 
     ahead.fill(1)
-    assert sorted(request_of(job).sampling.temperature for job, _ in engines.begun.values()) == [0.0] * 4 + [1.0] * 4
-    engines.collect = lambda timeout_s: [(k, with_support(*engines.begun.pop(k))) for k in sorted(engines.begun)]  # type: ignore[method-assign]
-    ahead.poll(1.0)
+    assert sorted(request_of(job).sampling.temperature for job, *_ in engines.begun.values()) == [0.0] * 4 + [1.0] * 4
+    for job, versions, future in engines.begun.values():
+        future.set_result(with_support(job, versions))
     waiting = told(ahead.take(2))
     assert [len(samples) for *_, samples in waiting] == [2, 2]
     state, data = ahead.state_dict(), encode_trajectories(ahead.finished())
@@ -231,54 +235,42 @@ def test_what_is_too_old_is_begun_again_with_other_seeds() -> None:
     engines = Engines(random.Random(0), at_once=0)  # nothing finishes
     ahead, _ = ahead_of(engines, SamplingSchedule(1, 1))
     ahead.fill(1)
-    first = {number: request_of(job).seed for number, (job, _) in engines.begun.items()}
+    first = {number: request_of(job).seed for number, (job, *_) in engines.begun.items()}
     for version in (1, 2):
         engines.publish(version)
         ahead.fill(version + 1)
-    assert ahead.redrawn == 2 and not engines.begun.keys() & first.keys()
-    assert not {request_of(job).seed for job, _ in engines.begun.values()} & set(first.values())
-    assert {job.name for job, _ in engines.begun.values()} == {
+    assert ahead.redrawn == 2 and not engines.running().keys() & first.keys()
+    assert not {request_of(job).seed for job, *_ in engines.begun.values()} & set(first.values())
+    assert {job.name for job, *_ in engines.begun.values()} == {
         f"prompt {asked.prompt_id!r}, sample {sample}"
         for asked in ahead.prompts_by_number().values()
         for sample in range(SAMPLES)
     }
 
 
-def test_a_thread_takes_what_finishes_while_the_trainer_learns() -> None:
+def test_a_wait_ends_when_a_group_finishes_or_the_engines_fail() -> None:
     engines = Engines(random.Random(0))
     ahead, _ = ahead_of(engines, SamplingSchedule(2, 1, drain=True))
-    with ahead.run():
-        ahead.fill(1)
-        ahead.wait(lambda: not ahead.num_in_flight, 30.0)
-        assert ahead.is_ready(2) and len(ahead.finished()) == 4
-
-        def lose(timeout_s: float) -> list[tuple[int, Trajectory]]:
-            raise RuntimeError("all engines are lost")
-
-        engines.collect = lose  # type: ignore[method-assign]
-        ahead.take(2)
-        ahead.fill(2)
-        with pytest.raises(RuntimeError, match="all engines are lost"):
-            ahead.wait(lambda: not ahead.num_in_flight, 30.0)
-
-
-def test_an_answer_to_nothing_ends_the_run() -> None:
-    engines = Engines(random.Random(0))
-    ahead, _ = ahead_of(engines, SamplingSchedule(1, 0))
     ahead.fill(1)
-    [(job, versions), *_] = engines.begun.values()
-    engines.collect = lambda timeout_s: [(job.number, trajectory(job, versions))] * 2  # type: ignore[method-assign]
-    with refused(LostTrajectory, field="request 0", remedy="trainer.max_restarts"):
-        ahead.poll(1.0)
+    thread = Thread(target=engines.finish, args=(0, 1))
+    thread.start()
+    ahead.wait(30.0)
+    thread.join()
+    assert len(ahead.finished()) == 1 and ahead.num_in_flight == 6
+    for *_, future in engines.running().values():
+        future.set_exception(RuntimeError("all engines are lost"))
+    with pytest.raises(RuntimeError, match="all engines are lost"):
+        ahead.wait(30.0)
 
 
 def test_fault_36_in_order_a_response_of_another_version_ends_the_run() -> None:
     engines = Engines(random.Random(0))
     ahead, _ = ahead_of(engines, SamplingSchedule(1, 1, in_order=True, drain=True))
     ahead.fill(1)
-    engines.publish(1)  # while it is drawn
+    engines.publish(1)  # while the job runs
+    engines.finish()
     with refused(RuntimeError, field=("version 0", "versions"), value="((2, 0), (4, 1))"):
-        ahead.poll(1.0)
+        ahead.wait(1.0)
 
 
 def test_damaged_rollouts_are_refused() -> None:

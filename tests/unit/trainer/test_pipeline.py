@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +16,7 @@ from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.sampling.requests import request_of
+from rlhf_mcore.trainer import pipeline as pipeline_module
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingSchedule
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
@@ -24,10 +25,16 @@ from rlhf_mcore.trainer.reinforcement import ColocatedBatches
 from rlhf_mcore.trainer.sampled import FillStep, Rollout, take_next_batch
 from rlhf_mcore.types import Completion, EngineWork, Job, Request, Sampling, Score, Trajectory
 from tests.unit.trainer.records import Streaming, batch_sampler, resolved_future
-from tests.unit.trainer.test_ahead import PROMPTS, SAMPLES, Engines, ahead_of, trajectory
+from tests.unit.trainer.test_ahead import PROMPTS, SAMPLES, Engines, ahead_of
 
 NO_TEXT: Any = None
 pytestmark = pytest.mark.usefixtures("world")
+
+
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of these tests continue at each poll."""
+    monkeypatch.setattr(pipeline_module, "POLL_S", 0.0)
 
 
 class Record:
@@ -64,6 +71,11 @@ class Bridge:
     def lose_all(self) -> None:
         self.engines.at_once, self.is_lost = 0, True
 
+    def needs_weights(self) -> bool:
+        """Return whether all engines are lost. The engines continue before each answer, because waits ask this."""
+        self.engines.finish()
+        return self.is_lost
+
 
 @contextmanager
 def pipeline(
@@ -74,8 +86,8 @@ def pipeline(
     ahead, _ = ahead_of(engines, schedule)
     first = FirstRank(
         ahead,
-        lambda: bridge.is_lost,
-        lambda jobs: lambda _: None if bridge.is_lost else drawn(jobs),
+        bridge.needs_weights,
+        engines.begin,
         lambda: (EngineWork(3, 40, 0.5, preemptions=7), 2),
         lambda: 0,
     )
@@ -87,12 +99,7 @@ def pipeline(
 
     source = PipelinedBatches(PROMPTS, first, exchange, record, sync_again, fill_step=fill_step)
     publisher = RemotePublisher(bridge, record, source.drain if schedule.drain else None)
-    with ahead.run():
-        yield source, publisher, bridge
-
-
-def drawn(jobs: Sequence[Job]) -> list[Trajectory]:
-    return [trajectory(job, [0]) for job in jobs]
+    yield source, publisher, bridge
 
 
 def test_rows_and_metrics_of_steps_that_were_sampled_ahead() -> None:
@@ -141,17 +148,19 @@ def test_fault_18_all_engines_are_lost_in_the_middle_of_an_evaluation() -> None:
     assert bridge.synced == [4, 4]
 
 
-def test_tokens_of_engines_are_progress_of_every_rank() -> None:
-    """Three turns pass before the responses are there, and tokens are drawn in the first two."""
-    with pipeline(SamplingSchedule(2, 1)) as (source, *_):
+def test_tokens_of_engines_are_progress_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three turns pass before the responses are there, and tokens are sampled in the first two."""
+    monkeypatch.setattr(pipeline_module, "TURN_S", 0.0)
+    with pipeline(SamplingSchedule(2, 1)) as (source, _, bridge):
         assert source.first is not None
-        tokens, beats = iter([5, 9, 9, 9]), list[int]()
-        answers = iter([None, None, None])
+        tokens, beats = [5, 9, 9, 9], list[int]()
 
-        def begin(jobs: Sequence[Job]) -> Callable[[float], list[Trajectory] | None]:
-            return lambda _: next(answers, drawn(jobs))
+        def needs_weights() -> bool:
+            if len(tokens) == 2:
+                bridge.engines.finish(0)
+            return False
 
-        first = replace(source.first, begin=begin, tokens_drawn=lambda: next(tokens))
+        first = replace(source.first, needs_weights=needs_weights, tokens_drawn=lambda: tokens.pop(0))
         sampler = FleetSampler(first, NO_TEXT, lambda: None, lambda: beats.append(1))
         assert len(sampler.sample(PROMPTS[:1], Sampling(n=1), step=1)) == 1
     assert len(beats) == 2
@@ -203,13 +212,14 @@ def test_without_staleness_prompts_and_seeds_are_those_of_colocated_engines() ->
 
     with pipeline(SamplingSchedule(2, 0), DynamicSampling(10).fill_step) as (source, publisher, bridge):
         assert source.first is not None
-        source.first.ahead._begin_scores, submit = half_teach, bridge.engines.submit
+        ahead, begin = source.first.ahead, bridge.engines.begin
+        ahead._begin_scores = half_teach
 
-        def recorded(jobs: Sequence[Job]) -> None:
+        def recorded(jobs: Sequence[Job]) -> list[Future[Trajectory]]:
             asked["apart"].append([(list(job.prompt_ids), request_of(job).seed) for job in jobs])
-            submit(jobs)
+            return begin(jobs)
 
-        bridge.engines.submit = recorded  # type: ignore[method-assign]
+        ahead._begin_jobs = recorded
         sampler = PromptSampler(len(PROMPTS), 2, seed=5, shuffle=True)
         prompts, sampling = PromptBatches(PROMPTS, sampler), Sampling(n=SAMPLES, seed=9)
         together: Any = (

@@ -102,13 +102,15 @@ def test_what_an_older_run_sampled_without_is_drawn_again(needed: dict[str, Any]
 
     def ahead_of(engines: Engines, sampling: Sampling) -> tuple[SamplingAhead, PromptSampler]:
         sampler = PromptSampler(len(AHEAD_PROMPTS), 3, seed=5, shuffle=True)
-        return SamplingAhead(AHEAD_PROMPTS, sampler, engines, sampling, SamplingSchedule(3, 2), scores_of), sampler
+        return SamplingAhead(
+            AHEAD_PROMPTS, sampler, engines.begin, sampling, SamplingSchedule(3, 2), scores_of
+        ), sampler
 
     plain, engines = Sampling(n=2, seed=9), Engines(random.Random(1), at_once=99)
     ahead, sampler = ahead_of(engines, plain)
     for step in (1, 2):
         step_with(ahead, engines, step)
-    ahead.poll(0.0)
+    engines.finish()
     state, finished, cursor = ahead.state_dict(), ahead.finished(), sampler.state_dict()
     assert finished
     asked = []
