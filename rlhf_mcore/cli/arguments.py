@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.cli.exit_codes import TOOL_EPILOG
-from rlhf_mcore.config.keys import DESCRIPTIONS
+from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, is_group
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.other_names import hint
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.redaction import FromEnvironment
 
+Completer = Callable[..., Iterable[str]]  # called with the text before the cursor as ``prefix``
 _ENVIRONMENT = "!environment"  # a value from an environment variable, with its original notation
 
 
@@ -82,8 +83,31 @@ def command_parser(
     )
     if config:
         parser.add_argument("config", metavar="CONFIG", help=config)
-        parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that override the file")
+        add_overrides(parser)
     return parser
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add the argument for settings that override the file."""
+    what = "settings that override the file"
+    add_completed(parser, complete_settings, "overrides", metavar="a.b=c", nargs="*", default=[], help=what)
+
+
+def add_completed(parser: argparse.ArgumentParser, completer: Completer, name: str, **options: Any) -> None:
+    """Add an argument whose values the shell completes on a TAB, with the library argcomplete."""
+    parser.add_argument(name, **options).completer = completer  # type: ignore[attr-defined]
+
+
+def complete_settings(prefix: str, **_: object) -> Iterable[str]:
+    """List ``key=`` for every key, or ``key=value`` for every allowed value if ``prefix`` contains a key."""
+    key, equals, _value = prefix.partition("=")
+    if not equals:
+        return [f"{name}=" for name in DESCRIPTIONS if not is_group(name)]
+    if key not in DESCRIPTIONS:
+        return []
+    if DESCRIPTIONS[key].choices is not None:
+        return [f"{key}={choice}" for choice in choices_of(key)]
+    return [f"{key}={value}" for value in ("true", "false")] if KEYS[key] is bool else []
 
 
 def accept_document(parser: argparse.ArgumentParser) -> None:

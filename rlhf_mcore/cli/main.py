@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import rlhf_mcore
-from rlhf_mcore.cli.exit_codes import EPILOG, INTERRUPTED, OF_OUTPUT, USER_ERROR, report_of_tool
+from rlhf_mcore.cli.exit_codes import DONE, EPILOG, INTERRUPTED, OF_OUTPUT, USER_ERROR, report_of_tool
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.plugins import find_plugins
@@ -50,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` names, with the remaining arguments. Returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     if ASKED in os.environ:
-        from rlhf_mcore.cli import completion  # imports the schema
-
-        completion.answer(COMMANDS, module_of)
+        _answer_shell()
     if not args:
         _parser().print_help(sys.stderr)
         return USER_ERROR
@@ -85,11 +83,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _answer_shell() -> None:
+    """Answer the shell's request for completions, and end the process.
+
+    Only the parser of the command on the line is built, because building all parsers would import all commands.
+    """
+    import argcomplete  # only for this use
+
+    parser = argparse.ArgumentParser(prog="rlhf-mcore")
+    parser.add_argument("--version", action="store_true")
+    chosen = parser.add_subparsers()
+    for name, summary in COMMANDS.items():
+        chosen.add_parser(name, help=summary)
+    words = os.environ.get("COMP_LINE", "").split()
+    command = next((word for word in words[1:] if word in COMMANDS), None)
+    if command is not None:
+        chosen.choices[command] = import_module(module_of(command))._parser()
+    argcomplete.autocomplete(parser, default_completer=argcomplete.FilesCompleter())
+    sys.exit(DONE)  # reached only if the shell asked for nothing
+
+
 def module_of(command: str) -> str:
     """Return the module of a command: a file, or ``command`` in a package. It defines ``main`` and ``_parser``."""
     if command in PLUGINS:
         return f"{PLUGINS[command]}.command"
-    room = "cli" if command in ("train", "completion") else "commands"
+    room = "cli" if command == "train" else "commands"
     module = f"rlhf_mcore.{room}.{command.replace('-', '_')}"
     is_package = (spec := find_spec(module)) is not None and spec.submodule_search_locations is not None
     return f"{module}.command" if is_package else module

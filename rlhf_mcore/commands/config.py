@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import add_completed, add_overrides, command_parser
 from rlhf_mcore.cli.terminal import aligned, say
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="show|diff|explain|schema", required=True)
     show = commands.add_parser("show", help="print the resolved configuration, with all derived values")
     show.add_argument("config", metavar="CONFIG", help="YAML file, or the directory of a run or a checkpoint")
-    show.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that override the file")
+    add_overrides(show)
     show.add_argument("--changed", action="store_true", help="print only values that differ from the defaults")
     show.set_defaults(lines=_show)
     diff = commands.add_parser("diff", help="print the keys in which two configurations differ")
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("second", metavar="CONFIG")
     diff.set_defaults(lines=_diff)
     explain = commands.add_parser("explain", help="explain a key or a group of keys, and list the allowed values")
-    explain.add_argument("key", metavar="KEY", help="key with dots, or its last part")
+    add_completed(explain, lambda **_: KEYS, "key", metavar="KEY", help="key with dots, or its last part")
     explain.set_defaults(lines=lambda args: _explain(args.key))
     schema = commands.add_parser("schema", help="print the JSON Schema of configurations, for editors")
     schema.set_defaults(lines=lambda args: [json.dumps(json_schema(), indent=1)])

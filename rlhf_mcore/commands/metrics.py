@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import add_completed, command_parser
 from rlhf_mcore.cli.terminal import aligned, say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import shorten
@@ -26,8 +26,13 @@ def _parser() -> argparse.ArgumentParser:
         "Explain the metrics of a run: meaning, unit, healthy range and remedy.",
         examples=["rlhf-mcore metrics", "rlhf-mcore metrics kl/mean", "rlhf-mcore metrics entropy"],
     )
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a metric or a part of its name (default: list all)")
+    what = "a metric or a part of its name (default: list all)"
+    add_completed(parser, _list_names, "name", metavar="NAME", nargs="?", help=what)
     return parser
+
+
+def _list_names(**_: object) -> list[str]:
+    return [metric.name for metrics in GROUPS.values() for metric in metrics]
 
 
 def _lines(name: str | None) -> Iterator[str]:
