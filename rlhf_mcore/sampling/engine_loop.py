@@ -195,8 +195,10 @@ class EngineLoop:
 
     def _report_tokens(self) -> None:
         """Report sampled tokens of the requests with ``on_tokens``. This uses at most a tenth of the time."""
+        if (began := time.monotonic()) < self._next_tokens:
+            return
         wanted = {number: each.on_tokens for number, each in self._running.items() if each.on_tokens is not None}
-        if not wanted or (began := time.monotonic()) < self._next_tokens:
+        if not wanted:
             return
         for number, tokens in self._engine.sampled_tokens(wanted.keys()).items():
             wanted[number](tokens)

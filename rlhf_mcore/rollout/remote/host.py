@@ -9,7 +9,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -265,7 +266,7 @@ class EngineHost:
 
         ``afresh``: forget cached prefixes first. The idle engine then samples as if these were the first jobs with its weights.
         """
-        self._thread.start(self._submit(work, afresh))
+        self._post(self._submit(work, afresh))
 
     async def _submit(self, work: Sequence[Work], afresh: bool) -> None:
         if afresh:
@@ -299,7 +300,7 @@ class EngineHost:
                 if (task := self._tasks.pop(number, None)) is not None:
                     task.cancel()
 
-        self._thread.start(cancel())
+        self._post(cancel())
 
     def lend(self, number: int) -> None:
         """Lend at most ``number`` held turns. A later report contains them. For leads; returns at once."""
@@ -309,7 +310,7 @@ class EngineHost:
                 self._lent += self._loop.move_held(number)
                 self._news.notify_all()
 
-        self._thread.start(lend())
+        self._post(lend())
 
     def take_back(self, request_id: int, turn: Completion) -> None:
         """Receive a turn that another engine has sampled. For leads; returns at once."""
@@ -317,7 +318,7 @@ class EngineHost:
         async def take_back() -> None:
             self._loop.resolve(request_id, turn)
 
-        self._thread.start(take_back())
+        self._post(take_back())
 
     def report(self, wait_s: float) -> EngineReport:
         """Wait for an outcome or a lent turn, at most ``wait_s`` seconds, and return a report. Do not call it concurrently.
@@ -376,6 +377,15 @@ class EngineHost:
         self._thread.start(call()).result()
 
     # ------------------------------------------------------------------------------------------ the engine's thread
+    def _post(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the engine's thread, without waiting. Its error is an error of the engine."""
+
+        def check(done: Future[None]) -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                self._fail(error)
+
+        self._thread.start(coroutine).add_done_callback(check)
+
     async def _serve(self) -> None:
         """Run passes until a pause. If a rank of the engine is lost, gloo's message shows its source code and is shortened."""
         from rlhf_mcore.parallel.collectives import world_group

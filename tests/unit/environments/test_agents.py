@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -720,6 +722,20 @@ def test_an_agent_that_fails_ends_the_run_or_leaves_a_row_without_a_score(run: A
     assert whole.score.failure == "error" and "no idea" in whole.score.cause and whole.num_sampled == 3
     with pytest.raises(ConfigError, match="ended without a turn of the policy"):
         run(["ok"], lambda base_url, api_key: 1.0)
+
+
+def test_a_turn_that_must_not_be_trained_on_ends_the_run(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    class Broken(Scripted):
+        def step(self) -> list[Completion]:
+            return [replace(turn, logprobs=turn.logprobs * math.nan) for turn in super().step()]
+
+    def play(base_url: str, api_key: str) -> float:
+        asked = json.dumps({"messages": HI}).encode()
+        assert post(base_url, "chat/completions", asked, api_key)[0] == 500
+        return 1
+
+    with pytest.raises(RuntimeError, match="logprob nan at token 0 of prompt 'p', sample 0"):
+        run(["ok"], play, make=lambda says: Broken(tokenizer, says))
 
 
 def test_an_address_that_is_not_ours_is_refused() -> None:
