@@ -1,6 +1,6 @@
 """Run reward workers under a real Ray on this machine.
 
-Scores and policies do not depend on where the workers run. Actors are killed.
+Scores and policies do not depend on the place of the workers. Actors are killed.
 """
 
 from __future__ import annotations

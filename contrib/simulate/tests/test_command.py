@@ -95,7 +95,7 @@ def test_schedules_that_no_split_allows_are_named(run_yaml: str, capsys: pytest.
 def test_measured_times_of_a_run_are_used_with_its_lengths(
     run_yaml: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One slot decodes a token in 0.1 s at any length, and training takes 2 s. On one device, 2 x 10 tokens take 2 + 2 s."""
+    """A slot decodes a token in 0.1 s at any length, and training takes 2 s. On one device, 2 x 10 tokens take 2 + 2 s."""
     run = tmp_path / "measured"
     (run / "rollouts").mkdir(parents=True)
     settings = "model: {path: model}\nrollout: {max_num_seqs: 1, sampling: {n: 2}}\ntrainer: {prompts_per_step: 1, world_size: 1}\n"
