@@ -31,7 +31,10 @@ def _estimators(flag: str) -> str:
     return f"algorithm.advantage={' or '.join(name for name, kind in ADVANTAGES.items() if getattr(kind, flag))}"
 
 
-_VALUES = _estimators("needs_values")
+Advantage = Annotated[str, Choices(tuple(ADVANTAGES), is_file_spec, FILE_SPEC)]
+PolicyLoss = Annotated[str, Choices(tuple(POLICY_LOSSES), is_file_spec, FILE_SPEC)]
+_VALUES, _PARTS = _estimators("needs_values"), _estimators("compares_parts")
+_TURNS, _WHITENS = _estimators("credits_turns"), _estimators("whitens")
 _KL, _AHEAD = "algorithm.kl.coef", "trainer.max_staleness"
 _CLIP, _SAPO, _COVARIANCE = (f"algorithm.policy_loss={names}" for names in ("ppo_clip", "sapo", "kl_cov or clip_cov"))
 
@@ -69,12 +72,11 @@ class RolloutCorrectionConfig(Group):
     Weights and masks apply only to the policy term of the loss.
     """
 
-    mode: Optional[Literal["off", "token", "sequence", "geometric"]] = key(
-        None, "weights of the policy term, from the ratio of the trainer's to the engine's probability"
-    )
-    """`token`: ratio of each token. `sequence`: ratio of each response, the product over its tokens. `geometric`: no
-    weights; masks use the geometric mean of a response's ratios. `null`: `token` with `trainer.max_staleness` or
-    `rollout.quantization`, else `off`. See [asynchronous runs](algorithms/off-policy.md#asynchronous-runs)."""
+    mode: Optional[Literal["off", "token", "sequence", "geometric"]] = key(None, "weights of the policy term")
+    """Weights are ratios of the trainer's to the engine's probability. `token`: ratio of each token. `sequence`: ratio
+    of each response, the product over its tokens. `geometric`: no weights; masks use the geometric mean of a response's
+    ratios. `null`: `token` with `trainer.max_staleness` or `rollout.quantization`, else `off`. See [asynchronous
+    runs](algorithms/off-policy.md#asynchronous-runs)."""
     cap: PositiveFloat = key(2.0, "maximum weight")
     mask_low: Optional[NonNegativeFloat] = key(None, "mask tokens or responses with a lower ratio; null: off")
     mask_high: Optional[PositiveFloat] = key(None, "mask tokens or responses with a higher ratio; null: off")
@@ -104,32 +106,27 @@ class CovarianceConfig(Group):
     high: PositiveFloat = key(5.0, "`clip_cov`: maximum covariance of the selected tokens", only_with=_COVARIANCE)
 
 
-_PAIRS, _KTO = "algorithm.kind=dpo", "algorithm.dpo.loss=kto"
+_PAIRS = "algorithm.kind=dpo"
 
 
 class DpoConfig(Group):
     """Set how a policy learns from pairs of responses."""
 
-    loss: Annotated[str, Choices(tuple(PREFERENCE_LOSSES))] = key(
-        "dpo", "preference loss", is_fixed=True, only_with=_PAIRS
-    )
+    loss: Annotated[str, Choices(tuple(PREFERENCE_LOSSES))] = key("dpo", "loss", is_fixed=True, only_with=_PAIRS)
     """`simpo` and `orpo` use no reference model. See [preferences](algorithms/preferences.md)."""
     beta: PositiveFloat = key(0.1, "scale of the rewards; smaller: further from the reference", only_with=_PAIRS)
     """`ipo`: tau in the paper; `orpo`: lambda in the paper, the weight of the odds ratio."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = key(
-        0.0, "expected share of pairs with swapped labels (cDPO)", only_with="algorithm.dpo.loss=dpo"
+        0.0, "share of pairs with swapped labels (cDPO)", only_with=".loss=dpo"
     )
-    gamma: NonNegativeFloat = key(
-        1.0, "target margin between the rewards of chosen and rejected response", only_with="algorithm.dpo.loss=simpo"
-    )
+    gamma: NonNegativeFloat = key(1.0, "target margin between the rewards of a pair", only_with=".loss=simpo")
     nll_coef: NonNegativeFloat = key(
-        0.0,
-        "weight of the negative log-likelihood of chosen responses, averaged over the tokens of each; 0: off",
-        only_with="algorithm.dpo.loss=dpo or ipo or simpo or kto",
+        0.0, "weight of the NLL of chosen responses", only_with=".loss=dpo or ipo or simpo or kto"
     )
-    """It keeps chosen responses likely, which a loss over differences does not. `orpo` always includes it."""
-    desirable_weight: PositiveFloat = key(1.0, "weight of chosen responses", only_with=_KTO)
-    undesirable_weight: PositiveFloat = key(1.0, "weight of rejected responses", only_with=_KTO)
+    """The negative log-likelihood is averaged over the tokens of each response. It keeps chosen responses likely, which
+    a loss over differences does not. `orpo` always includes it."""
+    desirable_weight: PositiveFloat = key(1.0, "weight of chosen responses", only_with=".loss=kto")
+    undesirable_weight: PositiveFloat = key(1.0, "weight of rejected responses", only_with=".loss=kto")
 
 
 class OverlongConfig(Group):
@@ -153,25 +150,17 @@ class DynamicSamplingConfig(Group):
 class AlgorithmConfig(Group):
     """Set the training objective. A preset fills in only keys that are not set."""
 
-    preset: Annotated[str, Choices(tuple(PRESETS))] = key(
-        "grpo", "algorithm whose values fill in keys that are not set"
-    )
+    preset: Annotated[str, Choices(tuple(PRESETS))] = key("grpo", "values for keys that are not set")
     """See [choose an algorithm](algorithms/choose.md)."""
     kind: Annotated[str, Choices(tuple(RUN_KINDS))] = key("rl", "kind of training", is_fixed=True)
     """`sft`: supervised fine-tuning on given responses. `reward_model`: score chosen above rejected responses. `dpo`:
     train the policy to prefer chosen responses. These three ignore `rollout`, `bridge`, `reward`, `critic` and
     `teacher`, and only `dpo` reads `reference`."""
-    advantage: Annotated[str, Choices(tuple(ADVANTAGES), is_file_spec, FILE_SPEC)] = key(
-        "grpo", "advantage estimator", is_fixed=True
-    )
-    policy_loss: Annotated[str, Choices(tuple(POLICY_LOSSES), is_file_spec, FILE_SPEC)] = key(
-        "ppo_clip", "policy loss", is_fixed=True
-    )
+    advantage: Advantage = key("grpo", "advantage estimator", is_fixed=True)
+    policy_loss: PolicyLoss = key("ppo_clip", "policy loss", is_fixed=True)
     use_critic: Literal["auto", "true", "false"] = key("auto", "train a critic; auto: with `gae`", is_fixed=True)
     """Your own estimator needs `true` if it reads values."""
-    reward_weights: Optional[dict[str, float]] = key(
-        None, "weight of each part of a score, by name", only_with=_estimators("compares_parts")
-    )
+    reward_weights: Optional[dict[str, float]] = key(None, "weight of each part of a score, by name", only_with=_PARTS)
     """Each rule is a part, reported as `reward/<name>_mean`. A part that a score lacks counts as 0. `null`: the weights
     of `reward.rules` and `reward.sources`."""
     normalize_std: bool = key(True, "`grpo`, `gdpo`: divide by the group's standard deviation")
@@ -184,14 +173,10 @@ class AlgorithmConfig(Group):
     turn_gamma: Fraction = key(1.0, "discount of later rewards, per policy turn")
     """It needs an environment; `gae` and `reinforce` apply it in addition to `gamma`. See
     [turns](algorithms/multi-turn.md)."""
-    turn_credit: bool = key(
-        False, "assign advantages to policy turns: a turn is one action", only_with=_estimators("credits_turns")
-    )
+    turn_credit: bool = key(False, "assign advantages to policy turns: a turn is one action", only_with=_TURNS)
     """`grpo`, `rloo`: a turn is compared with the same turn of the group's other responses. `gae`, `reinforce`: the
     recursion goes over turns instead of tokens. See [turns](algorithms/multi-turn.md)."""
-    whiten_advantages: bool = key(
-        False, "normalise a step's advantages to mean 0 and std 1", only_with=_estimators("whitens")
-    )
+    whiten_advantages: bool = key(False, "normalise a step's advantages to mean 0 and std 1", only_with=_WHITENS)
     bootstrap_truncated: bool = key(False, "the critic's value follows truncated responses, not 0", only_with=_VALUES)
     """See [losses](algorithms/losses.md#advantages)."""
     mask_truncated: bool = key(False, "do not train on responses that a limit ended")
@@ -211,9 +196,8 @@ class AlgorithmConfig(Group):
     kl: KLConfig = group(KLConfig, "KL to the reference policy")
     entropy_coef: NonNegativeFloat = key(0.0, "weight of the entropy bonus")
     centering: NonNegativeFloat = key(
-        0.0, "`reward_model`: weight of a pair's squared sum of scores in the loss; 0: off"
+        0.0, "`reward_model`: weight of a pair's squared sum of scores, which centres them"
     )
-    """It centres the scores."""
     dpo: DpoConfig = group(DpoConfig, "preference training on pairs of responses")
     loss_aggregation: Literal["token", "sequence", "constant"] = key("sequence", "weights of tokens in the loss")
     """`token`: all tokens count equally. `sequence`: mean over responses of each response's token mean. `constant`: sum

@@ -77,8 +77,8 @@ class OptimizerConfig(Group):
     name: Literal["adamw", "muon", "sgd"] = key("adamw", "optimizer", is_fixed=True)
     """`muon`: Muon for the matrices of the layers, AdamW for all other weights. Muon orthogonalises the whole momentum
     of each Hugging Face matrix (queries, keys and values separately) in every layout. Its updates are as large as
-    AdamW's ([arXiv 2502.16982](https://arxiv.org/abs/2502.16982)), so `lr` and `weight_decay` can stay the same.
-    `sgd`: with momentum. Muon and SGD store one moment, AdamW stores two."""
+    AdamW's ([arXiv 2502.16982](https://arxiv.org/abs/2502.16982)), so `lr` and `weight_decay` can stay the same. `sgd`:
+    with momentum. Muon and SGD store one moment, AdamW stores two."""
     momentum: Decay = key(0.95, "decay of the momentum; `muon` uses Nesterov momentum", only_with=".name=muon or sgd")
     lr: NonNegativeFloat = key(1e-6, "peak learning rate")
     beta1: Decay = key(0.9, "decay of the first moment", only_with=".name=adamw or muon")
@@ -147,10 +147,8 @@ class LoraConfig(Group):
 
     rank: Optional[PositiveInt] = key(None, "rank of the adapters; null: all weights are trained", is_fixed=True)
     """With adapters the weights are frozen."""
-    alpha: Optional[PositiveFloat] = key(
-        None, "scale of the output; null: 2 · `rank`", is_fixed=True, only_with=".rank"
-    )
-    """The output is divided by `rank`."""
+    alpha: Optional[PositiveFloat] = key(None, "scale; null: 2 · `rank`", is_fixed=True, only_with=".rank")
+    """The output is multiplied by it and divided by `rank`."""
     dropout: Decay = key(0.0, "share of an adapter's inputs that is dropped during training", only_with=".rank")
     targets: list[str] = key(["all-linear"], "linear layers with an adapter", is_fixed=True, only_with=".rank")
     """`all-linear`, last parts of names (`q_proj`), or patterns of whole names (`*.layers.0.*`), as PEFT's
@@ -248,6 +246,9 @@ class ReferenceConfig(Group):
     """The reference is then freed. Otherwise it runs before each update and each evaluation."""
 
 
+_SPREAD = "forward_kl or reverse_kl or jsd"  # divergences over distributions
+
+
 class TeacherConfig(Group):
     """A policy from which a student learns, token by token."""
 
@@ -264,18 +265,12 @@ class TeacherConfig(Group):
     information that the student lacks. `null`: the teacher reads the student's prompts. See
     [distillation](algorithms/distillation.md#another-prompt)."""
     divergence: Literal["k1", "forward_kl", "reverse_kl", "jsd"] = key("k1", "minimised divergence from the teacher")
-    """t and p are the probabilities of teacher and policy. `k1`: reverse KL, estimated at the sampled token:
-    `coef` · (log t - log p) is added to its advantage. `forward_kl`: Σ t log(t / p) over the distribution, added to the
-    loss, as the following values. `reverse_kl`: Σ p log(p / t). `jsd`: generalised Jensen-Shannon divergence."""
-    beta: Annotated[float, Gt(0), Lt(1)] = key(
-        0.5, "weight of the teacher in the mixture distribution", only_with="teacher.divergence=jsd"
-    )
-    top_k: PositiveInt = key(
-        64,
-        "number of most probable tokens in the teacher's distributions; all other tokens count as one event",
-        only_with="teacher.divergence=forward_kl or reverse_kl or jsd",
-    )
-    """A value of the vocabulary size is exact."""
+    """t and p are the probabilities of teacher and policy. `k1`: reverse KL, estimated at the sampled token: `coef` ·
+    (log t - log p) is added to its advantage. `forward_kl`: Σ t log(t / p) over the distribution, added to the loss, as
+    the following values. `reverse_kl`: Σ p log(p / t). `jsd`: generalised Jensen-Shannon divergence."""
+    beta: Annotated[float, Gt(0), Lt(1)] = key(0.5, "weight of the teacher in the mixture", only_with=".divergence=jsd")
+    top_k: PositiveInt = key(64, "most probable tokens of a teacher's distribution", only_with=f".divergence={_SPREAD}")
+    """All other tokens count as one event. A value of the vocabulary size is exact."""
     coef: PositiveFloat = key(1.0, "weight of the teacher, in the advantages or in the loss")
     dtype: Optional[Dtype] = key(None, "data type of weights and activations; null: `model.dtype`")
     layout: LayoutConfig = group(LayoutConfig, "independent of the actor's, over `teacher.ranks`")

@@ -25,6 +25,13 @@ _AHEAD = "trainer.max_staleness"
 # Maximum number of candidates of a sampled token if top_p or top_k restrict them. Ties of the last candidate may exceed it.
 MOST_SUPPORT = 512
 
+SupportedTopK = Annotated[int, Ge(-1), Le(MOST_SUPPORT), Predicate(bool)]
+Address = Annotated[str, Choices(allows=is_address, form="host:port")]
+DraftTokens = Annotated[int, Ge(1), Le(32)]
+SleepLevel = Annotated[int, Ge(0), Le(2)]
+Order = Literal["in_order", "longest_first", "shared_queue"]
+AtPublish = Literal["continue", "resubmit", "drain"]
+
 
 class RolloutLayoutConfig(Group):
     """Set how an engine is split over ranks."""
@@ -49,9 +56,7 @@ class SamplingConfig(Group):
     top_p: Share = key(1.0, "nucleus sampling: total probability of the most likely tokens to sample from; 1: off")
     """The candidates of each sampled token are recorded, and policy ratios are normalised over them ([top_p and
     top_k](algorithms/off-policy.md#top_p-and-top_k))."""
-    top_k: Annotated[int, Ge(-1), Le(MOST_SUPPORT), Predicate(bool)] = key(
-        -1, "number of most likely tokens to sample from; -1: off"
-    )
+    top_k: SupportedTopK = key(-1, "number of most likely tokens to sample from; -1: off")
     """With `top_p` below 1, off means 512."""
     max_new_tokens: PositiveInt = key(256, "maximum length of a response in tokens")
 
@@ -59,10 +64,8 @@ class SamplingConfig(Group):
 class RayConfig(Group):
     """Set where disaggregated engines run."""
 
-    address: Optional[Annotated[str, Choices(allows=is_address, form="host:port")]] = key(
-        None, "address of a running Ray cluster, such as `10.0.0.1:6379`", only_with=_APART
-    )
-    """`null`: Ray is started on this machine and ends with the run."""
+    address: Optional[Address] = key(None, "address of a running Ray cluster", only_with=_APART)
+    """For example `10.0.0.1:6379`. `null`: Ray is started on this machine and ends with the run."""
     cpus_per_rank: PositiveInt = key(1, "CPU cores per engine process", only_with=_APART)
 
 
@@ -74,12 +77,8 @@ class SpeculativeConfig(Group):
     `model.path` (DeepSeek-V3, GLM-4.5); trained layers (`actor.mtp`) are sent with each sync. Drafts are accepted with
     the probability that preserves the policy's distribution (arXiv 2211.17192), and logprobs are the policy's own.
     Sampled responses differ from a run without drafts, because random numbers are used in another order."""
-    num_tokens: Annotated[int, Ge(1), Le(32)] = key(
-        1, "draft tokens per forward pass", only_with="rollout.speculative.method=ngram or mtp"
-    )
-    ngram_tokens: Annotated[int, Ge(1), Le(32)] = key(
-        3, "number of last tokens that must occur earlier", only_with="rollout.speculative.method=ngram"
-    )
+    num_tokens: DraftTokens = key(1, "draft tokens per forward pass", only_with=".method=ngram or mtp")
+    ngram_tokens: DraftTokens = key(3, "last tokens that must occur earlier", only_with=".method=ngram")
 
 
 class ServerConfig(Group):
@@ -112,38 +111,30 @@ class RolloutConfig(Group):
     """`fp8`: 8-bit floats, one scale per block of 128x128. `int8`: 8-bit integers, one scale per row. The trainer's
     weights do not change. The sender quantises the matrices of the layers, which halves their bytes compared to bf16.
     See [8-bit engine weights](scale/low-precision.md#8-bit-engine-weights)."""
-    vllm: Optional[dict[str, Any]] = key(
-        None, "engine arguments of vLLM, such as `{kv_cache_dtype: fp8}`", only_with=ENGINE
-    )
-    """Any field of EngineArgs of the installed vLLM, by name. Names and types are checked before processes start.
-    Arguments that other keys set are rejected. See [performance](scale/tuning.md#vllms-own-arguments)."""
+    vllm: Optional[dict[str, Any]] = key(None, "engine arguments of vLLM", only_with=ENGINE)
+    """For example `{kv_cache_dtype: fp8}`. Any field of EngineArgs of the installed vLLM, by name. Names and types are
+    checked before processes start. Arguments that other keys set are rejected. See
+    [performance](scale/tuning.md#vllms-own-arguments)."""
     gpu_memory_utilization: Share = key(0.5, "CUDA: share of a device's memory that an engine may use")
     kv_cache_gib: PositiveFloat = key(0.5, "CPU: size of an engine's KV cache in GiB")
     server: ServerConfig = group(ServerConfig, "external vLLM servers")
     speculative: SpeculativeConfig = group(SpeculativeConfig, "speculative decoding")
     enforce_eager: bool = key(False, "CUDA: disable CUDA graphs; on a CPU engines always run eagerly")
-    sleep_level: Annotated[int, Ge(0), Le(2)] = key(
-        2, "CUDA: memory that the engine frees while the trainer learns; 0: none", only_with=_COLOCATED
-    )
-    """1: the KV cache and the weights, with a copy of the weights in pinned host memory. 2: the KV cache and the
-    weights, which the next sync writes again. Only engines sleep: `offload` moves critic, reference and reward model."""
-    order: Literal["in_order", "longest_first", "shared_queue"] = key(
-        "in_order", "assignment of a step's prompts to engines, and their order", only_with=_COLOCATED
-    )
+    sleep_level: SleepLevel = key(2, "CUDA: memory that a sleeping engine frees; 0: none", only_with=_COLOCATED)
+    """Engines sleep while the trainer learns. 1: the KV cache and the weights, with a copy of the weights in pinned
+    host memory. 2: the KV cache and the weights, which the next sync writes again. Only engines sleep: `offload` moves
+    critic, reference and reward model."""
+    order: Order = key("in_order", "assignment of a step's prompts to engines, and their order", only_with=_COLOCATED)
     """`in_order`: each of N engines takes every N-th prompt, in data order. `longest_first`: engines get equal expected
     tokens and start with the longest. `shared_queue`: the same order, but a free engine takes the next waiting prompt.
     The expected length is the length of the prompt's longest response last time, otherwise the mean of its data source.
     Seeds do not depend on the order. With `shared_queue` the batches depend on timing, so a resumed run equals an
     uninterrupted run only up to rounding."""
-    at_publish: Optional[Literal["continue", "resubmit", "drain"]] = key(
-        None, "unfinished responses when engines receive new weights", only_with=_AHEAD
-    )
+    at_publish: Optional[AtPublish] = key(None, "unfinished responses when weights arrive", only_with=_AHEAD)
     """`continue`: continue with the old keys and values. `resubmit`: recompute keys and values with the new weights.
     `drain`: finish before the weights are sent; a `trainer.max_staleness` above 1 then makes responses staler without
     making steps shorter. `null`: `continue`, or `drain` with `rollout.deterministic_order`."""
-    oversample: Annotated[float, Ge(1), Le(8)] = key(
-        1.0, "started prompts per prompt that a step trains on", only_with=_APART
-    )
+    oversample: Annotated[float, Ge(1), Le(8)] = key(1.0, "started prompts per trained prompt", only_with=_APART)
     """A step uses the prompts that finish first. The others continue within `trainer.max_staleness`, or restart."""
     deterministic_order: bool = key(False, "train on prompts in data order, not as they finish", only_with=_AHEAD)
     """A run that was killed and resumed, or that lost engines, then equals an undisturbed run, bit for bit. Each rank
@@ -167,19 +158,17 @@ class BridgeConfig(Group):
     """Set how the actor's weights are sent to the engines."""
 
     method: Literal["planned", "gather"] = key("planned", "weight sync")
-    """`planned`: every byte goes from its trainer shard directly to its place in the engine. `gather`, a baseline:
-    full tensors are sent one at a time under their Hugging Face names, and the engine splits them again."""
-    bucket_bytes: PositiveInt = key(
-        268435456, "bytes that a rank sends or receives at a time; two are in flight", only_with="bridge.method=planned"
-    )
+    """`planned`: every byte goes from its trainer shard directly to its place in the engine. `gather`, a baseline: full
+    tensors are sent one at a time under their Hugging Face names, and the engine splits them again."""
+    bucket_bytes: PositiveInt = key(268435456, "bytes that a rank sends at a time", only_with=".method=planned")
+    """Two buckets are in flight. A rank receives as many."""
     verify: Literal["off", "digest"] = key("digest", "`planned`: check of the weights after every sync")
     """`digest`: every tensor is hashed on both sides, and the run ends if a hash differs."""
-    full_every: Optional[PositiveInt] = key(
-        None, "one in this number of syncs sends all elements, the others only changed elements", only_with=_APART
-    )
-    """`null`: every sync sends all elements. Plug-in `rlhf_mcore_contrib.delta_sync`. Use it for slow links and models
-    in bf16: at a learning rate of 1e-6, a step changes about one percent of the elements. Messages are hashed; if a
-    hash differs, that sync sends everything. Trainer ranks also keep their weights in host memory."""
+    full_every: Optional[PositiveInt] = key(None, "interval between syncs that send all elements", only_with=_APART)
+    """The others send only changed elements. `null`: every sync sends all elements. Plug-in
+    `rlhf_mcore_contrib.delta_sync`. Use it for slow links and models in bf16: at a learning rate of 1e-6, a step
+    changes about one percent of the elements. Messages are hashed; if a hash differs, that sync sends everything.
+    Trainer ranks also keep their weights in host memory."""
     transport: Literal["group", "nixl"] = key("group", "transport of weight messages", only_with=_APART)
     """`group`: the process group, NCCL or gloo. `nixl`: engines read registered memory through NIXL (plug-in
     `rlhf_mcore_contrib.nixl`, package `nixl`), with RDMA if the network supports it; message buffers stay allocated."""

@@ -78,6 +78,9 @@ def _is_time(text: str) -> bool:
         return False
 
 
+JobLimit = Annotated[str, Choices((AUTO,), _is_time, "minutes or a time like 2026-01-01T00:00")]
+FileMode = Annotated[str, Choices((PRIVATE, *FILE_MODES), lambda text: octal_mode(text) is not None)]
+Port = Annotated[str, Choices(allows=_is_port, form="a port, or host:port")]
 EvaluationMetric = Annotated[
     str, Choices(allows=_is_evaluation, form="an evaluation metric, such as evaluate/accuracy")
 ]
@@ -109,10 +112,8 @@ class DataConfig(Group):
     """`sft`, `reward_model`, `dpo`: instead of `max_prompt_tokens`. `null`: the tokens that fit into a microbatch."""
     overlong_prompts: Literal["error", "drop"] = key("error", "handling of longer prompts", is_fixed=True)
     shuffle: bool = key(True, "shuffle the prompts in every epoch", is_fixed=True)
-    weights: Optional[list[PositiveFloat]] = key(
-        None, "share of each file of `data.train`, such as `[3, 1]`, in any unit"
-    )
-    """With weights each file has separate epochs. `null`: all rows form one data set."""
+    weights: Optional[list[PositiveFloat]] = key(None, "share of each file of `data.train`, in any unit")
+    """For example `[3, 1]`. With weights each file has separate epochs. `null`: all rows form one data set."""
     image_key: Optional[str] = key("images", "column of the images of a prompt; null: ignore images", is_fixed=True)
     """Bytes, paths relative to the file, or objects with `bytes` and `path`. `<image>` in a prompt marks the position
     of an image. Only for models that read images. See [images](guide/images.md)."""
@@ -191,23 +192,18 @@ class CheckpointConfig(Group):
     checkpoint."""
     load_best_model_at_end: bool = key(False, "end with the best checkpoint", only_with=".metric_for_best_model")
     """After the last step is saved, the best checkpoint is loaded and evaluated (`final/*` in the metrics)."""
-    save_by: Optional[Annotated[str, Choices((AUTO,), _is_time, "minutes or a time like 2026-01-01T00:00")]] = key(
-        "auto", "time limit of the job: minutes from the start, a time, `auto`, or null"
-    )
+    save_by: Optional[JobLimit] = key("auto", "time limit of the job: minutes from the start, a time, `auto`, or null")
     """A time is written as `2026-01-01T00:00`. `auto` uses `SLURM_JOB_END_TIME` if it is set. If the next step and a
     save would not fit, the run saves and ends with exit code 75."""
     save_total_limit: Optional[PositiveInt] = key(2, "newest checkpoints to keep, besides the best one; null: all")
     keep_every: Optional[PositiveInt] = key(None, "also keep checkpoints whose step is a multiple of this number")
     keep: list[int] = key([], "steps that are saved and whose checkpoints are kept")
     """A link in `RUN/pins` keeps any other checkpoint."""
-    mode: Optional[Annotated[str, Choices((PRIVATE, *FILE_MODES), lambda text: octal_mode(text) is not None)]] = key(
-        None, "permissions of checkpoint files; null: set by the umask"
-    )
-    """`private`: 0600 for optimizer, state and configuration (also the run's `config.yaml`). Otherwise the mode of every
-    file."""
-    archive: bool = key(
-        False, "pack dropped checkpoints into `archive/checkpoint-<step>.tar.zst`", only_with=".save_total_limit"
-    )
+    mode: Optional[FileMode] = key(None, "permissions of checkpoint files; null: set by the umask")
+    """`private`: 0600 for optimizer, state and configuration (also the run's `config.yaml`). Otherwise the mode of
+    every file."""
+    archive: bool = key(False, "pack dropped checkpoints in the background", only_with=".save_total_limit")
+    """Into `archive/checkpoint-<step>.tar.zst`."""
     async_save: bool = key(False, "copy to host memory, continue training and write in the background")
     deltas: NonNegativeInt = key(0, "number of saves after each full save that store compressed differences to it")
     resume: str = key("auto", "`auto` (newest checkpoint of the run directory), `never`, or the path of a checkpoint")
@@ -254,9 +250,7 @@ class LoggingConfig(Group):
     """`tensorboard`, `wandb`, `mlflow`, `trackio`, `comet`, `swanlab`, or a plug-in's. A tracker can neither stop nor
     delay a run. See [metrics](operations/monitoring.md#trackers)."""
     offline: bool = key(False, "`wandb`, `comet` and `swanlab` write only to the run directory, for a later upload")
-    prometheus: Optional[Annotated[str, Choices(allows=_is_port, form="a port, or host:port")]] = key(
-        None, "port on the loopback, or host:port, on which Prometheus reads metrics"
-    )
+    prometheus: Optional[Port] = key(None, "port on the loopback, or host:port, on which Prometheus reads metrics")
     """The first rank's machine serves `GET /metrics`, including engine states. See
     [Prometheus](operations/monitoring.md#prometheus)."""
     peak_tflops: Optional[PositiveFloat] = key(None, "peak performance of a device in TFLOP/s, for the MFU")
