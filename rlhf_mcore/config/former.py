@@ -25,22 +25,22 @@ class Former:
     Attributes:
         instead: advice to the user, for messages.
         defaults: the removed keys, with their defaults.
-        lost: values that a current key no longer allows, as lower-case texts. ``none`` was its default.
         reads: current keys that the translation reads, with their defaults.
-        translate: takes the values of ``defaults``, ``lost`` and ``reads``, in this order. Returns settings of current keys, or an
+        translate: takes the values of ``defaults``, ``reads`` and ``lost``, in this order. Returns settings of current keys, or an
             empty dict.
+        lost: values that a current key no longer allows, as lower-case texts. ``none`` was its default.
     """
 
     instead: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    lost: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, Any]
     reads: Mapping[str, Any] = field(default_factory=dict)
     translate: Callable[..., Settings] = lambda *values: {}
+    lost: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The arguments of ``translate``."""
-        return (*self.defaults, *self.lost, *self.reads)
+        return (*self.defaults, *self.reads, *self.lost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Translation:
         for key in self.changed:
             now = ", ".join(_settings(self.now))
             ending = f"is now {now}; write that instead" if now else f"has no effect: {self.former.instead}. Remove it"
-            text = f"warning: {f'{place(key)}: ' if place(key) else ''}{key}={_show(self.was[key])} {ending}"
-            sys.stderr.write(f"{for_terminal(text)}\n")
+            where = f"{place(key)}: " if place(key) else ""
+            sys.stderr.write(f"{for_terminal(f'warning: {where}{key}={_show(self.was[key])} {ending}')}\n")
 
 
 def translate(values: Mapping[str, Any], *, defaults_too: bool = False) -> Iterator[Translation]:
@@ -122,22 +122,6 @@ def _show(value: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- the table
-_SCALE = "minimum=1, growth_interval=1000 and hysteresis=2 hold; write initial_loss_scale of actor.megatron or critic.megatron"
-_BOUND = "write a rule of alarms.rules (metric: reward/mean, measure: spike)"
-
-
-def _renamed(key: str, **names: str) -> Callable[[Any], Settings]:
-    """Return a translation for former values of one key."""
-    return lambda value: {key: names[_text(value)]}
-
-
-_TRIES = "a request has at most 5 attempts within 5 times timeout_s"
-
-
-def _sleep(sleeps: bool, level: int) -> Settings:
-    return {"rollout.sleep_level": (level or 2) if sleeps else 0}
-
-
 def _offload_of(key: str) -> Former:
     """Return the translation of a frozen model's ``offload`` (formerly null, true or false) and ``offload_by_layer``."""
     choices = {"none": "auto", "true": "always", "false": "never"}
@@ -147,51 +131,40 @@ def _offload_of(key: str) -> Former:
         return {f"{key}.offload": "by_layer" if by_layer and choice != "never" else choice}
 
     lost = {f"{key}.offload": tuple(choices)}
-    return Former(f"set {key}.offload", {f"{key}.offload_by_layer": False}, lost, translate=merge)
+    return Former(f"set {key}.offload", {f"{key}.offload_by_layer": False}, {}, merge, lost)
 
 
-def _recompute_of(role: str) -> Former:
-    key = f"{role}.recompute.granularity"
+def _of_trained(role: str) -> Iterator[Former]:
+    """Yield the translations of keys of a trained model: loss scale, recomputation and warm-up."""
+    scale, recompute, schedule = f"{role}.optimizer.loss_scale", f"{role}.recompute", f"{role}.optimizer.schedule"
 
-    def merge(method: str, granularity: str) -> Settings:
+    def merge_recompute(method: str, granularity: str) -> Settings:
         whole = granularity in ("full", "block")
-        return {key: "block" if method == "block" else "full"} if whole else {}
+        return {f"{recompute}.granularity": "block" if method == "block" else "full"} if whole else {}
 
-    return Former(f"set {key}", {f"{role}.recompute.method": "uniform"}, reads={key: "off"}, translate=merge)
+    def merge_warmup(updates: int, share: float, total: int | None) -> Settings:
+        if share >= 1:
+            raise ValueError("a warm-up of the whole run")
+        # Both are set in a configuration that a run has written
+        is_resolved = total is not None and updates == math.ceil(share * total)
+        return {f"{schedule}.warmup": share if share and not is_resolved else updates}
 
+    def add_scale(initial: float, fields: Settings | None) -> Settings:
+        return {f"{role}.megatron": {**(fields or {}), "initial_loss_scale": initial}}
 
-def _deltas(delta: bool, full_every: int) -> Settings:
-    return {"checkpoint.deltas": full_every - 1 if delta else 0}
+    for name, default in {"minimum": 1.0, "growth_interval": 1000, "hysteresis": 2}.items():
+        yield Former(_SCALE, {f"{scale}.{name}": default})
+    advice = f"set initial_loss_scale in {role}.megatron"
+    yield Former(advice, {f"{scale}.initial": 65536.0}, {f"{role}.megatron": None}, add_scale)
+    granularity = f"{recompute}.granularity"
+    yield Former(f"set {granularity}", {f"{recompute}.method": "uniform"}, {granularity: "off"}, merge_recompute)
+    warmup = {f"{schedule}.warmup_updates": 0, f"{schedule}.warmup_ratio": 0.0}
+    yield Former(f"set {schedule}.warmup", warmup, {f"{schedule}.total_updates": None}, merge_warmup)
 
 
 def _trackers(tensorboard: bool | None, trackers: list[str]) -> Settings:
     others = [name for name in trackers if name != "tensorboard"]
     return {} if tensorboard is None else {"logging.trackers": [*others, *["tensorboard"] * tensorboard]}
-
-
-def _warmup_of(role: str) -> Former:
-    key = f"{role}.optimizer.schedule"
-
-    def merge(updates: int, share: float, total: int | None) -> Settings:
-        if share >= 1:
-            raise ValueError("a warm-up of the whole run")
-        is_resolved = total is not None and updates == math.ceil(
-            share * total
-        )  # in a configuration that a run has written
-        return {f"{key}.warmup": share if share and not is_resolved else updates}
-
-    defaults = {f"{key}.warmup_updates": 0, f"{key}.warmup_ratio": 0.0}
-    return Former(f"set {key}.warmup", defaults, reads={f"{key}.total_updates": None}, translate=merge)
-
-
-def _loss_scale_of(role: str) -> Former:
-    key = f"{role}.megatron"
-    return Former(
-        f"set initial_loss_scale in {key}",
-        {f"{role}.optimizer.loss_scale.initial": 65536.0},
-        reads={key: None},
-        translate=lambda scale, fields: {key: {**(fields or {}), "initial_loss_scale": scale}},
-    )
 
 
 def _prefix_caching(is_on: bool, engine: str | None, arguments: Settings | None) -> Settings:
@@ -211,89 +184,73 @@ def _best_model(greater: bool, metric: str | None) -> Settings:
     return {} if metric is None else {"checkpoint.metric_for_best_model": metric if greater else f"-{metric}"}
 
 
+def _deltas(delta: bool, full_every: int) -> Settings:
+    return {"checkpoint.deltas": full_every - 1 if delta else 0}
+
+
+def _sleep(sleeps: bool, level: int) -> Settings:
+    return {"rollout.sleep_level": (level or 2) if sleeps else 0}
+
+
+def _address(address: str | None, pool: str) -> Settings:
+    return {"reward.pool": address} if pool == "ray" else {}
+
+
+def _bytes_of_rows(rows: int, size: int) -> Settings:
+    return {"data.max_bytes": 4096 * rows} if 4096 * rows > size else {}
+
+
+_SCALE = "minimum=1, growth_interval=1000 and hysteresis=2 hold; write initial_loss_scale of actor.megatron or critic.megatron"
+_BOUND = (
+    "write a rule of alarms.rules (metric: reward/mean, measure: spike); alarms.defaults=false disables the warning"
+)
+_TRIES = "a request has at most 5 attempts within 5 times timeout_s"
+_CONTROLLER, _BEST = "algorithm.kl.controller", "checkpoint.metric_for_best_model"
+_TARGETS = {f"{_CONTROLLER}.target": None, f"{_CONTROLLER}.final": None}
 FORMER = (
-    *(
-        Former(_SCALE, {f"{role}.optimizer.loss_scale.{name}": default})
-        for role in ("actor", "critic")
-        for name, default in (("minimum", 1.0), ("growth_interval", 1000), ("hysteresis", 2))
-    ),
-    Former(
-        f"for another bound {_BOUND}; alarms.defaults=false disables the warning",
-        {"reward.alarm.deviations": 5.0, "reward.alarm.steps": 20},
-    ),
+    # Without a replacement
+    Former(f"for another bound {_BOUND}", {"reward.alarm.deviations": 5.0, "reward.alarm.steps": 20}),
     Former("every sync is verified by hashes of all tensors", {"bridge.digest_every": 100}),
-    Former(
-        "the limit is 30.0 s; a command that takes longer must start its own background process",
-        {"alarms.timeout_s": 30.0},
-    ),
-    Former(
-        "write bridge.verify=digest",
-        lost={"bridge.verify": ("sample", "full")},
-        translate=_renamed("bridge.verify", sample="digest", full="digest"),
-    ),
-    Former("write rollout.sleep_level=0", {"rollout.sleep": True}, reads={"rollout.sleep_level": 2}, translate=_sleep),
-    *(_offload_of(key) for key in ("reference", "teacher", "reward.model")),
-    *(_recompute_of(role) for role in ("actor", "critic")),
-    Former(
-        "set checkpoint.deltas, the number of delta saves after each full save",
-        {"checkpoint.delta": False, "checkpoint.full_every": 10},
-        translate=_deltas,
-    ),
+    Former("the limit is 30 s; a longer command must start its own background process", {"alarms.timeout_s": 30.0}),
     Former("each engine gets enough prompts to stay busy", {"evaluate.prompts_per_batch": None}),
-    Former(
-        "set logging.trackers",
-        {"logging.tensorboard": None},
-        reads={"logging.trackers": ["tensorboard"]},
-        translate=_trackers,
-    ),
-    *(_warmup_of(role) for role in ("actor", "critic")),
-    *(_loss_scale_of(role) for role in ("actor", "critic")),
-    Former(
-        "set reward.pool to the address",
-        {"reward.ray.address": None},
-        reads={"reward.pool": "local"},
-        translate=lambda address, pool: {"reward.pool": address} if pool == "ray" else {},
-    ),
-    Former(
-        "set reward.judge.rubric to the path",
-        {"reward.judge.rubric_file": None},
-        translate=lambda path: {"reward.judge.rubric": path},
-    ),
     Former("it is 5 times environment.container.timeout_s", {"environment.container.start_timeout_s": 300.0}),
-    Former(
-        "set enable_prefix_caching in rollout.vllm",
-        {"rollout.prefix_caching": True},
-        reads={"rollout.engine": None, "rollout.vllm": None},
-        translate=_prefix_caching,
-    ),
-    Former(
-        "set target for an adaptive controller, final for a linear one",
-        {"algorithm.kl.controller.name": "fixed"},
-        reads={"algorithm.kl.controller.target": None, "algorithm.kl.controller.final": None},
-        translate=_kl_controller,
-    ),
-    Former(
-        "write - before the value of checkpoint.metric_for_best_model if smaller is better",
-        {"checkpoint.greater_is_better": True},
-        reads={"checkpoint.metric_for_best_model": None},
-        translate=_best_model,
-    ),
-    Former(
-        "set rollout.engine_timeout_s to a sixtieth of the value",
-        {"rollout.server.timeout_s": 3600.0},
-        reads={"rollout.engine_timeout_s": 60.0},
-        translate=lambda request_s, _: {"rollout.engine_timeout_s": request_s / 60},
-    ),
-    Former(
-        "set data.max_bytes to 4096 times the value",
-        {"data.max_rows": 2000000},
-        reads={"data.max_bytes": 8589934592},
-        translate=lambda rows, size: {"data.max_bytes": 4096 * rows} if 4096 * rows > size else {},
-    ),
     Former("the run ends after 5 bad updates in a row", {"trainer.max_bad_updates": 5}),
     Former("an engine is restarted at most 3 times in a row", {"rollout.engine_restarts": 3}),
     Former("the live display shows responses of every 10th step", {"logging.samples": 10}),
     Former(_TRIES, {"reward.remote.deadline_s": 300.0, "reward.remote.retries": 4}),
     Former(_TRIES, {"reward.judge.deadline_s": 600.0, "reward.judge.retries": 4}),
+    # Merged into another key
+    *(_offload_of(key) for key in ("reference", "teacher", "reward.model")),
+    *(former for role in ("actor", "critic") for former in _of_trained(role)),
+    Former("write rollout.sleep_level=0", {"rollout.sleep": True}, {"rollout.sleep_level": 2}, _sleep),
+    Former("set checkpoint.deltas", {"checkpoint.delta": False, "checkpoint.full_every": 10}, translate=_deltas),
+    Former("set logging.trackers", {"logging.tensorboard": None}, {"logging.trackers": ["tensorboard"]}, _trackers),
+    Former("set reward.pool to the address", {"reward.ray.address": None}, {"reward.pool": "local"}, _address),
+    Former(
+        "set enable_prefix_caching in rollout.vllm",
+        {"rollout.prefix_caching": True},
+        {"rollout.engine": None, "rollout.vllm": None},
+        _prefix_caching,
+    ),
+    Former("set target or final of the controller", {f"{_CONTROLLER}.name": "fixed"}, _TARGETS, _kl_controller),
+    Former(f"write - before the value of {_BEST}", {"checkpoint.greater_is_better": True}, {_BEST: None}, _best_model),
+    Former("set data.max_bytes", {"data.max_rows": 2000000}, {"data.max_bytes": 8589934592}, _bytes_of_rows),
+    Former(
+        "set reward.judge.rubric to the path",
+        {"reward.judge.rubric_file": None},
+        translate=lambda path: {"reward.judge.rubric": path},
+    ),
+    Former(
+        "set rollout.engine_timeout_s to a sixtieth of the value",
+        {"rollout.server.timeout_s": 3600.0},
+        {"rollout.engine_timeout_s": 60.0},
+        lambda request_s, _: {"rollout.engine_timeout_s": request_s / 60},
+    ),
+    Former(
+        "write bridge.verify=digest",
+        {},
+        translate=lambda value: {"bridge.verify": "digest"},
+        lost={"bridge.verify": ("sample", "full")},
+    ),
 )
 BY_KEY = {key: former for former in FORMER for key in (*former.defaults, *former.lost)}
