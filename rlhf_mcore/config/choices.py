@@ -50,8 +50,6 @@ class Estimator:
 class Loss:
     """A policy loss (``algorithms/policy_loss.py``)."""
 
-    reads_dual_clip: bool = False
-    reads_sapo: bool = False
     reads_covariance: bool = False  # reads the covariance of old logprobs and advantages, computed before the update
 
 
@@ -84,11 +82,11 @@ ADVANTAGES = {
     "distillation": Estimator(reads_scores=False),
 }
 POLICY_LOSSES = {
-    "ppo_clip": Loss(reads_dual_clip=True),
+    "ppo_clip": Loss(),
     "gspo": Loss(),
     "cispo": Loss(),
     "gmpo": Loss(),
-    "sapo": Loss(reads_sapo=True),
+    "sapo": Loss(),
     "dppo_tv": Loss(),
     "dppo_kl": Loss(),
     "kl_cov": Loss(reads_covariance=True),
@@ -132,6 +130,13 @@ CONTRIB_ENVIRONMENTS = ("gymnasium", "openenv", "verifiers")  # plug-ins: contri
 ASKING = (AGENT, "verifiers")  # environments that request turns from an endpoint
 ENVIRONMENTS = ("tools", *CONTRIB_ENVIRONMENTS, AGENT)  # environments that need no file of the user
 
+_KL_IN_REWARD = {"kl.estimator": "k1", "kl.placement": "reward"}
+
+
+def _clip(low: float, high: float) -> dict[str, Any]:
+    return {"clip_low": low, "clip_high": high}
+
+
 # What algorithm.preset sets in the group algorithm: the choices of each algorithm's paper.
 PRESETS: dict[str, dict[str, Any]] = {
     # Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), eq. 3-4: group-normalised advantage, mean per sequence, k3 KL
@@ -147,20 +152,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lam": 0.95,
         "whiten_advantages": True,
         "loss_aggregation": "token",
-        "kl.estimator": "k1",
-        "kl.placement": "reward",
+        **_KL_IN_REWARD,
     },
     # Ahmadian et al. 2024, Back to Basics (arXiv 2402.14740): the log-likelihood of a response is a sum over its tokens.
-    "rloo": {"advantage": "rloo", "loss_aggregation": "constant", "kl.estimator": "k1", "kl.placement": "reward"},
+    "rloo": {"advantage": "rloo", "loss_aggregation": "constant", **_KL_IN_REWARD},
     # Li et al. 2023 (arXiv 2310.10505): the log-likelihood of a response is a sum over its tokens, the KL part of the reward.
-    "remax": {"advantage": "remax", "loss_aggregation": "constant", "kl.estimator": "k1", "kl.placement": "reward"},
+    "remax": {"advantage": "remax", "loss_aggregation": "constant", **_KL_IN_REWARD},
     # Hu et al. 2025, REINFORCE++ (arXiv 2501.03262).
-    "reinforce_plus_plus": {
-        "advantage": "reinforce_plus_plus",
-        "loss_aggregation": "token",
-        "kl.estimator": "k1",
-        "kl.placement": "reward",
-    },
+    "reinforce_plus_plus": {"advantage": "reinforce_plus_plus", "loss_aggregation": "token", **_KL_IN_REWARD},
     "reinforce_plus_plus_baseline": {
         "advantage": "reinforce_plus_plus_baseline",
         "loss_aggregation": "token",
@@ -168,29 +167,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl.placement": "loss",
     },
     # Zheng et al. 2025 (arXiv 2507.18071), clip ranges of section 5.1.
-    "gspo": {
-        "advantage": "grpo",
-        "policy_loss": "gspo",
-        "loss_aggregation": "sequence",
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-    },
+    "gspo": {"advantage": "grpo", "policy_loss": "gspo", "loss_aggregation": "sequence", **_clip(3e-4, 4e-4)},
     # MiniMax 2025, MiniMax-M1 (arXiv 2506.13585), eq. 4-5: no lower bound. The paper does not give its upper one.
-    "cispo": {
-        "advantage": "grpo",
-        "policy_loss": "cispo",
-        "loss_aggregation": "token",
-        "clip_low": 1.0,
-        "clip_high": 4.0,
-    },
+    "cispo": {"advantage": "grpo", "policy_loss": "cispo", "loss_aggregation": "token", **_clip(1.0, 4.0)},
     # Zhao et al. 2025 (arXiv 2507.20673): clip range of section 4, e^-0.4 to e^0.4.
-    "gmpo": {
-        "advantage": "grpo",
-        "policy_loss": "gmpo",
-        "loss_aggregation": "sequence",
-        "clip_low": 0.4,
-        "clip_high": 0.4,
-    },
+    "gmpo": {"advantage": "grpo", "policy_loss": "gmpo", "loss_aggregation": "sequence", **_clip(0.4, 0.4)},
     # Gao et al. 2025 (arXiv 2511.20347), eq. 5: the mean of each response's mean.
     "sapo": {"advantage": "grpo", "policy_loss": "sapo", "loss_aggregation": "sequence"},
     # Qi et al. 2026 (arXiv 2602.04879), with the thresholds and the constant divisor of the authors' scripts.
@@ -199,8 +180,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "normalize_std": False,
         "policy_loss": "dppo_tv",
         "loss_aggregation": "constant",
-        "clip_low": 0.15,
-        "clip_high": 0.15,
+        **_clip(0.15, 0.15),
     },
     # Cui et al. 2025 (arXiv 2505.22617), with the numbers of the authors' scripts for 7B models.
     "kl_cov": {"advantage": "grpo", "policy_loss": "kl_cov", "loss_aggregation": "token", "covariance.share": 2e-3},
@@ -213,8 +193,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": {
         "advantage": "grpo",
         "loss_aggregation": "token",
-        "clip_low": 0.2,
-        "clip_high": 0.28,
+        **_clip(0.2, 0.28),
         "dynamic_sampling.enabled": True,
         "overlong.enabled": True,
     },

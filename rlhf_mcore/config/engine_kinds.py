@@ -31,7 +31,6 @@ class EngineKind:
     """Capabilities of an engine, and its construction in a rank."""
 
     name: str  # the value of rollout.engine
-    purpose: str = ""  # for the documentation
     packages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # imported package: its distributions
     runs_apart: bool = True  # its ranks may be Ray processes with separate devices
     is_sharded: bool = False  # several ranks form one engine; otherwise each rank holds a whole model

@@ -9,17 +9,8 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
 
 # Beginnings of the keys that only generating runs read.
-_GENERATION = (
-    "rollout.",
-    "bridge.",
-    "reward.",
-    "environment.",
-    "critic.",
-    "reference.",
-    "teacher.",
-    "algorithm.advantage",
-    "algorithm.policy_loss",
-)
+_GROUPS = ("rollout.", "bridge.", "reward.", "environment.", "critic.", "reference.", "teacher.")
+_GENERATION = (*_GROUPS, "algorithm.advantage", "algorithm.policy_loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +18,6 @@ class RunKind:
     """A kind of run: the keys that it reads, the model that it trains and the directory that it saves."""
 
     name: str  # the value of algorithm.kind
-    purpose: str  # for the documentation
     generates: bool  # learns from responses of engines; false: from responses in the data
     head: str  # head of the trained model: lm | sequence
     starting_heads: tuple[str, ...]  # heads that the model in model.path may have
@@ -52,35 +42,11 @@ class RunKind:
         return self.generates or not key.startswith(_GENERATION)
 
 
-RL = RunKind("rl", "", generates=True, head="lm", starting_heads=("lm",), saved_as="actor")
-SFT = RunKind(
-    "sft",
-    "supervised fine-tuning on given responses",
-    generates=False,
-    head="lm",
-    starting_heads=("lm",),
-    saved_as="actor",
-    response_keys=("data.response_key",),
-)
-REWARD_MODEL = RunKind(
-    "reward_model",
-    "score chosen above rejected responses",
-    generates=False,
-    head="sequence",
-    starting_heads=("lm", "sequence"),
-    saved_as="reward",
-    response_keys=("data.chosen_key", "data.rejected_key"),
-)
-DPO = RunKind(
-    "dpo",
-    "train the policy to prefer chosen responses",
-    generates=False,
-    head="lm",
-    starting_heads=("lm",),
-    saved_as="actor",
-    response_keys=("data.chosen_key", "data.rejected_key"),
-    compares=True,
-)
+_PAIR = ("data.chosen_key", "data.rejected_key")
+RL = RunKind("rl", True, "lm", ("lm",), "actor")
+SFT = RunKind("sft", False, "lm", ("lm",), "actor", ("data.response_key",))
+REWARD_MODEL = RunKind("reward_model", False, "sequence", ("lm", "sequence"), "reward", _PAIR)
+DPO = RunKind("dpo", False, "lm", ("lm",), "actor", _PAIR, compares=True)
 RUN_KINDS = {kind.name: kind for kind in (RL, SFT, REWARD_MODEL, DPO)}
 
 

@@ -25,7 +25,6 @@ class _HF(EngineKind):
 
 KIND = _HF(
     "hf",
-    "Hugging Face generate: slow, for comparison",
     attention_kernels=("eager", "sdpa", "flash_attention_2"),
     own_keys=("rollout.quantization",),
 )

@@ -35,7 +35,6 @@ class _Server(EngineKind):
 
 KIND = _Server(
     "server",
-    "external vLLM servers",
     runs_apart=False,
     weights="full",
     temperatures=(0.01, 2.0),

@@ -60,8 +60,6 @@ def test_what_validation_knows_of_them():
         "distillation",
     }
     assert [name for name in told if told[name].needs_greedy] == ["remax"]
-    assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_dual_clip] == ["ppo_clip"]
-    assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_sapo] == ["sapo"]
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_covariance] == ["kl_cov", "clip_cov"]
     assert set(choices.KL_ESTIMATORS) - set(choices.KL_IN_LOSS) == {"k1"}
 
