@@ -44,11 +44,11 @@ def _check_support(completion: Completion, where: str) -> None:
     if support is None or len(support.counts) != len(tokens):
         count = "none" if support is None else f"those of {len(support.counts)} tokens"
         raise RuntimeError(
-            f"the engine did not record which tokens top_p and top_k had left to draw from: {count} for {len(tokens)} tokens "
+            f"the engine did not record the tokens that top_p and top_k kept: {count} for {len(tokens)} tokens "
             f"({where}); set rollout.sampling.top_p=1 and top_k=-1"
         )
     is_own = support.values == tokens.repeat(support.counts)
     owners = np.arange(len(tokens)).repeat(support.counts)
     lacking = np.flatnonzero(np.bincount(owners[is_own], minlength=len(tokens)) != 1)
     if len(lacking):
-        raise RuntimeError(f"the engine drew token {lacking[0]} of {where} from others than it recorded")
+        raise RuntimeError(f"the engine recorded a support without the sampled token, at token {lacking[0]} of {where}")
