@@ -39,19 +39,15 @@ _TASKS = {"lm": "CAUSAL_LM", "token": "TOKEN_CLS", "sequence": "SEQ_CLS"}  # by 
 _ALL = (ALL_LINEAR, EMBEDDING, OUTPUT)
 _MAX_RANK, _MAX_ALPHA = 65536, 1e9
 _REMEDY = "use a plain LoRA adapter that PEFT saved"
+_SAVE_BASE = "save the adapter with PEFT's path_initial_model_for_weight_conversion"
+_OTHER_MODEL = "name the model that the adapter was trained for"
 # Settings that may change the meaning of the tensors, with their supported values.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
     "lora_bias": (False,),
     "fan_in_fan_out": (False,),
     "bias": ("none",),
-    "init_lora_weights": (
-        True,
-        False,
-        "gaussian",
-        "eva",
-        "orthogonal",
-    ),  # other values change the weights of the base model
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # other values change the base model
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
     # values that PEFT writes for a scoring head
@@ -93,9 +89,8 @@ def read_settings(directory: str | Path) -> AdapterSettings:
     fields.text("peft_type", ("LORA",))
     for key, plain in _PLAIN.items():
         if key in fields and not _is_one_of(fields.content[key], plain):
-            raise ConfigError(
-                f"{path} has {key}={shorten(fields.content[key])}, which is not supported; {_remedy_of(key)}"
-            )
+            remedy = _SAVE_BASE if key == "init_lora_weights" else _REMEDY
+            raise ConfigError(f"{path} has {key}={shorten(fields.content[key])}, which is not supported; {remedy}")
     return AdapterSettings(
         fields.integer("r", 1, _MAX_RANK),
         fields.number("lora_alpha", 0, _MAX_ALPHA),
@@ -110,12 +105,6 @@ def read_settings(directory: str | Path) -> AdapterSettings:
 def _is_one_of(value: object, plain: Collection[object]) -> bool:
     """Return whether a value is allowed. Types are compared too, because 0 == False in Python."""
     return any(type(value) is type(one) and value == one for one in plain)
-
-
-def _remedy_of(key: str) -> str:
-    if key == "init_lora_weights":
-        return "save the adapter with PEFT's path_initial_model_for_weight_conversion"
-    return _REMEDY
 
 
 def _modules(fields: Fields) -> tuple[str, ...] | None:
@@ -134,35 +123,28 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
     settings, path = read_settings(directory), Path(directory) / ADAPTER_WEIGHTS
     if not isfile(path):
         pickled = " (adapter_model.bin is a pickle file, which is not read)" if isfile(path.with_suffix(".bin")) else ""
-        raise ConfigError(
-            f"{directory} has no {ADAPTER_WEIGHTS}{pickled}; save the adapter with safe_serialization=True"
-        )
+        raise ConfigError(f"{directory} has no {ADAPTER_WEIGHTS}{pickled}; save it with safe_serialization=True")
     possible = adapted_modules(replace(model, adapter=AdapterSizes(1, 1.0, _ALL)))
     stored = read_tensors(path)
     names = stored.keys() - {*base_copies(), *whole_tensors(model)}
     sides = (A, B, M) if settings.use_dora else (A, B)
     known = {hf_name(module, side): module for module in possible for side in sides if side != M or module != EMBEDDING}
     if unknown := sorted(names - known.keys()):
-        raise ConfigError(
-            f"{path}: {len(unknown)} tensors belong to no linear layer of the model, among them {shorten(unknown[0], 200)}; "
-            "name the model that the adapter was trained for, and train no other layers with it"
+        of_no_layer = (
+            f"{len(unknown)} tensors belong to no linear layer of the model, among them {shorten(unknown[0], 200)}"
         )
+        raise ConfigError(f"{path}: {of_no_layer}; {_OTHER_MODEL}, and train no other layers with it")
     modules = {known[name] for name in names}
     if not modules:
         raise ConfigError(f"{path} contains no tensors; {_REMEDY}")
-    if settings.modules is not None:
-        named = settings.modules
-        ignored = [m for m in modules if not any(m == name or m.endswith(f".{name}") for name in named)]
-        if ignored:
-            raise ConfigError(
-                f"{Path(directory) / ADAPTER_CONFIG}: target_modules do not name {shortened(sorted(ignored), 3, ', ')}, whose "
-                f"tensors are in {ADAPTER_WEIGHTS}; {_REMEDY}"
-            )
+    named, config = settings.modules, Path(directory) / ADAPTER_CONFIG
+    ignored = [m for m in modules if named and not any(m == name or m.endswith(f".{name}") for name in named)]
+    if ignored:
+        absent = f"target_modules do not name {shortened(sorted(ignored), 3, ', ')}"
+        raise ConfigError(f"{config}: {absent}, whose tensors are in {ADAPTER_WEIGHTS}; {_REMEDY}")
     if settings.use_dora and (module := without_dora(sorted(modules))):
-        raise ConfigError(
-            f"{Path(directory) / ADAPTER_CONFIG} has use_dora=true, which is not supported for {module}; train without it, or "
-            "without adapters of experts, embedding and output layer"
-        )
+        remedy = "train without it, or without adapters of experts, embedding and output layer"
+        raise ConfigError(f"{config} has use_dora=true, which is not supported for {module}; {remedy}")
     targets = short_names(modules, possible)
     sizes = AdapterSizes(settings.rank, settings.alpha, targets, settings.use_rslora, use_dora=settings.use_dora)
     adapters = replace(model, adapter=sizes)
@@ -181,22 +163,19 @@ def _check_tensors(
     weights = hf_shapes(model)
     for name, of_base in base_copies().items():
         if name in stored and stored[name].shape != weights.get(of_base):
-            raise ConfigError(
-                f"{path}: tensor {name} is {list(stored[name].shape)}, unlike {of_base} of the model; train with the vocabulary "
-                "of the model"
-            )
+            unlike = f"tensor {name} is {list(stored[name].shape)}, unlike {of_base} of the model"
+            raise ConfigError(f"{path}: {unlike}; train with the vocabulary of the model")
     for name, shape in hf_shapes(adapters).items():
         if name not in stored:
             raise ConfigError(f"{path}: tensor {name} is missing; save the adapter again")
-        if stored[name].shape != shape:
+        if (found := stored[name].shape) != shape:
+            required = f"r in {ADAPTER_CONFIG} and the model require {list(shape)}"
             raise ConfigError(
-                f"{path}: tensor {name} is {list(stored[name].shape)}, but r in {ADAPTER_CONFIG} and the model require {list(shape)}; "
-                "name the model that the adapter was trained for, or save the adapter again"
+                f"{path}: tensor {name} is {list(found)}, but {required}; {_OTHER_MODEL}, or save it again"
             )
         if (dtype := stored[name].dtype) not in WEIGHT_DTYPES:
-            raise ConfigError(
-                f"{path}: tensor {name} is {dtype}, not one of {', '.join(WEIGHT_DTYPES)}; save the adapter unquantised"
-            )
+            dtypes = ", ".join(WEIGHT_DTYPES)
+            raise ConfigError(f"{path}: tensor {name} is {dtype}, not one of {dtypes}; save the adapter unquantised")
 
 
 def check_same(directory: str | Path, saved: ModelGeometry, wanted: ModelGeometry, field: str) -> None:
@@ -294,7 +273,5 @@ def base_model(directory: str | Path, otherwise: str | None = None) -> str:
     for path in filter(None, (here, otherwise)):
         if isdir(path) and isfile(Path(path) / "config.json"):
             return path
-    raise ConfigError(
-        f"{Path(directory) / ADAPTER_CONFIG} has base_model_name_or_path={shorten(named, 500)!r}, which does not exist here; copy the "
-        "model there, or correct the path"
-    )
+    absent = f"base_model_name_or_path={shorten(named, 500)!r}, which does not exist here"
+    raise ConfigError(f"{Path(directory) / ADAPTER_CONFIG} has {absent}; copy the model there, or correct the path")

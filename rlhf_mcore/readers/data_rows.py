@@ -113,10 +113,8 @@ def checked_prompt(content: Any, place: str, *, parts: bool = False) -> str | li
             raise ConfigError(f"{place}: the prompt is empty; remove the row")
         return content
     if not isinstance(content, list):
-        raise ConfigError(
-            f"{place}: a prompt is a string or a list of {{role, content}}, found {type(content).__name__} "
-            f"{content!r:.60}"
-        )
+        found = f"{type(content).__name__} {content!r:.60}"
+        raise ConfigError(f"{place}: a prompt is a string or a list of {{role, content}}, found {found}")
     messages = [_message(message, place, parts) for message in content]
     if not any(_says_something(message["content"]) for message in messages):
         raise ConfigError(f"{place}: the prompt is empty; remove the row")
@@ -130,8 +128,9 @@ def checked_response(text: Any, place: str) -> str:
         ConfigError: it is not a text, is empty, or contains characters that break later stages.
     """
     if not isinstance(text, str) or not text.strip():
+        found = f"found {text!r:.60}"
         raise ConfigError(
-            f"{place}: a response is a text that is not empty, found {text!r:.60}; rlhf-mcore prepare-data converts other shapes"
+            f"{place}: a response is a text, not empty, {found}; rlhf-mcore prepare-data converts other shapes"
         )
     check_characters(text, place)
     return text
@@ -227,12 +226,10 @@ def _parse_line(line: bytes, place: str) -> dict[str, Any]:
         row = json.loads(line.decode("utf-8-sig").rstrip("\r\n"), object_pairs_hook=unique)
     except ConfigError:
         raise
-    except json.JSONDecodeError as error:  # its own text would count lines within the line
-        raise ConfigError(
-            f"{place}: not valid JSON ({error.msg}, column {error.colno}); every line must be one JSON object"
-        ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: not valid JSON ({error}); every line must be one JSON object") from error
+        # The text of a JSONDecodeError would count lines within the line
+        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise ConfigError(f"{place}: not valid JSON ({reason}); every line must be one JSON object") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: expected a JSON object, found {type(row).__name__}")
     return row
@@ -293,10 +290,8 @@ def _check_footer(metadata: Any, where: str, limits: RowLimits) -> list[str]:
         if group.total_byte_size > limits.max_bytes:
             raise _beyond(where, "bytes", "max_bytes", limits.max_bytes)
         for column in map(group.column, range(group.num_columns)):
-            if column.total_uncompressed_size > limits.max_row_bytes * max(column.num_values, 1):
-                raise _beyond(
-                    f"{where}, column {column.path_in_schema}", "bytes in a cell", "max_row_bytes", limits.max_row_bytes
-                )
+            if column.total_uncompressed_size > (most := limits.max_row_bytes) * max(column.num_values, 1):
+                raise _beyond(f"{where}, column {column.path_in_schema}", "bytes in a cell", "max_row_bytes", most)
             if column.physical_type == "BYTE_ARRAY":
                 texts.add(column.path_in_schema)
     return sorted(texts)
@@ -343,10 +338,9 @@ def _plain_rows(batch: Any, where: str) -> list[dict[str, Any]]:
         try:
             columns.append((column if plain_type == column.type else column.cast(plain_type)).to_pylist())
         except (pyarrow.ArrowException, ValueError, TypeError, KeyError, OverflowError, NotImplementedError) as error:
-            raise ConfigError(
-                f"{where}, column {name!r}: values of type {column.type} cannot be read ({_first_line(error)}); "
-                "remove the column, or make it texts or numbers"
-            ) from error
+            reason = f"values of type {column.type} cannot be read ({_first_line(error)})"
+            remedy = "remove the column, or make it texts or numbers"
+            raise ConfigError(f"{where}, column {name!r}: {reason}; {remedy}") from error
     return [dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 

@@ -22,16 +22,8 @@ from rlhf_mcore.foreign import INDEX, read_json, shorten
 from rlhf_mcore.readers.hub_ids import HubId, data_id, id_of_snapshot, model_id
 from rlhf_mcore.readers.model_files import CHAT_TEMPLATE_FILES, INDEX_FILE, TOKENIZER_FILES, inspect_generator
 
-MODEL_KEYS = (
-    "model.path",
-    "model.tokenizer_path",
-    "critic.path",
-    "reference.path",
-    "reward.model.path",
-    "teacher.path",
-    "evaluate.checkpoint",
-    "evaluate.compare",
-)
+_OTHER_MODELS = ("critic.path", "reference.path", "reward.model.path", "teacher.path")
+MODEL_KEYS = ("model.path", "model.tokenizer_path", *_OTHER_MODELS, "evaluate.checkpoint", "evaluate.compare")
 DATA_KEYS = ("data.train", "data.eval")
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.")
 _SMALL = ("*.json", "*.jinja", "merges.txt", *TOKENIZER_FILES, *CHAT_TEMPLATE_FILES)
@@ -58,10 +50,8 @@ def localize(cfg: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS), *, do
         return {}
     begun = {} if cfg.checkpoint.resume == "never" else _begun_with(cfg.run_directory)
     may_download = download and not is_offline()
-    changes: dict[str, Any] = {
-        key: local_model(path, key, begun, may_download=may_download) for key, path in models.items()
-    }
-    changes = {key: path for key, path in changes.items() if path is not None}
+    found = {key: local_model(path, key, begun, may_download=may_download) for key, path in models.items()}
+    changes: dict[str, Any] = {key: path for key, path in found.items() if path is not None}
     for key, paths in files.items():
         resolved = [file for path in paths for file in _local_files(path, key, begun, may_download) or [path]]
         changes |= {key: resolved} if resolved != paths else {}
@@ -76,9 +66,8 @@ def notes_of(made: Mapping[str, Any]) -> list[str]:
     notes = []
     for key, value in made.items():
         ids = [id_of_snapshot(path) for path in (value if isinstance(value, list) else [value])]
-        notes += [
-            f"{key}: {one.repo} at {one.revision[:12]}, from the hub's cache" for one in dict.fromkeys(ids) if one
-        ]
+        found = [one for one in dict.fromkeys(ids) if one is not None]
+        notes += [f"{key}: {one.repo} at {one.revision[:12]}, from the hub's cache" for one in found]
     return notes
 
 
@@ -202,11 +191,11 @@ def _download_files(wanted: HubId, path: str, key: str) -> list[str]:
     chosen = _of_split(names, wanted, key)
     if not chosen:
         there = [name for name in names if name.endswith((".parquet", ".jsonl"))] or names
-        raise ConfigError(
-            f"{key}={path}: the data set has no .parquet or .jsonl file for the split {wanted.split or ' or '.join(_SPLITS[key])}; "
-            f"name a split, as in {wanted.repo}:test, or create files with rlhf-mcore prepare-data. There are: "
-            f"{shorten(', '.join(there) or 'none', 300)}"
+        missing = (
+            f"the data set has no .parquet or .jsonl file for the split {wanted.split or ' or '.join(_SPLITS[key])}"
         )
+        remedy = f"name a split, as in {wanted.repo}:test, or create files with rlhf-mcore prepare-data"
+        raise ConfigError(f"{key}={path}: {missing}; {remedy}. There are: {shorten(', '.join(there) or 'none', 300)}")
     call = lambda: snapshot_download(wanted.repo, repo_type="dataset", revision=wanted.revision, allow_patterns=chosen)  # noqa: E731
     folder = Path(_ask(call, wanted, key))
     return [str(folder / name) for name in chosen]
@@ -225,10 +214,10 @@ def _of_split(names: Sequence[str], wanted: HubId, key: str) -> list[str]:
         in_split = [name for name in files if re.search(rf"(^|/){re.escape(split)}([-._/]|$)", name)]
         folders = sorted({name.rpartition("/")[0].partition(f"/{split}")[0] for name in in_split} - {split})
         if len(folders) > 1:
-            raise ConfigError(
-                f"{key}={wanted.repo}: the data set has several configurations with a split {split}; name one, as in "
-                f"{wanted.repo}/{folders[0].rpartition('/')[2] or folders[-1]}:{split}. There are: {shorten(', '.join(folders), 300)}"
-            )
+            several = f"the data set has several configurations with a split {split}"
+            example = f"{wanted.repo}/{folders[0].rpartition('/')[2] or folders[-1]}:{split}"
+            there = shorten(", ".join(folders), 300)
+            raise ConfigError(f"{key}={wanted.repo}: {several}; name one, as in {example}. There are: {there}")
         if in_split:
             return in_split
     has_splits = any(re.search(r"(^|/)(train|test|valid|validation|dev|val)([-._/]|$)", name) for name in files)

@@ -26,17 +26,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 # Files that are copied with the weights, so that the copy can run the model.
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    *TOKENIZER_FILES,
-    *CHAT_TEMPLATE_FILES,
-    *PROCESSOR_FILES,
-)
+_CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+COMPANIONS = (*_CONFIGS, "added_tokens.json", "merges.txt", *TOKENIZER_FILES, *CHAT_TEMPLATE_FILES, *PROCESSOR_FILES)
 _MORE = ("model.language_model.", "language_model.", "model.visual.", "visual.", "model.vision_tower.", "vision_tower.")
 _REMEDY = "download or export the model again"
 _SAVE_ALONE = "save its language model alone (docs/models/supported.md, Models)"
@@ -55,9 +46,8 @@ def read_geometry(directory: str | Path, head: str | None = None) -> ModelGeomet
     name = architecture(hf_config)
     if name not in ARCHITECTURES:
         supported = ", ".join(name for name, (_, kind) in ARCHITECTURES.items() if kind == "lm")
-        raise ConfigError(
-            f"{hf_config.where}: architecture {shorten(name)} is not supported; supported are: {supported}"
-        )
+        unsupported = f"architecture {shorten(name)} is not supported"
+        raise ConfigError(f"{hf_config.where}: {unsupported}; supported are: {supported}")
     family, own = ARCHITECTURES[name]
     geometry = family.geometry(hf_config, own)
     return geometry if head is None else with_head(geometry, head)
@@ -113,9 +103,7 @@ def _is_more(hf_config: Fields) -> bool:
 def sizes_of(hf_config: Fields) -> ModelGeometry:
     """Read the geometry from a config.json. Unsupported architectures are read by the usual key names."""
     family, _ = ARCHITECTURES.get(architecture(hf_config), (UNSUPPORTED, ""))
-    size(
-        family.text(hf_config), "max_position_embeddings"
-    )  # raises if it is missing, because lengths are compared with it
+    size(family.text(hf_config), "max_position_embeddings")  # raises if it is missing: lengths are compared with it
     return family.geometry(hf_config)
 
 
@@ -194,9 +182,8 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
         yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
     different = []
     for name, shape in _some_shapes(geometry).items():
-        if (
-            len(shape) == 3 and name not in tensors and is_dequantised(hf_config)
-        ):  # experts in MXFP4 have blocks and scales instead
+        if len(shape) == 3 and name not in tensors and is_dequantised(hf_config):
+            # Experts in MXFP4 have blocks and scales instead
             name, shape = f"{name}_scales", (shape[0], shape[2], shape[1] // 32)
         if name not in tensors:
             different.append(f"{name} is missing")
@@ -207,19 +194,15 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
     elif geometry.tied_embeddings and _HEAD in tensors:
         contents = [_content(tensors[name].path, name) for name in (embedding, _HEAD)]
         if any(one != other for one, other in zip_longest(*contents)):
-            yield (
-                f"{prefix}: config.json has tie_word_embeddings, but {_HEAD} differs from {embedding}. "
-                "transformers would use it, engines would not; set tie_word_embeddings to false, or export the model again"
-            )
+            differs = f"config.json has tie_word_embeddings, but {_HEAD} differs from {embedding}"
+            yield f"{prefix}: {differs}, and engines would not use it; set tie_word_embeddings to false, or export the model again"
 
 
 def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
     """Return the shapes of tensors that identify a model: first layer (with one expert), last norm, embedding, final norm."""
     family, last = FAMILIES[geometry.family], geometry.num_layers - 1
-    rules = [
-        rule for rule in family.rules if "{i}" not in rule.mcore
-    ]  # rules outside layers include no head, because it may differ
-    rules += family.layer_rules(geometry, 0)
+    # Rules outside layers include no head, because it may differ
+    rules = [*(rule for rule in family.rules if "{i}" not in rule.mcore), *family.layer_rules(geometry, 0)]
     shapes = {name: shape for rule in rules for name, shape in rule.shapes(geometry).items()}
     decoder = embedding_name(geometry).removesuffix(_EMBEDDING)
     return shapes | {f"{decoder}layers.{last}.post_attention_layernorm.weight": (geometry.hidden_size,)}
@@ -338,10 +321,8 @@ def tokenizer_problems(path: str, field: str) -> Iterator[str]:
     if field != "model.tokenizer_path" and model_in_run(folder) is not None:
         return
     if isdir(folder) and not any(isfile(folder / name) for name in TOKENIZER_FILES):
-        yield (
-            f"{field}={path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
-            "copy the model's tokenizer files there or set model.tokenizer_path"
-        )
+        missing = f"has no tokenizer (none of {', '.join(TOKENIZER_FILES)})"
+        yield f"{field}={path} {missing}; copy the model's tokenizer files there or set model.tokenizer_path"
     if isfile(folder / "tokenizer.json"):
         try:
             read_json(folder / "tokenizer.json", limits=INDEX, remedy="download or export the model again")

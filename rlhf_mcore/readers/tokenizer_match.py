@@ -14,6 +14,7 @@ from rlhf_mcore.foreign import INDEX, Fields, MissingFile, read_json, shorten
 from rlhf_mcore.readers.hub_ids import absent_hint
 from rlhf_mcore.readers.model_files import end_tokens, tokenizer_contents, tokenizer_problems
 
+_OWN = "use the model's own tokenizer"
 PLAIN_FILES = ("tokenizer.model", "vocab.json", "merges.txt")  # files of tokenizers without tokenizer.json
 
 
@@ -86,15 +87,11 @@ def token_problems(model_dir: str, num_tokens: int | None, field: str, tokenizer
     if num_tokens is None or vocab_size is None:
         return
     if num_tokens > vocab_size:
-        yield (
-            f"{field}={model_dir}: the tokenizer in {tokenizer} has {num_tokens} tokens, but the model has vocab_size={vocab_size}; "
-            "use the model's own tokenizer"
-        )
+        sizes = f"the tokenizer in {tokenizer} has {num_tokens} tokens, but the model has vocab_size={vocab_size}"
+        yield f"{field}={model_dir}: {sizes}; {_OWN}"
     if foreign := sorted(end for end in ends if end >= num_tokens):
-        yield (
-            f"{field}={model_dir}: the model ends a response with token {foreign[0]}, which the tokenizer in {tokenizer} with "
-            f"its {num_tokens} tokens does not have; use the model's own tokenizer"
-        )
+        lacks = f"which the tokenizer in {tokenizer} with its {num_tokens} tokens does not have"
+        yield f"{field}={model_dir}: the model ends a response with token {foreign[0]}, {lacks}; {_OWN}"
 
 
 def special_problems(model_dir: str, hf_config: Fields) -> Iterator[str]:
@@ -111,10 +108,8 @@ def special_problems(model_dir: str, hf_config: Fields) -> Iterator[str]:
     for key, numbers in ids.items():
         for number in numbers:
             if number in texts and number not in special:
-                yield (
-                    f"{model_dir}: config.json has {key}={number}, which is {shorten(texts[number], 40)!r} in its tokenizer.json, "
-                    "not a special token; use the model's own tokenizer"
-                )
+                token = f"{shorten(texts[number], 40)!r} in its tokenizer.json, not a special token"
+                yield f"{model_dir}: config.json has {key}={number}, which is {token}; {_OWN}"
 
 
 def _read(directory: str, name: str) -> Fields:
