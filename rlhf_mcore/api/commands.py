@@ -17,7 +17,7 @@ from rlhf_mcore.api.inputs import (
     checked_path,
     run_config,
 )
-from rlhf_mcore.api.training import Reward, Rows, checked_world_size, one_process
+from rlhf_mcore.api.training import Reward, Rollout, Rows, checked_world_size, one_process
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.preflight import check_engine
 from rlhf_mcore.commands.convert.command import DTYPES, FORMATS, ROLES, TARGETS, check_destination, num_bytes
@@ -58,6 +58,7 @@ def evaluate(
     compare: str | Path | None = None,
     *,
     reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
+    rollout: Rollout | str | None = None,
     prompts: Rows | None = None,
 ) -> Evaluation:
     """Score a model on held-out prompts, like ``rlhf-mcore evaluate``. Collective over the world.
@@ -67,13 +68,14 @@ def evaluate(
         checkpoint: replaces ``evaluate.checkpoint``. Without both, the latest checkpoint of the configuration's own run is used.
         compare: replaces ``evaluate.compare``; positive differences mean that ``checkpoint`` is better.
         reward: as in ``train``. If its name or code has changed, all responses are scored again.
+        rollout: as in ``train``.
         prompts: texts or rows, which replace ``data.eval``.
 
     Raises:
         ConfigError: the configuration, the data, the reward or the checkpoint is invalid.
     """
     check("cfg", cfg, cfg is not None, "give a configuration from rm.load_config or rm.Config")
-    cfg = run_config(cfg, {}, reward=reward, eval_prompts=prompts)
+    cfg = run_config(cfg, {}, reward=reward, rollout=rollout, eval_prompts=prompts)
     if checkpoint is not None:
         cfg.evaluate.checkpoint = str(checked_path("checkpoint", checkpoint))
     if compare is not None:

@@ -17,6 +17,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
+from rlhf_mcore.environments.function_worker import load_rollout
 from rlhf_mcore.foreign import is_plain, shorten
 from rlhf_mcore.observability.files import FullDiskError, json_line, write_atomically
 from rlhf_mcore.readers.user_functions import OwnFunction, is_file_spec
@@ -115,6 +116,7 @@ def run_config(
     settings: Mapping[str, Any],
     *,
     reward: Any = None,
+    rollout: Any = None,
     prompts: Any = None,
     eval_prompts: Any = None,
 ) -> Config:
@@ -133,6 +135,8 @@ def run_config(
         result = checked_config(cfg).updated(settings)
     if reward is not None:
         result = result.updated(reward_settings(reward))
+    if rollout is not None:
+        result = result.updated({"rollout.function": rollout_setting(rollout)})
     rows = {"train": prompts, "eval": eval_prompts}
     names = {"train": "prompts", "eval": "eval_prompts"}
     key = result.data.prompt_key
@@ -178,6 +182,20 @@ def reward_settings(reward: Any) -> dict[str, Any]:
         raise refusal("reward", reward, remedy)
     load_reward(function := OwnFunction(reward), "reward")
     return {"reward.function": function}
+
+
+def rollout_setting(rollout: Any) -> str:
+    """Return the value of ``rollout.function`` for a coroutine function, or for path/to/file.py:name.
+
+    Raises:
+        ConfigError: it is neither, or does not take (policy, prompt, ctx).
+    """
+    if isinstance(rollout, str):
+        return rollout
+    if not callable(rollout):
+        raise refusal("rollout", rollout, "give a coroutine function, async def f(policy, prompt, ctx)")
+    load_rollout(function := OwnFunction(rollout))
+    return function
 
 
 def _settings_of_several(rewards: Sequence[Any], remedy: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 # Called as f(data_source, solution_str, ground_truth, extra_info), by keyword if it has parameters with these names.
 Reward = Callable[..., Any]
+Rollout = Callable[..., Coroutine[Any, Any, Any]]  # called as f(policy, prompt, ctx)
 OnStep = Callable[[int, Mapping[str, Any]], None]  # receives a step, and its metrics with the names of metrics.jsonl
 # Prompts, or rows with the columns that the configuration names, or data files.
 Rows = str | os.PathLike[str] | Iterable[Any]
@@ -94,6 +95,8 @@ class Trainer:
         reward: function that scores a response, instead of ``reward.function``. It is called in this process and has no time limit.
             Or the name of a rule, such as "math"; or a list of functions and rules, each alone or as a pair with its weight; or a
             dict with the group ``reward``.
+        rollout: coroutine function of (policy, prompt, ctx) that samples the turns of a rollout, instead of ``rollout.function``.
+            It runs in this process and has no time limit.
         algorithm: preset of the algorithm.
         num_steps: ``trainer.num_steps``.
         callbacks: ``Callback`` objects, or functions of a step and its metrics that are called after each step on the first rank.
@@ -112,6 +115,7 @@ class Trainer:
         prompts: Rows | None = None,
         eval_prompts: Rows | None = None,
         reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
+        rollout: Rollout | str | None = None,
         algorithm: str | None = None,
         num_steps: int | None = None,
         callbacks: Sequence[Callback | OnStep] = (),
@@ -121,7 +125,8 @@ class Trainer:
         self._steps = _Steps([_checked_callback(one) for one in listeners])
         named = {"model": model, "algorithm": algorithm, "trainer.num_steps": num_steps}
         settings = {name: value for name, value in named.items() if value is not None}
-        cfg = run_config(cfg, {**keys, **settings}, reward=reward, prompts=prompts, eval_prompts=eval_prompts)
+        inputs = {"reward": reward, "rollout": rollout, "prompts": prompts, "eval_prompts": eval_prompts}
+        cfg = run_config(cfg, {**keys, **settings}, **inputs)
         localize(cfg)
         validate(cfg, checked_world_size(default_world_size(cfg)))
         check_engine(cfg)

@@ -24,7 +24,7 @@ from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.terminal import find_console, working
 from rlhf_mcore.config.engine_kinds import ENGINES, engine_kind
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.questions import max_new_tokens
+from rlhf_mcore.config.questions import max_new_tokens, worker_settings
 from rlhf_mcore.config.rules.fp8 import machine_problem
 from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.run_kinds import run_kind
@@ -217,7 +217,7 @@ def check_environment(cfg: Config) -> None:
     """
     if cfg.environment.function is not None:
         with working("loading the environment", console=find_console(cfg.logging.console)):
-            check_loads(cfg.environment)
+            check_loads(worker_settings(cfg, loads_only=True))
     if cfg.environment.container.kind is not None:
         from rlhf_mcore.environments.build import warm_containers
 

@@ -6,10 +6,13 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from rlhf_mcore.config.choices import ROLLOUT
+from rlhf_mcore.config.questions import worker_settings
 from rlhf_mcore.config.schema import Config, RewardConfig
 from rlhf_mcore.data.images import ImageStore
 from rlhf_mcore.environments.sessions import check_loads
 from rlhf_mcore.protocols import RewardFunction
+from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.rewards.pool import Pools, local_pool
 from rlhf_mcore.rewards.ray_pool import RayPools
 from rlhf_mcore.rewards.reward import build_reward
@@ -32,6 +35,10 @@ def build_graders(cfg: Config, pools: Pools = local_pool) -> RewardFunction:
     build = partial(build_reward, cfg.reward, pools, validated=True, images=images)
     if cfg.environment.function is None:
         return build()
+    if cfg.environment.function == ROLLOUT:
+        from rlhf_mcore.environments.function import ReturnedReward
+
+        return ReturnedReward(build())
     from rlhf_mcore.environments.environment import EnvironmentReward
 
     score = cfg.environment.score
@@ -48,7 +55,12 @@ def check_environment(cfg: Config) -> None:
         return
     if cfg.environment.tool_parser is not None:
         check_tool_parser(cfg.environment.tool_parser)
-    check_loads(cfg.environment)
+    if isinstance(cfg.rollout.function, OwnFunction):
+        from rlhf_mcore.environments.function_worker import load_rollout
+
+        load_rollout(cfg.rollout.function)
+    else:
+        check_loads(worker_settings(cfg, loads_only=True))
 
 
 def reward_pools(cfg: RewardConfig) -> Pools:

@@ -8,22 +8,22 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import aligned, say, working
-from rlhf_mcore.config.choices import ASKING
+from rlhf_mcore.config.choices import ASKING, ROLLOUT
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.questions import grades
+from rlhf_mcore.config.questions import grades, worker_settings
 from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import reward_and_data_problems, warnings_of
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.environments.agents.program import NO_TURN, missing_reward
-from rlhf_mcore.environments.sessions import Session, StepResult, sessions_of
+from rlhf_mcore.environments.sessions import Session, StepResult, check_loads, sessions_of
 from rlhf_mcore.readers.hub import DATA_KEYS, localize
 
 if TYPE_CHECKING:  # these modules import torch or aiohttp
@@ -100,7 +100,10 @@ def _try(cfg: Config, limit: int) -> int:
             reports.append(try_reward(cfg.reward, rows, name, sources.total()))
     texts = [*map(as_text, reports)]
     if cfg.environment.function is not None:
-        begun = f"environment.function={cfg.environment.function}: {episodes} episodes with one empty turn"
+        named = f"environment.function={cfg.environment.function}"
+        if cfg.rollout.function is not None:
+            named = f"rollout.function={cfg.rollout.function}"
+        begun = f"{named}: {episodes} episodes with one empty turn"
         lines = [line for _, line in _once_each([(place, error, error) for place, error in failed])]
         texts.append("\n".join([f"{begun}, {len(failed)} failed", *lines]))
     texts += [f"warning: {warning}" for warning in warnings_of(cfg)]
@@ -182,7 +185,11 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
     """
     from rlhf_mcore.environments.environment import row_of
 
-    sessions, endpoint = sessions_of(cfg.environment, 1, os.getcwd()), None
+    is_function, endpoint = cfg.environment.function == ROLLOUT, None
+    if is_function and cfg.model.path == "none":  # the function needs a tokenizer
+        check_loads(worker_settings(cfg, loads_only=True))
+        return []
+    sessions = sessions_of(worker_settings(cfg), 1, os.getcwd())
     if cfg.environment.function in ASKING:
         from rlhf_mcore.environments.agents.endpoint import Endpoint
 
@@ -191,7 +198,9 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
     async def try_prompt(prompt: Prompt) -> str:
         """Return the error of a prompt, or ""."""
         messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-        told = {} if endpoint is None else {"messages": messages, "seed": cfg.seed}  # agents get more
+        told: dict[str, Any] = {} if endpoint is None else {"messages": messages, "seed": cfg.seed}  # agents get more
+        if is_function:
+            told = {"messages": messages, "tokens": [], "images": []}
         session = sessions.open({**row_of(prompt), **told}, cfg.seed)
         try:
             method, answer = "reset", await session.reset()
@@ -219,7 +228,13 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
 
 
 async def _try_turn(cfg: Config, session: Session, endpoint: Endpoint | None) -> StepResult:
-    """Return the answer to an empty turn, or the end of an agent whose requests get empty turns."""
+    """Return the answer to an empty turn, or the end of an agent or a function whose requests get empty turns."""
+    if cfg.environment.function == ROLLOUT:
+        answer, silent = await session.step([]), {"tokens": [], "text": "", "logprobs": [], "finish_reason": "length"}
+        for _ in range(cfg.environment.max_turns):
+            if not (answer.done or answer.error):
+                answer = await session.step([silent for _ in answer.messages])
+        return answer
     if endpoint is None:
         return await session.step("" if cfg.environment.tool_parser is None else {"content": "", "tool_calls": []})
     from rlhf_mcore.environments.agents.endpoint import SilentEpisode

@@ -126,6 +126,7 @@ TRACKERS = {
 _CORE_TRACKERS = {"tensorboard": "TensorboardTracker", "wandb": "WandbTracker", "mlflow": "MlflowTracker"}
 
 AGENT = "agent"
+ROLLOUT = "rollout"  # the environment that runs rollout.function
 CONTRIB_ENVIRONMENTS = ("gymnasium", "openenv", "verifiers")  # plug-ins: contrib/environments
 ASKING = (AGENT, "verifiers")  # environments that request turns from an endpoint
 ENVIRONMENTS = ("tools", *CONTRIB_ENVIRONMENTS, AGENT)  # environments that need no file of the user

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.config.choices import ADVANTAGES, MTP_TRAINED, PREFERENCE_LOSSES, Estimator, PreferenceLoss
+from rlhf_mcore.config.choices import ADVANTAGES, MTP_TRAINED, PREFERENCE_LOSSES, ROLLOUT, Estimator, PreferenceLoss
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.reward_sources import any_needs_truth, scores_alone
+from rlhf_mcore.config.reward_sources import any_needs_truth, has_graders, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.families.quantised import FP8_OF_TRAINING
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 
 if TYPE_CHECKING:
-    from rlhf_mcore.config.schema import Config, LayoutConfig, LoraConfig
+    from rlhf_mcore.config.schema import Config, EnvironmentConfig, LayoutConfig, LoraConfig
 
 SHORTEST_PREFIX = 32  # tokens; sharing a shorter prefix costs more than it saves
 FP8_TOKENS = 32  # FP8 products need a multiple of 16 tokens, MXFP8 of 32
@@ -120,13 +120,33 @@ def reads_scores(cfg: Config) -> bool:
 
 
 def grades(cfg: Config) -> bool:
-    """Return whether the keys of ``reward`` score responses. Otherwise only the environment does."""
+    """Return whether the keys of ``reward`` score responses. Otherwise only the environment or the rollout function does."""
+    if cfg.environment.function == ROLLOUT:
+        return has_graders(cfg.reward)
     return cfg.environment.function is None or cfg.environment.score != "environment"
 
 
 def needs_answer(cfg: Config) -> bool:
     """Return whether some grader compares a response with a ground truth from the data."""
     return grades(cfg) and not scores_alone(cfg.reward) and any_needs_truth(cfg.reward)
+
+
+def worker_settings(cfg: Config, *, loads_only: bool = False) -> EnvironmentConfig:
+    """Return the settings of ``environment``. For a rollout function, ``options`` are the arguments of ``RolloutFunction``.
+
+    ``loads_only``: without the tokenizer, which takes seconds to load.
+    """
+    own = cfg.environment
+    if own.function != ROLLOUT:
+        return own
+    options = {
+        "function": cfg.rollout.function,
+        "tokenizer": None if loads_only else cfg.model.tokenizer_path or cfg.model.path,
+        "template": cfg.data.apply_chat_template,
+        "keep": own.rewritten_history == "keep",
+        "options": own.options,
+    }
+    return own.model_copy(update={"options": options})
 
 
 # ------------------------------------------------------------------------------------------------------------- lengths

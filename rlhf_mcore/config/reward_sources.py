@@ -71,6 +71,11 @@ def scores_alone(cfg: RewardConfig) -> bool:
     return cfg.function is not None or cfg.remote.url is not None
 
 
+def has_graders(cfg: RewardConfig) -> bool:
+    """Return whether rules, functions, a server or a judge score responses."""
+    return bool(cfg.rules or cfg.sources or cfg.functions) or scores_alone(cfg) or cfg.judge.url is not None
+
+
 def unused_rules(cfg: RewardConfig) -> dict[str, str]:
     """Return the keys of rules that are set but unused, each with the key that replaces it."""
     replacing = {"reward.function": cfg.function, "reward.remote.url": cfg.remote.url, "reward.sources": cfg.sources}

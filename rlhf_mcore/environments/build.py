@@ -11,9 +11,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.config.choices import ASKING
+from rlhf_mcore.config.choices import ASKING, ROLLOUT
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.questions import longest_response
+from rlhf_mcore.config.questions import longest_response, worker_settings
 from rlhf_mcore.config.rules.environment import read_tools
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.data.tokenizer import load_tokenizer
@@ -21,11 +21,14 @@ from rlhf_mcore.environments.containers.kinds import containers_of, options_of
 from rlhf_mcore.environments.containers.task import Task, task_of
 from rlhf_mcore.environments.control_tokens import most_characters
 from rlhf_mcore.environments.environment import EnvironmentRollout
-from rlhf_mcore.environments.sessions import sessions_of
+from rlhf_mcore.environments.function import FunctionRollout, InProcessSessions
+from rlhf_mcore.environments.function_worker import KEY as FUNCTION_KEY
+from rlhf_mcore.environments.sessions import Sessions, sessions_of
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.readers.data_columns import row_limits
 from rlhf_mcore.readers.data_rows import mapping
 from rlhf_mcore.readers.model_files import sees_images
+from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.sampling.policy import Limits
 from rlhf_mcore.sampling.rollouts import RolloutSetup
 
@@ -66,7 +69,7 @@ class EpisodeSpec:
     @classmethod
     def of(cls, cfg: Config, num_engines: int, make_parser: MakeParser) -> EpisodeSpec:
         """Return the spec of a run's episodes."""
-        own, in_time = cfg.environment, cfg.trainer.max_staleness > 0 and not cfg.rollout.deterministic_order
+        own, in_time = worker_settings(cfg), cfg.trainer.max_staleness > 0 and not cfg.rollout.deterministic_order
         return cls(
             own,
             read_tools(own.tools),
@@ -88,7 +91,9 @@ class EpisodeSpec:
         if own.function in ASKING:
             return self._agents(tokenizer)
         text = TurnText(tokenizer, self.chat_template, keep=own.rewritten_history == "keep")
-        limits = Limits(own.max_turns, own.max_tokens, own.max_seconds)
+        limits = Limits(own.max_turns, own.max_tokens, own.max_seconds, self.max_total)
+        if own.function == ROLLOUT:
+            return RolloutSetup(self._function(text), limits, in_order=not self.overlap)
         rules: dict[str, Any] = {"fails": self.fails, "pays": own.score != "reward"}
         if own.tool_parser is not None:
             parse = self.make_parser(own.tool_parser, tokenizer, self.tools)
@@ -98,6 +103,17 @@ class EpisodeSpec:
         os.environ.update(self.variables)
         sessions = sessions_of(own, self.num_engines, self.folder)
         return RolloutSetup(EnvironmentRollout(sessions, text, **rules), limits, in_order=not self.overlap)
+
+    def _function(self, text: TurnText) -> FunctionRollout:
+        options = self.own.options or {}
+        images = None if self.make_reader is None else self.make_reader()
+        sessions: Sessions | InProcessSessions
+        if isinstance(options["function"], OwnFunction):
+            sessions = InProcessSessions(f"{FUNCTION_KEY}={options['function']}", options)
+        else:
+            os.environ.update(self.variables)
+            sessions = sessions_of(self.own, self.num_engines, self.folder)
+        return FunctionRollout(sessions, text, self.fails, self.own.branches, images)
 
     def _agents(self, tokenizer: PreTrainedTokenizerBase) -> RolloutSetup:
         from rlhf_mcore.environments.agents.conversation import Conversation

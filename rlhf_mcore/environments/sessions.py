@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.config.choices import AGENT, ASKING
+from rlhf_mcore.config.choices import AGENT, ASKING, ROLLOUT
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.environments.worker import KEY
@@ -341,6 +341,8 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessio
         name = next((f"environment.agent.{kind}={what}" for kind, what in shown.items() if what), name)
         options = {name: getattr(agent, name) for name in ("command", "function", "url", "timeout_s", "retries")}
         options["max_output_bytes"] = int(agent.max_output_kib * 1024)
+    elif own.function == ROLLOUT:
+        name = f"rollout.function={options['function']}"
     if own.function in ASKING:
         timeout_s += own.agent.timeout_s * (1 + own.agent.retries)
     variables = list(own.env)

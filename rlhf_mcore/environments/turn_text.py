@@ -16,6 +16,7 @@ from rlhf_mcore.environments.control_tokens import ControlTokens, UnreadableText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlhf_mcore.environments.function_worker import Turn
     from rlhf_mcore.types import Completion, Prompt
 
 Messages = Sequence[Mapping[str, Any]]  # a message with images has "texts", the texts around the images
@@ -41,7 +42,7 @@ class TurnText:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: str = "auto", *, keep: bool = False) -> None:
-        self._tokenizer, self._keep = tokenizer, keep
+        self.tokenizer, self._keep = tokenizer, keep
         self._plain = tokenizer.chat_template is None or mode == "false"
         self._control = ControlTokens(tokenizer)
         self._pieces: dict[tuple[tuple[str, ...], bool], tuple[str, list[str]]] = {}
@@ -49,12 +50,30 @@ class TurnText:
 
     def text_of(self, tokens: NDArray[np.int32]) -> str:
         """Decode tokens, without special tokens."""
-        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+        return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
     def written_text_of(self, turn: Completion) -> str:
         """Decode the policy's turn with its special tokens, except the token that ends the turn."""
         tokens = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
-        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+        return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+
+    def plain_tokens(self, text: str) -> list[int]:
+        """Encode a text. Names of control tokens in it are encoded as text.
+
+        Raises:
+            UnreadableText: the tokenizer cannot split it.
+        """
+        return self._control.encode(["", ""], [text])
+
+    def conversation_tokens(self, messages: Messages) -> list[int]:
+        """Encode a conversation in the chat template, with the start of the policy's turn at its end.
+
+        Raises:
+            ConfigError: the template rejects the messages.
+            UnreadableText: the tokenizer cannot split the messages.
+        """
+        [text] = self._render(([{**message, "content": self._content(message)} for message in messages], True))
+        return self._control.encode_cut(text)
 
     def opening(self, prompt: Prompt, messages: Messages, *, special: bool = False) -> tuple[list[int], str]:
         """Render a prompt followed by a first observation. Returns its tokens and its text.
@@ -74,7 +93,7 @@ class TurnText:
         pieces = [before + pieces[0], *pieces[1:]]
         return self._encode(pieces, messages, special), _fill(*self._with_images(pieces, messages))
 
-    def after(self, completion: Completion, messages: Messages, *, special: bool = False) -> list[int]:
+    def after(self, completion: Completion | Turn, messages: Messages, *, special: bool = False) -> list[int]:
         """Encode the tokens between two turns of the policy: ``messages``, and before them the turn's end if it was not sampled.
 
         ``special``: whether names of special tokens in the messages are encoded as these tokens.
@@ -93,7 +112,7 @@ class TurnText:
     def _encode(self, pieces: Sequence[str], messages: Messages, special: bool) -> list[int]:
         pieces, contents = self._with_images(pieces, messages)
         if special:
-            return token_ids(self._tokenizer, [_fill(pieces, contents)])[0]
+            return token_ids(self.tokenizer, [_fill(pieces, contents)])[0]
         return self._control.encode(pieces, contents)
 
     def _with_images(self, pieces: Sequence[str], messages: Messages) -> tuple[list[str], list[str]]:
@@ -104,6 +123,16 @@ class TurnText:
             around += [piece, *[self._image() for _ in texts[1:]]]
             contents += texts
         return [*around, pieces[-1]], contents
+
+    def _content(self, message: Mapping[str, Any]) -> Any:
+        """Return the content of a message for a template. Names of control tokens in it are marked."""
+        first, *others = [self._control.cut(text) for text in message.get("texts") or [message["content"]]]
+        if not others:
+            return first
+        parts = [{"type": "text", "text": first}]
+        for text in others:
+            parts += [{"type": "image"}, {"type": "text", "text": text}]
+        return [part for part in parts if part.get("text") != ""]
 
     def _image(self) -> str:
         """Return the text that the template writes for an image, with a single image token."""
@@ -161,7 +190,7 @@ class TurnText:
 
     def _apply(self, conversation: tuple[Any, bool]) -> str:
         messages, asks = conversation
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
 
     def _split(self, text: str, roles: tuple[str, ...]) -> list[str]:
         pieces = []
@@ -176,7 +205,7 @@ class TurnText:
 
     @property
     def _named(self) -> str:
-        return f"the chat template of {self._tokenizer.name_or_path}"
+        return f"the chat template of {self.tokenizer.name_or_path}"
 
 
 def _roles(messages: Messages) -> tuple[str, ...]:

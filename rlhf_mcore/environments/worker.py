@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_mcore.config.choices import AGENT
+from rlhf_mcore.config.choices import AGENT, ROLLOUT
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import DISCONNECTED, decode, encode, end_group_with, limit_memory, receive_messages
 from rlhf_mcore.plugins import load_plugin
@@ -30,12 +30,17 @@ from rlhf_mcore.rewards.user_function import number_problem, shorten
 KEY = "environment.function"
 BUILT_IN = {
     "tools": "rlhf_mcore.environments.tools:Tools",
-    "agent": "rlhf_mcore.environments.agents.program:AgentEnvironment",
+    AGENT: "rlhf_mcore.environments.agents.program:AgentEnvironment",
+    ROLLOUT: "rlhf_mcore.environments.function_worker:RolloutFunction",
 }
 _RECEIVE_BYTES = 2**16
 _MESSAGES = 'None, a text, a message {"role", "content"} whose role is a word, or a list of messages; content may be parts with images'
 _ROLE = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # the template writes it between its markers
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # characters that tokenizers and UTF-8 files reject
+
+
+class Requests(list[dict[str, Any]]):
+    """The observation of a rollout function: its requests for turns, or its result. It is sent unchanged."""
 
 
 class EnvironmentFailed(Exception):
@@ -83,7 +88,8 @@ def main(descriptor: int) -> None:
         return
     concurrent = any(inspect.iscoroutinefunction(getattr(kind, name, None)) for name in ("reset", "step"))
     connection.sendall(encode({"ready": True, "concurrent": concurrent}))
-    source = options.get("function") if order["spec"] == AGENT else None  # error messages show the line in this file
+    # Error messages show the line in this file.
+    source = options.get("function") if order["spec"] in (AGENT, ROLLOUT) else None
     asyncio.run(_serve(connection, Environments(lambda: kind(**options), source or order["spec"])))
 
 
@@ -207,7 +213,7 @@ class Environments:
         reward = 0.0 if reward is None else reward
         if problem := number_problem(reward, "the reward"):
             return {"error": f"returned {shorten(given)} from {method}: {problem}"}
-        messages = messages_of_observation(observation)
+        messages = observation if isinstance(observation, Requests) else messages_of_observation(observation)
         if messages is None:
             return {"error": f"returned the observation {shorten(observation)} from {method}: it must be {_MESSAGES}"}
         special = bool(getattr(session.environment, "special_tokens", False))
@@ -252,7 +258,7 @@ def _content(content: Any) -> dict[str, Any] | None:
                 texts[-1] += _NO_TEXT.sub("\ufffd", part)
             else:
                 texts.append("")
-                sources.append(_sent(part.source))
+                sources.append(sent_image(part.source))
     except ConfigError:
         return None
     if None in sources:
@@ -260,9 +266,10 @@ def _content(content: Any) -> dict[str, Any] | None:
     return {"content": MARK.join(texts), **({"texts": texts, "images": sources} if sources else {})}
 
 
-def _sent(source: Any) -> Any:
+def sent_image(source: Any) -> Any:
     """Return the source of an image as JSON: bytes become a data URL, and a relative path becomes absolute."""
     if isinstance(source, bytes):
         return f"data:image/unknown;base64,{base64.b64encode(source).decode()}"
+    source = os.fspath(source) if isinstance(source, os.PathLike) else source
     is_path = isinstance(source, str) and "://" not in source and not source.startswith("data:")
     return os.path.abspath(source) if is_path else source

@@ -81,21 +81,134 @@ def learned(run: Path) -> list[float]:
     return [line["reward/mean"] for line in lines if "reward/mean" in line]
 
 
-def test_stopped_and_resumed_on_an_engine_of_its_own_a_run_is_the_synchronous_one_bit_for_bit(guess: Path) -> None:
-    size = ["rollout.engine=hf", "evaluate.every=0", "actor.optimizer.schedule.total_updates=3"]
-    whole = train(guess, "guess", "whole", *size, "trainer.num_steps=3")
+HF = ["rollout.engine=hf", "evaluate.every=0", "actor.optimizer.schedule.total_updates=3"]
+WEIGHTS = Path("checkpoint-3") / "actor" / "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(guess: Path) -> Path:
+    """A run of three steps with the environment ``guess``."""
+    return train(guess, "guess", "whole", *HF, "trainer.num_steps=3")
+
+
+def test_stopped_and_resumed_on_an_engine_of_its_own_a_run_is_the_synchronous_one_bit_for_bit(
+    guess: Path, whole: Path
+) -> None:
     for steps in (2, 3):
-        apart = train(guess, "guess", "apart", *size, "rollout.placement=disaggregated", f"trainer.num_steps={steps}")
+        apart = train(guess, "guess", "apart", *HF, "rollout.placement=disaggregated", f"trainer.num_steps={steps}")
     found, usual = rollouts(apart), rollouts(whole)
     assert len(usual) == 3 * 16 and found == usual
-    weights = Path("checkpoint-3") / "actor" / "model.safetensors"
-    assert (apart / weights).read_bytes() == (whole / weights).read_bytes()
+    assert (apart / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
     for record in usual:
         turns = record["turns"]
         assert [turn["writer"] for turn in turns] == ["policy", "environment"] * (len(turns) // 2) + ["policy"]
         assert record["finish_reason"] == ("stop" if record["score"] == 1.0 else "turns")
         assert len(turns) == 5 or record["score"] == 1.0
     assert {record["score"] == 1.0 for record in usual} == {False, True}
+
+
+GAME = """
+import random
+
+async def rollout(policy, prompt, ctx):
+    number = random.Random(ctx.seed).randint(1, ctx.options["highest"])
+    tokens = list(prompt.tokens)
+    while True:
+        turn = await policy.sample(tokens)
+        guess = turn.text.strip()
+        if guess == str(number):
+            return 1.0
+        answer = "higher" if guess.isdigit() and int(guess) < number else "lower"
+        tokens += turn.tokens + ctx.tokenize_messages([{"role": "user", "content": answer}], after=turn)
+"""
+PLAYED = ["environment.function=null", "environment.options={highest: 7}", "reward.rules=[]"]
+FROM_PYTHON = """
+import sys
+import rlhf_mcore as rm
+from game import rollout
+
+rm.train(rm.load_config(sys.argv[1], sys.argv[2:]), rollout=rollout)
+"""
+
+
+@pytest.mark.parametrize("way", ["apart", "from_python"])
+def test_a_rollout_function_that_plays_the_game_learns_the_same_bits(guess: Path, whole: Path, way: str) -> None:
+    (guess / "game.py").write_text(GAME)
+    settings = [*HF, *PLAYED, "trainer.num_steps=3"]
+    if way == "from_python":
+        config, *small = command("guess", "from_python", *settings)[len(TRAIN) :]
+        (guess / "play.py").write_text(FROM_PYTHON)
+        done = finished([sys.executable, "play.py", config, *small], guess)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        run = guess / "outputs" / "quickstart" / "from_python"
+    else:
+        settings += ["rollout.function=game.py:rollout", "rollout.placement=disaggregated"]
+        run = train(guess, "guess", "function_apart", *settings)
+    for record, usual in zip(rollouts(run), rollouts(whole), strict=True):
+        for key in ("prompt_id", "sample", "response", "score", "finish_reason", "num_tokens", "policy_version"):
+            assert record[key] == usual[key]
+    assert (run / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
+
+
+PLAYERS = """
+import asyncio, random
+
+async def rollout(policy, prompt, ctx):
+    number = random.Random(ctx.seed).randint(1, 7)
+    scores = await asyncio.gather(*(play(policy, prompt, ctx, number) for _ in range(2)))
+    return {"reward": sum(scores) / 2, "parts": {"first": scores[0]}}
+
+async def play(policy, prompt, ctx, number):
+    tokens = list(prompt.tokens)
+    for _ in range(2):
+        turn = await policy.sample(tokens, stop=["7"])
+        guess = turn.text.strip()
+        if guess == str(number):
+            return 1.0
+        answer = "higher" if guess.isdigit() and int(guess) < number else "lower"
+        tokens += turn.tokens + ctx.tokenize_messages([{"role": "user", "content": answer}], after=turn)
+    return 0.0
+"""
+
+
+def test_branches_of_a_function_are_equal_at_both_placements_on_engines_of_two_ranks(guess: Path) -> None:
+    (guess / "players.py").write_text(PLAYERS)
+    settings = ["trainer.world_size=2", "rollout.layout.tp=2", "actor.layout.tp=2", "evaluate.every=0", "data.eval=[]"]
+    settings += [*PLAYED, "rollout.function=players.py:rollout", "environment.max_turns=4", "trainer.num_steps=2"]
+    here, apart = (
+        train(guess, "guess", f"two_{placement}", *settings, f"rollout.placement={placement}")
+        for placement in ("colocated", "disaggregated")
+    )
+    found = rollouts(here)
+    assert found == rollouts(apart) and len(found) == 2 * 16
+    weights = Path("checkpoint-2") / "actor" / "model.safetensors"
+    assert (here / weights).read_bytes() == (apart / weights).read_bytes()
+    for record in found:
+        policy = [turn["text"] for turn in record["turns"] if turn["writer"] == "policy"]
+        assert record["branches"] in (2, 3) and 2 <= len(policy) <= 4  # 3: equal turns of both players
+        assert record["score"] in (0.0, 0.5, 1.0) and record["finish_reason"] == "stop"
+    assert len({record["score"] for record in found}) > 1
+    lines = [json.loads(line) for line in (here / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert all(line["rollout/logprob_diff_max"] < 1e-3 for line in lines if "rollout/logprob_diff_max" in line)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "placement"),
+    [
+        ("def rollout(policy, prompt, ctx): ...", "is not a coroutine function", "colocated"),
+        ("async def rollout(policy, prompt, ctx):\n    return await prompt.nothing()\n", "line 2", "disaggregated"),
+    ],
+)
+def test_a_mistake_in_a_rollout_function_ends_the_run_with_one_message(
+    guess: Path, code: str, message: str, placement: str
+) -> None:
+    (guess / "wrong.py").write_text(code)
+    name = f"wrong_{placement}"
+    settings = ["rollout.function=wrong.py:rollout", f"rollout.placement={placement}", "trainer.num_steps=1"]
+    done = finished(command("guess", name, *HF, *PLAYED, *settings), guess)
+    said = done.stdout + done.stderr
+    assert done.returncode == 2 and "Traceback" not in said, said
+    assert said.count("error: ") == 1 and "rollout.function=wrong.py:rollout" in said and message in said, said
 
 
 SLOW = """

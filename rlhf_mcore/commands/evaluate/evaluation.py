@@ -84,7 +84,7 @@ _HOW_TO_GRADE = (
     "max_error_share",
 )  # these keys change how responses are scored, not the scores, so an evaluation with other values may continue
 _SERVICES = ("remote", "judge")
-_TOOLS, _OTHERS = "environment.options.tools[", ("environment.tools", "environment.options.corpus")
+_TOOLS, _OTHERS = "environment.options.tools[", ("environment.tools", "environment.options.corpus", "rollout.function")
 MAX_SHOWN = 26  # letters of a name in the progress line
 _HOW_TO_ASK = ("token_env", "batch_size", "concurrency", "timeout_s")
 

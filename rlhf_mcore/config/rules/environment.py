@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_mcore.config.choices import AGENT, ASKING, CONTRIB_ENVIRONMENTS, ENVIRONMENTS
+from rlhf_mcore.config.choices import AGENT, ASKING, CONTRIB_ENVIRONMENTS, ENVIRONMENTS, ROLLOUT
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.schema import Config, EnvironmentConfig
 from rlhf_mcore.foreign import read_bytes
 from rlhf_mcore.plugins import find_plugins, missing_plugin
-from rlhf_mcore.readers.user_functions import function_problems, is_file_spec
+from rlhf_mcore.readers.user_functions import OwnFunction, function_problems, is_file_spec
 
 _TOOLS = '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": {JSON schema}}}, ...]'
 _CORE_CONTAINERS = ("sandbox", "docker")
@@ -30,6 +30,7 @@ def environment_problems(cfg: Config) -> Iterator[str]:
         yield from _agent_problems(own)
     if own.function in ASKING:
         yield from _asking_problems(cfg)
+    yield from _rollout_problems(cfg)
     if own.function is None:
         return
     named = f"environment.function={own.function}"
@@ -38,7 +39,7 @@ def environment_problems(cfg: Config) -> Iterator[str]:
     elif own.function in CONTRIB_ENVIRONMENTS:
         if problem := missing_plugin("environments", own.function, named, package="environments"):
             yield problem
-    elif own.function not in ENVIRONMENTS and own.function not in find_plugins("environments"):
+    elif own.function not in (*ENVIRONMENTS, ROLLOUT) and own.function not in find_plugins("environments"):
         yield f"{named} is neither path/to/file.py:Class nor one of {', '.join(ENVIRONMENTS)}; correct it"
     if traces := cfg.logging.episode_traces:
         needed_by = f"logging.episode_traces={traces}"
@@ -47,6 +48,26 @@ def environment_problems(cfg: Config) -> Iterator[str]:
     if own.max_tokens is not None and own.max_tokens < (turn := cfg.rollout.sampling.max_new_tokens):
         episode = f"environment.max_tokens={own.max_tokens} (per episode)"
         yield f"{episode} is less than rollout.sampling.max_new_tokens={turn} (per turn); raise it, or lower that"
+
+
+def _rollout_problems(cfg: Config) -> Iterator[str]:
+    """List problems with ``rollout.function``, and with keys of ``environment`` that it does not use."""
+    own, spec = cfg.environment, cfg.rollout.function
+    if spec is None:
+        if own.function == ROLLOUT:
+            yield "environment.function=rollout needs a function; set rollout.function=path/to/file.py:name instead"
+        return
+    named = f"rollout.function={spec}"
+    yield from map(FileProblem, function_problems(spec, "rollout.function"))
+    if own.function != ROLLOUT:
+        yield f"{named} and environment.function={own.function} both define the turns of a rollout; remove one of them"
+        return
+    if isinstance(spec, OwnFunction) and cfg.rollout.placement == "disaggregated":
+        yield f"{named}: an engine under Ray cannot call a function of this process; write it to a file"
+    for name in ("score", "tool_parser"):
+        if getattr(own, name) != getattr(EnvironmentConfig(), name):
+            yield f"environment.{name}={getattr(own, name)} has no effect with {named}; remove it"
+    yield from _branch_problems(cfg)
 
 
 def read_tools(path: str | None) -> list[dict[str, Any]]:
@@ -107,6 +128,11 @@ def _asking_problems(cfg: Config) -> Iterator[str]:
     """List problems with an environment that requests turns from an endpoint."""
     if cfg.environment.overlap is False:
         yield "environment.overlap=False: an engine always samples turns of agents when they are requested; set it to null"
+    yield from _branch_problems(cfg)
+
+
+def _branch_problems(cfg: Config) -> Iterator[str]:
+    """List problems with the branches of episodes."""
     if cfg.environment.branches == "all" and (loss := cfg.algorithm.policy_loss) in ("gspo", "gmpo"):
         yield (
             f"algorithm.policy_loss={loss} uses one ratio per response, but an agent's episode may have several branches, so "

@@ -24,7 +24,7 @@ def reward_problems(cfg: Config) -> Iterator[str]:
         yield from map(FileProblem, function_problems(function.path, f"reward.functions[{index}].path"))
         if names[index] in names[:index]:
             yield f"reward.functions[{index}] has the name {names[index]!r} of an earlier function; set another name"
-    if reads_scores(cfg) or reward.rules or reward.sources is not None:
+    if (reads_scores(cfg) and grades(cfg)) or reward.rules or reward.sources is not None:
         yield from rule_problems(reward)
     yield from service_problems(reward)
     for key, variables in {"reward.env": reward.env, "environment.env": cfg.environment.env}.items():

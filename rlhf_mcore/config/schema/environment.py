@@ -76,9 +76,9 @@ class EnvironmentConfig(Group):
     unchanged. Templates that remove the reasoning of earlier turns do this."""
     agent: AgentConfig = group(AgentConfig, "a program that runs whole episodes")
     container: ContainerConfig = group(ContainerConfig, "containers in which agents work")
-    branches: Literal["all", "last", "longest"] = key("all", "trained branches if an agent rewrote its history")
-    """`all`: each sampled token counts once. `last`: the branch of the last turn. `longest`: the branch with the most
-    sampled tokens."""
+    branches: Literal["all", "last", "longest"] = key("all", "trained branches if an episode has several")
+    """Agents and rollout functions may rewrite the history. `all`: each sampled token counts once. `last`: the branch
+    of the last turn. `longest`: the branch with the most sampled tokens."""
     timeout_s: PositiveFloat = key(60.0, "time limit in seconds for one reset or step")
     memory_gib: PositiveFloat = key(8.0, "memory of a worker in GiB")
     workers: Optional[PositiveInt] = key(None, "worker processes per engine; null: its share of the cores, at most 8")

@@ -100,6 +100,10 @@ class RolloutConfig(Group):
     num_engines: Size = key(1, "number of engines; each needs `layout.tp` · `pp` · `dp` devices", only_with=_APART)
     layout: RolloutLayoutConfig = group(RolloutLayoutConfig, "parallel layout of an engine")
     sampling: SamplingConfig = group(SamplingConfig, "sampling of training responses")
+    function: Optional[str] = key(None, "`file.py:name` of a coroutine (policy, prompt, ctx) that samples turns")
+    """It may also return the score. It runs in worker processes, with the limits of `environment`
+    ([rollout functions](guide/environments/rollout-functions.md)). `null`: a rollout is one response, or an episode of
+    `environment.function`."""
     max_model_len: Optional[PositiveInt] = key(None, "maximum number of tokens of prompt and response together")
     """`null`: `data.max_prompt_tokens` plus the maximum response length."""
     max_num_seqs: Optional[PositiveInt] = key(None, "maximum concurrent responses per data-parallel group of an engine")

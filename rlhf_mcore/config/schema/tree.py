@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
-from rlhf_mcore.config.choices import PRESETS
+from rlhf_mcore.config.choices import PRESETS, ROLLOUT
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.former import is_former_group, to_current
 from rlhf_mcore.config.schema.algorithm import AlgorithmConfig
@@ -87,6 +87,12 @@ class Config(Group):
             return self.read(with_keys_of_today(merge(to_dict(self), nest(settings or {}))))
         except ValidationError as error:
             raise _explain(error) from None
+
+    @model_validator(mode="after")
+    def _choose_environment(self) -> Config:
+        if self.rollout.function is not None and self.environment.function is None:
+            self.environment.function = ROLLOUT
+        return self
 
     @property
     def run_directory(self) -> Path:

@@ -11,20 +11,17 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.coroutines import cancel_all
 from rlhf_mcore.environments.agents.calls import NO_PARSER, RequestError, TurnInput, TurnOutput
 from rlhf_mcore.environments.agents.conversation import STRAY, Continuation, Conversation, comparable, num_characters
 from rlhf_mcore.environments.agents.endpoint import ENDED, Endpoint
 from rlhf_mcore.environments.agents.program import NO_TURN, missing_reward
-from rlhf_mcore.environments.agents.tree import TokenTree
+from rlhf_mcore.environments.agents.tree import TokenTree, cut_at_stop, tree_record
 from rlhf_mcore.environments.control_tokens import most_characters
 from rlhf_mcore.environments.environment import PART, row_of
 from rlhf_mcore.environments.sessions import Session, Sessions, StepResult
-from rlhf_mcore.sampling.episode_log import node_texts
-from rlhf_mcore.types import Completion, Prompt, Ragged, Recorded, Score, Trajectory
+from rlhf_mcore.types import Completion, Prompt, Score, Trajectory
 
 if TYPE_CHECKING:
     from rlhf_mcore.environments.agents.dialects import ClientRequest
@@ -161,7 +158,9 @@ class AgentRollout:
         drawn = each.tree.trajectory(ctx.job.prompt, ctx.job.sample, self._rules.branches)
         last = each.tree.nodes[-1].turn
         text = str(self._talk.tokenizer.decode(last.token_ids.tolist(), skip_special_tokens=True))
-        return replace(drawn, response_text=text, finish_reason=reason, score=score, record=_record(each))
+        return replace(
+            drawn, response_text=text, finish_reason=reason, score=score, record=tree_record(each.tree, each.policy.log)
+        )
 
 
 class AgentEpisode:
@@ -333,7 +332,7 @@ class AgentEpisode:
         self, asked: TurnInput, order: ClientRequest, place: Continuation, drawn: Completion
     ) -> tuple[Completion, str, str, TurnOutput]:
         """Return the kept part of a completion, its text, the text of its end token, and the turn for the client."""
-        cut, stop = self._cut(drawn, order.stop)
+        cut, stop = cut_at_stop(drawn, order.stop, self._talk.tokenizer)
         said, end, message = self._talk.read(cut, asked.tools)
         if stop is not None:
             message = {**message, "content": message["content"].partition(stop)[0]}
@@ -348,57 +347,8 @@ class AgentEpisode:
         reason = "stop" if stop is not None else cut.finish_reason
         return cut, said, end, TurnOutput(message, tokens, reason, len(place.tokens()), stop)
 
-    def _cut(self, drawn: Completion, stops: Sequence[str]) -> tuple[Completion, str | None]:
-        """Cut a turn after the first token that completes one of the ``stops``. Returns also this stop text, or None."""
-        decode, ids = self._talk.tokenizer.decode, drawn.token_ids.tolist()
-        text = str(decode(ids, skip_special_tokens=True))
-        if not any(stop in text for stop in stops):
-            return drawn, None
-        for count in range(1, len(ids) + 1):
-            begun = str(decode(ids[:count], skip_special_tokens=True))
-            there = [stop for stop in stops if stop in begun]
-            if there:
-                return cut_turn(drawn, count), min(there, key=begun.index)
-        raise AssertionError("its text has it")
-
 
 def answered_calls(asked: TurnInput) -> list[str]:
     """Return the ids of the tool calls whose results are the last messages of a request."""
     results = takewhile(lambda message: message["role"] not in ("assistant", "system"), reversed(asked.messages))
     return [message["tool_call_id"] for message in results if message.get("tool_call_id")]
-
-
-def _record(each: AgentEpisode) -> dict[str, Any]:
-    """Return the record of an episode as JSON values: its turns with their parents, texts and times."""
-    nodes = [
-        {
-            "parent": node.parent.place if node.parent is not None else None,
-            **node_texts(node.shown, node.said, len(node.context), node.turn),
-            **each.policy.log.node_record(node.place),
-        }
-        for node in each.tree.nodes
-    ]
-    return {**each.policy.log.summary(), "nodes": nodes}
-
-
-def cut_turn(drawn: Completion, count: int) -> Completion:
-    """Return the first ``count`` tokens of a turn, with all values recorded for them."""
-    dropped = len(drawn.token_ids) - count
-
-    def cut(values: Recorded) -> Recorded:
-        if isinstance(values, Ragged):
-            counts = values.counts[:count]
-            return Ragged(counts, values.values[: int(np.sum(counts))])
-        return values[: len(values) - dropped]  # may also contain values of tokens before the turn
-
-    support = cut(drawn.support) if drawn.support is not None else None
-    assert support is None or isinstance(support, Ragged)
-    return replace(
-        drawn,
-        token_ids=drawn.token_ids[:count],
-        logprobs=drawn.logprobs[:count],
-        versions=tuple((first, version) for first, version in drawn.versions if first < count),
-        finish_reason=drawn.finish_reason if count == len(drawn.token_ids) else "length",
-        support=support,
-        fields={name: cut(values) for name, values in drawn.fields.items()},
-    )

@@ -8,15 +8,21 @@ node that it shares.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_mcore.data.episodes import episode, join_recorded
+from rlhf_mcore.sampling.episode_log import EpisodeLog, node_texts
 from rlhf_mcore.types import Completion, Prompt, Ragged, Recorded, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(slots=True, eq=False)
@@ -243,3 +249,55 @@ def join_sequences(parts: Sequence[Trajectory]) -> Trajectory:
         sequences=tuple(len(part.token_ids) for part in parts),
         sequence_images=seen if any(seen) else (),
     )
+
+
+def cut_at_stop(
+    turn: Completion, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> tuple[Completion, str | None]:
+    """Cut a turn after the first token that completes one of the ``stops``. Returns also this stop text, or None."""
+
+    def find(count: int) -> str | None:
+        text = str(tokenizer.decode(turn.token_ids[:count].tolist(), skip_special_tokens=True))
+        return min((stop for stop in stops if stop in text), key=text.index, default=None)
+
+    count = len(turn.token_ids)
+    if find(count) is None:
+        return turn, None
+    count = bisect_left(range(count), True, lo=1, key=lambda count: find(count) is not None)
+    return cut_turn(turn, count), find(count)
+
+
+def cut_turn(drawn: Completion, count: int) -> Completion:
+    """Return the first ``count`` tokens of a turn, with all values recorded for them."""
+    dropped = len(drawn.token_ids) - count
+
+    def cut(values: Recorded) -> Recorded:
+        if isinstance(values, Ragged):
+            counts = values.counts[:count]
+            return Ragged(counts, values.values[: int(np.sum(counts))])
+        return values[: len(values) - dropped]  # may also contain values of tokens before the turn
+
+    support = cut(drawn.support) if drawn.support is not None else None
+    assert support is None or isinstance(support, Ragged)
+    return replace(
+        drawn,
+        token_ids=drawn.token_ids[:count],
+        logprobs=drawn.logprobs[:count],
+        versions=tuple((first, version) for first, version in drawn.versions if first < count),
+        finish_reason=drawn.finish_reason if count == len(drawn.token_ids) else "length",
+        support=support,
+        fields={name: cut(values) for name, values in drawn.fields.items()},
+    )
+
+
+def tree_record(tree: TokenTree, log: EpisodeLog) -> dict[str, Any]:
+    """Return the record of an episode as JSON values: its turns with their parents, texts and times."""
+    nodes = [
+        {
+            "parent": node.parent.place if node.parent is not None else None,
+            **node_texts(node.shown, node.said, len(node.context), node.turn),
+            **log.node_record(node.place),
+        }
+        for node in tree.nodes
+    ]
+    return {**log.summary(), "nodes": nodes}

@@ -40,6 +40,7 @@ APART = ["rollout.placement=disaggregated"]
 AHEAD = [*APART, "trainer.max_staleness=1"]
 AGENT = ["environment.function=agent"]
 SERVED = [*AGENT, "environment.agent.url=http://127.0.0.1:1"]
+FUNCTION = [f"rollout.function={Path(__file__).parents[3]}/examples/search_tool.py:rollout"]
 GATHER = ["bridge.method=gather"]
 
 
@@ -57,6 +58,7 @@ def test_good_variants_pass(workspace: Any) -> None:
         (["actor.layout.tp=4"], 4),  # more than the two key-value heads, and a multiple of them
         (["trainer.prompts_per_step=12", "trainer.minibatch_size=4"], None),
         (["rollout.max_model_len=768"], None),
+        ([*FUNCTION, "reward.rules=[]"], None),
         (["evaluate.max_new_tokens=512"], None),
         (["rollout.engine=hf", "model.dtype=fp16"], None),
         *[
@@ -138,6 +140,12 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
     ([*SERVED, "environment.options={a: 1}"], None, ["environment.options has no effect", "remove it"]),
     ([*SERVED, "environment.overlap=false"], None, ["environment.overlap=False", "set it to null"]),
     ([*SERVED, "algorithm=gspo"], None, ["policy_loss=gspo", "environment.branches to last or longest"]),
+    (["environment.function=rollout"], None, ["needs a function", "set rollout.function="]),
+    (["rollout.function=absent.py:f"], None, ["rollout.function=absent.py:f", "does not exist"]),
+    ([FUNCTION[0] + "s"], None, ["does not define rollouts", "search"]),
+    ([*FUNCTION, "environment.function=tools"], None, ["environment.function=tools", "remove one of them"]),
+    ([*FUNCTION, "environment.score=sum"], None, ["environment.score=sum", "has no effect", "remove it"]),
+    ([*FUNCTION, "algorithm=gspo"], None, ["policy_loss=gspo", "environment.branches to last or longest"]),
     (["rollout.engine=hf", "rollout.layout.tp=2"], None, ["rollout.layout.tp=2", "hf"]),
     (["rollout.sampling.top_k=513"], None, ["rollout.sampling.top_k=513", "at most 512"]),
     (["rollout.sampling.top_k=1"], None, ["rollout.sampling.top_k=1", "2 or more"]),

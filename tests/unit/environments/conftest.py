@@ -1,9 +1,10 @@
-"""A character tokenizer with a chat template, and an engine with scripted answers."""
+"""A character tokenizer with a chat template, an engine with scripted answers, and rollout functions on it."""
 
 from __future__ import annotations
 
 import string
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_mcore.coroutines import run
+from rlhf_mcore.environments.function import FunctionRollout, InProcessSessions
+from rlhf_mcore.environments.turn_text import TurnText
+from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.sampling.engine_loop import EngineLoop
+from rlhf_mcore.sampling.policy import Limits
 from rlhf_mcore.sampling.rollouts import LocalPlayer, RolloutSetup
-from rlhf_mcore.types import Completion, Job, Request, Trajectory
+from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling, Trajectory
 
 SPECIAL = ["<unk>", "<end>", "<user>", "<assistant>", "<tool>"]
 CHAT_TEMPLATE = (
@@ -91,3 +96,48 @@ class Scripted:
     def cancel(self, request_ids: Collection[int]) -> None:
         self.cancelled += [request.request_id for request in self._in_flight if request.request_id in request_ids]
         self._in_flight = [request for request in self._in_flight if request.request_id not in request_ids]
+
+
+DOCUMENTS = ["the Loire is long", "the Seine is 120 m wide"]
+Play = Callable[..., list[Trajectory]]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def play(tokenizer: PreTrainedTokenizerBase, tokenizer_dir: str) -> Play:
+    """Run a rollout function on prompts. ``says``: the turns in the order of the engine's requests, or a function."""
+
+    def play(
+        function: Any,
+        says: Any,
+        *,
+        n: int = 1,
+        new: int = 20,
+        texts: Sequence[str] = ("<user>q<end><assistant>",),
+        fails: bool = True,
+        branches: str = "all",
+        **limits: Any,
+    ) -> list[Trajectory]:
+        said = iter(()) if callable(says) else iter(says)
+        play.engine = Scripted(tokenizer, says if callable(says) else lambda text, seed: next(said))  # type: ignore[attr-defined]
+        options = {"function": OwnFunction(function), "tokenizer": tokenizer_dir, "template": "auto", "keep": False}
+        rollout = FunctionRollout(
+            InProcessSessions("rollout.function=f", options), TurnText(tokenizer), fails, branches
+        )
+        setup = RolloutSetup(rollout, Limits(**{"max_turns": 5, "max_tokens": 100, "max_total": 200, **limits}))
+        sampling = Sampling(n=n, max_new_tokens=new, seed=7)
+        jobs = []
+        for place, text in enumerate(texts):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            row: dict[str, Any] = {"ground_truth": "42", "extra_info": {"documents": DOCUMENTS}}
+            prompt = Prompt(f"p{place}", place, ids, text, **row, question="the question")
+            jobs += [Job(len(jobs) + sample, prompt, sample, sampling, 3) for sample in range(n)]
+        return play_jobs(play.engine, setup, jobs)  # type: ignore[attr-defined]
+
+    return play

@@ -25,10 +25,12 @@ from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.episode import AgentRollout, AgentRules
 from rlhf_mcore.environments.agents.images import RequestImages
 from rlhf_mcore.environments.environment import EnvironmentRollout
+from rlhf_mcore.environments.function import FunctionRollout, InProcessSessions
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.environments.tools import Tools
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.environments.worker import messages_of_observation
+from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.sampling.policy import Limits
 from rlhf_mcore.sampling.rollouts import RolloutSetup
@@ -144,6 +146,54 @@ def test_observations_show_images_behind_those_of_the_prompt(
     assert [turn.text for turn in played.found.turns[1:]] == ["wide", "x<image>y", "raw", "x<image>y", "bye"]
     again = decode_trajectories(encode_trajectories({0: [played.found]}), {0: played.prompt})
     assert again[0][0].prompt.images == (own, wide, wide)
+
+
+def test_a_rollout_function_adds_images_to_those_of_the_prompt(
+    tokenizer: PreTrainedTokenizerBase, reader: ImageReader, folder: Path, tmp_path: Path
+) -> None:
+    errors = []
+
+    async def look(policy: Any, prompt: Any, ctx: Any) -> float:
+        turn = await policy.sample(prompt.tokens)
+        parts = [{"type": "text", "text": "x"}, {"type": "image", "path": "wide.png"}]
+        shown = ctx.tokenize_messages([{"role": "tool", "content": parts}], turn)
+        tokens = [*prompt.tokens, *turn.tokens, *shown]
+        for images in ([], ["absent.png"]):
+            try:
+                await policy.sample(tokens, images=images)
+            except ValueError as error:
+                errors.append(str(error))
+        second = await policy.sample(tokens, images=[folder / "wide.png"])
+        await policy.sample([*tokens, *second.tokens, *ctx.tokenize("z")])
+        await policy.sample(ctx.tokenize_messages([{"role": "user", "content": parts}]), images=[prompt.images[0]])
+        return 1.0
+
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    options = {
+        "function": OwnFunction(look),
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "template": "auto",
+        "keep": False,
+    }
+    rollout = FunctionRollout(InProcessSessions("f", options), TurnText(tokenizer), images=reader)
+    own = reader.take([png(56, 28)], Path(), "row 0")
+    text = "<user>(<pad>)hi<end>\n<assistant>"
+    prompt = Prompt(
+        "p", 0, reader.expand(tokenizer(text, add_special_tokens=False)["input_ids"], own, "row"), text, images=own
+    )
+    engine = Scripted(tokenizer, lambda text, seed: "said")
+    setup = RolloutSetup(rollout, Limits(5, 200))
+    [found] = play_jobs(engine, setup, [Job(0, prompt, 0, Sampling(max_new_tokens=20, seed=5), 1)])
+    assert [("image tokens" in error, "absent.png" in error) for error in errors] == [(True, False), (False, True)]
+    wide = found.prompt.images[1]
+    assert reader._store.content(wide) == (folder / "wide.png").read_bytes()
+    assert [request.images for request in engine.requests] == [own, (*own, wide), (*own, wide), own]
+    first = (
+        "<user>(<pad><pad>)hi<end>\n<assistant>said<end>\n<tool>x(<pad><pad><pad>)<end>\n<assistant>said<end>zsaid<end>"
+    )
+    second = "<user>x(<pad><pad>)<end>\n<assistant>said<end>"
+    assert tokenizer.decode(found.token_ids) == first + second
+    assert found.sequence_images == ((*own, wide), own) and found.num_sampled == 4 * len("saidx")
 
 
 def test_an_environment_may_show_an_image_of_the_prompt_again(

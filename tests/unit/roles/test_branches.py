@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import AlgorithmConfig, RolloutCorrectionConfig
 from rlhf_mcore.data.episodes import episode
-from rlhf_mcore.environments.agents.episode import cut_turn
-from rlhf_mcore.environments.agents.tree import TokenTree, join_sequences
+from rlhf_mcore.environments.agents.tree import TokenTree, cut_turn, join_sequences
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.exchange import RowExchange
