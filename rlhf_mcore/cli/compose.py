@@ -229,10 +229,7 @@ def _open_record(
 ) -> Start:
     """Lock the run directory, find the starting point of the run, and open its record. Called on the first rank."""
     directory = stack.enter_context(closing(RunDirectory.create(cfg.output_dir, cfg.project, cfg.experiment)))
-
-    def checker() -> SharedChecker:
-        return SharedChecker(ask, values=cfg.checkpoint.verify, base=cfg.model.path)
-
+    checker = SharedChecker(ask, values=cfg.checkpoint.verify, base=cfg.model.path)
     start = find_start(directory.path, cfg.checkpoint, to_yaml(cfg), fingerprints(cfg), checker)
     directory.write_config(to_yaml(cfg), Permissions(cfg.checkpoint.mode).of("config.yaml"))
     notes, over = list(start.notes), False

@@ -200,9 +200,7 @@ def check_as_ranks(cfg: Config, directory: Path, announced: int) -> list[str]:
     shown = cfg.model_copy(update={"rollout": with_sequences(cfg.rollout, *device)}) if run_kind(cfg).generates else cfg
     with TemporaryDirectory(prefix=".dry-run-", dir=directory) as scratch:
         checker = _Checker(cfg, Path(scratch))
-        start = find_start(
-            directory, cfg.checkpoint, to_yaml(shown), fingerprints(cfg), lambda: checker, _UnchangedDisk()
-        )
+        start = find_start(directory, cfg.checkpoint, to_yaml(shown), fingerprints(cfg), checker, _UnchangedDisk())
     if start.checkpoint is not None and start.step != announced:
         notes.append(continues_text(cfg, start.checkpoint, start.step))
     notes += start.notes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_mcore.checkpoint.config_changes import compare_configs, refuse
@@ -46,13 +46,13 @@ def find_start(
     cfg: CheckpointConfig,
     config_yaml: str,
     inputs: Inputs | None = None,
-    checker: Callable[[], Checker] | None = None,
+    checker: Checker | None = None,
     disk: Disk | None = None,
 ) -> Start:
     """Clean up a run directory and choose the checkpoint to resume from. Only the process with the directory's lock calls it.
 
-    ``inputs``: fingerprints of the run's inputs, as the configuration names them. ``checker`` builds the checker if there are
-    checkpoints. Without it, only their files are compared.
+    ``inputs``: fingerprints of the run's inputs, as the configuration names them. ``checker`` checks the checkpoint. Without it, only
+    its files are compared.
 
     Raises:
         ConfigError: the requested checkpoint is damaged, no checkpoint is intact, or the configuration or the content of an input
@@ -72,7 +72,7 @@ def find_start(
         return Start(notes=notes, inputs=inputs)
     if cfg.resume == AUTO and not own and not without_manifest(run):
         return Start(notes=notes, inputs=inputs)
-    return _continue_run(run, cfg, config_yaml, inputs, (checker or Checker)(), disk, notes)
+    return _continue_run(run, cfg, config_yaml, inputs, checker or Checker(), disk, notes)
 
 
 def _refuse_linked(run: Path) -> None:

@@ -155,9 +155,7 @@ def start(run: Path, **settings: Any) -> Start:
         finally:
             ASKED.pop()
 
-    def checker() -> SharedChecker:
-        return SharedChecker(ask, values=settings.get("verify", True))
-
+    checker = SharedChecker(ask, values=settings.get("verify", True))
     return find_start(run, CheckpointConfig(**settings), config, checker=checker)
 
 
