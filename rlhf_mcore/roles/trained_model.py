@@ -35,9 +35,8 @@ class Objective(ABC):
     """
 
     rows_per_unit: ClassVar[int] = 1  # number of consecutive rows of a batch that stay together in a microbatch
-    weighted: ClassVar[
-        tuple[str, ...]
-    ] = ()  # sums with the minibatch's weights, like the loss: means over the minibatch
+    # Sums with the minibatch's weights, like the loss: means over the minibatch
+    weighted: ClassVar[tuple[str, ...]] = ()
 
     def fields(self, batch: TrainBatch) -> Mapping[str, Field]:
         """Return the batch fields that the loss reads: tensors [N, ...] and ragged fields.
@@ -95,13 +94,10 @@ class UpdateSums:
 
     loss: float
     metrics: dict[str, float]  # the objective's sums by name
-    mtp: tuple[float, float] | None = None  # see ``LossSums``
+    mtp: tuple[float, float] | None  # see ``LossSums``
+    computed: float  # tokens that the model computed
     load_balance: float | None = None  # None: no load-balancing loss
-    grad_norm: float = math.nan
-    mtp_grad_norm: float | None = None  # None: included in ``grad_norm``
-    computed: tuple[float, float] = (0.0, 0.0)  # tokens that the model computed, and tokens of the rows
-    lr: float = 0.0
-    is_skipped: bool = False
+    own: dict[str, float] = field(default_factory=dict)  # metrics of the optimizer, averaged over updates
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,24 +177,18 @@ class TrainedModel(RoleModel):
                 updates.append(self._update(objective, tokens))
             self.model.gather_weights()
             is_finite = self._holds_everywhere(self.is_finite())
-        grad_norm = _mean([update.grad_norm for update in updates])
-        own = {
-            "grad_norm": grad_norm,
-            "lr": _mean([update.lr for update in updates]),
-            "skipped_updates": _mean([float(update.is_skipped) for update in updates]),
-            "bad_updates_in_a_row": float(self.num_bad),
-        }
+        own = {name: _mean([update.own[name] for update in updates]) for name in updates[0].own}
+        own["bad_updates_in_a_row"] = float(self.num_bad)
         own |= {} if is_finite else {"not_finite": 1.0}
-        if norms := [update.mtp_grad_norm for update in updates if update.mtp_grad_norm is not None]:
-            own["mtp_grad_norm"] = _mean(norms)
-        metrics = self._merge_sums(objective, updates, counts * self.plan.epochs)
         if self.model.routing is not None:
             own |= self.model.routing.mismatch()
+        metrics = self._merge_sums(objective, updates, counts * self.plan.epochs)
         metrics |= {f"{self.name}/{key}": value for key, value in own.items()}
-        computed, of_rows = (sum(update.computed[k] for update in updates) for k in (0, 1))
-        if computed < of_rows:
-            metrics["trainer/computed_share"] = computed / of_rows
-        return UpdateResult(self.name, metrics, grad_norm, is_finite, self.num_bad)
+        computed = sum(update.computed for update in updates)
+        tokens_of_rows = sum(count.tokens for count in counts) * self.plan.epochs
+        if computed < tokens_of_rows:
+            metrics["trainer/computed_share"] = computed / tokens_of_rows
+        return UpdateResult(self.name, metrics, own["grad_norm"], is_finite, self.num_bad)
 
     def _merge_sums(
         self, objective: Objective, updates: list[UpdateSums], counts: list[MinibatchCounts]
@@ -231,20 +221,20 @@ class TrainedModel(RoleModel):
         assert self.model is not None
         microbatches = self.microbatches(tokens, objective.rows_per_unit)
         sizes = [sum(m.lengths) if m.tree is None else int((m.tree.uses > 0).sum()) for m in microbatches]
-        computed = float(sum(sizes)), float(sum(tokens.lengths))
-        sums = self._reduce(self.model.forward_backward(microbatches, partial(objective.loss, self.model)), computed)
-        sums.lr = learning_rate(self.num_updates, self.optimizer.lr, self.optimizer.schedule)
+        losses = self.model.forward_backward(microbatches, partial(objective.loss, self.model))
+        sums = self._reduce(losses, float(sum(sizes)))
+        lr = learning_rate(self.num_updates, self.optimizer.lr, self.optimizer.schedule)
         # The loss can be NaN on a single tensor-parallel rank, but all ranks of the role must skip the same updates.
         outcome = StepOutcome(False, math.nan, finite=False)
         if self._holds_everywhere(math.isfinite(sums.loss)):
-            outcome = self.model.step(sums.lr)
+            outcome = self.model.step(lr)
         self.num_updates += 1
         self.num_bad = 0 if outcome.finite else self.num_bad + 1
         if self.model.aux_loss_coef:
             sums.load_balance = self.model.load_balance()
-        sums.grad_norm, sums.is_skipped = outcome.grad_norm, not outcome.updated
+        sums.own = {"grad_norm": outcome.grad_norm, "lr": lr, "skipped_updates": float(not outcome.updated)}
         if self.model.mtp is not None and self.model.mtp.alone:
-            sums.mtp_grad_norm = outcome.norm_alone
+            sums.own["mtp_grad_norm"] = outcome.norm_alone
         return sums
 
     def _holds_everywhere(self, holds: bool) -> bool:
@@ -252,10 +242,8 @@ class TrainedModel(RoleModel):
         assert self.model is not None
         return reduce_sums({"not": float(not holds)}, self.model.groups.collection.intra_dist_opt)["not"] == 0.0
 
-    def _reduce(self, parts: list[LossSums], computed: tuple[float, float]) -> UpdateSums:
-        """Sum the last stage's results over microbatches and data-parallel ranks.
-
-        Return the sums on every rank of the role.
+    def _reduce(self, parts: list[LossSums], computed: float) -> UpdateSums:
+        """Sum the last stage's results over microbatches and data-parallel ranks, for every rank of the role.
 
         ``computed``: as in ``UpdateSums``, for this data-parallel rank.
         """
@@ -271,20 +259,18 @@ class TrainedModel(RoleModel):
             # The prefix keeps names of metrics distinct from ours. Stacking the values means waiting for the device
             # only once.
             keys = [_LOSS, *(_MTP if has_mtp else ()), *(_METRIC + name for name in names)]
-            own = dict(zip(keys, torch.stack(values).tolist(), strict=True)) | dict(
-                zip(_COMPUTED, computed, strict=True)
-            )
-            sums = reduce_sums(own, groups.collection.dp)
+            own = dict(zip(keys, torch.stack(values).tolist(), strict=True))
+            sums = reduce_sums(own | {_COMPUTED: computed}, groups.collection.dp)
         if groups.layout.pp > 1:
             sums = broadcast_json(sums, groups.layout.pp - 1, groups.collection.pp)
         mtp = (sums.pop(_MTP[0]), sums.pop(_MTP[1])) if _MTP[0] in sums else None
-        loss, ran = sums.pop(_LOSS), (sums.pop(_COMPUTED[0]), sums.pop(_COMPUTED[1]))
+        loss, computed = sums.pop(_LOSS), sums.pop(_COMPUTED)
         named = {name.removeprefix(_METRIC): value for name, value in sums.items()}
-        return UpdateSums(loss, named, mtp, computed=ran)
+        return UpdateSums(loss, named, mtp, computed)
 
 
 # Names of an update's sums in the reduction.
-_LOSS, _MTP, _COMPUTED, _METRIC = "loss", ("mtp_nll", "mtp_tokens"), ("computed_tokens", "row_tokens"), "metric "
+_LOSS, _MTP, _COMPUTED, _METRIC = "loss", ("mtp_nll", "mtp_tokens"), "computed_tokens", "metric "
 
 
 def _mean(values: Sequence[float]) -> float:
