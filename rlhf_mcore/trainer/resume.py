@@ -120,10 +120,9 @@ def _newest_intact(
     own, unread = scan(run), without_manifest(run)
     if not own:
         raise ConfigError(
-            f"{run / unread[0]} has no {MANIFEST} that can be read, so nobody can tell whether it is whole; bring it back, or "
-            "move the directory away"
+            f"{run / unread[0]} has no readable {MANIFEST}, so it may be incomplete; restore the file, or move the directory away"
         )
-    passed_over = [f"{name} is not used: it has no {MANIFEST} that can be read" for name in unread]
+    passed_over = [f"{name} is not used: it has no readable {MANIFEST}" for name in unread]
     damaged: list[str] = []
     for checkpoint in reversed(own):
         try:

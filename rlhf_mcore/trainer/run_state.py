@@ -144,12 +144,12 @@ def check_counts(checkpoint: Path) -> None:
     for name, value in states.items():
         if value is not None and value != step:
             raise ConfigError(
-                f"{checkpoint}: the manifest is that of step {step}, but {name} is of step {value}; {_REMEDY}"
+                f"{checkpoint}: the manifest records step {step}, but {name} records step {value}; {_REMEDY}"
             )
     trained, drawn = counters.integer("prompts", default=None), _num_drawn(data)
     if trained is not None and drawn is not None and not trained <= drawn <= max(trained, 1) * _DRAWN_PER_PROMPT:
         raise ConfigError(
-            f"{data.where}: the sampler has drawn {drawn} prompts, but {TRAINER_STATE} counts {trained} that were trained on; "
+            f"{data.where}: the sampler has read {drawn} prompts, but {TRAINER_STATE} counts {trained} trained prompts; "
             f"{_REMEDY}"
         )
 

@@ -51,11 +51,11 @@ def test_a_version_of_the_future_or_of_no_release_is_refused(version: object) ->
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        ("trainer_state.json", '"step": 2', '"step": 3', r"step 2, but trainer_state.json \(step\) is of step 3"),
-        ("trainer_state.json", '"steps": 2', '"steps": 1', r"trainer_state.json \(counters.steps\) is of step 1"),
-        ("dataloader.json", '"step": 2', '"step": 1', r"dataloader.json \(step\) is of step 1"),
-        ("dataloader.json", '"num_drawn": 8', '"num_drawn": 7', "has drawn 7 prompts, but trainer_state.json counts 8"),
-        ("dataloader.json", '"num_drawn": 8', '"num_drawn": 800000000', "has drawn 800000000 prompts, but"),
+        ("trainer_state.json", '"step": 2', '"step": 3', r"step 2, but trainer_state.json \(step\) records step 3"),
+        ("trainer_state.json", '"steps": 2', '"steps": 1', r"trainer_state.json \(counters.steps\) records step 1"),
+        ("dataloader.json", '"step": 2', '"step": 1', r"dataloader.json \(step\) records step 1"),
+        ("dataloader.json", '"num_drawn": 8', '"num_drawn": 7', "has read 7 prompts, but trainer_state.json counts 8"),
+        ("dataloader.json", '"num_drawn": 8', '"num_drawn": 800000000', "has read 800000000 prompts, but"),
         ("dataloader.json", '"num_drawn": 8', f'"num_drawn": {10**30}', "num_drawn.*integer"),
         ("dataloader.json", '"num_drawn": 8', '"num_drawn": -8', "num_drawn=-8, not "),
     ],

@@ -247,7 +247,7 @@ def test_a_checkpoint_without_a_manifest_is_named(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / "manifest.json").unlink()
     found = start(tmp_path)
-    assert found.step == 1 and "checkpoint-2 is not used: it has no manifest.json that can be read" in found.notes
+    assert found.step == 1 and "checkpoint-2 is not used: it has no readable manifest.json" in found.notes
     (tmp_path / "checkpoint-1" / "manifest.json").unlink()
     with refused(ConfigError, field=("checkpoint-1", "manifest.json")):
         start(tmp_path)
