@@ -136,7 +136,9 @@ def run_config(
     if reward is not None:
         result = result.updated(reward_settings(reward))
     if rollout is not None:
-        result = result.updated({"rollout.function": rollout_setting(rollout)})
+        if not isinstance(rollout, str):
+            load_rollout(rollout := OwnFunction(rollout))
+        result = result.updated({"rollout.function": rollout})
     rows = {"train": prompts, "eval": eval_prompts}
     names = {"train": "prompts", "eval": "eval_prompts"}
     key = result.data.prompt_key
@@ -182,20 +184,6 @@ def reward_settings(reward: Any) -> dict[str, Any]:
         raise refusal("reward", reward, remedy)
     load_reward(function := OwnFunction(reward), "reward")
     return {"reward.function": function}
-
-
-def rollout_setting(rollout: Any) -> str:
-    """Return the value of ``rollout.function`` for a coroutine function, or for path/to/file.py:name.
-
-    Raises:
-        ConfigError: it is neither, or does not take (policy, prompt, ctx).
-    """
-    if isinstance(rollout, str):
-        return rollout
-    if not callable(rollout):
-        raise refusal("rollout", rollout, "give a coroutine function, async def f(policy, prompt, ctx)")
-    load_rollout(function := OwnFunction(rollout))
-    return function
 
 
 def _settings_of_several(rewards: Sequence[Any], remedy: str) -> dict[str, Any]:

@@ -228,9 +228,7 @@ def load_rollout(spec: str) -> Rollout:
     """
     function = spec.function if isinstance(spec, OwnFunction) else _load_file(spec)
     if not inspect.iscoroutinefunction(function):
-        raise ConfigError(
-            f"{KEY}={spec}: it is not a coroutine function; write async def {spec.rpartition(':')[2]}(...)"
-        )
+        raise ConfigError(f"{KEY}={spec}: it is not a coroutine function; write async def f(policy, prompt, ctx)")
     try:
         inspect.signature(function).bind("policy", "prompt", "ctx")
     except TypeError as error:

@@ -69,6 +69,7 @@ NO_PATHS: list[Any] = [None, 3, b"x", ["a"], "", "a\0b"]
 NO_CONFIGS: list[Any] = [None, 3, "run.yaml", {"trainer": {}}, Config]
 NO_ROWS: list[Any] = [3, b"2+2=", "2+2=", {}, {"prompt": "x"}, [], [3], [b"x"], [{3: "x"}]]
 NO_REWARDS: list[Any] = [3, Grader, lambda: 0.0, lambda a, b: 0.0, {"functoin": "x"}, {"rules": 3}, "maht"]
+NO_ROLLOUTS: list[Any] = [3, Grader, lambda: 0.0, reward, "maht"]
 NO_CALLBACKS: list[Any] = [print, 3, [Told], [lambda: None], [object()]]
 NO_FLAGS: list[Any] = [None, 1, "yes"]
 NO_COUNTS: list[Any] = [0, 1.5, "2", True]
@@ -109,6 +110,8 @@ def calls() -> list[tuple[str, Any, Callable[[Any], Any]]]:
         ("eval_prompts", NO_ROWS, lambda value: rm.Trainer(CFG, eval_prompts=value)),
         ("reward", NO_REWARDS, lambda value: rm.train(CFG, reward=value)),
         ("reward", NO_REWARDS, lambda value: rm.evaluate(CFG, reward=value)),
+        ("rollout", NO_ROLLOUTS, lambda value: rm.train(CFG, rollout=value)),
+        ("rollout", NO_ROLLOUTS[:-1], lambda value: rm.evaluate(CFG, rollout=value)),
         ("callbacks", NO_CALLBACKS, lambda value: rm.train(CFG, callbacks=value)),
         ("prompts", NO_ROWS, lambda value: rm.evaluate(CFG, prompts=value)),
         ("checkpoint", NO_PATHS[1:], lambda value: rm.evaluate(CFG, value)),

@@ -316,7 +316,7 @@ def test_graders_score_only_the_rollouts_without_a_score(tokenizer: PreTrainedTo
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("def f(policy, prompt, ctx): ...", "is not a coroutine function; write async def f"),
+        ("def f(policy, prompt, ctx): ...", "is not a coroutine function; write async def f("),
         ("async def f(policy): ...", "its parameters are (policy)"),
         ("f = 3", "is not a function"),
         ("import nowhere_at_all", "fails to import"),
