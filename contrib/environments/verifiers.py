@@ -23,8 +23,9 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError, for_terminal
-from rlhf_mcore.environments.agents.calls import MODEL, TurnInput
-from rlhf_mcore.environments.agents.endpoint import Endpoint
+from rlhf_mcore.environments.agents.calls import MODEL, TurnInput, TurnOutput
+from rlhf_mcore.environments.agents.dialects import ClientRequest
+from rlhf_mcore.environments.agents.endpoint import Endpoint, OnText
 from rlhf_mcore.redaction import redact
 
 KEY = "environment.options"
@@ -280,19 +281,37 @@ async def _openings(options: dict[str, Any], first: int, rows: int) -> tuple[lis
     return prompts, tools
 
 
+class _Listener:
+    """An episode that keeps the first request, and answers none."""
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Future[TurnInput] = asyncio.get_running_loop().create_future()
+
+    async def ask(self, order: ClientRequest, asked_at: float, on_text: OnText | None = None) -> list[TurnOutput]:
+        """See :class:`rlhf_mcore.environments.agents.endpoint.ServedEpisode`."""
+        if not self.asked.done():
+            self.asked.set_result(order.asked[0])
+        await asyncio.Event().wait()
+        return []
+
+    async def restart(self) -> None:
+        """See ``ask``."""
+
+
 async def _first_request(episode: Verifiers, endpoint: Endpoint, number: int) -> TurnInput:
     """Start a task and stop it after its first request to the policy. Returns this request."""
-    action = {"base_url": endpoint.url, "api_key": endpoint.open(number)}
-    playing = asyncio.create_task(episode.step(action))
+    listener = _Listener()
+    api_key = endpoint.open(listener)
+    playing = asyncio.create_task(episode.step({"base_url": endpoint.url, "api_key": api_key}))
     try:
-        while not playing.done():
-            if calls := [call.asked for call in endpoint.take() if call.asked is not None]:
-                return calls[0]
-            await asyncio.sleep(0.01)
+        first: list[asyncio.Future[Any]] = [playing, listener.asked]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if listener.asked.done():
+            return listener.asked.result()
         playing.result()
         raise RuntimeError(f"task {number} ended before it sent a request to the policy")
     finally:
-        endpoint.close(number)
+        endpoint.close(api_key)
         playing.cancel()
         await asyncio.wait([playing])
 

@@ -30,6 +30,7 @@ from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, read_adapters
 from rlhf_mcore.readers.model_files import read_config, read_geometry
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import AddsAdapters, Engine, EngineModel
+from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
 
 _OF_MODEL = ("config.json", "generation_config.json")
@@ -206,13 +207,14 @@ class Engines:
         if added is not None:
             on_every_rank(lambda: added.choose(engine, model))
         decode = partial(load_tokenizer(tokenizer).batch_decode, skip_special_tokens=True)
+        setup = RolloutSetup()
         if cfg.environment.function is not None:
-            from rlhf_mcore.environments.build import EpisodeSpec, build_episode_sampler
+            from rlhf_mcore.environments.build import EpisodeSpec
             from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 
             spec = EpisodeSpec.of(cfg, engine.rank.num_engines, ToolCallParser)
-            return build_episode_sampler(spec, engine, engine.rank, engine.ranks, decode)
-        return BatchSampler(engine, engine.rank, decode, ranks=engine.ranks)
+            setup = on_every_rank(lambda: spec.build() if engine.rank.is_lead else RolloutSetup())
+        return BatchSampler(engine, engine.rank, decode, engine.ranks, setup)
 
     def _load(self, engine: Engine, path: str, weights: Weights) -> None:
         try:
