@@ -15,8 +15,8 @@ from rlhf_mcore.config.reward_sources import function_name
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.rewards.pool import (
+    BackgroundPool,
     Outcome,
-    Pool,
     Pools,
     WorkerLimits,
     default_workers,
@@ -35,22 +35,20 @@ KEY = "reward.function"
 PART = "function."  # prefix of the part names of functions that are combined with rules
 
 
-class InProcessPool:
-    """Calls a function that was passed from Python, in a thread of this process next to the generating thread.
+class InProcessPool(BackgroundPool):
+    """Calls a function that was passed from Python.
 
     There is no deadline and no memory limit. If the function hangs, the run hangs.
     """
 
-    def __init__(self, call: Call) -> None:
-        self._call, self._thread = call, ThreadPoolExecutor(1, "reward")
+    def __init__(self, name: str, call: Call) -> None:
+        super().__init__(name)
+        self._call, self._thread = call, ThreadPoolExecutor(1, "reward")  # a thread without an event loop
+        self._background.resources.callback(self._thread.shutdown)
 
-    async def answer_all(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
-        calls = [self._thread.submit(self._call, json.loads(item)) for item in items]
-        return [Outcome(answer) for answer in await asyncio.gather(*map(asyncio.wrap_future, calls))]
-
-    def close(self) -> None:
-        """Wait for running calls."""
-        self._thread.shutdown(cancel_futures=True)
+    async def _answer(self, items: Sequence[bytes], stop_at_failure: bool) -> list[Outcome]:
+        loop = asyncio.get_running_loop()
+        return [Outcome(await loop.run_in_executor(self._thread, self._call, json.loads(item))) for item in items]
 
 
 class PooledReward:
@@ -69,7 +67,7 @@ class PooledReward:
     def __init__(
         self,
         name: str,
-        pool: Pool,
+        pool: BackgroundPool,
         on_error: str,
         *,
         with_prompt: bool = False,
@@ -203,7 +201,9 @@ def _pooled_reward(cfg: RewardConfig, spec: str, key: str, part: str | None, poo
     name = f"{key}={spec}"
     if isinstance(spec, OwnFunction):
         call = load_reward(spec, key)
-        return PooledReward(name, InProcessPool(call), cfg.on_error, batched=isinstance(call, BatchCall), part=part)
+        return PooledReward(
+            name, InProcessPool(name, call), cfg.on_error, batched=isinstance(call, BatchCall), part=part
+        )
     limits = WorkerLimits(cfg.workers or default_workers(), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
     pool = pools(name, "reward", {"spec": spec, "key": key}, limits)
     return PooledReward(name, pool, cfg.on_error, batched=bool(pool.check().get("batched")), part=part)

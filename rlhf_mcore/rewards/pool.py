@@ -72,22 +72,6 @@ class Outcome:
         return self.lost or self.answer.get("error", "")
 
 
-class Pool(Protocol):
-    """A pool that answers items."""
-
-    @property
-    def close(self) -> Callable[[], Any]:
-        """Stop everything that the pool has started. Waiting callers get an error."""
-        ...
-
-    async def answer_all(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
-        """Return the outcomes of items, in order. None: the item was skipped.
-
-        With ``stop_at_failure``, the remaining items are skipped after the first failure.
-        """
-        ...
-
-
 class NoResults(ConfigError):
     """Too many responses in a row got no result, so that further calls are pointless.
 
@@ -226,9 +210,10 @@ async def _wait_for_any(interests: Sequence[tuple[int, int]], timeout_s: float) 
 
 
 class BackgroundPool(ABC):
-    """A pool whose items are answered in a background thread, because an engine blocks the loop of the caller.
+    """Answers items in a background thread, because an engine blocks the loop of the caller.
 
-    Without references it is closed.
+    ``close`` stops everything that the pool has started. Waiting callers get an error. A pool without references is
+    closed.
     """
 
     def __init__(self, name: str, batch_size: int = 1) -> None:
@@ -241,7 +226,9 @@ class BackgroundPool(ABC):
         """Return the outcomes of a batch of items."""
 
     async def answer_all(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
-        """Return the outcomes of items; see :class:`Pool`.
+        """Return the outcomes of items, in order. None: the item was skipped.
+
+        With ``stop_at_failure``, the remaining items are skipped after the first failure.
 
         Raises:
             ConfigError: no item can be answered, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.

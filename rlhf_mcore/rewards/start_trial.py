@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
-from threading import Event, Thread
 from typing import Any, Generic, TypeVar
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig, JudgeConfig, RemoteRewardConfig, RewardConfig
-from rlhf_mcore.coroutines import run
+from rlhf_mcore.coroutines import Background, run
 from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, NoResults, Pools, WorkerLimits, WorkerPool, local_pool
 from rlhf_mcore.rewards.reward import build_reward, make_text_trajectory, scoring_keys
 from rlhf_mcore.rewards.trial import (
@@ -84,15 +83,19 @@ class _Attempt(Generic[T]):
     """Runs ``work`` in its own thread. Its pools are closed at the end, even if ``work`` is not finished."""
 
     def __init__(self, work: Callable[[Pools], T]) -> None:
-        self._work, self._verdict, self._is_over = work, Future[T](), Event()
         self._pools: list[tuple[str, WorkerPool]] = []  # each with its kind of work
+        self._is_over = False
+
+        async def attempt() -> T:
+            return work(self._make_pool)
+
+        self._verdict = Background("reward-trial").start(attempt())
 
     def __enter__(self) -> _Attempt[T]:
-        Thread(target=self._run, name="reward-trial", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._is_over.set()
+        self._is_over = True
         for _, pool in list(self._pools):
             pool.close()
 
@@ -111,16 +114,10 @@ class _Attempt(Generic[T]):
         return self._verdict.result()
 
     def _make_pool(self, name: str, kind: str, options: Mapping[str, Any], limits: WorkerLimits) -> WorkerPool:
-        if self._is_over.is_set():
+        if self._is_over:
             raise RuntimeError("the trial is over")
         self._pools.append((kind, local_pool(name, kind, options, limits)))
         return self._pools[-1][1]
-
-    def _run(self) -> None:
-        try:
-            self._verdict.set_result(self._work(self._make_pool))
-        except BaseException as error:
-            self._verdict.set_exception(error)
 
 
 def _try_one_response(cfg: RewardConfig, data: DataConfig, name: str, pools: Pools) -> str | None:
