@@ -28,8 +28,7 @@ from rlhf_mcore.mcore.mixture import keep_biases_whole
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
 from rlhf_mcore.mcore.mtp import add_mtp_layers
-from rlhf_mcore.mcore.needs import make_buffers
-from rlhf_mcore.mcore.overrides import Overrides
+from rlhf_mcore.mcore.overrides import Overrides, make_buffers
 from rlhf_mcore.mcore.packed import rotate_packed, tell_of_padding
 from rlhf_mcore.mcore.vision import add_vision
 from rlhf_mcore.mcore.weights import mark_tensor_parallel

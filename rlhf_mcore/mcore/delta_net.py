@@ -24,9 +24,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_mcore.data.prefixes import PrefixTree
-from rlhf_mcore.mcore.groups import SummedGradient
 from rlhf_mcore.mcore.packed import PackedSequences
-from rlhf_mcore.parallel.context import order_of_one, to_parts, to_tokens
+from rlhf_mcore.parallel.context import SummedGradient, order_of_one, to_parts, to_tokens
 
 CHUNK = 64  # tokens per chunk; a triangular system replaces the states of these tokens
 

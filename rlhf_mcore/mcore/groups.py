@@ -199,22 +199,6 @@ def _repeat(shapes: Sequence[Shape], together: int, times: int) -> Iterator[Shap
             yield from shapes[begin : begin + together]
 
 
-class SummedGradient(torch.autograd.Function):
-    """The identity, with a gradient that is summed over a group.
-
-    Megatron's version does not sum non-contiguous gradients.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _sum(gradient, ctx.group), None
-
-
 class Sum(torch.autograd.Function):
     """The sum over a group whose ranks use it differently. The gradient is therefore summed too."""
 

@@ -29,8 +29,7 @@ from rlhf_mcore.expected_kernels import (
 )
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.delta_net import DeltaKernels, GatedDeltaNet
-from rlhf_mcore.mcore.grouped import GroupedExperts, group_experts
-from rlhf_mcore.mcore.mixture import routers
+from rlhf_mcore.mcore.mixture import GroupedExperts, group_experts, routers
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.norms import RMSNorm
 from rlhf_mcore.mcore.weights import unwrap

@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
-from rlhf_mcore.mcore.groups import SummedGradient
+from rlhf_mcore.parallel.context import SummedGradient
 from rlhf_mcore.platform.megatron_versions import LayersOfSpec
 
 # Epsilon for the norms of latents, even if the model's other norms use another one. The authors' code and

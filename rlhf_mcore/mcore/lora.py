@@ -18,6 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelGroupedLinear,
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TELinear,
+    TERowParallelGroupedLinear,
+    TERowParallelLinear,
+)
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -36,7 +44,6 @@ from torch.autograd.function import FunctionCtx
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.geometry import AdapterSizes
-from rlhf_mcore.mcore import lora_te
 from rlhf_mcore.mcore.latent import WholeLinear
 from rlhf_mcore.mcore.layers import HAVE_TE
 from rlhf_mcore.plugins import load_plugin
@@ -325,6 +332,26 @@ def _parts_of(layer: Any, inputs: tuple[Any, ...], output: Any) -> _Parts:
     return inputs[0], *output, None
 
 
+_TE_COLUMN = (TEColumnParallelLinear, TELayerNormColumnParallelLinear, TEColumnParallelGroupedLinear)
+_TE_ROW = (TERowParallelLinear, TERowParallelGroupedLinear)
+
+
+def _te_parts_of(layer: Any, inputs: tuple[Any, ...], output: Any) -> _Parts:
+    """Return the parts for one of Transformer Engine's layers.
+
+    A layer can include a norm. It then also returns its normed input, so the norm is computed once. The gradient of the
+    norm is the sum over both products. The experts of a layer are one layer, whose input contains their tokens back to
+    back.
+    """
+    x, (y, bias) = inputs[0], output[:2]
+    if isinstance(layer, TELayerNormColumnParallelLinear):
+        # Megatron returns Transformer Engine's tuple. A bias that is added later is in the middle.
+        y, bias, x = output if layer.te_return_bias else (y[0], bias, y[1])
+    if not isinstance(layer, (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)):
+        return x, y, bias, None
+    return x, y, bias, [int(count) for count in inputs[1]]
+
+
 def _by_expert(
     multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, layer: Any, name: str, counts: list[int] | None
 ) -> Tensor:
@@ -344,13 +371,15 @@ def _form_of(layer: Any, name: str, role: str) -> _Form:
     if isinstance(layer, WholeLinear):
         return _Form(_Path(layer.tp_group, layer.sequence_parallel, False), _parts_of)
     if HAVE_TE:
-        lora_te.return_normed(layer)
-        if isinstance(layer, (*lora_te.COLUMN, *lora_te.ROW)):
-            kind = _ColumnPath if isinstance(layer, lora_te.COLUMN) else _RowPath
-            is_expert = lora_te.has_outside_communication(layer)
-            return _Form(kind(layer._tp_group, layer.sequence_parallel, is_expert), lora_te.parts_of)
-        if isinstance(layer, lora_te.WHOLE):
-            return _Form(_Path(layer._tp_group, bool(layer.config.sequence_parallel), False), lora_te.parts_of)
+        if isinstance(layer, TELayerNormColumnParallelLinear):
+            layer.return_layernorm_output = True  # without adapters too, so that such runs match bit for bit
+        if isinstance(layer, (*_TE_COLUMN, *_TE_ROW)):
+            kind = _ColumnPath if isinstance(layer, _TE_COLUMN) else _RowPath
+            # The token dispatcher or shared experts communicate for a layer without a mode.
+            is_expert = layer.parallel_mode is None
+            return _Form(kind(layer._tp_group, layer.sequence_parallel, is_expert), _te_parts_of)
+        if isinstance(layer, TELinear):  # neither column nor row parallel: Megatron's "duplicated"
+            return _Form(_Path(layer._tp_group, bool(layer.config.sequence_parallel), False), _te_parts_of)
     raise ConfigError(
         f"{role}.lora.rank: {name} is a {type(layer).__name__}, which does not support adapters; set model.layer_spec=local, "
         f"or remove it from {role}.lora.targets"

@@ -89,6 +89,25 @@ def to_tokens(part: Tensor, widths: Sequence[int], order: Tensor, group: dist.Pr
     return torch.cat(parts, dim=-1)
 
 
+class SummedGradient(torch.autograd.Function):
+    """The identity, whose gradient is summed over a group.
+
+    Megatron's version does not sum non-contiguous gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        summed = grads[0].clone(memory_format=torch.contiguous_format)
+        if summed.numel():
+            dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, order: Tensor, group: dist.ProcessGroup, sums_gradient: bool) -> Tensor:

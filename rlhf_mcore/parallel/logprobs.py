@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_mcore.parallel import fused_softmax
+from rlhf_mcore.parallel.context import SummedGradient
 from rlhf_mcore.types import Ragged
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ def linear_logprobs(
     hidden = hidden.to(weight.dtype)
     low, rows = added if added is not None else (None, None)
     if group.size() > 1:
-        hidden = _SumGradient.apply(hidden, group)
-        low = None if low is None else _SumGradient.apply(low, group)
+        hidden = SummedGradient.apply(hidden, group)
+        low = None if low is None else SummedGradient.apply(low, group)
     block = chunk_tokens or chunk_tokens_of(weight.size(0))
     columns = _Columns.of(group, len(weight), vocab_size, temperature)
     subsets = None if support is None else support.on(hidden.device)
@@ -115,22 +116,6 @@ def _fused(hidden: Tensor, wanted: Wanted) -> ModuleType | None:
     if not hidden.is_cuda or wanted[1:] != (None, None) or torch.are_deterministic_algorithms_enabled():
         return None
     return fused_softmax if fused_softmax.can_compile() else None
-
-
-class _SumGradient(torch.autograd.Function):
-    """The identity, whose gradient is summed over a group."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        summed = grads[0].contiguous()
-        if summed.numel():
-            dist.all_reduce(summed, group=ctx.group)
-        return summed, None
 
 
 class _Linear(torch.autograd.Function):

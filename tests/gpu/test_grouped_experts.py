@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_mcore.expected_kernels import GROUPS_EXPERTS
-from rlhf_mcore.mcore.grouped import _GroupedProduct
+from rlhf_mcore.mcore.mixture import _GroupedProduct
 
 pytestmark = [
     pytest.mark.gpu,

@@ -161,13 +161,13 @@ def main(folder: str, wanted: Sequence[str]) -> None:
     """
     os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"  # as in cli/rank.py
     import_transformer_engine(folder)
-    from rlhf_mcore.mcore import needs
+    from rlhf_mcore.mcore import overrides
     from rlhf_mcore.mcore.layers import HAVE_TE
     from rlhf_mcore.parallel.layout import ParallelLayout
     from tests.distributed import models
 
-    assert HAVE_TE and needs.has_fp32_scales()
-    needs.problems = lambda overrides, platform: iter(())  # because the platform is the CPU
+    assert HAVE_TE and overrides.has_fp32_scales()
+    overrides.machine_problems = lambda overrides, platform: iter(())  # because the platform is the CPU
     with TemporaryDirectory() as directory:
         for order in wanted:
             name, _, sizes = order.partition(":")

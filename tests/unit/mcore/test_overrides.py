@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnBackend
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import ActorConfig, CriticConfig
-from rlhf_mcore.mcore import needs
+from rlhf_mcore.mcore import overrides
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform.cpu import CpuPlatform
@@ -110,7 +110,7 @@ def test_a_device_that_cannot_compute_so_is_named(
     for name in ("transformer_engine", "transformer_engine.common"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, recipe.__name__, recipe)
-    monkeypatch.setattr(needs, "find_spec", lambda name: object())
+    monkeypatch.setattr(overrides, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     wanted, plain = Overrides.of("actor", ActorConfig(fp8="blockwise")), Overrides("actor.megatron", {"fp8": "hybrid"})
@@ -160,7 +160,7 @@ def test_buffers_of_transformer_engine_are_made_once_and_have_the_shape_of_every
     platform, wanted = CudaPlatform(), Overrides("critic.megatron", {"tp_comm_overlap": True})
     layout = ParallelLayout(4, tp=2, cp=2, sequence_parallel=True)
     for _ in range(2):  # an actor and its reference
-        needs.make_buffers(wanted, platform, layout, 1003, 64)
+        overrides.make_buffers(wanted, platform, layout, 1003, 64)
     assert made == [{"shape": [500, 64], "tp_size": 2, "use_fp8": False, "bootstrap_backend": "nccl"}]
     with refused(ConfigError, field="critic.megatron.tp_comm_overlap", value=("True", "128"), remedy="remove"):
-        needs.make_buffers(wanted, platform, layout, 1003, 128)
+        overrides.make_buffers(wanted, platform, layout, 1003, 128)
