@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from rlhf_mcore.commands.prepare_data.recipes import PreparedExample, RowError, per_row, text_of, user_turn
-from rlhf_mcore.rewards.code_tests import UNREADABLE, read_tests
+from rlhf_mcore.rewards.code import UNREADABLE, read_tests
 
 PROGRAM_INSTRUCTION = (
     "Write a Python program that reads standard input and writes standard output. Put it in one ```python code block."

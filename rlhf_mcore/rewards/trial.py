@@ -27,8 +27,7 @@ from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.readers.data_columns import file_keys, row_limits, settings_of
 from rlhf_mcore.readers.data_rows import ground_truth, mapping
-from rlhf_mcore.rewards.code import require_isolation
-from rlhf_mcore.rewards.code_tests import UNREADABLE, read_tests
+from rlhf_mcore.rewards.code import UNREADABLE, read_tests, require_isolation
 from rlhf_mcore.rewards.forms import canonical
 from rlhf_mcore.rewards.pool import Pools, local_pool
 from rlhf_mcore.rewards.reward import Graders, build_reward, check_sources, make_text_trajectory

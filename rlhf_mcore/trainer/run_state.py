@@ -16,7 +16,7 @@ from rlhf_mcore.checkpoint.layout import CONFIG, DATALOADER, RNG_FILE, ROLLOUTS,
 from rlhf_mcore.checkpoint.manifest import VERSION, migrate, read_manifest
 from rlhf_mcore.checkpoint.registry import Registry
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
+from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories
 from rlhf_mcore.foreign import Fields, read_json
 from rlhf_mcore.trainer.inputs import Inputs
 

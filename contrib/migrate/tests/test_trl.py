@@ -14,7 +14,7 @@ from rlhf_mcore.cli import main as main_module
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.rewards.shape import PatternGrader
+from rlhf_mcore.rewards.graders import PatternGrader
 from rlhf_mcore_contrib.migrate import sources, trl
 from rlhf_mcore_contrib.migrate.python_script import read_python
 from rlhf_mcore_contrib.migrate.table import Migration, apply

@@ -18,7 +18,7 @@ from rlhf_mcore.platform.base import preserved_rng
 from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import AddsAdapters, EngineModel, ExpectedTensors, LiveEngine
-from rlhf_mcore.rollout.vllm import adapters, cpu, images, masks, reload, stages
+from rlhf_mcore.rollout.vllm import adapters, cpu, images, reload, stages, token_records
 from rlhf_mcore.rollout.vllm.arguments import live_backends, quantised_options
 from rlhf_mcore.rollout.vllm.drafts import Drafts
 from rlhf_mcore.rollout.vllm.environment import (
@@ -31,8 +31,6 @@ from rlhf_mcore.rollout.vllm.environment import (
 )
 from rlhf_mcore.rollout.vllm.images import EngineImages
 from rlhf_mcore.rollout.vllm.limits import problem_of
-from rlhf_mcore.rollout.vllm.masks import support_of
-from rlhf_mcore.rollout.vllm.routes import record_routes
 from rlhf_mcore.rollout.vllm.wrapped_layers import base_layers, set_adapter
 from rlhf_mcore.types import DRAFTS, ROUTES, Completion, Recorded, Request
 
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rlhf_mcore.config.schema import RolloutConfig
-    from rlhf_mcore.rollout.vllm.routes import RouteSource
+    from rlhf_mcore.rollout.vllm.token_records import RouteSource
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Default tokens per forward pass: the smallest number that vLLM chooses on any platform, and its choice on large GPUs.
@@ -107,9 +105,11 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             self._open_slots()
             self.use_adapter(0)
         if self._records:
-            masks.record_masks(self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda)
+            token_records.record_masks(self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda)
         if model.records_routes:
-            self._routes = record_routes(self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda)
+            self._routes = token_records.record_routes(
+                self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda
+            )
         if not self._on_cuda:
             cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
             cpu.rotate_every_head(self.model)
@@ -175,7 +175,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             raise RuntimeError("the rollout engine sleeps: call wake() before it generates")
         extra: list[dict[str, Any] | None] = [None] * len(requests)
         if self._records:
-            extra = [masks.extra_args(request) for request in requests]
+            extra = [token_records.extra_args(request) for request in requests]
         params = [
             SamplingParams(
                 temperature=request.sampling.temperature,
@@ -209,7 +209,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
 
     def _step(self) -> list[Completion]:
         if self._records and self._on_cuda:
-            masks.record_where_wanted(self._llm.llm_engine, self._worker().model_runner, self._in_flight)
+            token_records.record_where_wanted(self._llm.llm_engine, self._worker().model_runner, self._in_flight)
         return [self._completion(output) for output in self._llm.llm_engine.step() if output.finished]
 
     def _completion(self, output: Any) -> Completion:
@@ -224,7 +224,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             raise RuntimeError(f"the engine answered {other or 'an unknown request'}")
         [drawn], support = output.outputs, None
         if in_flight.request.sampling.records_support:
-            support = support_of(drawn)
+            support = token_records.support_of(drawn)
         token_ids = list(drawn.token_ids)
         logprobs = [record[token].logprob for token, record in zip(token_ids, drawn.logprobs or [], strict=False)]
         fields: dict[str, Recorded] = {}

@@ -15,7 +15,7 @@ from rlhf_mcore.foreign import shorten
 from rlhf_mcore.geometry import LatentSizes
 from rlhf_mcore.machine import has_gpu, processor
 from rlhf_mcore.readers.adapter_files import adapted_modules
-from rlhf_mcore.rollout.vllm import masks
+from rlhf_mcore.rollout.vllm import token_records
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import ModelConfig, RolloutConfig
@@ -160,7 +160,7 @@ def problem_of(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, 
             "set it to old_logprobs or off"
         )
     if "requires Model Runner V2" in message:
-        return masks.not_recorded(cfg.sampling, options["model"])
+        return token_records.not_recorded(cfg.sampling, options["model"])
     if "MoE backend supports the deployment" in message:
         return (
             f"rollout.layout.tp={cfg.layout.tp}: vLLM has no kernel for these shards of experts of {options['model']} (CPU kernels "

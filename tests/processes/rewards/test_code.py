@@ -19,8 +19,7 @@ from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rewards import code
-from rlhf_mcore.rewards.code import CodeGrader
-from rlhf_mcore.rewards.code_tests import CodeTest, find_code, read_tests, same_output, same_value
+from rlhf_mcore.rewards.code import CodeGrader, CodeTest, find_code, read_tests, same_output, same_value
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.rewards.trial import TrialRow, try_reward
 from rlhf_mcore.sandbox.run import Level

@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
+from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories
 from rlhf_mcore.environments.control_tokens import UnreadableText
 from rlhf_mcore.environments.environment import EnvironmentReward, EnvironmentRollout
 from rlhf_mcore.environments.sessions import Sessions

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
+from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories
 from rlhf_mcore.data.image_rows import ImageReader
 from rlhf_mcore.data.images import ImageStore
-from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
 from rlhf_mcore.environments.agents.calls import RequestError
 from rlhf_mcore.environments.agents.client_values import message_of
 from rlhf_mcore.environments.agents.conversation import Conversation

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mcore.data.episodes import token_versions
-from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
+from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories, token_versions
 from rlhf_mcore.environments.agents import conversation
 from rlhf_mcore.environments.agents.calls import TurnInput
 from rlhf_mcore.environments.agents.conversation import Continuation, Conversation, comparable

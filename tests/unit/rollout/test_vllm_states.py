@@ -15,7 +15,7 @@ from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, InFlight, VersionedWeights
 from rlhf_mcore.rollout.vllm.engine import VLLMEngine
 from rlhf_mcore.rollout.vllm.limits import problem_of
-from rlhf_mcore.rollout.vllm.masks import record_where_wanted
+from rlhf_mcore.rollout.vllm.token_records import record_where_wanted
 from rlhf_mcore.types import Request, Sampling
 
 REQUEST = Request(0, "prompt 'p', sample 0", [5, 6, 7], Sampling(), seed=3)

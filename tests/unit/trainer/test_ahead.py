@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories
 from rlhf_mcore.data.sampler import PromptSampler
-from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
 from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.sampling.rollouts import single_turn_trajectory
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingAhead, SamplingSchedule

@@ -16,8 +16,7 @@ from torch import Tensor
 from rlhf_mcore.algorithms.interfaces import LossInputs, reads
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import AlgorithmConfig
-from rlhf_mcore.data.episodes import episode
-from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
+from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories, episode
 from rlhf_mcore.parallel.rows import move_rows, split_tokens
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.exchange import RowExchange

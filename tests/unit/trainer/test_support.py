@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_mcore.data.episodes import episode, flat_support
+from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories, episode, flat_support
 from rlhf_mcore.data.sampler import PromptSampler
-from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
 from rlhf_mcore.parallel.rows import split_tokens
 from rlhf_mcore.sampling.checks import check_completion
 from rlhf_mcore.trainer.ahead import SamplingAhead, SamplingSchedule
