@@ -34,7 +34,7 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
-from rlhf_mcore.bridge.run.stand_ins import NoTarget
+from rlhf_mcore.bridge.run.sync import NoTarget
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.config.schema import RecomputeConfig, RolloutConfig
 from rlhf_mcore.mcore.build import BuildOptions, build_model
@@ -137,7 +137,7 @@ class OneEngine:
     def join(self, specs: Sequence[GroupSpec], bridge: str) -> None:
         self._ask({"spec": asdict(specs[0]), "bridge": bridge, "messages": self.messages})
 
-    def begin_sync(self, version: int, only: Sequence[str] | None) -> None:
+    def begin_sync(self, version: int) -> None:
         self._ask({"version": version})
 
     def finish(self, timeout_s: float) -> list[str]:

@@ -37,14 +37,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import Timing, report, timed
-from rlhf_mcore.bridge.files.gather import Gatherer
+from rlhf_mcore.bridge.files.gather import GatherBridge, Gatherer
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.describe import describe_sources
 from rlhf_mcore.bridge.map.engine import keep_loading_layout
 from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.run.stand_ins import GatherBridge
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.schema import BridgeConfig, RecomputeConfig, RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry

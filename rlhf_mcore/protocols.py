@@ -208,7 +208,7 @@ class RemoteEngines(Protocol):
         """Make the k-th process that ``pause`` returned call :meth:`WeightReceiver.join` with ``specs[k]``. Returns at once."""
         ...
 
-    def begin_sync(self, version: int, only: Sequence[str] | None) -> None:
+    def begin_sync(self, version: int) -> None:
         """Make every joined process call :meth:`WeightReceiver.sync`. Returns at once."""
         ...
 
@@ -236,7 +236,7 @@ class WeightReceiver(Protocol):
         """
         ...
 
-    def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
+    def sync(self, version: int) -> SyncStats:
         """Receive weights. After an error, the engine's weights are unusable and the engine is not in the group.
 
         Raises:

@@ -23,12 +23,13 @@ def planned_bridge(
     sources: Sources | None = None,
     adapter: AdapterSizes | None = None,
     quantisation: str | None = None,
+    changing: Sequence[str] | None = None,
     traced: EngineMap | None = None,
     poison: bool = False,
     **options: Any,
 ) -> PlannedBridge:
     """Build a bridge to a vLLM model, which has loaders, or to a plain model. ``options``: fields of ``SyncOptions``."""
-    sent = SentWeights(parameters, geometry, sources, adapter, quantisation)
+    sent = SentWeights(parameters, geometry, sources, adapter, quantisation, changing)
     weights = "loaders" if hasattr(target.model, "load_weights") else "plain"
     engine = EngineWeights(target, weights, traced, poison)  # type: ignore[arg-type]
     return PlannedBridge(sent, engine, group, SyncOptions(bucket_bytes, **options))

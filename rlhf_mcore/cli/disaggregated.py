@@ -10,14 +10,14 @@ import torch
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run.endpoints import HostCopies, KeptSources
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
-from rlhf_mcore.bridge.run.stand_ins import NoTarget
+from rlhf_mcore.bridge.run.sync import NoTarget
 from rlhf_mcore.cli.generation import (
     Generation,
     OnDeviceBridge,
     Rewards,
+    SyncSources,
     build_canary,
     build_exchange,
-    changed_only,
     choose_fill_step,
     engine_adapters,
     select_sent,
@@ -26,16 +26,13 @@ from rlhf_mcore.cli.generation import (
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.questions import sent_geometry, sent_quantisation
-from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.environments.build import EpisodeSpec
 from rlhf_mcore.families.mtp import MTP_KEY
-from rlhf_mcore.geometry import AdapterSizes
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncStats
-from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.remote.cluster import Cluster
@@ -70,18 +67,20 @@ def build_disaggregated(
         first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work, fleet.tokens_drawn)
     kind = engine_kind(rollout.engine)
     assert kind.weights != "full", "config.validate keeps others from engines that run apart"
-    side, copies, adapter = _side(cfg, actor.model, in_order or cfg.bridge.full_every is not None)
+    sent = select_sent(cfg, actor.model)
+    copies = _kept_sources(sent) if in_order or cfg.bridge.full_every is not None else None
     remote = RemoteBridge(
-        side,
+        Side(sent.parameters, NoTarget(), sources=sent.sources),
         BridgeJob(
             sent_geometry(cfg, actor.model.spec.geometry),
             cfg.bridge.bucket_bytes,
             verify=cfg.bridge.verify == "digest",
             live_cpu_weights=cfg.bridge.live_cpu_weights and kind.reads("bridge.live_cpu_weights"),
-            adapter=adapter,
+            adapter=sent.adapter,
             full_every=cfg.bridge.full_every,
             transport=cfg.bridge.transport,
             quantisation=sent_quantisation(cfg),
+            changing=sent.changing,
             weights=kind.weights,
         ),
         world_group(),
@@ -105,19 +104,13 @@ def build_disaggregated(
     resync = bridge.sync if copies is None else lambda _version: sync_again()
     source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, fill_step)
     canary = build_canary(run, actor, replace(fleet_sampler, single_turn=True), NoTarget())
-    trained = OnDeviceBridge(changed_only(cfg, actor, remote, NoTarget()), actor.model)
-    publisher = RemotePublisher(trained, run.record, source.drain if drain else None, canary)
+    publisher = RemotePublisher(bridge, run.record, source.drain if drain else None, canary)
     return Generation(source, publisher, fleet_sampler, None if first is None else first.ahead)
 
 
-def _side(cfg: Config, model: RoleModel, keeps: bool) -> tuple[Side, KeptSources | None, AdapterSizes | None]:
-    """Return this rank's side of the bridge, its kept copies of weights (if ``keeps``), and the adapter sizes for engines."""
-    sent = select_sent(cfg, model)
-    side = Side(sent.parameters, NoTarget(), sources=sent.sources)
-    if not keeps or sent.kept is not None:
-        return side, sent.kept if keeps else None, sent.adapter
-    flats = {parameter.name: parameter.tensor.view(-1) for parameter in sent.parameters}
-    return side, HostCopies(flats), None
+def _kept_sources(sent: SyncSources) -> KeptSources:
+    """Return the copies of this rank's sent weights, for engines that restart."""
+    return sent.kept or HostCopies({parameter.name: parameter.tensor.view(-1) for parameter in sent.parameters})
 
 
 def start_fleet(run: RunContext) -> Fleet:

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.gather import Gatherer
+from rlhf_mcore.bridge.files.gather import GatherBridge, Gatherer
 from rlhf_mcore.bridge.map.engine import keep_loading_layout, map_engine
 from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, part_of
 from rlhf_mcore.bridge.map.trace import EngineMap
-from rlhf_mcore.bridge.run.merged import ADAPTERS, MergedSources, SeparateAdapterSources, adapted_weights
-from rlhf_mcore.bridge.run.stand_ins import ChangedOnlyBridge, GatherBridge
+from rlhf_mcore.bridge.run.merged import MergedSources, SeparateAdapterSources, adapted_weights
 from rlhf_mcore.bridge.run.sync import EngineWeights, PlannedBridge, SentWeights, SyncOptions
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
@@ -46,6 +45,7 @@ from rlhf_mcore.protocols import (
 from rlhf_mcore.residency.sharing import DeviceSharing, storage_bytes
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
+from rlhf_mcore.roles.trained_model import TrainedModel
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
@@ -61,7 +61,6 @@ from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 
 if TYPE_CHECKING:
-    from rlhf_mcore.bridge.run.remote import RemoteBridge
     from rlhf_mcore.trainer.ahead import SamplingAhead
 
 
@@ -228,22 +227,10 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
         parameters = part_of(actor.model.local_parameters(), actor.model.spec.geometry, geometry)
         return GatherBridge(Gatherer(parameters, geometry, pgs.tp, pgs.pp, pgs.tp_ep), engine)
     sent = select_sent(cfg, actor.model)
-    weights = SentWeights(sent.parameters, geometry, sent.sources, sent.adapter, sent_quantisation(cfg))
+    quantisation = sent_quantisation(cfg)
+    weights = SentWeights(sent.parameters, geometry, sent.sources, sent.adapter, quantisation, sent.changing)
     options = SyncOptions(cfg.bridge.bucket_bytes, verify=cfg.bridge.verify == "digest", nodes=find_machines())
-    bridge = PlannedBridge(weights, EngineWeights(_live(cfg, engine), traced=traced), world_group(), options)
-    return changed_only(cfg, actor, bridge, engine)
-
-
-def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge, target: WeightTarget) -> WeightBridge:
-    """Limit a bridge to the weights that change: after the first sync it sends only adapted or trained tensors."""
-    model, geometry = actor.model, actor.model.spec.geometry
-    if model.adapter_geometry is not None:
-        names = ADAPTERS if sends_adapters(cfg, geometry) else adapted_weights(model.adapter_geometry)
-        return ChangedOnlyBridge(bridge.sync, target, names)
-    if model.trained is None:
-        return bridge
-    sent = hf_shapes(sent_geometry(cfg, geometry))
-    return ChangedOnlyBridge(bridge.sync, target, [name for name in model.trained if name in sent])
+    return PlannedBridge(weights, EngineWeights(_live(cfg, engine), traced=traced), world_group(), options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,13 +255,14 @@ def find_machines() -> list[int] | None:
 class SyncSources:
     """The tensors that a rank sends, see :class:`PlannedBridge`. ``kept`` keeps the values of the last sync.
 
-    Without ``sources`` the parameters are sent unchanged.
+    Without ``sources`` the parameters are sent unchanged. ``changing``: names of the tensors that training changes; None: all.
     """
 
     parameters: Sequence[LocalParameter]
     sources: MergedSources | SeparateAdapterSources | None = None
     kept: MergedSources | SeparateAdapterSources | None = None
     adapter: AdapterSizes | None = None
+    changing: tuple[str, ...] | None = None
 
 
 def engine_adapters(cfg: Config, geometry: ModelGeometry) -> Shapes | None:
@@ -284,18 +272,20 @@ def engine_adapters(cfg: Config, geometry: ModelGeometry) -> Shapes | None:
     return hf_shapes(replace(geometry.trunk, adapter=adapter_sizes(cfg.actor.lora)))
 
 
-def select_sent(cfg: Config, model: RoleModel) -> SyncSources:
+def select_sent(cfg: Config, model: TrainedModel) -> SyncSources:
     """Choose the tensors to send to engines (``actor.lora.sync``): merged weights, or weights once and then adapters."""
     geometry, whole = model.adapter_geometry, model.spec.geometry
     if geometry is None:
-        return SyncSources(part_of(model.local_parameters(), whole, sent_geometry(cfg, whole)))
+        sent = sent_geometry(cfg, whole)
+        names = None if model.trained is None else tuple(name for name in model.trained if name in hf_shapes(sent))
+        return SyncSources(part_of(model.local_parameters(), whole, sent), changing=names)
     weights, adapters = part_of(model.local_parameters(), whole, whole.trunk), model.adapter_parameters()
     if sends_adapters(cfg, whole):
         aside, kept_aside = (SeparateAdapterSources(weights, adapters, geometry, keep=keep) for keep in (False, True))
-        return SyncSources([*weights, *adapters], aside, kept_aside, model.adapter)
+        return SyncSources([*weights, *adapters], aside, kept_aside, model.adapter, tuple(hf_shapes(geometry)))
     gains = _gains_of(model) if geometry.adapter is not None and geometry.adapter.use_dora else None
     merged, kept = (MergedSources(weights, adapters, geometry, keep=keep, gains=gains) for keep in (False, True))
-    return SyncSources(weights, merged, kept, None)
+    return SyncSources(weights, merged, kept, None, tuple(adapted_weights(geometry)))
 
 
 def _gains_of(model: RoleModel) -> Callable[[], Mapping[str, Tensor]]:

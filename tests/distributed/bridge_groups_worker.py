@@ -19,8 +19,7 @@ from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, gather_i
 from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations, HostCopies
-from rlhf_mcore.bridge.run.stand_ins import NoTarget
-from rlhf_mcore.bridge.run.sync import ChangedOnly
+from rlhf_mcore.bridge.run.sync import ChangedOnly, NoTarget
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.families.quantised import QUANTISATIONS
 from rlhf_mcore.geometry import LocalParameter, Shard, StateShard
@@ -55,22 +54,26 @@ def wrong(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[s
     )
 
 
+def norms_of(hf: Mapping[str, Tensor]) -> list[str]:
+    return [name for name in hf if name.endswith("norm.weight")]
+
+
 def sync(group: dist.ProcessGroup, scale: float) -> dict[str, Any]:
     """Return the wrong tensors of each rank's engine after syncs of all tensors, of some and of averages, and the bytes of syncs."""
     hf = {name: tensor * scale for name, tensor in hf_tensors(GEOMETRY).items()}
     held, engine = held_of(group, hf), Engine({name: tensor.shape for name, tensor in hf.items()})
     parameters = parameters_of(group, held)
-    bridge = planned_bridge(parameters, GEOMETRY, engine, group, bucket_bytes=256, verify=True, poison=True)
+    common: dict[str, Any] = {"bucket_bytes": 256, "verify": True, "poison": True}
+    bridge = planned_bridge(parameters, GEOMETRY, engine, group, changing=norms_of(hf), **common)
     stats = [bridge.sync(0)]
     found = [wrong(engine.tensors, hf)]
     for tensor in held.values():
         tensor += 1
-    stats.append(bridge.sync(1, only=["*norm.weight"]))
+    stats.append(bridge.sync(1))
     found.append(wrong(engine.tensors, {n: t + n.endswith("norm.weight") for n, t in hf.items()}))
     doubled = held_of(group, {name: tensor * 2 for name, tensor in hf.items()})
     averages = Averages({name: tensor - 1 for name, tensor in held.items()}, doubled)
-    options: dict[str, Any] = {"bucket_bytes": 256, "verify": True, "poison": True, "sources": averages}
-    stats.append(planned_bridge(parameters, GEOMETRY, engine, group, **options).sync(2))
+    stats.append(planned_bridge(parameters, GEOMETRY, engine, group, sources=averages, **common).sync(2))
     found.append(wrong(engine.tensors, {name: tensor * 1.5 for name, tensor in hf.items()}))
     return {"wrong": found, "bytes": [[s.received_bytes, s.local_bytes, s.peak_bytes] for s in stats]}
 
@@ -81,22 +84,17 @@ def sync_apart(group: dist.ProcessGroup) -> dict[str, Any]:
     engine = Engine({name: tensor.shape for name, tensor in hf.items()})
     parameters = parameters_of(group, held_of(group, hf)) if is_trainer else []
     target = NoTarget() if is_trainer else engine
-    bridge = planned_bridge(parameters, GEOMETRY, target, group, bucket_bytes=256, verify=True, poison=True)
-    try:
-        bridge.sync(0, only=["*norm.weight"])
-        refused = ""
-    except RuntimeError as error:
-        refused = str(error)
+    options: dict[str, Any] = {"bucket_bytes": 256, "verify": True, "poison": True, "changing": norms_of(hf)}
+    bridge = planned_bridge(parameters, GEOMETRY, target, group, **options)
     stats = bridge.sync(0)
     for parameter in parameters:
         parameter.tensor += 1
-    bridge.sync(1, only=["*norm.weight"])
+    bridge.sync(1)
     expected = {name: tensor + name.endswith("norm.weight") for name, tensor in hf.items()}
     return {
         "is_trainer": is_trainer,
         "wrong": [] if is_trainer else wrong(engine.tensors, expected),
         "bytes": [stats.received_bytes, stats.local_bytes],
-        "refused": refused,
     }
 
 

@@ -53,7 +53,7 @@ class Served:
             self._have_trouble("join", 0)
             self._end.join(GroupSpec(**given["spec"]), given["bridge"])
         elif do == "sync":
-            stats = self._end.sync(given["version"], given["only"])
+            stats = self._end.sync(given["version"])
             return {**asdict(stats), "version": self._engine.policy_version, "imported": self._imported()}
         elif do == "trouble":
             self._trouble = given
@@ -229,10 +229,10 @@ class EngineProcesses:
         for name, spec in zip(self.names, specs, strict=True):
             self._channels[name].ask("join", spec=asdict(spec), bridge=bridge)
 
-    def begin_sync(self, version: int, only: Sequence[str] | None) -> None:
-        self.log.append("sync" if only is None else "some")
+    def begin_sync(self, version: int) -> None:
+        self.log.append("sync")
         for channel in self._channels.values():
-            channel.ask("sync", version=version, only=only)
+            channel.ask("sync", version=version)
 
     def finish(self, timeout_s: float) -> list[str]:
         until, problems, self.answers = time.monotonic() + timeout_s, [], []

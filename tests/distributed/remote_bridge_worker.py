@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run.endpoints import HostCopies
 from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
-from rlhf_mcore.bridge.run.stand_ins import NoTarget
+from rlhf_mcore.bridge.run.sync import NoTarget
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.parallel.addresses import LOOPBACK
@@ -157,18 +157,18 @@ def some_tensors(run: Trainer) -> dict[str, Any]:
     """Sync to two engines. Some tensors change, another engine joins, and some tensors change again."""
     newer, found = run.path / "newer.safetensors", {}
     model = run.model("tp2_pp2")
-    bridge = run.bridge(model)
+    bridge = run.bridge(model, changing=("model.norm.weight",))
     run.start("a", "b")
     bridge.sync(0)
     changed(model, newer, "model.norm.weight")
-    bridge.sync(1, only=["model.norm.*"])
+    bridge.sync(1)
     found["some"] = [run.answers(), run.weights("a", "b", newer=newer)]
     run.start("c")
     changed(model, newer, "model.norm.weight")
-    bridge.sync(2, only=["model.norm.*"])
+    bridge.sync(2)
     found["late"] = [run.answers(), run.weights("a", "b", "c", newer=newer)]
     changed(model, newer, "model.norm.weight")
-    bridge.sync(3, only=["model.norm.*"])
+    bridge.sync(3)
     found["again"] = [run.answers(), run.weights("a", "b", "c", newer=newer)]
     found["log"] = run.first(lambda engines: engines.log)
     bridge.leave()

@@ -49,7 +49,7 @@ def test_trainers_and_engines_may_be_on_ranks_of_their_own(findings: Any) -> Non
     """Two ranks hold parts of the model (float64). Two other ranks have one engine each, which receives the whole model."""
     num_bytes = 8 * sum(tensor.numel() for tensor in hf_tensors(GEOMETRY).values())
     for found in findings["apart"]:
-        assert found["wrong"] == [] and "no complete weights" in found["refused"]
+        assert found["wrong"] == []
         assert found["bytes"] == [0 if found["is_trainer"] else num_bytes, 0]
 
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from rlhf_mcore.bridge.files.gather import GatherBridge
 from rlhf_mcore.bridge.map.engine import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.map.trace import trace
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
-from rlhf_mcore.bridge.run.stand_ins import GatherBridge
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import SharedMemory
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
@@ -248,10 +248,10 @@ def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, An
     """
     path, other = world.directory / "qwen3_seven", world.directory / "qwen3_seven_other"
     model, actor = build(other, groups, world.platform, Settings())
-    bridge = planned_bridge(
-        model.local_parameters(), model.spec.geometry, engine, world_group(), bucket_bytes=20_000, verify=True
-    )
-    stats = bridge.sync(10, only=["model.layers.1.self_attn.q_proj.weight", "model.norm.*"])
+    changing = ["model.layers.1.self_attn.q_proj.weight", "model.norm.weight"]
+    options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": True, "changing": changing}
+    bridge = planned_bridge(model.local_parameters(), model.spec.geometry, engine, world_group(), **options)
+    stats = bridge.sync(10)
     brought = greedy(engine, world.prompts)
     names = [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"] + ["model.norm.weight"]
     newer = load_file(other / "model.safetensors")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from math import prod
 
 import torch
@@ -15,6 +16,7 @@ from rlhf_mcore.bridge.map.rules import find_rule, hf_shapes, pieces
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.layout import is_expert
+from rlhf_mcore.protocols import SyncStats, WeightTarget
 
 
 class Gatherer:
@@ -103,3 +105,23 @@ class Gatherer:
         parts = [torch.empty_like(local) for _ in by_rank]
         dist.all_gather(parts, local.contiguous(), group=group)
         return parts
+
+
+@dataclass(slots=True)
+class GatherBridge:
+    """Sync without a plan: every rank gathers every full tensor, one at a time, and the engine takes its part."""
+
+    gatherer: Gatherer
+    target: WeightTarget
+
+    def sync(self, version: int) -> SyncStats:
+        """Replace all weights of the engine and set their version. This is a collective call over the model's ranks."""
+        started, sizes = time.perf_counter(), [0]
+
+        def count_bytes() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self.gatherer:
+                sizes.append(tensor.numel() * tensor.element_size())
+                yield name, tensor
+
+        self.target.load_weights(count_bytes(), version=version)
+        return SyncStats(time.perf_counter() - started, sum(sizes), 0, max(sizes))

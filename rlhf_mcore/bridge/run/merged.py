@@ -16,7 +16,6 @@ from rlhf_mcore.platform import current_platform
 
 # Rows per product. A vocabulary has many more rows, and its whole fp32 product would be twice as large as the weight.
 ROWS = 32768
-ADAPTERS = ("base_model.*",)  # for ``sync(only=...)``: A and B under PEFT's names
 
 
 def adapted_weights(geometry: ModelGeometry) -> list[str]:

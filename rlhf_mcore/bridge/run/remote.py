@@ -81,6 +81,7 @@ class BridgeJob:
     full_every: int | None = None
     transport: str = "group"
     quantisation: str | None = None
+    changing: tuple[str, ...] | None = None
     weights: Weights = "plain"  # how the engines declare them
 
     def options(
@@ -114,7 +115,9 @@ class BridgeJob:
     def of_json(cls, text: str) -> BridgeJob:
         fields = json.loads(text)
         geometry = geometry_of(fields["geometry"] | {"adapter": fields["adapter"]})
-        return cls(**{**fields, "geometry": replace(geometry, adapter=None), "adapter": geometry.adapter})
+        changing = None if fields["changing"] is None else tuple(fields["changing"])
+        values = {"geometry": replace(geometry, adapter=None), "adapter": geometry.adapter, "changing": changing}
+        return cls(**{**fields, **values})
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +146,18 @@ class _End:
             group = self._joint.group
             with connections():
                 options = job.options(group, spec.timeout_s, side.node or machine(), side.previous)
-                sent = SentWeights(side.parameters, job.geometry, side.sources, job.adapter, job.quantisation)
+                sent = SentWeights(
+                    side.parameters, job.geometry, side.sources, job.adapter, job.quantisation, job.changing
+                )
                 engine = EngineWeights(side.target, side.weights, poison=job.poison)
                 self.bridge = PlannedBridge(sent, engine, group, options)
         except BaseException:
             self._joint.close()
             raise
 
-    def sync(self, version: int, only: Sequence[str] | None) -> SyncStats:
+    def sync(self, version: int) -> SyncStats:
         with connections():
-            return self.bridge.sync(version, only)
+            return self.bridge.sync(version)
 
     def close(self) -> None:
         self._joint.close()
@@ -175,11 +180,11 @@ class EngineEnd:
             self._is_live = True
         self._end = _End(replace(self._side, weights=job.weights), job, spec)
 
-    def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
+    def sync(self, version: int) -> SyncStats:
         """See :class:`WeightReceiver`."""
         assert self._end is not None, "it has not joined a group"
         try:
-            return self._end.sync(version, only)
+            return self._end.sync(version)
         except BaseException:
             self.leave()
             raise
@@ -232,15 +237,10 @@ class RemoteBridge:
         self._problems: list[str] = []  # reported by the last failed transfer
         self._version = -1
 
-    def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
+    def sync(self, version: int) -> SyncStats:
         """Send weights to all healthy engines and resume their generation.
 
         This is a collective call over the trainer's ranks.
-
-        Args:
-            version: the version of the weights.
-            only: as in :meth:`PlannedBridge.sync`. If an engine has joined, left or failed since the last sync,
-                all weights are sent to all engines.
 
         Returns:
             Statistics of this rank's transfer, or zeros if no engine is healthy.
@@ -251,16 +251,16 @@ class RemoteBridge:
             SyncMismatch: see :meth:`PlannedBridge.sync`.
         """
         self._version = version
-        stats = self._bring(self._side, only)
+        stats = self._bring(self._side)
         if (kept := self._kept) is not None:
             on_every_rank(kept.take, self._trainers)
         return stats
 
     def sync_again(self) -> SyncStats:
         """Send the last version again: the kept weights, or without them the trainer's current weights."""
-        return self._bring(self._side_again, None)
+        return self._bring(self._side_again)
 
-    def _bring(self, side: Side, only: Sequence[str] | None) -> SyncStats:
+    def _bring(self, side: Side) -> SyncStats:
         version, started, tried, tries = self._version, time.perf_counter(), None, 0
         if side is not self._end_side:
             self.leave()
@@ -276,10 +276,9 @@ class RemoteBridge:
                 raise RuntimeError(f"sending weights to the engines failed {ATTEMPTS} times in a row: {problems}")
             if members != self._members:
                 self.leave()
-                only = None
                 if members and not self._join(members):
                     continue
-            stats = self._together(partial(self._sync_once, version, only)) if members else SyncStats(0, 0, 0, 0)
+            stats = self._together(partial(self._sync_once, version)) if members else SyncStats(0, 0, 0, 0)
         self._on_first(lambda engines: engines.resume(version))
         return replace(stats, seconds=time.perf_counter() - started)
 
@@ -313,11 +312,11 @@ class RemoteBridge:
 
         return self._together(join) is not None
 
-    def _sync_once(self, version: int, only: Sequence[str] | None) -> SyncStats:
+    def _sync_once(self, version: int) -> SyncStats:
         assert self._end is not None
         if self._engines is not None:
-            self._engines.begin_sync(version, only)
-        return self._end.sync(version, only)
+            self._engines.begin_sync(version)
+        return self._end.sync(version)
 
     def _together(self, action: Callable[[], T]) -> T | None:
         """Run the trainer's part of a collective action.

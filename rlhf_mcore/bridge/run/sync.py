@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +22,6 @@ from rlhf_mcore.bridge.plan.rank_plan import RankPlan
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations, KeptSources, LiveSources, Sources
 from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.quantised import QuantisedSources
-from rlhf_mcore.bridge.run.stand_ins import matching
 from rlhf_mcore.bridge.run.transports import ChangedMessages, GroupLinks, Links
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.families import embedding_name
@@ -45,6 +45,8 @@ class SentWeights:
         adapter: sizes of adapters, for an engine that applies adapters itself. ``parameters`` contains their A and
             B, which are sent under PEFT's names.
         quantisation: the name in ``QUANTISATIONS`` of the format to which the sync quantises weights.
+        changing: Hugging Face names of the tensors that training changes; None: all. Only these are sent to engines
+            that hold the others.
     """
 
     parameters: Sequence[LocalParameter]
@@ -52,10 +54,28 @@ class SentWeights:
     sources: Sources | None = None
     adapter: AdapterSizes | None = None
     quantisation: str | None = None
+    changing: Sequence[str] | None = None
 
     def names(self) -> SentNames:
         """Return names and pieces of the sent tensors before quantisation."""
         return SentNames(self.geometry, self.adapter)
+
+
+class NoTarget:
+    """Placeholder for the engine on a rank without one. The rank only sends weights to others."""
+
+    policy_version = 0
+
+    def __init__(self) -> None:
+        self.model = nn.Module()
+
+    @contextmanager
+    def begin(self, version: int) -> Iterator[nn.Module]:
+        yield self.model
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
+
+    def abandon(self, problem: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +238,8 @@ class PlannedBridge:
             if self._changed_only is not None:
                 self._changed_only = replace(self._changed_only, previous=eight.kept)
         self._whole = self._make_transfer(None)
-        self._parts: dict[frozenset[str], _Transfer] = {}
+        self._changing = sent.changing
+        self._part: _Transfer | None = None
 
     @property
     def plan(self) -> Plan:
@@ -262,22 +283,16 @@ class PlannedBridge:
         every = all_gather_unique_json(mine, self._group)
         return {name: getattr(torch, dtype) for part, _ in every for name, dtype in part.items()}
 
-    def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
+    def sync(self, version: int) -> SyncStats:
         """Write weights into the engine and set their version. This is a collective call over the group.
 
-        Args:
-            version: the version of the weights.
-            only: the changed tensors, as Hugging Face names or patterns (``model.layers.3.*``); None: all. If the
-                engine keeps a layer repacked, the whole layer is sent if one of its tensors changed. The plan of a
-                subset is built once.
+        If ``changing`` names tensors and all engines hold complete weights, only these tensors are sent. If the
+        engine keeps a layer repacked, the whole layer is sent if one of its tensors changes.
 
         Raises:
             SyncMismatch: with ``verify``, a tensor differs from the trainer's. The engine stays unusable.
-            RuntimeError: ``only`` is given, but the engine has no complete weights to update.
-            ValueError: ``only`` matches no tensor.
         """
-        started = time.perf_counter()
-        transfer, verify = self._whole if only is None else self._part(only), self._options.verify
+        started, transfer, verify = time.perf_counter(), self._choose_transfer(), self._options.verify
         self._sources.prepare()
         is_full, self._last = self._last is not transfer, None
         with self._engine.target.begin(version) as model:
@@ -314,15 +329,16 @@ class PlannedBridge:
         if verify:
             compare(self._source_digests(transfer), written.digests())
 
-    def _part(self, only: Sequence[str]) -> _Transfer:
-        if min(all_gather_json(self._engine.target.policy_version, self._group)) < 0:
-            raise RuntimeError(
-                "the engine has no complete weights to update; run a sync of all tensors before sync(only=...)"
-            )
-        names = matching(only, self._described.shapes, self._aliases, self._together)
-        if names not in self._parts:
-            self._parts[names] = self._make_transfer(names)
-        return self._parts[names]
+    def _choose_transfer(self) -> _Transfer:
+        """Return the transfer of all tensors, or of the changing tensors. This is a collective call over the group."""
+        if self._changing is None or min(all_gather_json(self._engine.target.policy_version, self._group)) < 0:
+            return self._whole
+        if self._part is None:
+            names = {self._aliases.get(name, name) for name in self._changing}
+            while more := {name for layer in self._together if layer & names for name in layer} - names:
+                names |= more
+            self._part = self._make_transfer(frozenset(names))
+        return self._part
 
     def _source_digests(self, transfer: _Transfer) -> dict[str, int]:
         """Hash every Hugging Face tensor of the trainer in the engine's dtype.

@@ -362,11 +362,11 @@ class Fleet:
             assert self._participants is not None and len(specs) == len(self._participants), "of the last pause"
             self._begin(self._participants, "join", [(spec, bridge) for spec in specs])
 
-    def begin_sync(self, version: int, only: Sequence[str] | None) -> None:
+    def begin_sync(self, version: int) -> None:
         """Start receiving weights on every paused process."""
         with self._check_and_lock():
             assert self._participants is not None, "pause comes first"
-            self._begin(self._participants, "sync", [(version, only)] * len(self._participants))
+            self._begin(self._participants, "sync", [(version,)] * len(self._participants))
 
     def _begin(
         self,

@@ -359,9 +359,9 @@ class EngineHost:
         """See :class:`rlhf_mcore.protocols.WeightReceiver`, also for ``sync`` and ``leave``. For every rank of a paused engine."""
         self._call(lambda: self._receiver.join(spec, bridge), self._joining)
 
-    def sync(self, version: int, only: Sequence[str] | None = None) -> None:
+    def sync(self, version: int) -> None:
         """Receive the weights of a version."""
-        self._call(lambda: self._receiver.sync(version, only), self._joining)
+        self._call(lambda: self._receiver.sync(version), self._joining)
 
     def leave(self) -> None:
         """Leave the group."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.rules import adapter_names, blocks, hf_shapes, parameter_names, pieces
-from rlhf_mcore.bridge.run.merged import ADAPTERS, MergedSources, SeparateAdapterSources, adapted_weights
+from rlhf_mcore.bridge.run.merged import MergedSources, SeparateAdapterSources, adapted_weights
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry, Shard
@@ -118,13 +118,13 @@ def compare(directory: Path, *targets: str) -> None:
             poison=True,
             sources=(SeparateAdapterSources if aside else MergedSources)(parameters, factors, of_adapters),
             adapter=of_adapters.adapter if aside else None,
+            changing=list(hf_shapes(of_adapters)) if aside else adapted_weights(of_adapters),
         )
         syncs = results[mode] = []
         for version, adapters in enumerate(versions):
             for factor in factors:
                 fill(factor, of_adapters, adapters)
-            only = None if version == 0 else ADAPTERS if aside else adapted_weights(of_adapters)
-            stats = bridge.sync(version, only)
+            stats = bridge.sync(version)
             syncs.append(
                 {
                     "bytes": stats.received_bytes + stats.local_bytes,

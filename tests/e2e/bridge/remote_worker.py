@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
-from rlhf_mcore.bridge.run.stand_ins import NoTarget
+from rlhf_mcore.bridge.run.sync import NoTarget
 from rlhf_mcore.families.quantised import QUANTISATIONS
 from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.parallel.addresses import LOOPBACK

@@ -51,7 +51,7 @@ class FileReceiver:
         environment = Path(self.directories[0]).parent / f"{spec.name}.{spec.rank}.environment"
         environment.write_text(json.dumps(dict(os.environ)))
 
-    def sync(self, version: int, only: Sequence[str] | None = None) -> None:
+    def sync(self, version: int) -> None:
         import torch
         from safetensors.torch import load_file
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
-from rlhf_mcore.bridge.run.stand_ins import NoTarget
+from rlhf_mcore.bridge.run.sync import NoTarget
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.geometry import LocalParameter, Shard
 from rlhf_mcore.mcore.model_spec import load_spec
@@ -47,7 +47,7 @@ class TroubledEnd(EngineEnd):
         super().__init__(target)
         self._folder = Path(folder)
 
-    def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
+    def sync(self, version: int) -> SyncStats:
         open_bucket = EngineDestinations.open
 
         def opened(destinations: EngineDestinations, bucket: Any) -> Any:
@@ -60,7 +60,7 @@ class TroubledEnd(EngineEnd):
             return open_bucket(destinations, bucket)
 
         with mock.patch.object(EngineDestinations, "open", opened):
-            return super().sync(version, only)
+            return super().sync(version)
 
 
 @dataclass(slots=True)

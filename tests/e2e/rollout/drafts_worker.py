@@ -177,16 +177,19 @@ def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
     full = planned_bridge(parameters, geometry, engine, world_group(), verify=True, **common)
     sync_and_compare(full, whole, 0)  # compares every parameter with a plain load, bit for bit
     found["first"] = drawn(engine, policy.hf)
-    bridge = planned_bridge(parameters, geometry, engine, world_group(), verify=True, **common)
-    changes: dict[str, tuple[Callable[[], None], list[str] | None]] = {
-        "synced": (lambda: policy.move(1), None),
-        "stale": (lambda: policy.move(2), list(hf_shapes(geometry.trunk))),
-        "synced again": (lambda: None, None),
-        "grown": (lambda: policy.grow(GROWN), None),
+    bridges = [
+        planned_bridge(parameters, geometry, engine, world_group(), verify=True, changing=changing, **common)
+        for changing in (None, list(hf_shapes(geometry.trunk)))
+    ]
+    changes: dict[str, tuple[Callable[[], None], int]] = {
+        "synced": (lambda: policy.move(1), 0),
+        "stale": (lambda: policy.move(2), 1),
+        "synced again": (lambda: None, 0),
+        "grown": (lambda: policy.grow(GROWN), 0),
     }
-    for version, (name, (change, only)) in enumerate(changes.items(), 1):
+    for version, (name, (change, number)) in enumerate(changes.items(), 1):
         change()
-        bridge.sync(version, only)
+        bridges[number].sync(version)
         found[name] = drawn(engine, policy.hf) | {"bits": [*filter(None, all_gather_json(of_draft(engine, policy)))]}
     found["8 bits"] = of_8_bits(policy, engine, QUANTISATIONS["fp8" if layout.dp > 1 else "int8"])
     policy.grow(1 / GROWN)

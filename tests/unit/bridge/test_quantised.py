@@ -255,15 +255,15 @@ def test_an_engine_has_the_values_of_8_bits(trainer: Trainer, kind: Quantisation
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_sync_of_some_tensors_brings_their_values(trainer: Trainer, kind: Quantisation) -> None:
-    engine = engine_of(trainer)
-    bridge = trainer.bridge(engine, kind, verify=True)
+    engine, changing = engine_of(trainer), ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"]
+    bridge = trainer.bridge(engine, kind, verify=True, changing=changing)
     bridge.sync(0)
     old = trainer.values(kind)
     trainer.update(1)
-    bridge.sync(1, only=["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"])
+    bridge.sync(1)
     new = trainer.values(kind)
     for name, tensor in engine.tensors.items():
-        is_new = name in ("model.layers.0.self_attn.k_proj.weight", "model.norm.weight")
+        is_new = name in changing
         assert torch.equal(tensor, (new if is_new else old)[name]), name
 
 
@@ -278,11 +278,12 @@ def test_a_sync_of_some_tensors_leaves_the_others_of_a_fused_one(trainer: Traine
     engine = Engine({parameter.name: parameter.shape for parameter in live}, torch.float32)
     for tensor in engine.model.parameters():
         tensor.fill_(7)
-    bridge = trainer.bridge(engine, kind, verify=True, traced=EngineMap(tuple(live)))
+    brought = "model.layers.0.self_attn.k_proj.weight"
+    bridge = trainer.bridge(engine, kind, verify=True, traced=EngineMap(tuple(live)), changing=[brought])
     bridge.sync(0)
-    old, brought = trainer.values(kind), "model.layers.0.self_attn.k_proj.weight"
+    old = trainer.values(kind)
     trainer.update(1)
-    bridge.sync(1, only=[brought])
+    bridge.sync(1)
     expected, tensors = old | {brought: trainer.values(kind)[brought]}, engine.tensors
     for parameter in live:
         assert tensors[parameter.name][-5:].tolist() == [0] * 5

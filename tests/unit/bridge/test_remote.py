@@ -13,7 +13,7 @@ import torch
 from rlhf_mcore.bridge.run import remote
 from rlhf_mcore.bridge.run.endpoints import HostCopies
 from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
-from rlhf_mcore.bridge.run.stand_ins import NoTarget
+from rlhf_mcore.bridge.run.sync import NoTarget
 from rlhf_mcore.geometry import ExpertSizes
 from rlhf_mcore.parallel.addresses import LOOPBACK
 from rlhf_mcore.parallel.collectives import world_group
@@ -48,9 +48,9 @@ class Engines:
         self.specs = list(specs)
         assert BridgeJob.of_json(bridge) == JOB
 
-    def begin_sync(self, version: int, only: Sequence[str] | None) -> None:
+    def begin_sync(self, version: int) -> None:
         self.told.append("begin_sync")
-        self.synced.append((version, only))
+        self.synced.append(version)
 
     def finish(self, timeout_s: float) -> list[str]:
         self.told.append("finish")
@@ -71,7 +71,7 @@ class End:
         listening.close()
         self.sources = side.sources
 
-    def sync(self, version: int, only: Sequence[str] | None) -> SyncStats:
+    def sync(self, version: int) -> SyncStats:
         if self.lost:
             raise PeersLost(self.lost.pop())
         self.sent.append(self.sources)
@@ -82,7 +82,11 @@ class End:
 
 BUCKET: Any = SimpleNamespace(source_buffers=["w"])
 JOB = BridgeJob(
-    replace(GEOMETRY, experts=ExpertSizes(4, 8, 2, dense_layers=(0, 3))), 1 << 20, verify=True, live_cpu_weights=True
+    replace(GEOMETRY, experts=ExpertSizes(4, 8, 2, dense_layers=(0, 3))),
+    1 << 20,
+    verify=True,
+    live_cpu_weights=True,
+    changing=("x", "y"),
 )
 
 
@@ -99,11 +103,11 @@ def bridge_to(engines: Engines, notes: list[str] | None = None) -> RemoteBridge:
 
 def test_a_group_is_made_once_and_kept(engines: Engines) -> None:
     bridge = bridge_to(engines)
-    stats = bridge.sync(3, only=["x"])
+    stats = bridge.sync(3)
     assert (stats.sent_bytes, stats.peak_bytes) == (11, 7)
-    bridge.sync(4, only=["x"])
+    bridge.sync(4)
     assert engines.told == [*JOIN, "resume", *SYNC, "resume"]
-    assert engines.synced == [(3, None), (4, ["x"])]  # a new engine gets all tensors
+    assert engines.synced == [3, 4]
     (name,), (port,) = {spec.name for spec in engines.specs}, {spec.port for spec in engines.specs}
     assert engines.specs == [GroupSpec(name, LOOPBACK, port, rank, 3, 9.0) for rank in (1, 2)]
 
@@ -112,8 +116,8 @@ def test_a_process_that_was_started_again_is_another_one(engines: Engines) -> No
     bridge = bridge_to(engines)
     bridge.sync(0)
     engines.processes[1] = EngineProcess("b", "b2")
-    bridge.sync(1, only=["x"])
-    assert engines.told == [*JOIN, "resume", *JOIN, "resume"] and engines.synced[1] == (1, None)
+    bridge.sync(1)
+    assert engines.told == [*JOIN, "resume", *JOIN, "resume"]
 
 
 @pytest.mark.usefixtures("late_cuda")
@@ -128,9 +132,9 @@ def test_fault_36_what_was_sent_last_is_kept_and_sent_again(engines: Engines) ->
     engines.processes = [EngineProcess("a", "a2")]
     bridge.sync_again()
     assert End.sent == [None, kept] and kept.open(BUCKET)["w"].tolist() == [0, 0, 0]
-    bridge.sync(5, only=["x"])
+    bridge.sync(5)
     assert End.sent == [None, kept, None] and kept.open(BUCKET)["w"].tolist() == [1, 1, 1]
-    assert engines.synced == [(4, None), (4, None), (5, None)] and engines.resumed == [4, 4, 5]
+    assert engines.synced == [4, 4, 5] and engines.resumed == [4, 4, 5]
     assert engines.told == [*JOIN, "resume"] * 3
 
 
@@ -144,7 +148,7 @@ def test_a_transfer_that_somebody_has_lost_is_made_again_in_another_group(engine
         End.lost.append("Connection closed by peer")
     bridge.sync(5)
     assert engines.told == [*JOIN, *JOIN, "resume"]
-    assert engines.synced == [(5, None), (5, None)]
+    assert engines.synced == [5, 5]
     assert notes == ["some engines did not receive the weights; sending them again to all healthy engines"]
 
 

@@ -175,7 +175,7 @@ class Run:
         members = self.fleet.pause()
         self.fleet.join([GroupSpec("g", "", 0, rank, len(members), 1.0) for rank in range(len(members))], "{}")
         assert self.fleet.finish(5.0) == []
-        self.fleet.begin_sync(version, None)
+        self.fleet.begin_sync(version)
         assert self.fleet.finish(5.0) == []
         self.fleet.resume(version)
         return [member.process for member in members]
@@ -400,7 +400,7 @@ def test_a_new_engine_draws_nothing_before_it_has_weights(start: Start) -> None:
     assert sorted(run.engine("0.0.0").drawing) == [10, 11, 20, 21]
     assert [found.state for found in run.fleet.status()] == ["serving", "ready"]
     assert run.publish(3) == ["0.0.0", "1.1.0"]
-    assert run.engine("1.1.0").told("start", "join", "sync", "resume")[-2:] == [("sync", 3, None), ("resume",)]
+    assert run.engine("1.1.0").told("start", "join", "sync", "resume")[-2:] == [("sync", 3), ("resume",)]
     run.begin(jobs(3))
     assert sorted(run.engine("1.1.0").drawing) == [30, 31]
 
@@ -478,7 +478,7 @@ def test_fault_20_a_sync_that_fails_is_told_and_those_that_are_well_stay(start: 
     run.engine("0.0.0").raises["sync"] = PeersLost("rank 3 is gone")
     run.engine("1.0.0").raises["sync"] = ValueError("a digest differs")
     silence(run.engine("2.0.0"))
-    run.fleet.begin_sync(4, None)
+    run.fleet.begin_sync(4)
     problems = run.fleet.finish(5.0)
     assert problems == [
         "engine 0: rank 3 is gone",

@@ -95,7 +95,7 @@ class Receiver:
     def join(self, spec: Any, bridge: str) -> None:
         self.told.append("join")
 
-    def sync(self, version: int, only: Any) -> None:
+    def sync(self, version: int) -> None:
         self.told.append(("sync", version))
         if version < 0:
             raise ValueError("no such version")
@@ -262,7 +262,7 @@ def test_a_response_that_finishes_while_weights_arrive_is_reported(monkeypatch: 
     engine = AheadEngine()
 
     class Loads(Receiver):
-        def sync(self, version: int, only: Any) -> None:
+        def sync(self, version: int) -> None:
             engine.load_weights([], version=version)
 
     host = start(monkeypatch, engine, Loads([]))
