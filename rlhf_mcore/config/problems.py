@@ -69,33 +69,31 @@ class _Place:
     """A place in a configuration.
 
     Attributes:
-        key: the dotted key.
         written: the key with positions in lists.
         owner: the group that contains it.
         name: its name in ``owner``.
         hint: its type.
     """
 
-    key: str
     written: str
     owner: type[Group]
     name: str
     hint: Any
 
+    @property
+    def key(self) -> str:
+        """The dotted key."""
+        return self.written.partition("[")[0]
+
 
 def _locate(kind: type[Group], loc: tuple[int | str, ...]) -> _Place:
-    prefix = prefix_of(kind)
-    key = written = prefix
-    owner, name = kind, ""
+    written, owner, name = prefix_of(kind), kind, ""
     hint: Any = kind
     for step in loc:
         if is_group_type(hint):
             owner, name = hint, str(step)
-            separator = "." if written else ""
             hint, _ = describe_keys(owner).get(name, (None, None))
-            if "[" not in written:
-                key = f"{key}{'.' if key else ''}{name}"
-            written = f"{written}{separator}{name}"
+            written = f"{written}{'.' if written else ''}{name}"
             continue
         for inner in inner_types(hint):
             if get_origin(inner) is list and isinstance(step, int):
@@ -104,7 +102,7 @@ def _locate(kind: type[Group], loc: tuple[int | str, ...]) -> _Place:
             if get_origin(inner) is dict and step != "[key]":
                 written, hint = f"{written}.{step}", get_args(inner)[1]
                 break
-    return _Place(key, written, owner, name, hint)
+    return _Place(written, owner, name, hint)
 
 
 def _problem(where: _Place, error: str, value: Any) -> str:

@@ -40,16 +40,12 @@ class RoleLayout:
 
 def role_layouts(cfg: Config) -> list[RoleLayout]:
     """List every role of the run that has its own layout."""
-    roles = [RoleLayout("actor", cfg.actor.layout, cfg.actor.ranks)]
-    if not run_kind(cfg).generates:
-        return roles
-    if needs_critic(cfg):
-        roles.append(RoleLayout("critic", cfg.critic.layout, cfg.critic.ranks))
-    if cfg.reward.model.path is not None:
-        roles.append(RoleLayout("reward.model", cfg.reward.model.layout, cfg.reward.model.ranks))
-    if cfg.teacher.path is not None:  # other teachers are the actor, or have its layout
-        roles.append(RoleLayout("teacher", cfg.teacher.layout, cfg.teacher.ranks))
-    return roles
+    roles: dict[str, Any] = {"actor": cfg.actor}
+    if run_kind(cfg).generates:
+        roles |= {"critic": cfg.critic} if needs_critic(cfg) else {}
+        roles |= {"reward.model": cfg.reward.model} if cfg.reward.model.path is not None else {}
+        roles |= {"teacher": cfg.teacher} if cfg.teacher.path is not None else {}  # others have the actor's layout
+    return [RoleLayout(name, role.layout, role.ranks) for name, role in roles.items()]
 
 
 def balanced_stages(num_layers: int, num_stages: int) -> list[int]:

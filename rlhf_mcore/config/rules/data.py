@@ -46,27 +46,22 @@ def prompt_problems(cfg: Config) -> Iterator[str]:
 
 def data_problems(data: DataConfig, files: Sequence[str], field: str, *, needs_answer: bool) -> Iterator[str]:
     """Check that the files of ``field`` are readable, and that rows contain a prompt, and an answer if ``needs_answer``."""
-    if problems := list(_column_list_problems(data, files, field)):
-        yield from problems
-        return
+    settings = settings_of(field)
     checks = [
-        partial(_prompt_row_problems, columns, settings_of(field), needs_answer)
-        for columns in file_keys(data, files, field)
+        partial(_prompt_row_problems, columns, settings, needs_answer) for columns in file_keys(data, files, field)
     ]
-    yield from _file_problems(data, files, field, checks)
+    yield from list(_column_list_problems(data, files, field)) or _file_problems(data, files, field, checks)
 
 
 def example_problems(cfg: Config) -> Iterator[str]:
     """Check the files of examples: a prompt and its responses, or a conversation."""
     yield from _common_problems(cfg)
     for field, files in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
-        if problems := list(_column_list_problems(cfg.data, files, field)):
-            yield from problems
-            continue
         responses = run_kind(cfg).response_keys
         columns = [wanted_columns(cfg.data, key, responses) for key, _ in file_keys(cfg.data, files, field)]
         checks = [partial(_example_row_problems, cfg, each) for each in columns]
-        yield from map(FileProblem, _file_problems(cfg.data, files, field, checks))
+        found = map(FileProblem, _file_problems(cfg.data, files, field, checks))
+        yield from list(_column_list_problems(cfg.data, files, field)) or found
 
 
 def check_fills_a_step(data: DataConfig, wanted: int) -> None:
@@ -78,10 +73,8 @@ def check_fills_a_step(data: DataConfig, wanted: int) -> None:
     rows = (row for file in data.train for row in read_rows(Path(file), row_limits(data)))
     num_rows = sum(1 for _ in islice(rows, wanted))
     if num_rows < wanted:
-        raise ConfigError(
-            f"data.train has {num_rows} rows, fewer than trainer.prompts_per_step={wanted}: a step would contain a prompt twice; "
-            "lower it, or add data"
-        )
+        fewer = f"data.train has {num_rows} rows, fewer than trainer.prompts_per_step={wanted}"
+        raise ConfigError(f"{fewer}: a step would contain a prompt twice; lower it, or add data")
 
 
 def _common_problems(cfg: Config) -> Iterator[str]:

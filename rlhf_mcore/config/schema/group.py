@@ -57,7 +57,7 @@ class Group(BaseModel):
         assert info.field_name is not None
         item = cls.model_fields[info.field_name]
         if is_group_type(item.annotation) and isinstance(value, Mapping):
-            value = {**_own_defaults(item), **value}
+            value = {**dict(item.get_default(call_default_factory=True)), **value}
         prepared = _prepare(value, plain_type(item.annotation))
         return _keep_texts(prepared, read(prepared))
 
@@ -118,16 +118,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     return value
-
-
-def _own_defaults(item: FieldInfo) -> dict[str, Any]:
-    """Return the defaults of a group that differ in this field, such as the critic's learning rate."""
-    kind = item.annotation
-    if item.default_factory is kind:
-        return {}
-    usual = kind()  # type: ignore[misc]
-    default = item.get_default(call_default_factory=True)
-    return {name: value for name, value in default if value != getattr(usual, name)}
 
 
 def _prepare(value: Any, hint: Any) -> Any:
