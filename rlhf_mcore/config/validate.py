@@ -46,7 +46,7 @@ from rlhf_mcore.config.schema import Config, TeacherConfig
 from rlhf_mcore.config.schema.key import ENGINE
 from rlhf_mcore.readers.model_files import inspect_model
 from rlhf_mcore.readers.tokenizer_match import own_tokenizer_problems
-from rlhf_mcore.readers.user_functions import function_problems, is_file_spec
+from rlhf_mcore.readers.user_functions import is_file_spec
 
 
 def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = True) -> None:
@@ -59,7 +59,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     """
     kind = run_kind(cfg)
     geometry, model_problems = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
-    problems = [*named_function_problems(cfg), *unused_problems(cfg), *map(FileProblem, path_problems(cfg.output_dir))]
+    problems = [*unused_problems(cfg), *map(FileProblem, path_problems(cfg.output_dir))]
     problems += [*tracker_problems(cfg.logging), *alarm_problems(cfg.alarms), *checkpoint_problems(cfg)]
     problems += [*megatron_problems(cfg), *lora_problems(cfg), *model_problems]
     problems += map(FileProblem, own_tokenizer_problems(cfg.model))
@@ -109,24 +109,11 @@ def report_all(found: WrongValues, world_size: int | None = None) -> ConfigError
 
 
 # ----------------------------------------------------------------------------------------------------------- single keys
-def named_function_problems(cfg: Config) -> Iterator[str]:
-    """List the problems with user functions that replace a named choice."""
-    kind = run_kind(cfg)
-    for key, description in DESCRIPTIONS.items():
-        choices = description.choices
-        if choices is not None and choices.allows is is_file_spec and kind.reads(key):
-            value = value_of(cfg, key)
-            if value is not None and value not in choices.names:
-                yield from function_problems(value, key)
-
-
 def sampling_problems(cfg: Config) -> Iterator[str]:
     """Reject an evaluation that samples the same greedy response several times."""
     if cfg.evaluate.samples > 1 and cfg.evaluate.temperature == 0:
-        yield (
-            f"evaluate.samples={cfg.evaluate.samples} with evaluate.temperature=0.0 samples the same greedy response each time; raise "
-            "evaluate.temperature or set evaluate.samples=1"
-        )
+        several = f"evaluate.samples={cfg.evaluate.samples} with evaluate.temperature=0.0"
+        yield f"{several} samples the same greedy response each time; raise evaluate.temperature or set evaluate.samples=1"
 
 
 def unused_problems(cfg: Config) -> Iterator[str]:
@@ -141,7 +128,7 @@ def unused_problems(cfg: Config) -> Iterator[str]:
             owner_value, description = value_of(cfg, owner), DESCRIPTIONS[owner]  # the owner may depend on another key
             if owner == ENGINE and engine_kind(owner_value).reads(key):
                 break
-            if is_file_spec(str(owner_value)):
+            if (choices := description.choices) and choices.allows is is_file_spec and is_file_spec(owner_value):
                 break  # a user's function may read every key
             if owner_value not in values.split(" or ") if values else not owner_value:
                 cure = f"set {owner}{'=' * bool(values)}{values}{'=true' * (owner_value is False)}"
@@ -159,7 +146,7 @@ def _conditional_defaults() -> dict[str, Any]:
 
 def reward_and_data_problems(cfg: Config) -> Iterator[str]:
     """Check only rewards, environment and prompts. No model is read."""
-    yield from (*named_function_problems(cfg), *environment_problems(cfg), *reward_problems(cfg), *prompt_problems(cfg))
+    yield from (*environment_problems(cfg), *reward_problems(cfg), *prompt_problems(cfg))
 
 
 # ------------------------------------------------------------------------------------------------------------ warnings

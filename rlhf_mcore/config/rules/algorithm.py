@@ -10,11 +10,15 @@ from rlhf_mcore.config.resolve import correction_mode, part_weights
 from rlhf_mcore.config.rules.layouts import model_problems
 from rlhf_mcore.config.schema import AlgorithmConfig, Config
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.readers.user_functions import function_problems, is_file_spec
 
 
 def algorithm_problems(cfg: Config) -> Iterator[str]:
     """List problems between the keys of ``algorithm``. They are not compared with a user's function, which may read every key."""
     algorithm, n = cfg.algorithm, cfg.rollout.sampling.n
+    for name, value in {"advantage": algorithm.advantage, "policy_loss": algorithm.policy_loss}.items():
+        if is_file_spec(value):
+            yield from function_problems(value, f"algorithm.{name}")
     estimator = ADVANTAGES.get(algorithm.advantage)
     if n < 2 and estimator is not None and estimator.compares_group:
         yield f"rollout.sampling.n={n}: algorithm.advantage={algorithm.advantage} compares a prompt's responses; set n to 2 or more"
