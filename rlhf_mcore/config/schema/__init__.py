@@ -1,5 +1,10 @@
 """The typed configuration tree: one pydantic model per group."""
 
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.algorithm import (
     AlgorithmConfig,
     CovarianceConfig,
@@ -12,6 +17,7 @@ from rlhf_mcore.config.schema.algorithm import (
     SapoConfig,
 )
 from rlhf_mcore.config.schema.environment import EnvironmentConfig
+from rlhf_mcore.config.schema.group import HOOKS, Group
 from rlhf_mcore.config.schema.models import (
     ActorConfig,
     ActorLoraConfig,
@@ -53,3 +59,24 @@ from rlhf_mcore.config.schema.run import (
     TrainerConfig,
 )
 from rlhf_mcore.config.schema.tree import Config
+
+
+def _explain(kind: type[Group], error: ValidationError) -> ConfigError:
+    from rlhf_mcore.config.problems import explain  # it imports the schema
+
+    return explain(kind, error)
+
+
+def _assign_former(group: Group, name: str, value: Any) -> bool:
+    from rlhf_mcore.config.problems import assign_former  # it imports the schema
+
+    return assign_former(group, name, value)
+
+
+def _show(cfg: Config) -> str:
+    from rlhf_mcore.config.keys import changed_keys  # it imports the schema
+
+    return f"Config({', '.join(f'{key}={value!r}' for key, value in changed_keys(cfg).items())})"
+
+
+HOOKS.explain, HOOKS.assign_former, HOOKS.show = _explain, _assign_former, _show

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +30,17 @@ from pydantic_core import PydanticCustomError
 from rlhf_mcore.config.schema.key import Choices, Description
 
 
+class Hooks:
+    """Functions of modules that import this one. The package ``schema`` sets them."""
+
+    explain: Callable[[type[Group], ValidationError], Exception]
+    assign_former: Callable[[Group, str, Any], bool]
+    show: Callable[[Any], str]
+
+
+HOOKS = Hooks()
+
+
 class Group(BaseModel):
     """Base of every group. ``cfg.a.b = value`` raises ConfigError if the key does not exist or does not allow the value."""
 
@@ -46,10 +57,8 @@ class Group(BaseModel):
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
-            from rlhf_mcore.config.problems import assign_former, explain  # it imports the schema
-
-            if not assign_former(self, name, value):
-                raise explain(type(self), error) from None
+            if not HOOKS.assign_former(self, name, value):
+                raise HOOKS.explain(type(self), error) from None
 
     @field_validator("*", mode="wrap")
     @classmethod

@@ -17,7 +17,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.former import is_former_group, to_current
 from rlhf_mcore.config.schema.algorithm import AlgorithmConfig
 from rlhf_mcore.config.schema.environment import EnvironmentConfig
-from rlhf_mcore.config.schema.group import Group, is_group_type, to_dict
+from rlhf_mcore.config.schema.group import HOOKS, Group, is_group_type, to_dict
 from rlhf_mcore.config.schema.key import Choices, NonNegativeInt, group, key
 from rlhf_mcore.config.schema.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig, TeacherConfig
 from rlhf_mcore.config.schema.reward import RewardConfig
@@ -58,13 +58,11 @@ class Config(Group):
         try:
             super().__init__(**with_preset(with_keys_of_today(nest({**(settings or {}), **keys}))))
         except ValidationError as error:
-            raise _explain(error) from None
+            raise HOOKS.explain(Config, error) from None
 
     def __repr__(self) -> str:
         """Return a text with the keys that differ from their defaults, without secrets."""
-        from rlhf_mcore.config.keys import changed_keys  # it imports the schema
-
-        return f"Config({', '.join(f'{key}={value!r}' for key, value in changed_keys(self).items())})"
+        return HOOKS.show(self)
 
     __str__ = __repr__
 
@@ -86,7 +84,7 @@ class Config(Group):
         try:
             return self.read(with_keys_of_today(merge(to_dict(self), nest(settings or {}))))
         except ValidationError as error:
-            raise _explain(error) from None
+            raise HOOKS.explain(Config, error) from None
 
     @model_validator(mode="after")
     def _choose_environment(self) -> Config:
@@ -139,12 +137,6 @@ class Config(Group):
     [evaluation](guide/evaluation.md)."""
     logging: LoggingConfig = group(LoggingConfig, "logging of a run")
     alarms: AlarmsConfig = group(AlarmsConfig, "rules on metrics, checked after every step")
-
-
-def _explain(error: ValidationError) -> ConfigError:
-    from rlhf_mcore.config.problems import explain  # it imports the schema
-
-    return explain(Config, error)
 
 
 SHORT = {"algorithm": "preset", "model": "path"}  # the key that a text sets if it is given instead of a group

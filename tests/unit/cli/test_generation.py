@@ -55,6 +55,8 @@ class Sleeping:
     def model(self) -> torch.nn.Module:
         return torch.nn.Linear(2, 2)
 
+    choose_owners = None
+
     def settle(self) -> None: ...
 
     def kernels(self) -> dict[str, str]:

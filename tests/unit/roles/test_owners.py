@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.row_movement import Setup, count_step
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, TrainerConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.critic import Critic
@@ -26,6 +25,7 @@ from tests.episodes import sampled_batch, single_turn
 from tests.rows import padded
 from tests.unit.parallel.world import Meeting, ThreadGroup, run_ranks
 from tests.unit.roles.lookup import VOCAB, Lookup, descend
+from tools.row_movement import Setup, count_step
 
 PPO_LAYOUTS = {"dp3": ParallelLayout(3), "tp2 dp2": ParallelLayout(4, tp=2), "apart": ParallelLayout(2, first_rank=1)}
 PROMPTS = [Prompt(str(k), k, [k % VOCAB] * (1 + k % 3), "") for k in range(6)]
