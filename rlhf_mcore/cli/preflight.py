@@ -47,6 +47,7 @@ from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METR
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.planning.inputs import engine_grid
 from rlhf_mcore.readers.model_files import inspect_model, read_config
+from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.redaction import redact_arguments
 
 LAUNCH_LOCK = "launch.lock"  # locked while a launcher of the run is alive
@@ -210,19 +211,35 @@ def remove_empty_directory(cfg: Config, *, is_kept: bool = True) -> Iterator[Non
 
 
 def check_environment(cfg: Config) -> None:
-    """Load the environment's class, if the run has one, once in a separate process.
-
-    Raises:
-        ConfigError: it cannot be loaded; the message names ``environment.function`` or its options.
-    """
+    """Load the environment with ``load_environment``, and prepare the images of containers."""
     if cfg.environment.function is not None:
         with working("loading the environment", console=find_console(cfg.logging.console)):
-            check_loads(worker_settings(cfg, loads_only=True))
+            load_environment(cfg)
     if cfg.environment.container.kind is not None:
         from rlhf_mcore.environments.build import warm_containers
 
         with working("preparing the containers", console=find_console(cfg.logging.console)):
             warm_containers(cfg.environment, cfg.data)
+
+
+def load_environment(cfg: Config) -> None:
+    """Load the environment, if the run has one, once in a separate process.
+
+    Raises:
+        ConfigError: it cannot be loaded; the message names ``environment.function``, its options or ``environment.tool_parser``.
+    """
+    if cfg.environment.function is None:
+        return
+    if cfg.environment.tool_parser is not None:
+        from rlhf_mcore.rollout.vllm.tool_calls import check_tool_parser  # imports torch
+
+        check_tool_parser(cfg.environment.tool_parser)
+    if isinstance(cfg.rollout.function, OwnFunction):
+        from rlhf_mcore.environments.function_worker import load_rollout  # imports torch
+
+        load_rollout(cfg.rollout.function)
+    else:
+        check_loads(worker_settings(cfg, loads_only=True))
 
 
 def check_world(world_size: int, name: str = "trainer.world_size") -> None:

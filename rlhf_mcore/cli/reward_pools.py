@@ -7,18 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from rlhf_mcore.config.choices import ROLLOUT
-from rlhf_mcore.config.questions import worker_settings
 from rlhf_mcore.config.schema import Config, RewardConfig
 from rlhf_mcore.data.images import ImageStore
-from rlhf_mcore.environments.sessions import check_loads
 from rlhf_mcore.protocols import RewardFunction
-from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.rewards.pool import Pools, local_pool
 from rlhf_mcore.rewards.ray_pool import RayPools
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.rollout.remote.cluster import TOKEN_VARIABLE, Cluster
 from rlhf_mcore.rollout.remote.head import SETTINGS
-from rlhf_mcore.rollout.vllm.tool_calls import check_tool_parser
 
 KEY = "reward.pool"
 
@@ -43,24 +39,6 @@ def build_graders(cfg: Config, pools: Pools = local_pool) -> RewardFunction:
 
     score = cfg.environment.score
     return EnvironmentReward(None if score == "environment" else build(), adds=score == "sum")
-
-
-def check_environment(cfg: Config) -> None:
-    """Load the environment, if the run has one, once in a separate process.
-
-    Raises:
-        ConfigError: it cannot be loaded; the message names ``environment.function``, its options or ``environment.tool_parser``.
-    """
-    if cfg.environment.function is None:
-        return
-    if cfg.environment.tool_parser is not None:
-        check_tool_parser(cfg.environment.tool_parser)
-    if isinstance(cfg.rollout.function, OwnFunction):
-        from rlhf_mcore.environments.function_worker import load_rollout
-
-        load_rollout(cfg.rollout.function)
-    else:
-        check_loads(worker_settings(cfg, loads_only=True))
 
 
 def reward_pools(cfg: RewardConfig) -> Pools:

@@ -15,7 +15,8 @@ from rlhf_mcore.checkpoint.registry import Stateful
 from rlhf_mcore.cli.disaggregated import build_disaggregated, start_fleet
 from rlhf_mcore.cli.generation import Generation, Rewards, build_colocated
 from rlhf_mcore.cli.models import ModelBuilder, build_teacher
-from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
+from rlhf_mcore.cli.preflight import load_environment
+from rlhf_mcore.cli.reward_pools import build_graders, reward_pools
 from rlhf_mcore.cli.run_context import Data, RunContext, load_example_data, load_prompt_data
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
 from rlhf_mcore.config.choices import PREFERENCE_LOSSES
@@ -133,7 +134,7 @@ def rl_trainer(run: RunContext) -> TrainingLoop:
     with record.phase("load_data"):
         pools = reward_pools(cfg.reward)
         graders = on_every_rank(lambda: build_graders(cfg, pools))
-        on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
+        on_every_rank(lambda: load_environment(cfg) if dist.get_rank() == 0 else None)
         data = load_prompt_data(cfg, record.note, world_group())
     # Only the first rank of a disaggregated run communicates with the fleet.
     has_fleet = cfg.rollout.placement == "disaggregated" and dist.get_rank() == 0

@@ -16,7 +16,8 @@ from rlhf_mcore.checkpoint.delta import checked_model
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.checkpoint.manifest import Problem
 from rlhf_mcore.cli import rank
-from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
+from rlhf_mcore.cli.preflight import load_environment
+from rlhf_mcore.cli.reward_pools import build_graders, reward_pools
 from rlhf_mcore.cli.run_context import prompt_loader
 from rlhf_mcore.cli.terminal import find_console, progress_bar, say, working
 from rlhf_mcore.commands.evaluate.checkpoints import EvaluatedModel, checkpoint_config, find_model
@@ -126,7 +127,7 @@ def run(cfg: Config) -> tuple[list[Evaluated], dict[str, Any]]:
         watchdog = process.watchdog
         pools = reward_pools(cfg.reward)
         reward = on_every_rank(lambda: build_graders(cfg, pools))
-        on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
+        on_every_rank(lambda: load_environment(cfg) if dist.get_rank() == 0 else None)
         found = broadcast_json(on_every_rank(lambda: _find_models(cfg) if dist.get_rank() == 0 else None), 0)
         tasks = [_task(cfg, name, subject, EvaluatedModel(*model)) for name, subject, model in found]
         adapters = on_every_rank(lambda: engine_adapters(cfg, [task.model for task in tasks]))
