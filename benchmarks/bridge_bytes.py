@@ -19,9 +19,10 @@ from benchmarks.common import report
 from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, model_bytes, shapes, sources, trainer_layout
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_order
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, spread_order
 from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 from tests.plan_bytes import count_bytes
+from tests.trainer_layout import even_nodes
 
 BUCKET_BYTES = 256 * 2**20
 ITEM_BYTES, DEPTH, RANKS_PER_NODE = 2, 2, 8

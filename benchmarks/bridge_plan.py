@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks.common import Timing, report, timed
 from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, shapes, sources, trainer_layout
 from rlhf_mcore.bridge.map.pieces import Place
-from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_order
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, spread_order
+from tests.trainer_layout import even_nodes
 
 GOAL_S, GOAL_EXPONENT = 1.0, 1.05
 BUCKET_BYTES = 256 * 2**20

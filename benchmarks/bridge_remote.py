@@ -30,8 +30,7 @@ import torch.distributed as dist
 
 from benchmarks.bridge_sync import BUCKET_BYTES, SIZES, make_model
 from benchmarks.common import report, timed
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
 from rlhf_mcore.bridge.run.sync import NoTarget

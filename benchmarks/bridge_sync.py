@@ -38,8 +38,7 @@ from torch import Tensor
 
 from benchmarks.common import Timing, report, timed
 from rlhf_mcore.bridge.files.gather import GatherBridge, Gatherer
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.bridge.map.describe import describe_sources
 from rlhf_mcore.bridge.map.engine import keep_loading_layout
 from rlhf_mcore.bridge.map.pieces import Piece, view

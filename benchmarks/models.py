@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.questions import balanced_stages
@@ -13,6 +12,7 @@ from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import EngineGrid
 from tests import engine_layout
+from tests.trainer_layout import stage_names, trainer_places
 
 
 @dataclass(frozen=True, slots=True)

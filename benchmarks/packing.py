@@ -27,8 +27,7 @@ BUDGET, ROWS = 4096, 64
 
 def actor(path: Path, num_rows: int) -> Any:
     """Build the model with its optimizer, as in a run."""
-    from rlhf_mcore.bridge.files.hf_files import HFReader
-    from rlhf_mcore.bridge.files.transfer import load
+    from rlhf_mcore.bridge.files.hf_files import HFReader, load
     from rlhf_mcore.config.schema import AlgorithmConfig, OptimizerConfig, RecomputeConfig, TrainerConfig
     from rlhf_mcore.mcore.build import BuildOptions, build_model
     from rlhf_mcore.mcore.groups import GroupPool, build_groups

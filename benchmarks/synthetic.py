@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, make_index, state_file
-from rlhf_mcore.bridge.map.layouts import stage_names
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.geometry import GroupedSizes, LocalParameter, ModelGeometry, Shard, StateShard
 from rlhf_mcore.parallel.layout import ParallelLayout
+from tests.trainer_layout import stage_names
 
 LARGE = ModelGeometry("llama", 8, 640, GroupedSizes(10, 5, 64), 1760, 16000, False)  # 56M parameters
 SMALL = ModelGeometry("llama", 2, 512, GroupedSizes(8, 4, 64), 1408, 8000, False)  # 14M

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from rlhf_mcore.families.vision import VisionSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +89,28 @@ class ExpertSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionSizes:
+    """A tower that reads images. It turns patches into features, which replace token embeddings."""
+
+    image_token_id: int  # id of the replaced tokens
+    hidden_size: int
+    ffn_size: int
+    depth: int
+    patch_size: int  # pixels per edge
+    temporal_patch_size: int
+    channels: int
+    merge_size: int  # merge_size x merge_size patches become one token
+    # Channel pairs of a head that rotate by time, row and column. Empty: image tokens rotate like other tokens.
+    sections: tuple[int, ...]
+    positions: int = 0  # number of learned position embeddings
+    deepstack: int = 0  # number of decoder layers that add features of earlier tower layers to their output
+
+    def tokens(self, grid: Sequence[int]) -> int:
+        """Return the number of tokens of an image with ``grid`` (time, rows, columns) patches."""
+        return grid[0] * grid[1] * grid[2] // self.merge_size**2
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterSizes:
     """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) for linear layers."""
 
@@ -99,7 +120,6 @@ class AdapterSizes:
     use_rslora: bool = False  # scale by the root of the rank (Kalajdzievski 2023, arXiv 2312.03732)
     # Number of rows at the end of each A that are not trained, with the matching columns of B
     fixed: int = 0
-    vision: VisionSizes | None = None
     use_dora: bool = False  # adds a magnitude for each output to A and B (Liu et al. 2024, arXiv 2402.09353)
 
     @property

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_mcore.bridge.plan.build import Plan
-from rlhf_mcore.bridge.plan.routes import Ranks, Route
+from rlhf_mcore.bridge.plan.rank_plan import RankPlan
+from rlhf_mcore.bridge.plan.routes import NodeGroups, Ranks, Route
 from rlhf_mcore.bridge.plan.schedule import Schedule, Unit
 
 Bytes = NDArray[np.int64]
@@ -37,6 +38,12 @@ class PlanBytes:
     def peak(self, depth: int) -> int:
         """Return a bound for the buffers of any rank with ``depth`` buckets in flight, at most 2 * depth * bucket."""
         return depth * int((self.peak_sent + self.peak_received).max(initial=0))
+
+
+def peak_bytes(plan: RankPlan, depth: int = 1) -> int:
+    """Return the peak bytes of send and receive buffers with ``depth`` consecutive buckets in flight."""
+    sizes = [bucket.send_bytes + bucket.receive_bytes for bucket in plan.buckets]
+    return max((sum(sizes[i : i + depth]) for i in range(len(sizes))), default=0)
 
 
 def count_bytes(plan: Plan) -> PlanBytes:
@@ -70,15 +77,18 @@ def _count_block(total: PlanBytes, buckets: Sequence[Sequence[Unit]]) -> None:
             exported = nbytes * _round_robin(holders, len(holders), first * len(nodes), turns * len(nodes))
             total.exported[route.holders] += exported.sum(axis=0)
             sent[np.ix_(rows, route.holders)] += np.add.reduceat(exported, begins)
-            for size, ranks, places in nodes.by_size:
+            local_ranks, local_sizes = _places_in_nodes(nodes)
+            for size in nodes.distinct_sizes:
+                mask = local_sizes == size
+                ranks, places = nodes.ranks[mask], local_ranks[mask]
                 imported = np.add.reduceat(nbytes * _round_robin(np.arange(size), size, first, turns), begins)
                 total.imported[ranks] += imported.sum(axis=0)[places]
                 if size > 1:
                     sent[np.ix_(rows, ranks)] += (size - 1) * imported[:, places]
         if len(route.near):  # holders send to ranks of their own node
             near = route.near_holders
-            each = near.spread(route.near_receivers.sizes)
-            copies = _round_robin(near.local_ranks, near.local_sizes, first * each, turns * each)
+            each = np.repeat(route.near_receivers.sizes, near.sizes)
+            copies = _round_robin(*_places_in_nodes(near), first * each, turns * each)
             sent[np.ix_(rows, near.ranks)] += np.add.reduceat(nbytes * copies, begins)
     for needers, by_bucket in needed.values():
         received[:, needers] += by_bucket[:, None]
@@ -86,6 +96,11 @@ def _count_block(total: PlanBytes, buckets: Sequence[Sequence[Unit]]) -> None:
     total.received += received.sum(axis=0)
     np.maximum(total.peak_sent, sent.max(axis=0), out=total.peak_sent)
     np.maximum(total.peak_received, received.max(axis=0), out=total.peak_received)
+
+
+def _places_in_nodes(nodes: NodeGroups) -> tuple[Ranks, Ranks]:
+    """Return, for each rank, its index within its node, and the number of ranks of its node."""
+    return np.arange(len(nodes.ranks)) - np.repeat(nodes.starts, nodes.sizes), np.repeat(nodes.sizes, nodes.sizes)
 
 
 def _runs(buckets: Sequence[Sequence[Unit]]) -> dict[int, tuple[Route, list[tuple[int, int, int, int]]]]:

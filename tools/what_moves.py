@@ -17,17 +17,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places  # noqa: E402
 from rlhf_mcore.bridge.map.pieces import Place  # noqa: E402
 from rlhf_mcore.bridge.map.quantised import SCALES, are_quantised, num_scales, scale_pieces  # noqa: E402
 from rlhf_mcore.bridge.map.rules import hf_shapes  # noqa: E402
-from rlhf_mcore.bridge.plan.build import build_plan, even_nodes, spread_order  # noqa: E402
+from rlhf_mcore.bridge.plan.build import build_plan, spread_order  # noqa: E402
 from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
 from rlhf_mcore.planning.inputs import EngineGrid  # noqa: E402
 from rlhf_mcore.readers.model_files import read_geometry  # noqa: E402
 from tests.engine_layout import SCALE_BYTES, destinations  # noqa: E402
 from tests.plan_bytes import count_bytes  # noqa: E402
+from tests.trainer_layout import (  # noqa: E402
+    even_nodes,
+    stage_names,
+    trainer_places,
+)
 
 BUCKET_BYTES, DEPTH, PER_NODE, ITEM_BYTES, GB = 256 * 2**20, 2, 8, 2, 1e9
 

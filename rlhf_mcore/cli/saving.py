@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
 from rlhf_mcore.checkpoint.commit import Permissions
 from rlhf_mcore.checkpoint.disk import Disk

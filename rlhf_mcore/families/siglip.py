@@ -8,8 +8,9 @@ from math import isqrt
 from typing import Any
 
 from rlhf_mcore.families.sizes import size
-from rlhf_mcore.families.vision import MAX_DEPTH, MAX_EDGE, MAX_WIDTH, Tensors, Vision, VisionSizes, linear, norm
+from rlhf_mcore.families.vision import MAX_DEPTH, MAX_EDGE, MAX_WIDTH, Tensors, Vision, linear, norm
 from rlhf_mcore.foreign import Fields
+from rlhf_mcore.geometry import VisionSizes
 
 IMAGE_TOKEN = "image_token_index"  # config.json's key for models with such a tower
 

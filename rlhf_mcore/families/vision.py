@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -10,35 +10,13 @@ from typing import Any
 from rlhf_mcore.families.base import Dim, Rule
 from rlhf_mcore.families.sizes import head_dim, rotary, size
 from rlhf_mcore.foreign import Fields
-from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.geometry import ModelGeometry, VisionSizes
 
 MAX_PATCHES = 16_384  # limit for one call of a tower, and for one image
 TOWER = "vision_tower."  # prefix of its tensors in our models
 Tensors = dict[str, tuple[int, ...]]
 MAX_WIDTH, MAX_DEPTH, MAX_EDGE = 2**18, 1024, 512
 _SHARE = "partial_rotary_factor"
-
-
-@dataclass(frozen=True, slots=True)
-class VisionSizes:
-    """A tower that reads images. It turns patches into features, which replace token embeddings."""
-
-    image_token_id: int  # id of the replaced tokens
-    hidden_size: int
-    ffn_size: int
-    depth: int
-    patch_size: int  # pixels per edge
-    temporal_patch_size: int
-    channels: int
-    merge_size: int  # merge_size x merge_size patches become one token
-    # Channel pairs of a head that rotate by time, row and column. Empty: image tokens rotate like other tokens.
-    sections: tuple[int, ...]
-    positions: int = 0  # number of learned position embeddings
-    deepstack: int = 0  # number of decoder layers that add features of earlier tower layers to their output
-
-    def tokens(self, grid: Sequence[int]) -> int:
-        """Return the number of tokens of an image with ``grid`` (time, rows, columns) patches."""
-        return grid[0] * grid[1] * grid[2] // self.merge_size**2
 
 
 @dataclass(frozen=True, slots=True)

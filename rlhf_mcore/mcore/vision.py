@@ -26,7 +26,8 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.images import whole_images
 from rlhf_mcore.families import FAMILIES
-from rlhf_mcore.families.vision import MAX_PATCHES, TOWER, VisionSizes
+from rlhf_mcore.families.vision import MAX_PATCHES, TOWER
+from rlhf_mcore.geometry import VisionSizes
 from rlhf_mcore.mcore.attention import Rotary
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.image_features import StepFeatures, fingerprint, needed_by_any, read_together

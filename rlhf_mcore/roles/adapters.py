@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.files.hf_files import open_adapters
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import load, open_adapters
 from rlhf_mcore.bridge.map.rules import adapter_names, blocks, hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.families.adapters import EMBEDDING, B, M, base_name, hf_module, is_trained_whole

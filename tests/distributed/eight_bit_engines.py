@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.layouts import stage_names
 from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.quantised import SCALES, are_quantised, num_scales, scale_pieces
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
@@ -25,6 +24,7 @@ from rlhf_mcore.planning.inputs import EngineGrid
 from rlhf_mcore.protocols import SyncMismatch
 from tests.engine_layout import engine_tensors, weight_bytes
 from tests.planned_bridge import planned_bridge
+from tests.trainer_layout import stage_names
 from tests.unit.bridge.eight_bits import slow
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import BLOCKS

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from rlhf_mcore.bridge.files.gather import Gatherer
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.data.examples import example_batch
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from rlhf_mcore.bridge.files.gather import Gatherer
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.cli.generation import select_sent
 from rlhf_mcore.config.schema import Config, OptimizerConfig, RecomputeConfig, TrainerConfig

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.map.layouts import stage_names
 from rlhf_mcore.bridge.run.transports import share_memory
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
@@ -46,6 +45,7 @@ from tests.distributed.setting import (
     start,
     write_together,
 )
+from tests.trainer_layout import stage_names
 
 
 def cells() -> list[dict[str, str]]:

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import build_groups

@@ -17,8 +17,7 @@ warnings.filterwarnings("ignore")
 
 from rlhf_mcore.bridge.files.export import Exporter  # noqa: E402
 from rlhf_mcore.bridge.files.gather import Gatherer  # noqa: E402
-from rlhf_mcore.bridge.files.hf_files import HFReader  # noqa: E402
-from rlhf_mcore.bridge.files.transfer import load  # noqa: E402
+from rlhf_mcore.bridge.files.hf_files import HFReader, load  # noqa: E402
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig  # noqa: E402
 from rlhf_mcore.data import prefixes  # noqa: E402
 from rlhf_mcore.expected_kernels import why_unshared  # noqa: E402

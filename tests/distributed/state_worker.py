@@ -13,8 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import OptimizerConfig

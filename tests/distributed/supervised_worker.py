@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, softplus
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.data.examples import TokenizedExample, example_batch
 from rlhf_mcore.mcore.build import BuildOptions, build_model

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 from transformers import AutoModelForImageTextToText
 
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.config.schema import DpoConfig, OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.data.examples import TokenizedExample, example_batch
 from rlhf_mcore.families import FAMILIES

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.data.collate import RowTokens, make_microbatches, restore_tokens
 from rlhf_mcore.families import FAMILIES

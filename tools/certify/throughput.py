@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from transformers import Qwen2Config
 
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.data.collate import RowTokens, make_microbatches

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_mcore.bridge.map.layouts import stage_names
 from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.geometry import AdapterSizes, GroupedSizes, LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore_contrib.dora.magnitudes import begin_with_norms
+from tests.trainer_layout import stage_names
 
 MODEL = ModelGeometry("qwen3", 2, 16, GroupedSizes(4, 2, 4), 24, 13, False)
 

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.layouts import stage_names
 from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.geometry import AdapterSizes, GroupedSizes, LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore_contrib.pissa.principal import begin_with_principal, principal_factors
+from tests.trainer_layout import stage_names
 from tests.unit.parallel.world import world
 
 __all__ = ["world"]

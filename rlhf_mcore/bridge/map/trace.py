@@ -72,7 +72,7 @@ class EngineMap:
 
     @property
     def repacked(self) -> tuple[tuple[EngineParameter, ...], ...]:
-        """Parameters that need vLLM's layerwise reload, grouped by layer in layer order; see ``reload.reloading``."""
+        """Parameters that need vLLM's layerwise reload, grouped by layer in layer order; see ``engine.reloading``."""
         groups: dict[str, list[EngineParameter]] = {}
         for parameter in self.parameters:
             if parameter.repacked:
@@ -380,7 +380,7 @@ def _is_derived(modules: Mapping[str, nn.Module], name: str) -> bool:
     """Return whether a parameter is computed from others after loading (latent attention absorbs a projection).
 
     vLLM's loaders do not know it, because it did not exist when vLLM recorded the loading layout. Processing its
-    module again (see ``reload.reloading``) computes it again.
+    module again (see ``engine.reloading``) computes it again.
     """
     owner, _, attribute = name.rpartition(".")
     module = modules[owner]

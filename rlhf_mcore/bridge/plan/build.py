@@ -118,11 +118,6 @@ def build_plan(
     return Plan(schedule, sources, destinations)
 
 
-def even_nodes(num_ranks: int, ranks_per_node: int) -> list[int]:
-    """Return the node of every rank, for nodes with ``ranks_per_node`` consecutive ranks each."""
-    return [rank // ranks_per_node for rank in range(num_ranks)]
-
-
 @contextmanager
 def _pause_collector() -> Iterator[None]:
     """Pause the garbage collector.

@@ -123,14 +123,6 @@ class RankPlan:
     def local_bytes(self) -> int:
         return sum(copy.source.nbytes for bucket in self.buckets for copy in bucket.local)
 
-    def peak_bytes(self, depth: int = 1) -> int:
-        """Return the peak bytes of send and receive buffers with ``depth`` consecutive buckets in flight.
-
-        The result is at most 2 * depth * bucket_bytes.
-        """
-        sizes = [bucket.send_bytes + bucket.receive_bytes for bucket in self.buckets]
-        return max((sum(sizes[i : i + depth]) for i in range(len(sizes))), default=0)
-
 
 @dataclass(slots=True)
 class _OwnCell:

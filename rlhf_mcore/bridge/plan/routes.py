@@ -147,26 +147,6 @@ class NodeGroups:
         members: list[int] = self.ranks[start : start + int(self.sizes[number])].tolist()
         return members
 
-    @cached_property
-    def local_ranks(self) -> Ranks:
-        """For each rank, its index within its node."""
-        return np.arange(len(self.ranks)) - self.spread(self.starts)
-
-    @cached_property
-    def local_sizes(self) -> Ranks:
-        """For each rank, the number of ranks in its node."""
-        return self.spread(self.sizes)
-
-    @cached_property
-    def by_size(self) -> list[tuple[int, Ranks, Ranks]]:
-        """For each node size: the size, the ranks of all nodes with this size, and their indices within their node."""
-        which = [(size, self.local_sizes == size) for size in self.distinct_sizes]
-        return [(size, self.ranks[mask], self.local_ranks[mask]) for size, mask in which]
-
-    def spread(self, values: Ranks) -> Ranks:
-        """Repeat each node's value for each of its ranks."""
-        return np.repeat(values, self.sizes)
-
 
 class RankRoute:
     """The view of a route from one rank: the sender and the receivers of the cell in each turn. Turns count from 0."""

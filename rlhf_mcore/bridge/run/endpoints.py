@@ -11,8 +11,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from rlhf_mcore.bridge.map.engine import reloading
 from rlhf_mcore.bridge.map.pieces import view
-from rlhf_mcore.bridge.map.reload import reloading
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
 from rlhf_mcore.platform import current_platform

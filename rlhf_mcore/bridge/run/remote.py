@@ -8,32 +8,22 @@ next sync sends all weights to all engines.
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from rlhf_mcore.bridge.map.engine import keep_loading_layout
 from rlhf_mcore.bridge.run.endpoints import KeptSources, Sources
 from rlhf_mcore.bridge.run.sync import ChangedOnly, EngineWeights, PlannedBridge, SentWeights, SyncOptions, Weights
 from rlhf_mcore.bridge.run.transports import GroupLinks, Links, machine
-from rlhf_mcore.families.vision import VisionSizes
-from rlhf_mcore.geometry import (
-    AdapterSizes,
-    DeltaSizes,
-    ExpertSizes,
-    GroupedSizes,
-    LatentSizes,
-    LocalParameter,
-    ModelGeometry,
-    WindowSizes,
-)
+from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.addresses import listener
 from rlhf_mcore.parallel.collectives import all_gather_json, broadcast_json, on_every_rank
 from rlhf_mcore.parallel.joint_group import JointGroup, connections
@@ -43,29 +33,6 @@ from rlhf_mcore.protocols import EngineProcess, GroupSpec, LiveWeights, PeersLos
 ATTEMPTS = 3  # per set of processes
 MARGIN_S = 5.0  # additional time for engines to notice a failed transfer
 T = TypeVar("T")
-
-
-_PARTS = {
-    "window": WindowSizes,
-    "delta": DeltaSizes,
-    "experts": ExpertSizes,
-    "vision": VisionSizes,
-    "adapter": AdapterSizes,
-}
-
-
-def geometry_of(fields: Mapping[str, Any]) -> ModelGeometry:
-    """Build a geometry from a mapping made by ``asdict`` and JSON."""
-    kinds: dict[str, Any] = {
-        "attention": LatentSizes if "kv_rank" in fields["attention"] else GroupedSizes,
-        **_PARTS,
-    }
-    sizes = {
-        name: {k: tuple(v) if isinstance(v, list) else v for k, v in (fields.get(name) or {}).items()} for name in kinds
-    }
-    return ModelGeometry(
-        **{**fields, **{name: kind(**sizes[name]) if sizes[name] else None for name, kind in kinds.items()}}
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +75,8 @@ class BridgeJob:
         connect = load_plugin("transports", self.transport, f"bridge.transport={self.transport}")
         return partial(connect, timeout_s=timeout_s)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def of_json(cls, text: str) -> BridgeJob:
-        fields = json.loads(text)
-        geometry = geometry_of(fields["geometry"] | {"adapter": fields["adapter"]})
-        changing = None if fields["changing"] is None else tuple(fields["changing"])
-        values = {"geometry": replace(geometry, adapter=None), "adapter": geometry.adapter, "changing": changing}
-        return cls(**{**fields, **values})
+_JSON = TypeAdapter(BridgeJob)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +133,7 @@ class EngineEnd:
     def join(self, spec: GroupSpec, bridge: str) -> None:
         """See :class:`WeightReceiver`."""
         self.leave()
-        job = BridgeJob.of_json(bridge)
+        job = _JSON.validate_json(bridge)
         if job.live_cpu_weights and not self._is_live:
             keep_loading_layout(self._side.target.model)
             self._is_live = True
@@ -305,7 +264,7 @@ class RemoteBridge:
 
         def join() -> bool:
             if self._engines is not None:
-                self._engines.join([spec(rank) for rank in range(first, size)], self._job.to_json())
+                self._engines.join([spec(rank) for rank in range(first, size)], _JSON.dump_json(self._job).decode())
             self._end = _End(self._end_side, self._job, spec(self._trainers.rank()), listening)
             self._members = members
             return True

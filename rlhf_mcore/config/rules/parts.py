@@ -17,9 +17,8 @@ from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, LayoutCo
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.adapters import check_targets
 from rlhf_mcore.families.mtp import MTP_KEY, num_mtp_layers
-from rlhf_mcore.families.vision import VisionSizes
 from rlhf_mcore.foreign import read_json
-from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.geometry import ModelGeometry, VisionSizes
 from rlhf_mcore.plugins import load_plugin, missing_plugin
 from rlhf_mcore.readers.adapter_files import start_problems
 from rlhf_mcore.readers.model_files import PROCESSOR_FILES, read_config, read_geometry, tensor_names, with_head

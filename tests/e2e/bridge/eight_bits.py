@@ -11,9 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.engine import map_engine
+from rlhf_mcore.bridge.map.engine import map_engine, reloading
 from rlhf_mcore.bridge.map.pieces import view
-from rlhf_mcore.bridge.map.reload import reloading
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.bridge.run.quantised import largest_magnitudes, quantise, scales_of
 from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation

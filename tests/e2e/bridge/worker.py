@@ -13,9 +13,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.map.engine import keep_loading_layout
+from rlhf_mcore.bridge.map.engine import keep_loading_layout, reloading
 from rlhf_mcore.bridge.map.pieces import view
-from rlhf_mcore.bridge.map.reload import reloading
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.rollout import build_engine

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from rlhf_mcore.bridge.map.coverage import check_coverage
-from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.geometry import DeltaSizes, ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import EngineGrid
 from tests.engine_layout import destinations, stage_layers
+from tests.trainer_layout import stage_names, trainer_places
 
 SMALL = ModelGeometry("qwen2", 2, 64, GroupedSizes(4, 2, 16), 96, 100, True)
 MIXTURE = ModelGeometry(

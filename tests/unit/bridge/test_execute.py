@@ -17,21 +17,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Piece, Place, view
 from rlhf_mcore.bridge.map.rules import adapter_names, blocks, hf_shapes, pieces
-from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_order
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, spread_order
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run import transports
 from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources
-from rlhf_mcore.bridge.run.execute import Executor
+from rlhf_mcore.bridge.run.execute import Executor, Staging
 from rlhf_mcore.bridge.run.merged import MergedSources, adapted_weights
-from rlhf_mcore.bridge.run.staging import Staging
 from rlhf_mcore.bridge.run.transports import Links, MappedMemory, Parcel, Wait
 from rlhf_mcore.geometry import AdapterSizes, GroupedSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
 from tests.plan_bytes import count_bytes
+from tests.trainer_layout import even_nodes, stage_names, trainer_places
 from tests.unit.bridge.sources import Averages
 from tests.unit.pairs import each_value, pairwise
 

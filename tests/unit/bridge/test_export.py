@@ -15,11 +15,9 @@ from safetensors.torch import load_file, save_file
 from benchmarks.models import Model, trainer_layout
 from rlhf_mcore.bridge.files import tensor_files
 from rlhf_mcore.bridge.files.carried import CarriedTensors
-from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.file_parts import assembled_bytes, parts_of, plan_parts
+from rlhf_mcore.bridge.files.export import Exporter, assembled_bytes, parts_of, plan_parts
 from rlhf_mcore.bridge.files.hf_files import INDEX, SINGLE
 from rlhf_mcore.bridge.files.tensor_files import cut_into_shards
-from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.geometry import LocalParameter, Shard
 from rlhf_mcore.parallel.collectives import world_group
@@ -28,6 +26,7 @@ from rlhf_mcore.readers.model_files import read_geometry
 from tests.commands import ROOT
 from tests.difference import first_difference
 from tests.late_device import LateCuda
+from tests.trainer_layout import stage_names, trainer_places
 from tests.unit.bridge.geometry import hf_tensors, mcore_tensors
 from tests.unit.bridge.sources import Averages
 from tests.unit.bridge.test_transfer import GEOMETRY

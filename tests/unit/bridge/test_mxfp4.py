@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from rlhf_mcore.bridge.files.hf_files import HFReader, copy_companions
+from rlhf_mcore.bridge.files.hf_files import HFReader, copy_companions, load
 from rlhf_mcore.bridge.files.hf_files import dequantise_mxfp4 as dequantise
-from rlhf_mcore.bridge.files.transfer import load
-from rlhf_mcore.bridge.map.layouts import stage_names
 from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
@@ -22,6 +20,7 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.readers.model_files import inspect_model, read_geometry
 from tests.distributed.models import make, pack
 from tests.messages import refused
+from tests.trainer_layout import stage_names
 
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from rlhf_mcore.bridge.map.coverage import CoverageError, check_coverage, padding_of
-from rlhf_mcore.bridge.map.layouts import replicas, stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_order
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, spread_order
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, Copy, LocalCopy, Message, Phase
 from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from tests.engine_layout import PlannedTensor, engine_places
 from tests.messages import refused
 from tests.plan_bytes import count_bytes
+from tests.trainer_layout import even_nodes, replicas, stage_names, trainer_places
 from tests.unit.bridge.geometry import bucket_names
 
 

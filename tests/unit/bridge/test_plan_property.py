@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
+from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.bridge.plan.rank_plan import Copy, RankPlan
-from tests.plan_bytes import count_bytes
+from tests.plan_bytes import count_bytes, peak_bytes
+from tests.trainer_layout import even_nodes
 from tests.unit.bridge.geometry import bucket_names
 
 MOST_RANKS = 12
@@ -212,7 +213,7 @@ def check(world: World, plan: Plan, nodes: list[int] | None) -> None:
             max((b.receive_bytes for b in view.buckets), default=0) == counted.peak_received[rank] <= plan.bucket_bytes
         )
         for depth in (1, 2, 3):
-            assert view.peak_bytes(depth) <= counted.peak(depth) <= 2 * depth * plan.bucket_bytes
+            assert peak_bytes(view, depth) <= counted.peak(depth) <= 2 * depth * plan.bucket_bytes
     each = nodes or list(range(MOST_RANKS))
     check_nodes(world, views, each)
     assert counted.imported.sum() == counted.exported.sum() == imported(views, each)

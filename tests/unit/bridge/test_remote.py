@@ -46,7 +46,7 @@ class Engines:
     def join(self, specs: Sequence[GroupSpec], bridge: str) -> None:
         self.told.append("join")
         self.specs = list(specs)
-        assert BridgeJob.of_json(bridge) == JOB
+        assert remote._JSON.validate_json(bridge) == JOB
 
     def begin_sync(self, version: int) -> None:
         self.told.append("begin_sync")

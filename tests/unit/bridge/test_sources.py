@@ -6,10 +6,10 @@ from collections import defaultdict
 from dataclasses import replace
 
 from rlhf_mcore.bridge.map.coverage import check_coverage
-from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
+from tests.trainer_layout import stage_names, trainer_places
 from tests.unit.pairs import pairwise
 
 QWEN = ModelGeometry(

@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.gather import GatherBridge, Gatherer
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
 from tests.messages import refused

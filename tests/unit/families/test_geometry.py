@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from transformers import AutoConfig
 
-from rlhf_mcore.bridge.run.remote import geometry_of
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.geometry import ExpertSizes
+from rlhf_mcore.geometry import ExpertSizes, ModelGeometry
 from rlhf_mcore.readers.model_files import inspect_model, read_geometry
 from tests.messages import refused
 
+JSON = TypeAdapter(ModelGeometry)
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 SIZES = dict(vocab_size=101, hidden_size=512, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8)
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ def test_sizes(tmp_path: Path, name: str) -> None:
 def test_a_geometry_survives_json() -> None:
     for model in sorted(path.name for path in MODELS.iterdir() if path.is_dir()):
         geometry = read_geometry(MODELS / model)
-        assert geometry_of(json.loads(json.dumps(asdict(geometry)))) == geometry
+        assert JSON.validate_json(JSON.dump_json(geometry)) == geometry
 
 
 TOWER = {
@@ -90,7 +90,7 @@ def test_sizes_beside_a_tower_are_those_of_the_language_model_wherever_they_stan
     assert found[0] == found[1]
     assert found[0].tied_embeddings and found[0].vision is not None
     assert found[0].vision.sections == (2, 3, 3) and found[0].vision.tokens((1, 4, 6)) == 6
-    assert geometry_of(json.loads(json.dumps(asdict(found[0])))) == found[0]
+    assert JSON.validate_json(JSON.dump_json(found[0])) == found[0]
 
 
 @pytest.mark.parametrize("sections", [None, [11, 11, 10], [11, 11, 11], [32]])

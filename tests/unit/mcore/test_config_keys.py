@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.data.collate import RowTokens, make_microbatches, restore_tokens

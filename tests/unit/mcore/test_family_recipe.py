@@ -14,7 +14,6 @@ from transformers import SeedOssConfig, SeedOssForCausalLM
 
 from rlhf_mcore import families
 from rlhf_mcore.bridge.map.coverage import check_coverage
-from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.commands.convert.command import main as convert
 from rlhf_mcore.data.collate import restore_tokens
@@ -27,6 +26,7 @@ from rlhf_mcore.readers.model_files import inspect_model, read_geometry
 from rlhf_mcore.types import Microbatch
 from tests.distributed import models
 from tests.engine_layout import destinations
+from tests.trainer_layout import stage_names, trainer_places
 from tests.unit.mcore.test_model import LENGTHS, TEMPERATURE, build, expected_logprobs, groups, microbatches
 
 __all__ = ["groups"]

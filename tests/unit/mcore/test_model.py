@@ -19,8 +19,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, TrainerConfig

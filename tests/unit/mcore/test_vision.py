@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_mcore.families import FAMILIES
-from rlhf_mcore.families.vision import VisionSizes
+from rlhf_mcore.geometry import VisionSizes
 from rlhf_mcore.mcore.image_features import StepFeatures, mask_with_images
 from rlhf_mcore.mcore.vision import ModelVision, image_positions
 from rlhf_mcore.platform import current_platform

@@ -1,4 +1,4 @@
-"""Compute the places of tensors on trainer ranks and engines from their layouts and the families' rules."""
+"""Compute the places of tensors on trainer ranks from layouts and the families' rules, for plans without a model."""
 
 from __future__ import annotations
 
@@ -81,3 +81,8 @@ def stage_names(geometry: ModelGeometry, layout: ParallelLayout, *, fused: bool 
     for layer in geometry.mtp_numbers:
         stages[-1] += layer_names(geometry, layer, geometry.num_experts // layout.ep, fused)
     return stages
+
+
+def even_nodes(num_ranks: int, ranks_per_node: int) -> list[int]:
+    """Return the node of every rank, for nodes with ``ranks_per_node`` consecutive ranks each."""
+    return [rank // ranks_per_node for rank in range(num_ranks)]
