@@ -72,7 +72,7 @@ def main() -> None:
         rates: dict[str, list[dict[str, float]]] = {name: [] for name in schedules}
         for number in range(rounds):
             for name in schedules:
-                rates[name].append(measured(directory, workload, f"{name}-{number}", SCHEDULES[name], steps))
+                rates[name].append(measure(directory, workload, f"{name}-{number}", SCHEDULES[name], steps))
                 print(name, rates[name][-1], flush=True)
     to: dict[str, list[float]] = {}
     for name, measured_rates in rates.items():
@@ -106,7 +106,7 @@ def make_model(directory: Path) -> None:
     (directory / "reward.py").write_text(REWARD)
 
 
-def measured(
+def measure(
     directory: Path, workload: Workload, experiment: str, schedule: Sequence[str], steps: int
 ) -> dict[str, float]:
     """Measure one run. Returns samples per second without the first steps, and the seconds of the phases of a step."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import report, timed
+from benchmarks.common import report, time_call
 from rlhf_mcore.data.packing import balance, pack
 from tests.oracles import published
 
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the same: it takes seconds")
     quick, verl, found = parser.parse_args().quick, theirs(), {}
     for name, sizes in lengths().items():
-        bins, pack_s = timed(lambda sizes=sizes: pack(sizes, BUDGET))
+        bins, pack_s = time_call(lambda sizes=sizes: pack(sizes, BUDGET))
         row: dict[str, Any] = {
             "fill": sum(sizes) / (len(bins) * BUDGET),
             "bins": len(bins),
@@ -77,10 +77,10 @@ def main() -> None:
             "ranks": {},
         }
         for ranks in RANKS:
-            shares, ours_s = timed(lambda sizes=sizes, ranks=ranks: balance(sizes, ranks))
+            shares, ours_s = time_call(lambda sizes=sizes, ranks=ranks: balance(sizes, ranks))
             row["ranks"][ranks] = {"ours": spread(sizes, shares), "cpu_s": round(ours_s.cpu_s, 4)}
             if verl is not None:
-                other, their_s = timed(lambda sizes=sizes, ranks=ranks: verl(sizes, ranks))
+                other, their_s = time_call(lambda sizes=sizes, ranks=ranks: verl(sizes, ranks))
                 row["ranks"][ranks] |= {"verl": spread(sizes, other), "verl_cpu_s": round(their_s.cpu_s, 4)}
         found[name] = row
         print(name, row)

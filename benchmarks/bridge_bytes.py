@@ -86,12 +86,12 @@ def measure(case: Case) -> dict[str, Any]:
         nodes=even_nodes(case.ranks, RANKS_PER_NODE),
     )
     samples = sorted({0, 1, case.ranks // 2 + 1, case.ranks - 1})
-    row = {**described(case), **sampled(plan, held, needed, samples, model_bytes(case.model)), **whole(plan)}
+    row = {**describe(case), **measure_ranks(plan, held, needed, samples, model_bytes(case.model)), **whole(plan)}
     print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     return row
 
 
-def described(case: Case) -> dict[str, Any]:
+def describe(case: Case) -> dict[str, Any]:
     return {
         "model": case.model.name,
         "ranks": case.ranks,
@@ -100,7 +100,7 @@ def described(case: Case) -> dict[str, Any]:
     }
 
 
-def sampled(plan: Plan, held: list[Place], needed: list[Place], ranks: list[int], full: int) -> dict[str, Any]:
+def measure_ranks(plan: Plan, held: list[Place], needed: list[Place], ranks: list[int], full: int) -> dict[str, Any]:
     """Return the planned bytes of some ranks from their own views, relative to the bound and to full gathering."""
     views = [plan.rank_view(rank) for rank in ranks]
     bounds = [lower_bound(held, needed, rank) for rank in ranks]

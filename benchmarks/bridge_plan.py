@@ -14,7 +14,7 @@ import math
 import statistics
 from typing import Any
 
-from benchmarks.common import Timing, report, timed
+from benchmarks.common import Timing, report, time_call
 from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, shapes, sources, trainer_layout
 from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, spread_order
@@ -50,13 +50,15 @@ def measure(model: Model, trainers: int, repeats: int, apart: int = 0) -> dict[s
     """
     layout = trainer_layout(model, trainers, TP, PP, EP if model.geometry.num_experts else 1)
     engines, first, world = (apart or trainers) // ENGINE_TP, trainers if apart else 0, trainers + apart
-    (held, needed), describing = timed(lambda: (sources(model, layout), destinations(model, ENGINE_TP, engines, first)))
+    (held, needed), describing = time_call(
+        lambda: (sources(model, layout), destinations(model, ENGINE_TP, engines, first))
+    )
     order, nodes = spread_order(list(shapes(model)), held), even_nodes(world, 8)
     by_rank = {}
     for rank in (0, world // 2 + 3, world - 1):
         times = [time_rank(held, needed, order, nodes, rank) for _ in range(repeats)]
         by_rank[rank] = (statistics.median(t.wall_s for t in times), statistics.median(t.cpu_s for t in times))
-    _, hashing = timed(lambda: plan_rank(held, needed, order, nodes, 0).digest)
+    _, hashing = time_call(lambda: plan_rank(held, needed, order, nodes, 0).digest)
     row = {
         "model": model.name,
         "ranks": world,
@@ -73,7 +75,7 @@ def measure(model: Model, trainers: int, repeats: int, apart: int = 0) -> dict[s
 def time_rank(held: list[Place], needed: list[Place], order: list[str], nodes: list[int], rank: int) -> Timing:
     """Measure once, after collecting the garbage of the previous measurement."""
     gc.collect()
-    return timed(lambda: plan_rank(held, needed, order, nodes, rank))[1]
+    return time_call(lambda: plan_rank(held, needed, order, nodes, rank))[1]
 
 
 def plan_rank(held: list[Place], needed: list[Place], order: list[str], nodes: list[int], rank: int) -> Plan:

@@ -29,7 +29,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from benchmarks.bridge_sync import BUCKET_BYTES, SIZES, make_model
-from benchmarks.common import report, timed
+from benchmarks.common import report, time_call
 from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
@@ -178,7 +178,7 @@ def train(directory: Path, rounds: int) -> None:
         bridge = remote(False)
         bridge.sync(1)
         colocated.sync(1)
-        times = [[timed(lambda: b.sync(2))[1].wall_s for b in (bridge, colocated)] for _ in range(rounds)]  # noqa: B023
+        times = [[time_call(lambda: b.sync(2))[1].wall_s for b in (bridge, colocated)] for _ in range(rounds)]  # noqa: B023
         row["seconds"] |= {
             name: round(statistics.median(t[0] for t in times), 5),
             f"colocated beside {name}": round(statistics.median(t[1] for t in times), 5),

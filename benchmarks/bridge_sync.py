@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common import Timing, report, timed
+from benchmarks.common import Timing, report, time_call
 from rlhf_mcore.bridge.files.gather import GatherBridge, Gatherer
 from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.bridge.map.describe import describe_sources
@@ -220,7 +220,7 @@ def measure(
 def timed_world(action: Callable[[], object]) -> Timing:
     """Return the wall seconds of the slowest rank and the CPU seconds of all ranks. Collective."""
     dist.barrier()
-    _, mine = timed(action)
+    _, mine = time_call(action)
     every = all_gather_json([mine.wall_s, mine.cpu_s])
     return Timing(max(wall for wall, _ in every), sum(cpu for _, cpu in every))
 
@@ -289,9 +289,9 @@ class BucketedGatherer:
             for piece in place.pieces:
                 by_name[piece.hf_name].setdefault(piece.start, (min(place.ranks), place.buffer, piece))
         self._senders = {name: list(found.values()) for name, found in by_name.items()}
-        self._buckets = self._cut(self._like.element_size())
+        self._buckets = self._plan_buckets(self._like.element_size())
 
-    def _cut(self, item_bytes: int) -> list[list[str]]:
+    def _plan_buckets(self, item_bytes: int) -> list[list[str]]:
         buckets: list[list[str]] = [[]]
         filled = 0
         for name, shape in self._shapes.items():

@@ -26,7 +26,7 @@ class Timing:
     cpu_s: float
 
 
-def timed(function: Callable[[], T]) -> tuple[T, Timing]:
+def time_call(function: Callable[[], T]) -> tuple[T, Timing]:
     """Call a function. Returns its result and its timing."""
     wall, cpu = time.perf_counter(), time.process_time()
     value = function()

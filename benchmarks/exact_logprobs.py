@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import report, timed
+from benchmarks.common import report, time_call
 from benchmarks.one_process import loop_of
 from benchmarks.vs_trl import Row
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
@@ -233,7 +233,7 @@ def main() -> None:
         for count in range(len(SHARED) + 1):
             names = list(SHARED)[:count]
             title = f"and {names[-1]}" if names else "as in a run"
-            found[title] = asdict(_measured(loop, row, names))
+            found[title] = asdict(_measure(loop, row, names))
             print(f"{title:20}", found[title], flush=True)
         steps = {
             title: _steps(loop, title == "shared", first) for title, first in (("plain", 1), ("shared", STEPS + 1))
@@ -262,7 +262,7 @@ def _steps(loop: TrainingLoop, shares: bool, first: int) -> dict[str, Any]:
         if shares:
             stack.enter_context(sharing(engine, list(SHARED)))
         for step in range(first, first + STEPS):
-            _, took = timed(partial(loop.step, step, 2 * STEPS))
+            _, took = time_call(partial(loop.step, step, 2 * STEPS))
             seconds.append(took.cpu_s)
     return {"equal": equal, "cpu_s": statistics.median(seconds[1:])}
 
@@ -276,7 +276,7 @@ def _sharpen(loop: TrainingLoop) -> None:
                 parameter.tensor.mul_(4)
 
 
-def _measured(loop: TrainingLoop, row: Row, names: Sequence[str]) -> Found:
+def _measure(loop: TrainingLoop, row: Row, names: Sequence[str]) -> Found:
     source, learner = loop.source, loop.learner
     assert isinstance(source, ColocatedBatches) and isinstance(learner, PolicyLearner)
     engine, actor = source.sampler.engine, learner.roles.actor
@@ -285,13 +285,13 @@ def _measured(loop: TrainingLoop, row: Row, names: Sequence[str]) -> Found:
     loop.publisher.publish(0)  # also empties the prefix cache
     with sharing(engine, names):
         requests = _requests(row)
-        completions, drawing = timed(lambda: engine.generate(requests))
+        completions, drawing = time_call(lambda: engine.generate(requests))
         batch = _batch(requests, completions)
         equal, largest, seconds = {}, 0.0, 0.0
         for packing, most in CUTS:
             config = actor.model.trainer.model_copy(update={"packing": packing, "forward_tokens": most})
             with patch.object(actor.model, "trainer", config):
-                own, passing = timed(lambda: actor.compute_logprobs(batch))
+                own, passing = time_call(lambda: actor.compute_logprobs(batch))
             difference = (own - batch.rollout_logprobs)[batch.loss_mask].abs()
             equal[f"{'packed' if packing else 'padded'} to {most}"] = float((difference == 0).float().mean())
             largest, seconds = max(largest, float(difference.max())), seconds + passing.cpu_s

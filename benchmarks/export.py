@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.common import report, timed
+from benchmarks.common import report, time_call
 from benchmarks.synthetic import LARGE, SMALL, num_bytes, parameters, world_of_one
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.checkpoint.disk import fsync
@@ -40,8 +40,8 @@ def main() -> None:
         exporter.write(folder / "ours")
         ready = {name: tensor.clone() for name, tensor in load_file(folder / "ours" / "model.safetensors").items()}
         for _ in range(rounds):
-            theirs = timed(lambda: plain(ready, folder / "plain.safetensors"))[1]
-            ours = timed(lambda: exporter.write(folder / "ours"))[1]
+            theirs = time_call(lambda: plain(ready, folder / "plain.safetensors"))[1]
+            ours = time_call(lambda: exporter.write(folder / "ours"))[1]
             pairs.append((theirs, ours))
         found = load_file(folder / "ours" / "model.safetensors")
         exact = all(torch.equal(found[name], tensor) for name, tensor in ready.items())

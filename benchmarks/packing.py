@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import report, timed
+from benchmarks.common import report, time_call
 from benchmarks.synthetic import world_of_one
 from benchmarks.vs_trl import Row, make
 
@@ -99,7 +99,7 @@ def main() -> None:
             pair = {}
             for name in ("packed", "padded"):
                 which.model.trainer.packing = name == "packed"
-                _, took = timed(which.deliver_update(held))
+                _, took = time_call(which.deliver_update(held))
                 pair[name] = {"wall_s": took.wall_s, "cpu_s": took.cpu_s}
             if number:  # the first round is a warm-up
                 pairs.append(pair)

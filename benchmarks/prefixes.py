@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import report, timed
+from benchmarks.common import report, time_call
 from benchmarks.packing import actor
 from benchmarks.synthetic import world_of_one
 from benchmarks.vs_trl import Row, make
@@ -85,7 +85,7 @@ def measure(which: Any, shape: tuple[int, int, int], rounds: int) -> dict[str, A
             pair = {}
             for shares in (True, False) if number % 2 else (False, True):
                 which.model.trainer = trainer.model_copy(update={"share_prefixes": shares})
-                pair[shares] = timed(work)[1].cpu_s
+                pair[shares] = time_call(work)[1].cpu_s
             if number:  # the first round is a warm-up
                 pairs.append(pair[False] / pair[True])
         speedups[name] = {"pairs": pairs, "median": statistics.median(pairs)}

@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.common import Timing, report, timed
+from benchmarks.common import Timing, report, time_call
 from benchmarks.synthetic import LARGE, SMALL, num_bytes, shards, write_state
 from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.geometry import ModelGeometry
@@ -35,7 +35,7 @@ def load(directory: Path, geometry: ModelGeometry, layout: ParallelLayout) -> Ti
         for mine in wanted:
             StateReader(directory, geometry).read_into(mine)
 
-    return timed(read)[1]
+    return time_call(read)[1]
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def rounds_for(milliseconds: float) -> int:
     return max(int(milliseconds / 1000 / min(most)), 1)
 
 
-def measured(work: Callable[[], list[float]], cpu: Callable[[], float]) -> tuple[list[float], float, float]:
+def measure(work: Callable[[], list[float]], cpu: Callable[[], float]) -> tuple[list[float], float, float]:
     """Return values, wall seconds, and CPU seconds as counted by ``cpu``."""
     wall, used = time.perf_counter(), cpu()
     values = work()
@@ -97,10 +97,10 @@ def compare(milliseconds: float, items: int, workers: int, turns: int, folder: P
         pool.map(bare, [("x", 1)] * workers)
         for turn in range(turns):
             sides = {
-                "bare": lambda: measured(
+                "bare": lambda: measure(
                     lambda: pool.map(bare, [(text, rounds) for text in texts], chunksize=4), theirs
                 ),
-                "pool": lambda: measured(lambda: [score.value for score in run(reward.score(rows))], ours),
+                "pool": lambda: measure(lambda: [score.value for score in run(reward.score(rows))], ours),
             }
             found = {name: sides[name]() for name in (sides if turn % 2 else reversed(sides))}
             assert found["bare"][0] == found["pool"][0]

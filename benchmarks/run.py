@@ -133,7 +133,7 @@ def spent(outcome: Outcome) -> str:
     return "" if outcome.cpu_s is None else f" ({outcome.seconds:.0f} s, {outcome.cpu_s:.0f} s of CPU)"
 
 
-def committed(row: Row) -> Outcome:
+def read_committed(row: Row) -> Outcome:
     """Return the outcome in the result file."""
     path = RESULTS / f"{row.name}.json"
     if not path.is_file():
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown: {', '.join(unknown)}; there are: {', '.join(row.name for row in ROWS)}")
     rows = [row for row in ROWS if not args.names or row.name in args.names]
     if args.write:
-        outcomes = [committed(row) for row in ROWS]
+        outcomes = [read_committed(row) for row in ROWS]
         files = [RESULTS / f"{row.name}.json" for row in ROWS]
         loads = [json.loads(file.read_text())["machine"]["load_1min"] for file in files if file.is_file()]
         plot(outcomes, PLOT)

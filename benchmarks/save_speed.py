@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.common import Timing, report, timed
+from benchmarks.common import Timing, report, time_call
 from rlhf_mcore.bridge.files.tensor_files import write_at
 from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.disk import Disk, fsync
@@ -94,14 +94,14 @@ def measure(folder: Path, num_bytes: int, num_files: int, rounds: int) -> dict[s
     for step in range(rounds + 1):
         # Remove the files of one side before the other side starts, so that both write to pages that the system has ready.
         os.sync()
-        raw = timed(lambda: raw_save(folder / "raw", data, num_files))[1]
+        raw = time_call(lambda: raw_save(folder / "raw", data, num_files))[1]
         forget(folder)
-        raw_load = timed(lambda: read(folder / "raw"))[1]
+        raw_load = time_call(lambda: read(folder / "raw"))[1]
         shutil.rmtree(folder / "raw")
         os.sync()
-        checkpoint, ours = timed(lambda step=step: save(folder / "run", step, data, num_files))  # type: ignore[misc]
+        checkpoint, ours = time_call(lambda step=step: save(folder / "run", step, data, num_files))  # type: ignore[misc]
         forget(folder)
-        load = timed(lambda path=checkpoint: verify_and_read(path))[1]  # type: ignore[misc]
+        load = time_call(lambda path=checkpoint: verify_and_read(path))[1]  # type: ignore[misc]
         shutil.rmtree(checkpoint)
         saves.append((raw, ours))
         loads.append((raw_load, load))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import report, timed
+from benchmarks.common import report, time_call
 from benchmarks.synthetic import LARGE, SMALL, num_bytes, parameters, shards, world_of_one
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.state_files import RankState, state_file
@@ -108,12 +108,12 @@ def main() -> None:
         background.save(0, {}, Decision())
         background.drain()
         for step in range(rounds):
-            whole = timed(lambda step=step: foreground.save(step, {}, Decision()))[1]  # type: ignore[misc]
-            stall = timed(lambda step=step: background.save(step, {}, Decision()))[1]  # type: ignore[misc]
+            whole = time_call(lambda step=step: foreground.save(step, {}, Decision()))[1]  # type: ignore[misc]
+            stall = time_call(lambda step=step: background.save(step, {}, Decision()))[1]  # type: ignore[misc]
             assert part.copied is not None
-            until_update = timed(part.copied.result)[1]
+            until_update = time_call(part.copied.result)[1]
             background.drain()
-            copy = timed(lambda: target.copy_(source))[1]
+            copy = time_call(lambda: target.copy_(source))[1]
             rows.append((whole, stall, copy, until_update))
     ratios = [stall.wall_s / whole.wall_s for whole, stall, _, _ in rows]
     memcpy = [stall.wall_s / copy.wall_s for _, stall, copy, _ in rows]

@@ -70,11 +70,11 @@ def _step(num_rows: int) -> Any:
     prompts = [Prompt(str(i), i, list(range(PROMPT_TOKENS)), "") for i in range(num_rows // SAMPLES)]
     mine = [row for row in range(num_rows) if row // SAMPLES % world == rank]
 
-    def drawn(row: int) -> Any:
+    def make_trajectory(row: int) -> Any:
         ids, logprobs = np.arange(sizes[row], dtype=np.int32), np.full(sizes[row], -0.5, np.float32)
         return episode(prompts[row // SAMPLES], row % SAMPLES, [Completion(0, ids, logprobs, ((0, 0),), "stop")], "")
 
-    made = [drawn(row) for row in mine]
+    made = [make_trajectory(row) for row in mine]
     rollouts = [Rollout(row // SAMPLES, each, Score(float(row % 3))) for row, each in zip(mine, made, strict=True)]
     exchange, advantages = RowExchange(samples_per_prompt=SAMPLES), AdvantageComputer(AlgorithmConfig())
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.common import report, timed
+from benchmarks.common import report, time_call
 from benchmarks.one_process import loop_of
 from benchmarks.vs_trl import ROWS
 from rlhf_mcore.trainer.loop import TrainingLoop
@@ -80,7 +80,7 @@ def main() -> None:
 def _round(loop: TrainingLoop, step: int, num_steps: int, engine: KeptRequests, kept: KeptBatch) -> dict[str, Any]:
     """Measure a step and its parts alone."""
     engine.requests = []
-    _, whole = timed(lambda: loop.step(step, num_steps))
+    _, whole = time_call(lambda: loop.step(step, num_steps))
     batch = kept.batch
     assert batch is not None
     batch.old_logprobs = None  # the state before the update
@@ -91,7 +91,7 @@ def _round(loop: TrainingLoop, step: int, num_steps: int, engine: KeptRequests, 
         kept.learner.roles.actor.deliver_update(batch)()
         loop.publisher.publish(step)
 
-    _, parts = timed(alone)
+    _, parts = time_call(alone)
     return {
         "step": {"wall_s": whole.wall_s, "cpu_s": whole.cpu_s},
         "alone": {"wall_s": parts.wall_s, "cpu_s": parts.cpu_s},

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.common import report, timed
+from benchmarks.common import report, time_call
 from benchmarks.one_process import loop_of
 from benchmarks.vs_trl import ROWS
 from rlhf_mcore.bridge.run.sync import PlannedBridge, _Written
@@ -40,11 +40,11 @@ def main() -> None:
     steps, spent, depth = WARM_UP + (2 if args.quick else args.steps), defaultdict[str, float](float), 0
     row = ROWS["small"] if args.quick else ROW
 
-    def clocked(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def time_calls(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
             nonlocal depth
             depth += 1
-            value, timing = timed(lambda: function(*given, **named))
+            value, timing = time_call(lambda: function(*given, **named))
             depth -= 1
             if not depth:  # a check may call another check
                 spent[kind] += timing.cpu_s
@@ -55,11 +55,11 @@ def main() -> None:
     rounds = []
     with ExitStack() as stack:
         for kind, owner, name in CHECKS:
-            stack.enter_context(patch.object(owner, name, clocked(kind, getattr(owner, name))))
+            stack.enter_context(patch.object(owner, name, time_calls(kind, getattr(owner, name))))
         loop = stack.enter_context(loop_of(row, steps, ["actor.optimizer.lr=1e-12"]))
         for number in range(1, steps + 1):
             spent.clear()
-            _, whole = timed(lambda step=number: loop.step(step, steps))  # type: ignore[misc]
+            _, whole = time_call(lambda step=number: loop.step(step, steps))  # type: ignore[misc]
             rounds.append({"step_s": whole.cpu_s, **spent})
             print(rounds[-1], flush=True)
     counted = rounds[WARM_UP:]

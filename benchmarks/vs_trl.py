@@ -83,8 +83,8 @@ def main() -> None:
             make(directory, row)
             pairs = []
             for _ in range(rounds):
-                ours = measured(directory, "ours", our_command(row, steps, args.overrides), steps)
-                theirs = measured(directory, "theirs", their_command(row, steps), steps)
+                ours = measure(directory, "ours", our_command(row, steps, args.overrides), steps)
+                theirs = measure(directory, "theirs", their_command(row, steps), steps)
                 pairs.append({"ours": ours, "theirs": theirs})
                 print(name, json.dumps(pairs[-1]), flush=True)
         ratios = {unit: [pair["ours"][unit] / pair["theirs"][unit] for pair in pairs] for unit in ("wall_s", "cpu_s")}
@@ -224,7 +224,7 @@ def trl(responses: int, tokens: int, steps: int) -> None:
     Path("ends").write_text(json.dumps(ends))
 
 
-def measured(directory: Path, side: str, command: list[str], steps: int) -> dict[str, Any]:
+def measure(directory: Path, side: str, command: list[str], steps: int) -> dict[str, Any]:
     """Return the wall and CPU seconds of a step."""
     threads = "1" if side == "ours" else "2"
     extra = [] if side == "ours" else [str(TRL)]

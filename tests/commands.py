@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.machine_speed import scaled
+from tests.machine_speed import scale_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,12 +23,12 @@ def wait_for(
     ended: Callable[[], bool] = lambda: False,
 ) -> None:
     """Wait until a condition holds or ``ended()`` is true. ``seconds``: limit on the reference machine (tests/machine_speed.py)."""
-    end = time.monotonic() + scaled(seconds)
+    end = time.monotonic() + scale_seconds(seconds)
     while not condition():
         if ended():
             assert condition(), f"it has ended, and this did not happen\n{explain()}"
             return
-        assert time.monotonic() < end, f"it did not happen within {scaled(seconds):.0f} s\n{explain()}"
+        assert time.monotonic() < end, f"it did not happen within {scale_seconds(seconds):.0f} s\n{explain()}"
         time.sleep(0.1)
 
 
@@ -50,9 +50,9 @@ class Started:
     def end(self, seconds: float = 240) -> str:
         """Wait until the command ends. Returns its output."""
         try:
-            self.process.wait(timeout=scaled(seconds))
+            self.process.wait(timeout=scale_seconds(seconds))
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it did not end within {scaled(seconds):.0f} s\n{self._explain()}") from None
+            raise AssertionError(f"it did not end within {scale_seconds(seconds):.0f} s\n{self._explain()}") from None
         return self.output()
 
     def _explain(self) -> str:
@@ -60,7 +60,9 @@ class Started:
 
 
 @contextmanager
-def started(command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None) -> Iterator[Started]:
+def start_command(
+    command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Started]:
     """Run a command in a directory. At the end of the block, kill it and all processes that it has started."""
     log = directory / f"output-{time.monotonic_ns()}.txt"
     with log.open("wb") as out:
@@ -74,11 +76,11 @@ def started(command: Sequence[str], directory: Path, environment: Mapping[str, s
         process.wait()
 
 
-def finished(
+def run_command(
     command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None, seconds: float = 240
 ) -> subprocess.CompletedProcess[str]:
     """Run a command until it ends. Returns its exit code and output."""
-    limit = scaled(seconds)
+    limit = scale_seconds(seconds)
     try:
         return subprocess.run(
             command, cwd=directory, env=environment, capture_output=True, text=True, timeout=limit, check=False

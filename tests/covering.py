@@ -34,7 +34,7 @@ def covering_rows(
     """
     candidates = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
     candidates = [row for row in candidates if is_valid(row)]
-    covers = [_covered(row, features) for row in candidates]
+    covers = [_find_pairs(row, features) for row in candidates]
     missing = set().union(*covers)
     chosen: list[int] = []
     used: Counter[Any] = Counter()
@@ -49,7 +49,7 @@ def covering_rows(
     return [candidates[number] for number in sorted(chosen)]
 
 
-def _covered(row: Row, features: Callable[[Row], Mapping[str, Hashable]] | None) -> set[Any]:
+def _find_pairs(row: Row, features: Callable[[Row], Mapping[str, Hashable]] | None) -> set[Any]:
     """Return the values of a row, and the pairs of its features. Without features, return the pairs of its values."""
     values = set(row.items())
     return values | set(combinations(sorted((features(row) if features else row).items()), 2))

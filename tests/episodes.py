@@ -28,7 +28,7 @@ def single_turn(
     return episodes.episode(prompt, sample, [completion], response_text)
 
 
-def tokenized(prompt_ids: Sequence[int], *responses: Sequence[int]) -> TokenizedExample:
+def make_example(prompt_ids: Sequence[int], *responses: Sequence[int]) -> TokenizedExample:
     """Return a tokenized prompt and its responses."""
     return TokenizedExample("", np.array(prompt_ids, np.int32), [np.array(ids, np.int32) for ids in responses])
 

@@ -16,7 +16,7 @@ SECONDS = 2.0
 MOST = 12.0  # an even slower machine has another problem
 
 
-def scaled(seconds: float) -> float:
+def scale_seconds(seconds: float) -> float:
     """Return a time limit in seconds for this machine."""
     return seconds * float(os.environ.get(VARIABLE, "1"))
 

@@ -20,7 +20,7 @@ def assert_names(message: object, *, field: Names = (), value: Names = (), remed
 
 
 @contextmanager
-def refused(
+def expect_error(
     error: type[BaseException], *, field: Names = (), value: Names = (), remedy: Names = ()
 ) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """Expect an error whose message names these, as in :func:`assert_names`."""

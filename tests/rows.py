@@ -57,7 +57,7 @@ def batch_of(rows: Sequence[Row], group_ids: Sequence[int], owners: Sequence[int
     )
 
 
-def padded(batch: TrainBatch, values: Tensor) -> Tensor:
+def pad_rows(batch: TrainBatch, values: Tensor) -> Tensor:
     """Convert [N] on the owners to [B, T] on every rank, padded with zeros. Collective over the world."""
     width = max(batch.lengths.tolist(), default=1)
     whole = torch.zeros((batch.num_rows, width), dtype=torch.float64)
@@ -75,7 +75,7 @@ def flat(batch: TrainBatch, values: Tensor) -> Tensor:
 
 def rows_of_padded(batch: TrainBatch, values: Tensor) -> list[list[float]]:
     """Return the values at the sampled tokens of each row, as lists. Collective over the world."""
-    whole, mask = padded(batch, values), padded(batch, batch.loss_mask)
+    whole, mask = pad_rows(batch, values), pad_rows(batch, batch.loss_mask)
     return [whole[row][mask[row]].tolist() for row in range(batch.num_rows)]
 
 
@@ -112,5 +112,5 @@ def padded_batch(batch: TrainBatch) -> Any:
     per_token = set(tensors) - {"lengths", "num_sampled", "scores", "truncated", "group_ids", "owners", "rows"}
     per_token -= {"bootstrap_values", "kl_coef", "policy_version", "prompts", "with_entropy", "fields", "sequences"}
     per_token -= {"images", "computed", "replicas"}
-    whole = {name: padded(batch, tensors[name]) for name in per_token if tensors[name] is not None}
+    whole = {name: pad_rows(batch, tensors[name]) for name in per_token if tensors[name] is not None}
     return SimpleNamespace(**{**tensors, **whole})

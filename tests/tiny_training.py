@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.commands import ROOT, finished
+from tests.commands import ROOT, run_command
 
 CONFIG = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
 STEPS = 6
@@ -78,7 +78,7 @@ def _quickstart(num_eval: int, fit_steps: int) -> tempfile.TemporaryDirectory[st
     made = tempfile.TemporaryDirectory()
     tool = [sys.executable, str(ROOT / "tools" / "make_quickstart.py")]
     options = ["--fit-steps", str(fit_steps), "--num-layers", "2", "--num-eval", str(num_eval), "--threads", "1"]
-    done = finished([*tool, *options], Path(made.name))
+    done = run_command([*tool, *options], Path(made.name))
     assert done.returncode == 0, done.stderr
     return made
 
@@ -86,7 +86,7 @@ def _quickstart(num_eval: int, fit_steps: int) -> tempfile.TemporaryDirectory[st
 def run_locally(directory: Path, name: str, environment: Mapping[str, str], *arguments: str) -> Path:
     """Train on this machine with launch/local.sh, without faults. Returns the run directory."""
     command = [str(ROOT / "launch" / "local.sh"), CONFIG, *SMALL, f"experiment={name}", *arguments]
-    done = finished(command, directory, {**environment, "RLHF_MCORE_PYTHON": sys.executable})
+    done = run_command(command, directory, {**environment, "RLHF_MCORE_PYTHON": sys.executable})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return run_directory(directory, name)
 

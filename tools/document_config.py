@@ -66,7 +66,7 @@ def base_yaml() -> str:
         value, about = getattr(cfg, item.name), item.described
         if isinstance(value, Group):
             words = f"{about.help[0].upper()}{about.help[1:]}. {_plain(item.more)}".strip()
-            lines += ["", *(f"# {line}" for line in _wrapped(words, WIDTH - 2)), f"{item.name}:"]
+            lines += ["", *(f"# {line}" for line in _wrap(words, WIDTH - 2)), f"{item.name}:"]
             lines += _block(value, f"{item.name}.", "  ")
         else:
             lines += _entry(item.name, _scalar(value), comment(about), "", is_preset=False)
@@ -110,7 +110,7 @@ def _entry(name: str, value: str, remark: str, indent: str, *, is_preset: bool) 
     """Return the lines for a key with its comment: on the same line if it fits, else above."""
     line = f"{indent}{'# ' if is_preset else ''}{name}:{' ' if value else ''}{value}"
     if remark and len(line) + len(remark) + 3 > WIDTH:
-        yield from (f"{indent}# {part}" for part in _wrapped(remark, WIDTH - len(indent) - 2))
+        yield from (f"{indent}# {part}" for part in _wrap(remark, WIDTH - len(indent) - 2))
         remark = ""
     yield line + (f" # {remark}" if remark else "")
 
@@ -122,7 +122,7 @@ def comment(about: Description) -> str:
     return _plain(": ".join(filter(None, (about.help, choices))))
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
@@ -186,12 +186,14 @@ def _rows(item: Item, value: Any, prefix: str) -> Iterator[str]:
                 yield _row(f"{key}[*].{inner.name}", describe_keys(kind)[inner.name][0], inner.value, inner)
     elif type(value) in _ACTOR and not prefix.startswith("actor."):
         yield f"| `{key}.*` | as `actor.{item.name}.*` | | | {item.described.help} |"
-        yield from (row for child in _changed(value) for row in _rows(child, getattr(value, child.name), f"{key}."))
+        yield from (
+            row for child in _changed_fields(value) for row in _rows(child, getattr(value, child.name), f"{key}.")
+        )
     else:
         yield from (row for child in items(value) for row in _rows(child, getattr(value, child.name), f"{key}."))
 
 
-def _changed(value: Any) -> list[Any]:
+def _changed_fields(value: Any) -> list[Any]:
     """Return the fields whose values differ from the defaults of their class."""
     plain = type(value)()
     return [item for item in items(value) if getattr(value, item.name) != getattr(plain, item.name)]
@@ -202,7 +204,11 @@ def default(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(default(element) for element in value) + "]"
     if isinstance(value, Group):
-        return "{" + ", ".join(f"{item.name}: {default(getattr(value, item.name))}" for item in _changed(value)) + "}"
+        return (
+            "{"
+            + ", ".join(f"{item.name}: {default(getattr(value, item.name))}" for item in _changed_fields(value))
+            + "}"
+        )
     if isinstance(value, bool):
         return str(value).lower()
     return "required" if value == "???" else "null" if value is None else str(value)

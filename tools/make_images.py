@@ -281,7 +281,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, folder: Path, problems: Sequence[
     )
 
 
-def described(tokenizer: PreTrainedTokenizerFast, data: Examples, problems: Sequence[Problem]) -> Examples:
+def describe_pictures(tokenizer: PreTrainedTokenizerFast, data: Examples, problems: Sequence[Problem]) -> Examples:
     """Return the same pictures with "?" for a question, and their descriptions for an answer."""
 
     def ids(texts: list[str]) -> list[list[int]]:
@@ -404,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = encode(tokenizer, folder, train) if fit.steps else None
     with progress(fit) as report:
         if data is not None:
-            fit_model(model, data, described(tokenizer, data, train), fit, options.seed, report)
+            fit_model(model, data, describe_pictures(tokenizer, data, train), fit, options.seed, report)
     right, _ = first_choices(model.eval(), encode(tokenizer, folder, held_out))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -229,11 +229,11 @@ class _Done:
 
 
 def _counted_as(counts: Counts, run: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def count_pass(*args: Any, **kwargs: Any) -> Any:
         with counts.during(PASSES):
             return run(*args, **kwargs)
 
-    return counted
+    return count_pass
 
 
 class _BalancedExperts:
@@ -243,7 +243,7 @@ class _BalancedExperts:
         self._numbers: dict[int, int] = {}
 
     def preprocess(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def counted(dispatcher: Any, routing_map: Tensor) -> Tensor:
+        def count_tokens(dispatcher: Any, routing_map: Tensor) -> Tensor:
             total = original(dispatcher, routing_map)
             ranks, tp, local = dispatcher.ep_size, dispatcher.tp_size, dispatcher.num_local_experts
             share = len(routing_map) * dispatcher.config.moe_router_topk // (ranks * local)
@@ -256,14 +256,14 @@ class _BalancedExperts:
             }
             return total
 
-        return counted
+        return count_tokens
 
     def to_host(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def moved(tensor: Any, as_numpy: bool = False, **kwargs: Any) -> Any:
+        def move(tensor: Any, as_numpy: bool = False, **kwargs: Any) -> Any:
             number = self._numbers.get(id(tensor))
             found = original(tensor, **kwargs)
             if torch.is_tensor(tensor) and number is not None:
                 found = torch.full(tensor.shape, number)
             return np.asarray(found) if as_numpy and torch.is_tensor(found) else found
 
-        return moved
+        return move

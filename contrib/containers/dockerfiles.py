@@ -32,7 +32,7 @@ def without_docker(task: Task) -> Task:
         elif name == "ENV":
             env |= _variables(rest)
         elif name in ("COPY", "ADD"):
-            files |= _copied(rest, workdir, task.context)
+            files |= _copy(rest, workdir, task.context)
         elif name == "RUN":
             setup.append(f"cd {shlex.quote(workdir)} && {rest}")
         elif name not in _NOTHING:
@@ -64,7 +64,7 @@ def _variables(rest: str) -> dict[str, str]:
     return dict(each.split("=", 1) for each in shlex.split(rest) if "=" in each)
 
 
-def _copied(rest: str, workdir: str, context: Mapping[str, bytes]) -> dict[str, bytes]:
+def _copy(rest: str, workdir: str, context: Mapping[str, bytes]) -> dict[str, bytes]:
     if rest.startswith("--") or "://" in rest:
         raise ConfigError(f"COPY {rest} needs environment.container.kind=docker or podman")
     parts = json.loads(rest) if rest.startswith("[") else shlex.split(rest)

@@ -13,10 +13,10 @@ def task_to_json(task: Task) -> dict[str, Any]:
     """Write a task for a service, with files in base64. The tests are omitted, because the client runs them."""
     return {
         "image": task.image,
-        "context": _packed(task.context),
+        "context": _encode(task.context),
         "workdir": task.workdir,
         "env": dict(task.env),
-        "files": _packed(task.files),
+        "files": _encode(task.files),
         "setup": list(task.setup),
     }
 
@@ -30,21 +30,21 @@ def task_from_json(told: Mapping[str, Any]) -> Task:
     try:
         return Task(
             None if told["image"] is None else str(told["image"]),
-            _unpacked(told["context"]),
+            _decode(told["context"]),
             None if told["workdir"] is None else str(told["workdir"]),
             {str(name): str(value) for name, value in told["env"].items()},
-            _unpacked(told["files"]),
+            _decode(told["files"]),
             tuple(map(str, _list(told["setup"]))),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the task is malformed: {error!r}") from error
 
 
-def _packed(files: Mapping[str, bytes]) -> dict[str, str]:
+def _encode(files: Mapping[str, bytes]) -> dict[str, str]:
     return {path: base64.b64encode(content).decode() for path, content in files.items()}
 
 
-def _unpacked(files: Mapping[str, str]) -> dict[str, bytes]:
+def _decode(files: Mapping[str, str]) -> dict[str, bytes]:
     return {str(path): base64.b64decode(content, validate=True) for path, content in files.items()}
 
 

@@ -18,7 +18,7 @@ from rlhf_mcore.planning.inputs import GPUS, Assumptions
 from rlhf_mcore.planning.known_models import with_known_configs
 from rlhf_mcore.planning.plan import make_plan
 from rlhf_mcore.planning.report import as_text, refusal
-from rlhf_mcore_contrib.migrate.convert import migrate, shown, to_text
+from rlhf_mcore_contrib.migrate.convert import format_key, migrate, to_text
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
@@ -58,7 +58,7 @@ def _migrate(source: Path, output: Path, kind: str) -> int:
     for note in migration.decisions:
         say(f"decided: {note}")
     for key, (value, reason) in migration.lost.items():
-        say(f"not carried over: {shown(key, value)}: {reason}")
+        say(f"not carried over: {format_key(key, value)}: {reason}")
     for note in migration.notes:
         say(f"to do: {note}")
     try:

@@ -194,12 +194,12 @@ def to_text(migration: Migration) -> str:
         lines += ["#", "# To do:", *(f"#   {note}" for note in migration.notes)]
     if migration.lost:
         lines += ["#", f"# Not carried over ({len(migration.lost)}):"]
-        lines += [f"#   {shown(key, value)}: {reason}" for key, (value, reason) in migration.lost.items()]
+        lines += [f"#   {format_key(key, value)}: {reason}" for key, (value, reason) in migration.lost.items()]
     body = yaml.safe_dump(_nest(migration.settings), sort_keys=False, allow_unicode=True, default_flow_style=False)
     return "\n".join([*lines, "", body])
 
 
-def shown(key: str, value: Any) -> str:
+def format_key(key: str, value: Any) -> str:
     """Write ``key=value`` on one line, without secrets, because configurations are committed and shared."""
     name = key.rpartition(".")[2]
     hidden = redact({f"api_{name}" if name == "key" else name: value})

@@ -95,7 +95,7 @@ def _run(text: str, level: Level) -> Result:
         result = sandbox.run(program, LIMITS, stdin=PRELUDE.read_bytes() + b"\0" + text.encode(errors="replace"))
     reason = result.detail or result.stderr.strip().rpartition("\n")[2]
     if result.reason is Reason.REFUSED or (reason and not result.stdout):
-        raise ConfigError(f"bash does not run in a sandbox here ({shortened(reason)}); correct that, {_OTHERWISE}")
+        raise ConfigError(f"bash does not run in a sandbox here ({shorten(reason)}); correct that, {_OTHERWISE}")
     return result
 
 
@@ -153,11 +153,11 @@ def _notes(text: str, records: list[_Record], result: Result) -> list[str]:
     for record in own:
         name, _, rest = record.text.partition(" ")
         if name in ("source", "."):
-            command = shortened(record.text)
+            command = shorten(record.text)
             notes.append(f"line {record.line}: {command}: the other file is not read; put what it sets into the script")
         elif name == "__unknown" and re.sub(r"[^A-Za-z0-9]", "_", command := " ".join(_words(rest))) in used:
             notes.append(
-                f"line {record.line}: the output of `{shortened(command)}` is not known, because no command is run"
+                f"line {record.line}: the output of `{shorten(command)}` is not known, because no command is run"
             )
     notes += _branches(text, {record.line for record in own})
     return list(dict.fromkeys(notes))
@@ -170,7 +170,7 @@ def _branches(text: str, executed: set[int]) -> Iterator[str]:
         if not line or line.startswith("#"):
             continue
         if number not in executed and re.search(r"(\bthen|\belse|\bdo|^[^($]+\))$", above) and _MATTERS.search(line):
-            yield f"line {number}: not taken, because bash ran with no variable set ({shortened(above)}): {shortened(line)}"
+            yield f"line {number}: not taken, because bash ran with no variable set ({shorten(above)}): {shorten(line)}"
         above = line
 
 
@@ -189,7 +189,7 @@ def named_unknowns(text: str) -> str:
     return _UNKNOWN.sub(name, text)
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Shorten a text to one line of a message."""
     line = " ".join(text.split())
     return line if len(line) <= 60 else line[:57] + "..."

@@ -42,7 +42,7 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         match = _OVERRIDE.match(word)
         if match:
-            overrides[match[1]] = named(_parse(match[2]))
+            overrides[match[1]] = replace_unknowns(_parse(match[2]))
     return overrides
 
 
@@ -54,12 +54,12 @@ def _parse(text: str) -> Any:
     return _number(value)
 
 
-def named(value: Any) -> Any:
+def replace_unknowns(value: Any) -> Any:
     """Replace unknown values (:func:`shell.named_unknowns`) in a value, including nested lists and dictionaries."""
     if isinstance(value, list):
-        return [named(item) for item in value]
+        return [replace_unknowns(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): named(item) for key, item in value.items()}
+        return {str(key): replace_unknowns(item) for key, item in value.items()}
     return named_unknowns(value) if isinstance(value, str) else value
 
 
@@ -311,7 +311,7 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
         elif name is not None:
             given[name].append(word)
     values = {name: [_flag_number(word) for word in texts] for name, texts in given.items()}
-    return {name: named(texts[0] if len(texts) == 1 else texts or True) for name, texts in values.items()}
+    return {name: replace_unknowns(texts[0] if len(texts) == 1 else texts or True) for name, texts in values.items()}
 
 
 def _flag_number(word: str) -> Any:

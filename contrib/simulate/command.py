@@ -19,7 +19,7 @@ from rlhf_mcore.config.validate import validate
 from rlhf_mcore.observability.files import pretty_json, write_atomically
 from rlhf_mcore.own_files import check_output
 from rlhf_mcore.planning.inputs import GPUS, device_and_assumptions, num_devices
-from rlhf_mcore_contrib.simulate.compare import as_json, compare, configured, schedules
+from rlhf_mcore_contrib.simulate.compare import as_json, compare, read_schedule, schedules
 from rlhf_mcore_contrib.simulate.lengths import read_lengths
 from rlhf_mcore_contrib.simulate.measured import fit_runs
 from rlhf_mcore_contrib.simulate.picture import check_can_draw, draw
@@ -105,7 +105,7 @@ def _simulate(args: argparse.Namespace) -> int:
         times = measured_times(cfg, fit, args.run)
     else:
         times = planned_times(cfg, *device_and_assumptions(args.gpu, args.set), lengths.mean)
-    own, devices = configured(cfg), args.devices or num_devices(cfg, world_size)
+    own, devices = read_schedule(cfg), args.devices or num_devices(cfg, world_size)
     own_split = configured_split(cfg, world_size)
     candidates = {schedule: splits(cfg, devices, schedule) for schedule in schedules(cfg, bounds)}
     responses = cfg.trainer.prompts_per_step * cfg.rollout.sampling.n

@@ -43,14 +43,14 @@ class Comparison:
 
 def schedules(cfg: Config, bounds: Sequence[int]) -> list[Schedule]:
     """List the schedules: synchronous, one step off, bounded staleness with partial rollouts, and the configuration's schedule."""
-    own, rollout = configured(cfg), cfg.rollout
+    own, rollout = read_schedule(cfg), cfg.rollout
     at_publish = CONTINUE if rollout.at_publish in (None, DRAIN) else rollout.at_publish
     known = [Schedule(colocated=True), Schedule(), Schedule(1, DRAIN, rollout.oversample)]
     known += [Schedule(bound, at_publish, rollout.oversample) for bound in sorted(set(bounds))]
     return known if own in known else [*known, own]
 
 
-def configured(cfg: Config) -> Schedule:
+def read_schedule(cfg: Config) -> Schedule:
     """Return the schedule of a configuration."""
     rollout, bound = cfg.rollout, cfg.trainer.max_staleness
     if not bound:

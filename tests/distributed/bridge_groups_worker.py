@@ -112,12 +112,12 @@ def compare_digests(group: dist.ProcessGroup) -> list[str]:
             bridge.sync(version)
     close, name = EngineDestinations.close, "model.layers.1.input_layernorm.weight"
 
-    def tampered(landing: EngineDestinations, bucket: Bucket) -> None:
+    def tamper(landing: EngineDestinations, bucket: Bucket) -> None:
         if name in bucket.destination_buffers and group.rank() == group.size() - 1:
             landing.open(bucket)[name].view(torch.int64)[-1] ^= 1
         close(landing, bucket)
 
-    with mock.patch.object(EngineDestinations, "close", tampered):
+    with mock.patch.object(EngineDestinations, "close", tamper):
         try:
             bridge.sync(3)
         except SyncMismatch as error:
@@ -158,7 +158,7 @@ def save(group: dist.ProcessGroup, scale: float, directory: Path) -> list[str]:
     )
 
 
-def quantised(group: dist.ProcessGroup, tp: int) -> dict[str, Any]:
+def sync_quantised(group: dist.ProcessGroup, tp: int) -> dict[str, Any]:
     """Sync a bf16 model with ``tp`` ranks to 8-bit engines, before and after an update.
 
     Returns the wrong values of engines, and the bytes that a rank receives, first without quantisation.
@@ -244,7 +244,7 @@ def main(directory: Path) -> None:
     findings["pairs, by messages"] = all_gather_json(found)
     findings["apart"] = all_gather_json(sync_apart(world))
     findings["digests"] = all_gather_json(compare_digests(world))
-    findings["8 bits"] = {tp: all_gather_json(quantised(world, tp)) for tp in (2, 4)}
+    findings["8 bits"] = {tp: all_gather_json(sync_quantised(world, tp)) for tp in (2, 4)}
     findings["changes of 8 bits"] = all_gather_json(changes_of_8_bits(world))
     findings["engines of 8 bits"] = all_gather_json(eight_bit_engines.measure_all(world))
     findings["claims"] = all_gather_json(claims(rank))

@@ -71,7 +71,7 @@ def main(directory: Path) -> None:
     finish(findings, directory)
 
 
-def sharded(model: MegatronModel) -> dict[str, Any]:
+def describe_shards(model: MegatronModel) -> dict[str, Any]:
     """Return Megatron's description of this rank's shards."""
     metadata = {"dp_cp_group": model.groups.collection.dp_cp}
     with use_groups(model.groups, model.platform):
@@ -83,7 +83,7 @@ def save(model: MegatronModel, optimizer: Any, directory: Path) -> None:
     """Save weights, optimizer state and arguments, like Megatron-LM during training."""
     directory.mkdir(exist_ok=True)
     dist.barrier()
-    state = sharded(model)
+    state = describe_shards(model)
     with use_groups(model.groups, model.platform):
         metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": model.groups.collection.dp_cp}
         whole = {key: value for chunk in state.values() for key, value in chunk.items()} if len(state) == 1 else state
@@ -103,7 +103,7 @@ def load(model: MegatronModel, directory: Path, source: Path) -> str:
     frequency, fused = config.moe_layer_freq, dict(FUSED_NORMS)
     if isinstance(frequency, list) and all(frequency):
         config.moe_layer_freq = 1  # Megatron-LM's value if every layer is an MoE layer, so that layers are stacked
-    state = sharded(model)
+    state = describe_shards(model)
     config.moe_layer_freq = frequency
     for layer in ["", *(f"{k}." for k in range(config.num_layers))]:
         is_moe = bool(config.num_moe_experts) and (not layer or bool(frequency[int(layer[:-1])]))

@@ -51,7 +51,7 @@ def weights() -> dict[str, Tensor]:
     }
 
 
-def trained(hf: Mapping[str, Tensor], rank: int) -> list[LocalParameter]:
+def build_trainer_tensors(hf: Mapping[str, Tensor], rank: int) -> list[LocalParameter]:
     """Return the tensors of a trainer rank."""
     found = []
     for name in stage_names(MIXTURE, TRAINER)[0]:
@@ -86,7 +86,9 @@ def measure(group: dist.ProcessGroup, grid: EngineGrid, kind: Quantisation, hf: 
     dtypes = {parameter.name: parameter.dtype for parameter in mapped.parameters}
     engine = Engine({parameter.name: parameter.shape for parameter in mapped.parameters}, dtypes)
     options: dict[str, Any] = {"bucket_bytes": 100_000, "verify": True, "poison": True, "traced": mapped}
-    bridge = planned_bridge(trained(hf, group.rank()), MIXTURE, engine, group, quantisation=kind.name, **options)
+    bridge = planned_bridge(
+        build_trainer_tensors(hf, group.rank()), MIXTURE, engine, group, quantisation=kind.name, **options
+    )
     stats = bridge.sync(0)
     expected, tensors = values(hf, kind), engine.tensors
     wrong = {
@@ -102,7 +104,9 @@ def measure(group: dist.ProcessGroup, grid: EngineGrid, kind: Quantisation, hf: 
         "wrong": sorted(wrong),
         "8 bits": sum(dtype.itemsize == 1 for dtype in dtypes.values()),
         "bytes": [stats.received_bytes + stats.local_bytes, planned],
-        "tampered": tampered(bridge, next(p for p in reversed(mapped.parameters) if p.name.endswith(SCALES)).name),
+        "tampered": check_tampering(
+            bridge, next(p for p in reversed(mapped.parameters) if p.name.endswith(SCALES)).name
+        ),
     }
 
 
@@ -114,7 +118,7 @@ def values(hf: Mapping[str, Tensor], kind: Quantisation) -> dict[str, Tensor]:
     return sent
 
 
-def tampered(bridge: PlannedBridge, scales: str) -> list[str]:
+def check_tampering(bridge: PlannedBridge, scales: str) -> list[str]:
     """Change a bit of the last matrix of the last rank without the bridge, then a bit of its scales. Returns the findings."""
     finish, said = EngineDestinations.finish, []
     for version, buffer in enumerate((scales.removesuffix(SCALES), scales), 1):

@@ -42,11 +42,11 @@ class Served:
         self._trouble: dict[str, Any] = {}  # injected fault -> position
         open_bucket = EngineDestinations.open
 
-        def opened(destinations: EngineDestinations, bucket: Bucket) -> Any:
+        def open_or_fail(destinations: EngineDestinations, bucket: Bucket) -> Any:
             self._have_trouble("sync", bucket.index)
             return open_bucket(destinations, bucket)
 
-        mock.patch.object(EngineDestinations, "open", opened).start()
+        mock.patch.object(EngineDestinations, "open", open_or_fail).start()
 
     def answer(self, do: str, given: dict[str, Any]) -> Any:
         if do == "join":
@@ -54,7 +54,7 @@ class Served:
             self._end.join(GroupSpec(**given["spec"]), given["bridge"])
         elif do == "sync":
             stats = self._end.sync(given["version"])
-            return {**asdict(stats), "version": self._engine.policy_version, "imported": self._imported()}
+            return {**asdict(stats), "version": self._engine.policy_version, "imported": self._imported_bytes()}
         elif do == "trouble":
             self._trouble = given
         elif do == "spoil":
@@ -67,10 +67,10 @@ class Served:
             wrong = [name for name, tensor in held.items() if not torch.equal(tensor, expected[name])]
             return {"wrong": wrong, "count": len(held), "version": self._engine.policy_version}
         elif do == "left":
-            return left()
+            return count_resources()
         return None
 
-    def _imported(self) -> int:
+    def _imported_bytes(self) -> int:
         """Return the bytes that a full sync sends to this process from other machines."""
         assert self._end._end is not None
         bridge = self._end._end.bridge
@@ -93,7 +93,7 @@ def only_messages() -> Any:
     return mock.patch.object(GroupLinks, "share", lambda *_: None)
 
 
-def left() -> list[int]:
+def count_resources() -> list[int]:
     """Return the file descriptors, threads and KiB of memory of this process."""
     status = Path("/proc/self/status").read_text().split()
     memory = int(status[status.index("VmRSS:") + 1])
@@ -122,7 +122,7 @@ def serve(socket_path: str, name: str, served: Served) -> None:
         stream.flush()
 
 
-def started(command: Sequence[str]) -> subprocess.Popen[str]:
+def start_process(command: Sequence[str]) -> subprocess.Popen[str]:
     """Run a script without the environment of the trainer's world."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -174,7 +174,7 @@ class EngineProcesses:
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(str(self.path))
         self._listening.listen()
-        self._starter = None if shapes is None else started([str(Path(__file__)), str(self.path)])
+        self._starter = None if shapes is None else start_process([str(Path(__file__)), str(self.path)])
         self._channels: dict[str, _Channel] = {}
         self.answers: list[dict[str, Any]] = []
         self.log: list[str] = []

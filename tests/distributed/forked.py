@@ -17,7 +17,7 @@ from rlhf_mcore.cli import rank
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.platform import eager_imports
 from tests.distributed.nccl_rules import enforce
-from tests.distributed.rank_failures import recorded
+from tests.distributed.rank_failures import record_failure
 
 MODULE = "tests.distributed.forked"
 
@@ -37,7 +37,7 @@ def main() -> int:
     with eager_imports():
         worker = import_module(module)
     enforce()
-    with recorded():
+    with record_failure():
         worker.main(*(Path(argument) if os.path.isabs(argument) else argument for argument in arguments))
     return 0
 

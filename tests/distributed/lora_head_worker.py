@@ -127,7 +127,7 @@ def update(head: str, path: Path, groups: ModelGroups, platform: Any) -> dict[st
         batch = batch_for(rows())
         batch = replace(batch, old_values=torch.zeros(len(batch.token_ids)), returns=batch.token_ids / 10)
         metrics = Critic(trained, None).deliver_update(batch)().metrics
-    learned = gathered(trained, adapters)
+    learned = gather(trained, adapters)
     assert model.optimizer is not None
     after = load_file(path / "after" / "adapter_model.safetensors")
     heads = {name for name in learned if ".score." in name}
@@ -160,7 +160,7 @@ def bytes_of(model: MegatronModel, role: PlannedRole) -> list[Any]:
     return [all_gather_json(live), all_gather_json((planned.weights, planned.gradients, planned.moments))]
 
 
-def gathered(trained: TrainedModel, adapters: ModelGeometry) -> dict[str, Tensor]:
+def gather(trained: TrainedModel, adapters: ModelGeometry) -> dict[str, Tensor]:
     assert trained.model is not None
     pgs = trained.model.groups.collection
     return {k: v.clone() for k, v in Gatherer(trained.adapter_parameters(), adapters, pgs.tp, pgs.pp, pgs.tp_ep)}

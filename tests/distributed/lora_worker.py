@@ -119,7 +119,7 @@ def main(directory: Path) -> None:
         for kind, recompute in RECOMPUTE.items()
     }
     findings["dropout"] = {
-        layout: dropped(path, groups_of(layout, groups), platform) for layout in ("tp2_dp2", "tp2_dp2_sp")
+        layout: measure_dropout(path, groups_of(layout, groups), platform) for layout in ("tp2_dp2", "tp2_dp2_sp")
     }
     findings["initial"] = {layout: initial(path, groups_of(layout, groups), platform) for layout in ("dp4", "tp2_pp2")}
     finish(findings, directory)
@@ -248,7 +248,7 @@ def written_out(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str
     learns = {key: value.clone().requires_grad_() for key, value in learns.items()}
     scale = SIZES[name].alpha / (SIZES[name].rank ** (0.5 if SIZES[name].use_rslora else 1.0))
 
-    def added(module: str) -> Tensor:
+    def compute_delta(module: str) -> Tensor:
         prefix = f"base_model.model.{module}"
         if module == "model.embed_tokens":
             return scale * (learns[f"{prefix}.lora_embedding_B"] @ learns[f"{prefix}.lora_embedding_A"]).t()
@@ -270,11 +270,12 @@ def written_out(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str
                 f"base_model.model.{module}.lora_A.weight",
                 f"base_model.model.{module}.lora_embedding_A",
             } & learns.keys():
-                yield key, with_magnitude(module, weight + added(module))
+                yield key, with_magnitude(module, weight + compute_delta(module))
             elif found := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", key):
                 parts = ("gate_proj", "up_proj") if found.group(2) == "gate_up" else ("down_proj",)
                 each = [
-                    torch.cat([added(f"{found.group(1)}.{e}.{part}") for part in parts]) for e in range(weight.size(0))
+                    torch.cat([compute_delta(f"{found.group(1)}.{e}.{part}") for part in parts])
+                    for e in range(weight.size(0))
                 ]
                 yield key, weight + torch.stack(each)
 
@@ -326,7 +327,7 @@ def fill_again(actor: SupervisedActor, adapters: ModelGeometry, file: Path) -> N
     load(actor.model.adapter_parameters(), adapters, HFReader(folder))
 
 
-def gathered(actor: SupervisedActor, adapters: ModelGeometry) -> dict[str, Tensor]:
+def gather(actor: SupervisedActor, adapters: ModelGeometry) -> dict[str, Tensor]:
     model = actor.model.model
     assert model is not None
     pgs = model.groups.collection
@@ -353,7 +354,7 @@ def update(
         "metrics": actor.deliver_update(batch)().metrics,
     }
     after = load_file(path / f"{beginning}_after.safetensors")
-    found["after"] = any_rank(all_gather_json(first_difference(gathered(actor, adapters), after, 1e-5)))
+    found["after"] = any_rank(all_gather_json(first_difference(gather(actor, adapters), after, 1e-5)))
     found["moved"] = max(
         float((after[key] - value).abs().max()) for key, value in load_file(path / f"{beginning}.safetensors").items()
     )
@@ -362,13 +363,13 @@ def update(
         # Before the update, which has moved what is sent: the norms of rows that ranks share are summed when a sync begins.
         fill_again(actor, adapters, path / f"{beginning}.safetensors")
         expected = load_file(path / f"{beginning}_merged.safetensors")
-        found["sent"] = any_rank(all_gather_json(first_difference(sent(actor), expected, 1e-6)))
+        found["sent"] = any_rank(all_gather_json(first_difference(gather_sent(actor), expected, 1e-6)))
     assert model.optimizer is not None
     found["shards"] = all_gather_json(sorted({shard.name.rpartition(".")[2] for shard in model.optimizer.shards()}))
     return found
 
 
-def sent(actor: SupervisedActor) -> dict[str, Tensor]:
+def gather_sent(actor: SupervisedActor) -> dict[str, Tensor]:
     """Return the whole weights that engines receive."""
     cfg, model = Config(), actor.model.model
     assert model is not None
@@ -390,7 +391,7 @@ def distance(batch: Any, values: Tensor, file: Path) -> float:
     return max(all_gather_json(worst))
 
 
-def dropped(path: Path, groups: ModelGroups, platform: Platform) -> dict[str, Any]:
+def measure_dropout(path: Path, groups: ModelGroups, platform: Platform) -> dict[str, Any]:
     """Return gradient norms with dropout: twice from the same generator state, with recomputed layers, and without dropout."""
     norms = []
     for dropout, recompute in ((0.3, None), (0.3, None), (0.3, RecomputeConfig(granularity="full")), (0.0, None)):
@@ -401,7 +402,7 @@ def dropped(path: Path, groups: ModelGroups, platform: Platform) -> dict[str, An
         set_rng_tracker_states(states)
         actor.compute_logprobs(batch_for(rows()))  # without dropout
         norms.append(actor.deliver_update(batch_for(rows()))().grad_norm)
-        copies = gathered(actor, adapters)
+        copies = gather(actor, adapters)
     return {"norms": norms, "finite": all(bool(value.isfinite().all()) for value in copies.values())}
 
 
@@ -409,7 +410,7 @@ def initial(path: Path, groups: ModelGroups, platform: Platform) -> dict[str, An
     """Return sums of new adapters, and the largest element of A with its bound."""
     actor, adapters = build("qwen3", path, groups, platform, 0.0, None)
     initialize(actor.model.adapter_parameters(), adapters, seed=5)
-    values = gathered(actor, adapters)
+    values = gather(actor, adapters)
     largest = max(float(v.abs().max()) * v.size(1) ** 0.5 for k, v in values.items() if "lora_A" in k)
     b = max(float(v.abs().max()) for k, v in values.items() if "lora_B" in k)
     return {

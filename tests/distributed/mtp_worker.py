@@ -44,7 +44,7 @@ from tests.distributed.setting import (
 )
 from tests.distributed.state_worker import assemble, save, train, weights_of
 from tests.distributed.update_worker import fill
-from tests.episodes import tokenized
+from tests.episodes import make_example
 from tests.planned_bridge import planned_bridge
 from tests.unit.bridge.engine import Engine
 
@@ -141,7 +141,7 @@ def joint(path: Path, groups: ModelGroups, platform: Platform, expected: dict[st
     recompute = RecomputeConfig(granularity="full", num_layers=2)
     settings = Settings(max_tokens=48, recompute=recompute, mtp=MTPLearning(alone=False, coef=COEF))
     model, actor = build(path, groups, platform, settings)
-    batch = example_batch([tokenized(row.prompt_ids, row.response_ids) for row in rows()])
+    batch = example_batch([make_example(row.prompt_ids, row.response_ids) for row in rows()])
     metrics = SupervisedActor(actor.model).deliver_update(batch)().metrics
     difference = first_difference(gatherer(model), expected, tolerance=1e-5)
     return {

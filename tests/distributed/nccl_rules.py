@@ -221,19 +221,19 @@ class Rules:
         return group
 
     def destroy_process_group(self, group: Any = None) -> None:
-        for left in [self._resolved(group)] if group is not None else list(self._groups):
+        for left in [self._resolve(group)] if group is not None else list(self._groups):
             if (known := self._groups.pop(left, None)) is not None:
                 known.close()
             self._alone.pop(left, None)
             self._engines_host.discard(left)
         self._destroy(group)
 
-    def _resolved(self, group: Any) -> Any:
+    def _resolve(self, group: Any) -> Any:
         return c10d.group.WORLD if group is None else group
 
     def _enter(self, group: Any, is_batch: bool = False) -> _Group | None:
         """Return the state of a group before a device operation, or None if there is nothing to check."""
-        group = self._resolved(group)
+        group = self._resolve(group)
         if group is None or not isinstance(group, dist.ProcessGroup) or group.size() == 1:
             return None
         if getattr(self._here, "is_host", False) or group in self._engines_host:
@@ -294,7 +294,7 @@ class Rules:
             call = signature.bind(*arguments, **options)
             call.apply_defaults()
             bound = call.arguments
-            group = self._resolved(bound.get("group"))
+            group = self._resolve(bound.get("group"))
             state = self._enter(group)
             if state is None:
                 return original(*arguments, **options)
@@ -302,7 +302,7 @@ class Rules:
             state.agree("collective", state.rank, range(state.size), _description(name, bound, sized, root))
             if not bound.get("async_op") or group in c10d._world.pg_coalesce_state:
                 return original(*arguments, **options)
-            hidden = {key: _copied(value) for key, value in bound.items()}
+            hidden = {key: _copy(value) for key, value in bound.items()}
             is_sender = root == state.rank and name in ("broadcast", "scatter")
             brought = [] if is_sender else list(zip(_tensors(bound, written), _tensors(hidden, written), strict=True))
             return _Late([original(**hidden)], brought, [])
@@ -319,7 +319,7 @@ class Rules:
     def _message(self, tensor: Tensor, world_peer: Any, group: Any, tag: int, peer: Any, is_send: bool) -> Any:
         begin = self._isend if is_send else self._irecv
         place = "group_dst" if is_send else "group_src"
-        group = self._resolved(group)
+        group = self._resolve(group)
         peer = dist.get_group_rank(group, world_peer) if peer is None else peer
         batch = getattr(self._here, "batch", None)
         state = batch.state if batch is not None else self._enter(group)
@@ -387,10 +387,10 @@ def _tensors(bound: dict[str, Any], key: str) -> list[Tensor]:
     return [tensor.data for tensor in value if isinstance(tensor, Tensor)] if isinstance(value, list) else []
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.data.clone()
-    return [_copied(each) for each in value] if isinstance(value, list) else value
+    return [_copy(each) for each in value] if isinstance(value, list) else value
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -407,6 +407,6 @@ def enforce() -> None:
         _enforced[-1].enforce()
 
 
-def enforced() -> Rules:
+def current_rules() -> Rules:
     """Return the rules of this process."""
     return _enforced[-1]

@@ -19,7 +19,7 @@ from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.joint_group import connect_device
 from tests.distributed.bridge_groups_worker import held_of, parameters_of
-from tests.distributed.nccl_rules import BrokenRule, enforced
+from tests.distributed.nccl_rules import BrokenRule, current_rules
 from tests.distributed.setting import finish, start
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors
 
@@ -152,7 +152,7 @@ class Broken:
             has_begun.set()
             may_end.wait(60)
 
-        with mock.patch.object(enforced()._groups[group], "thread", None):
+        with mock.patch.object(current_rules()._groups[group], "thread", None):
             thread = threading.Thread(target=use, name="saving")
             thread.start()
             has_begun.wait(60)
@@ -180,17 +180,17 @@ class Broken:
 
     def engine(self) -> Coordinator:
         with mock.patch.object(Coordinator, "__init__", Coordinator.__init__):
-            enforced().take_for_cuda(Coordinator)
+            current_rules().take_for_cuda(Coordinator)
             return Coordinator([[0, 1, 2, 3]], 0, "gloo")
 
-    def what_is_sent_is_changed(self) -> str:
+    def a_sent_tensor_is_changed(self) -> str:
         group, tensor = self.group(), torch.ones(3)
         works = message(group, self.rank ^ 1, tensor, sends=self.rank % 2 == 0)
         if self.rank % 2 == 0:
             tensor.zero_()
         return refusal(works[0].wait)
 
-    def what_is_received_is_read_before_it_is_waited_for(self) -> list[Any]:
+    def a_received_tensor_is_read_before_the_wait(self) -> list[Any]:
         """Until the wait, the bytes of a message and of a sum are garbage."""
         group, tensor, total = self.group(), torch.ones(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
         works = message(group, self.rank ^ 1, tensor + 1 if self.rank % 2 == 0 else tensor, sends=self.rank % 2 == 0)
@@ -226,7 +226,7 @@ class Broken:
 
 def main(directory: Path) -> None:
     start()
-    rules = enforced()
+    rules = current_rules()
     broken = Broken(directory)
     found = {}
     with mock.patch.object(rules, "patience_s", 1.0):

@@ -30,7 +30,7 @@ from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.setting import finish, gatherer, groups_of, load_hf, rows, splits_of, start
 from tests.distributed.supervised_worker import CUTS
-from tests.episodes import tokenized
+from tests.episodes import make_example
 
 MODEL = "qwen3_tied"
 LAYOUTS = ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2", "tp2_pp2", "cp2_dp2", "tp2_sp_cp2")
@@ -59,7 +59,7 @@ def ways() -> list[tuple[str, str, str]]:
 def examples() -> list[TokenizedExample]:
     """Return ten pairs, a number that the ranks do not divide. The responses of the third pair are equal."""
     others = [row.response_ids for row in rows(seed=6, count=10)]
-    pairs = [tokenized(r.prompt_ids, r.response_ids, other) for r, other in zip(rows(count=10), others, strict=True)]
+    pairs = [make_example(r.prompt_ids, r.response_ids, other) for r, other in zip(rows(count=10), others, strict=True)]
     pairs[2].response_ids[1] = pairs[2].response_ids[0]
     return pairs
 

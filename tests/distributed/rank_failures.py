@@ -14,7 +14,7 @@ VARIABLE = "RLHF_MCORE_TEST_FAILURES"  # the folder of the files
 
 
 @contextmanager
-def recorded() -> Iterator[None]:
+def record_failure() -> Iterator[None]:
     """Record an exception that leaves this block, and raise it again."""
     try:
         yield

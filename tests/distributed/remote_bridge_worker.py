@@ -25,7 +25,7 @@ from rlhf_mcore.parallel.collectives import all_gather_json, broadcast_json, wor
 from rlhf_mcore.protocols import SyncStats
 from tests.covering import covering_rows
 from tests.distributed import models
-from tests.distributed.engine_processes import EngineProcesses, left, only_messages
+from tests.distributed.engine_processes import EngineProcesses, count_resources, only_messages
 from tests.distributed.setting import (
     LAYOUTS,
     MOE_LAYOUTS,
@@ -126,7 +126,7 @@ def trainer(directory: Path, name: str) -> Iterator[Trainer]:
         made.close()
 
 
-def shown(stats: SyncStats) -> list[int]:
+def list_bytes(stats: SyncStats) -> list[int]:
     return [stats.received_bytes, stats.local_bytes]
 
 
@@ -141,7 +141,7 @@ def layouts(run: Trainer, part: str) -> dict[str, Any]:
             names = [name for name, is_sent in layouts_of(part) if is_sent == by_messages]
             for version, layout in enumerate(names):
                 bridge = run.bridge(run.model(layout))
-                stats = all_gather_json(shown(bridge.sync(version)))
+                stats = all_gather_json(list_bytes(bridge.sync(version)))
                 found[f"{layout}{' by messages' * by_messages}"] = {
                     "version": version,
                     "stats": stats,
@@ -160,14 +160,14 @@ def some_tensors(run: Trainer) -> dict[str, Any]:
     bridge = run.bridge(model, changing=("model.norm.weight",))
     run.start("a", "b")
     bridge.sync(0)
-    changed(model, newer, "model.norm.weight")
+    double_norm(model, newer, "model.norm.weight")
     bridge.sync(1)
     found["some"] = [run.answers(), run.weights("a", "b", newer=newer)]
     run.start("c")
-    changed(model, newer, "model.norm.weight")
+    double_norm(model, newer, "model.norm.weight")
     bridge.sync(2)
     found["late"] = [run.answers(), run.weights("a", "b", "c", newer=newer)]
-    changed(model, newer, "model.norm.weight")
+    double_norm(model, newer, "model.norm.weight")
     bridge.sync(3)
     found["again"] = [run.answers(), run.weights("a", "b", "c", newer=newer)]
     found["log"] = run.first(lambda engines: engines.log)
@@ -185,7 +185,7 @@ def only_changes(run: Trainer) -> list[dict[str, Any]]:
     run.start("a", "b")
     for version in range(5):
         if version:
-            changed(model, newer, "model.norm.weight")
+            double_norm(model, newer, "model.norm.weight")
         if version == 3:
             run.first(lambda engines: engines.ask("b", "spoil"))
         stats = bridge.sync(version)
@@ -210,7 +210,7 @@ def by_nixl(run: Trainer) -> dict[str, Any] | None:
     run.start("a", "c", node="one")
     run.start("b", node="two")
     for version in range(2):
-        stats = all_gather_json(shown(bridge.sync(version)))
+        stats = all_gather_json(list_bytes(bridge.sync(version)))
         found[f"sync {version}"] = {"stats": stats, "answers": run.answers(), "weights": run.weights("a", "b", "c")}
     run.first(lambda engines: engines.ask("b", "trouble", during="sync", at=2, kind="kill"))
     bridge.sync(2)
@@ -247,7 +247,7 @@ def sent_again(run: Trainer) -> dict[str, Any]:
     return found
 
 
-def changed(model: MegatronModel, newer: Path, name: str) -> None:
+def double_norm(model: MegatronModel, newer: Path, name: str) -> None:
     """Double a norm in the model and in the file with the expected weights."""
     parameters = {p.name: p.tensor for p in model.local_parameters()}
     if (held := parameters.get("decoder.final_layernorm.weight")) is not None:
@@ -271,7 +271,7 @@ def faults(run: Trainer) -> list[dict[str, Any]]:
         at = 0 if during == "join" else 3
         run.first(lambda engines: engines.ask(name, "trouble", during=during, kind=kind, at=at))  # noqa: B023
         began = time.monotonic()
-        stats = all_gather_json(shown(bridge.sync(number)))
+        stats = all_gather_json(list_bytes(bridge.sync(number)))
         found.append(
             {
                 "case": [during, kind],
@@ -293,7 +293,7 @@ def own_fault(run: Trainer) -> dict[str, Any]:
     """Let a trainer rank fail to send. All ranks raise, and engines have no weights. Without engines, a sync does nothing."""
     model = run.model("tp2_pp2")
     bridge = run.bridge(model)
-    found: dict[str, Any] = {"alone": shown(bridge.sync(0))}
+    found: dict[str, Any] = {"alone": list_bytes(bridge.sync(0))}
     run.start("a")
     bridge.sync(1)
     begin = mock.patch.object(NoTarget, "begin", side_effect=ZeroDivisionError("by a test"))
@@ -344,7 +344,9 @@ def changes(run: Trainer) -> dict[str, Any]:
         elif number >= 4:
             gc.collect()
             time.sleep(0.1)  # threads of the last group end
-            found["left"].append([*all_gather_json(left()), run.first(lambda engines: engines.ask("a", "left"))])
+            found["left"].append(
+                [*all_gather_json(count_resources()), run.first(lambda engines: engines.ask("a", "left"))]
+            )
     bridge.leave()
     run.end("a")
     return found

@@ -76,7 +76,7 @@ def main(directory: Path) -> None:
             findings["oracle"][name] = forced_oracle(path, frozen, directory / f"{name}_after", given)
         dist.barrier()
         after = load_file(directory / f"{name}_after" / "model.safetensors")
-        with torch.no_grad(), forced(hf, given):
+        with torch.no_grad(), force_routes(hf, given):
             expected = [hf_logprobs(hf, row)[0] for row in rows()]
         for layout in layouts:
             recompute = RECOMPUTED.get(layout) if name == "qwen3_moe_mixed" else None
@@ -92,7 +92,7 @@ def main(directory: Path) -> None:
             _, actor = build(path, mine, platform, settings)
             findings["passes"][key] = passes(actor, given, expected)
             recording = Actor(actor.model, TEMPERATURE, actor.algorithm, router_replay="old_logprobs")
-            findings["recorded"][key] = recorded(recording, hf)
+            findings["recorded"][key] = compare_routes(recording, hf)
     path = directory / "qwen3_moe_mixed"
     # Every rank holds the whole gradient of the router. All routes are given, because a free choice would change within a step.
     mine = moe_groups_of("tp4_sp_ep2_etp1", groups)
@@ -141,7 +141,7 @@ def give(batch: TrainBatch, given: list[Tensor]) -> None:
 
 
 @contextmanager
-def forced(hf: torch.nn.Module, given: list[Tensor]) -> Iterator[list[int]]:
+def force_routes(hf: torch.nn.Module, given: list[Tensor]) -> Iterator[list[int]]:
     """Force transformers to use given routes, with weights as in the papers. Yields the number of changed choices."""
     by_ids = {tuple(row.prompt_ids + row.response_ids): routes for row, routes in zip(rows(), given, strict=True)}
     current: list[Tensor] = []
@@ -181,7 +181,7 @@ def forced_oracle(path: Path, reference: torch.nn.Module, after: Path, given: li
 
         def load_forced(path: Path) -> torch.nn.Module:
             hf = load_hf(path)
-            counts.append(around.enter_context(forced(hf, given)))
+            counts.append(around.enter_context(force_routes(hf, given)))
             return hf
 
         around.enter_context(patch.object(update_worker, "load_hf", load_forced))
@@ -214,7 +214,7 @@ def actor_logprobs(actor: Actor, batch: TrainBatch) -> Tensor:
     return logprobs_of(actor.model, batch, TEMPERATURE, routes=routes_of(batch, "rollout"))
 
 
-def recorded(actor: Actor, hf: torch.nn.Module) -> dict[str, int]:
+def compare_routes(actor: Actor, hf: torch.nn.Module) -> dict[str, int]:
     """Compare the routes of the old-logprob pass with the router logits of transformers. Returns [differing tokens, tokens]."""
     batch = batch_for(rows())
     actor.compute_logprobs(batch)

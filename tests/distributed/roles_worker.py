@@ -126,7 +126,7 @@ def team(path: Path, actor: tuple[Any, ...], critic: tuple[Any, ...], platform: 
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
     plan, sharing = MinibatchPlan(prompts_per_minibatch=2, epochs=2), DeviceSharing(platform)
 
-    def trained(head: str, cut: tuple[Any, ...], name: str) -> TrainedModel:
+    def build_trained(head: str, cut: tuple[Any, ...], name: str) -> TrainedModel:
         layout, model, spec = built(path, head, cut, platform, trainable=True)
         if model is not None:
             model.add_optimizer(optimizer)
@@ -138,8 +138,8 @@ def team(path: Path, actor: tuple[Any, ...], critic: tuple[Any, ...], platform: 
     if frozen is not None:
         frozen.share(sharing, "reference", (WEIGHTS,))
     return Team(
-        Actor(trained("lm", actor, "actor"), TEMPERATURE, algorithm()),
-        Critic(trained("token", critic, "critic"), 0.2, bootstrap=True),
+        Actor(build_trained("lm", actor, "actor"), TEMPERATURE, algorithm()),
+        Critic(build_trained("token", critic, "critic"), 0.2, bootstrap=True),
         Reference(RoleModel(layout, frozen, spec, trainer), TEMPERATURE),
     )
 

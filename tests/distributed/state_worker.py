@@ -65,13 +65,13 @@ def main(directory: Path) -> None:
         findings["circles"][name] = circle(world, name, layouts)
     for dtype in ("bf16", "fp16"):
         findings["precision"][dtype] = there_and_back(world, dtype)
-    findings["untrained"] = untrained(world)
+    findings["untrained"] = save_untrained(world)
     findings["mixed"] = mixed_up(world)
     findings["not_finite"] = {
         "gradient": not_finite(world, poison_gradient),
         "loss": not_finite(world, poison_loss),
     }
-    findings["spoiled"] = {kind: spoiled(world, kind) for kind in ("exp_avg", "exp_avg_sq", "master")}
+    findings["spoiled"] = {kind: spoil_state(world, kind) for kind in ("exp_avg", "exp_avg_sq", "master")}
     finish(findings, directory)
 
 
@@ -233,7 +233,7 @@ def poison_loss(model: MegatronModel, sums: list[Any]) -> None:
         sums[0].loss.fill_(torch.nan)
 
 
-def spoiled(world: World, kind: str) -> dict[str, Any]:
+def spoil_state(world: World, kind: str) -> dict[str, Any]:
     """Put a NaN into one rank's optimizer state, which the gradient does not show."""
     reference = load_hf(world.directory / "qwen2_reference")
     model, actor = world.build("qwen2", world.directory / "qwen2", "tp2_pp2", "bf16")
@@ -309,7 +309,7 @@ def there_and_back(world: World, dtype: str) -> dict[str, Any]:
     }
 
 
-def untrained(world: World) -> dict[str, Any]:
+def save_untrained(world: World) -> dict[str, Any]:
     """Before the first update there are no moments. They are saved as zeros, which change nothing."""
     reference = load_hf(world.directory / "qwen2_reference")
     results = []

@@ -35,7 +35,7 @@ from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.roles_worker import make_classifier
 from tests.distributed.setting import finish, gatherer, groups_of, load_hf, rows, splits_of, start
-from tests.episodes import tokenized
+from tests.episodes import make_example
 
 MODEL = "qwen3_tied"
 LAYOUTS = ("dp4", "tp2_dp2", "tp2_dp2_sp", "pp2_dp2", "pp2_vpp2_dp2", "tp2_pp2", "cp4", "tp2_sp_cp2")
@@ -53,11 +53,11 @@ def cells() -> list[dict[str, str]]:
 
 def examples(kind: str) -> list[TokenizedExample]:
     """Return ten examples, a number that the ranks do not divide."""
-    single = [tokenized(row.prompt_ids, row.response_ids) for row in rows(count=10)]
+    single = [make_example(row.prompt_ids, row.response_ids) for row in rows(count=10)]
     if kind == "sft":
         return single
     others = [row.response_ids for row in rows(seed=5, count=10)]
-    return [tokenized(r.prompt_ids, r.response_ids, other) for r, other in zip(rows(count=10), others, strict=True)]
+    return [make_example(r.prompt_ids, r.response_ids, other) for r, other in zip(rows(count=10), others, strict=True)]
 
 
 def main(directory: Path) -> None:

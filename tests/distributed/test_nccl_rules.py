@@ -45,7 +45,7 @@ REFUSED = {
     "a_tensor_of_a_device_enters_a_group_of_the_host": [OF_ONE_KIND.format("device", "gloo")] * 4,
     "an_engine_uses_its_groups": NOBODY,
     "an_engine_has_a_tensor_of_the_host_in_its_group_of_devices": [OF_ONE_KIND.format("host", "nccl")] * 4,
-    "what_is_sent_is_changed": ["torch.float32 [3] was changed while it was sent", ""] * 2,
+    "a_sent_tensor_is_changed": ["torch.float32 [3] was changed while it was sent", ""] * 2,
     # Four ranks save one file. Rank 2 already has a copy of rank 0's data, so it exchanges no message.
     "a_save_of_the_transports_that_did_not_connect": [OF_A_PART.format([2]) if rank != 2 else "" for rank in range(4)],
     "a_save": NOBODY,
@@ -67,9 +67,9 @@ def test_what_was_not_waited_for_is_garbage(findings: Any) -> None:
     """Before the wait, receivers see 0xA5. Rank 0 sends a 2 to rank 1, rank 2 sends a 2 to rank 3, and all ranks sum ones."""
     early = {rank: [165 if rank % 2 else 1, 165] for rank in range(4)}
     late = {rank: [2 if rank % 2 else 1, 4] for rank in range(4)}
-    found = findings["what_is_received_is_read_before_it_is_waited_for"]
+    found = findings["a_received_tensor_is_read_before_the_wait"]
     assert found == [early[rank] + late[rank] for rank in range(4)]
 
 
 def test_every_rule_that_a_worker_breaks_is_expected(findings: Any) -> None:
-    assert set(findings) == {*REFUSED, "what_is_received_is_read_before_it_is_waited_for"}
+    assert set(findings) == {*REFUSED, "a_received_tensor_is_read_before_the_wait"}

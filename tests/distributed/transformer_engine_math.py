@@ -26,12 +26,12 @@ def use_torch() -> None:
 
     te.Linear.forward = _linear
     te.LayerNormLinear.forward = _norm_and_linear
-    te.GroupedLinear.forward = _grouped
-    te.RMSNorm.forward = lambda self, x: _normed(x, self.weight, self)
+    te.GroupedLinear.forward = _multiply_grouped
+    te.RMSNorm.forward = lambda self, x: _normalize(x, self.weight, self)
     TESpecProvider.core_attention = lambda self: SDPACoreAttention
 
 
-def _normed(x: Tensor, weight: Tensor, layer: Any) -> Tensor:
+def _normalize(x: Tensor, weight: Tensor, layer: Any) -> Tensor:
     gamma = weight + 1 if layer.zero_centered_gamma else weight
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + layer.eps) * gamma
 
@@ -59,13 +59,13 @@ def _linear(self: Any, inp: Tensor, is_first_microbatch: bool | None = None) -> 
 
 
 def _norm_and_linear(self: Any, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-    normed = _normed(inp, self.layer_norm_weight, self)
+    normed = _normalize(inp, self.layer_norm_weight, self)
     y, bias = _product(self, normed)
     returned = (y, *((bias,) if self.return_bias else ()), *((normed,) if self.return_layernorm_output else ()))
     return returned if len(returned) > 1 else y
 
 
-def _grouped(self: Any, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
+def _multiply_grouped(self: Any, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
     assert not self.use_bias
     parts = inp.split([int(count) for count in m_splits])
     return torch.cat([F.linear(part, getattr(self, f"weight{k}")) for k, part in enumerate(parts)])

@@ -36,7 +36,7 @@ from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.setting import finish, gatherer, groups_of, start
 from tests.distributed.vision_worker import ROWS, Pictures, hf_inputs, tokens
-from tests.episodes import tokenized
+from tests.episodes import make_example
 
 LAYOUTS = {"qwen2_5_vl": "tp2_sp_cp2", "qwen3_vl": "tp2_pp2"}
 KINDS = ("sft", "dpo", "reward_model")
@@ -49,7 +49,7 @@ def examples(kind: str) -> list[TokenizedExample]:
     made = []
     for number, (prompt, response) in enumerate(rows):
         others = [] if kind == "sft" else [rows[(number + 1) % len(rows)][1]]
-        made.append(tokenized(prompt, response, *others))
+        made.append(make_example(prompt, response, *others))
         made[-1].images = ROWS[number][0]
     return made
 

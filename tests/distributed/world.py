@@ -15,7 +15,7 @@ from typing import IO, Any
 from rlhf_mcore.cli.launch import supervisor_command
 from tests.commands import descendants
 from tests.distributed import forked, nccl_rules, rank_failures
-from tests.machine_speed import scaled
+from tests.machine_speed import scale_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,14 +34,14 @@ def run_world(worker: str, num_ranks: int, directory: Path, *arguments: str, tim
         process = _start(worker, num_ranks, output, failures, str(directory), *arguments)
         problem = ""
         try:
-            if process.wait(timeout=scaled(timeout_s)):
+            if process.wait(timeout=scale_seconds(timeout_s)):
                 problem = f"{worker} ended with exit code {process.returncode}"
         except subprocess.TimeoutExpired:
-            problem = f"{worker} did not end within {scaled(timeout_s):.0f} s"
+            problem = f"{worker} did not end within {scale_seconds(timeout_s):.0f} s"
         finally:
             _kill(process)
         if problem:
-            raise _failed(failures, problem, output)
+            raise _describe_failure(failures, problem, output)
     findings = directory / "findings.json"
     return json.loads(findings.read_text()) if findings.exists() else None
 
@@ -70,17 +70,17 @@ class World:
         request = self._requests / f"{self._num_requests}.json"
         self._num_requests += 1
         _write(request, {"worker": worker, "directory": str(directory), "arguments": arguments})
-        findings, end = directory / "findings.json", time.monotonic() + scaled(timeout_s)
+        findings, end = directory / "findings.json", time.monotonic() + scale_seconds(timeout_s)
         while not findings.exists():
             if self._process.poll() is not None:
                 problem = f"the ranks of {worker} ended with exit code {self._process.returncode}, and left no findings"
             elif time.monotonic() > end:
-                problem = f"{worker} left no findings within {scaled(timeout_s):.0f} s"
+                problem = f"{worker} left no findings within {scale_seconds(timeout_s):.0f} s"
             else:
                 time.sleep(0.05)
                 continue
             self.close()
-            raise _failed(self._failures, problem, self._output)
+            raise _describe_failure(self._failures, problem, self._output)
         return json.loads(findings.read_text())
 
     @property
@@ -126,7 +126,7 @@ def _folder_beside(output: IO[str]) -> Path:
     return Path(tempfile.mkdtemp(dir=Path(output.name).parent))
 
 
-def _failed(failures: Path, problem: str, output: IO[str]) -> AssertionError:
+def _describe_failure(failures: Path, problem: str, output: IO[str]) -> AssertionError:
     """Return the error of a world: the exception of its first failing rank, or the end of the output if no rank raised."""
     if raised := rank_failures.find_first_failure(failures):
         return AssertionError(f"{raised}{problem}; its output is in {output.name}")

@@ -25,11 +25,11 @@ def sync_and_compare(bridge: PlannedBridge, weights: Iterable[tuple[str, Tensor]
     """
     copies, add = dict[str, Tensor](), _Written.add
 
-    def copied(written: _Written, parameter: EngineParameter, flat: Tensor) -> None:
+    def copy_and_add(written: _Written, parameter: EngineParameter, flat: Tensor) -> None:
         copies[parameter.name] = flat.clone()
         add(written, parameter, flat)
 
-    with mock.patch.object(_Written, "add", copied):
+    with mock.patch.object(_Written, "add", copy_and_add):
         bridge.sync(version)
     target, engine, wrong = bridge._engine.target, bridge._map, list[str]()
 

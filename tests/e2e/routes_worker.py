@@ -113,7 +113,7 @@ def main(directory: Path) -> None:
             groups = build_groups(LAYOUTS[layout])
             assert groups is not None
             _, actor = build(path, groups, platform, Settings(max_tokens=512, router_replay="rollout"))
-            findings[layout] = replayed(batch, actor.model)
+            findings[layout] = replay(batch, actor.model)
     finish(findings, directory)
 
 
@@ -121,11 +121,11 @@ def count_calls(owner: Any, name: str) -> list[None]:
     """Return a list that grows by one element with each call of a method."""
     method, calls = getattr(owner, name), list[None]()
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def count(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
         return method(*args, **kwargs)
 
-    setattr(owner, name, counted)
+    setattr(owner, name, count)
     return calls
 
 
@@ -164,7 +164,7 @@ def turns(engine: Any, hf: torch.nn.Module, weights: dict[str, torch.Tensor], sa
     }
 
 
-def replayed(batch: TrainBatch, model: Any) -> dict[str, Any]:
+def replay(batch: TrainBatch, model: Any) -> dict[str, Any]:
     """Return mean and largest logprob difference, KL (k3) and changed routes, with the trainer's routes and with the engine's."""
     found: dict[str, Any] = {}
     own, wanted = dict(batch.fields), batch.fields[ROUTES]

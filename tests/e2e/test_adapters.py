@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.commands import ROOT, environment, finished
+from tests.commands import ROOT, environment, run_command
 from tests.e2e.rollout.tiny import save_model
 from tests.e2e.test_supervised_chain import CHAIN, write_data
 from tests.tiny_training import REWARD, make_quickstart
@@ -44,7 +44,9 @@ RL = [
 
 
 def rlhf_mcore(directory: Path, *arguments: str) -> str:
-    done = finished([sys.executable, "-m", "rlhf_mcore.cli.main", *arguments], directory, environment(directory), 240)
+    done = run_command(
+        [sys.executable, "-m", "rlhf_mcore.cli.main", *arguments], directory, environment(directory), 240
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -157,6 +159,6 @@ def test_fault_27_a_killed_run_with_adapters_ends_as_one_that_was_left_alone(tmp
     config = [str(ROOT / "configs/quickstart/grpo.yaml"), "actor.lora.rank=8", "actor.lora.sync=adapter"]
     chaos = [sys.executable, str(ROOT / "tools" / "chaos.py"), *config, "algorithm.kl.coef=0.01", *RL]
     arguments = ["--kills", "2", "--after-save", "half", "--latest", "2"]
-    done = finished([*chaos, *arguments], tmp_path, environment(tmp_path), 1100)
+    done = run_command([*chaos, *arguments], tmp_path, environment(tmp_path), 1100)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "2 kills, 0 differences" in done.stdout

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from rlhf_mcore.rollout.remote.cluster import TOKEN_VARIABLE, Cluster
 from rlhf_mcore.rollout.remote.head import SETTINGS
-from tests.commands import ROOT, Started, environment, finished, left_behind, started, wait_for
+from tests.commands import ROOT, Started, environment, left_behind, run_command, start_command, wait_for
 from tests.metric_names import assert_registered
 from tests.tiny_training import make_mixture, make_quickstart
 
@@ -94,11 +94,11 @@ def command(config: str, *arguments: str) -> list[str]:
 
 
 def run(directory: Path, config: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return finished(command(config, *arguments), directory, environment(directory))
+    return run_command(command(config, *arguments), directory, environment(directory))
 
 
 def running(directory: Path, *arguments: str) -> AbstractContextManager[Started]:
-    return started(command("async.yaml", *arguments), directory, environment(directory))
+    return start_command(command("async.yaml", *arguments), directory, environment(directory))
 
 
 def processes_of(directory: Path, name: str = "") -> list[int]:

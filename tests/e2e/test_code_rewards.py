@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, finished
+from tests.commands import ROOT, run_command
 from tests.metric_names import assert_registered
 
 READ = "a,b=map(int,input().split())\n"
@@ -66,7 +66,7 @@ def test_fault_24_programs_of_a_policy_are_graded_and_harm_nothing(
     fit(tmp_path, monkeypatch)
     command = [sys.executable, "-m", "rlhf_mcore.cli.train", str(ROOT / "configs" / "quickstart" / "grpo.yaml")]
     settings = [f"{key}={value}" for key, value in SETTINGS.items()]
-    done = finished([*command, *settings], tmp_path, seconds=500)
+    done = run_command([*command, *settings], tmp_path, seconds=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = tmp_path / "outputs" / "quickstart" / "code"
     files = sorted((run / "rollouts").glob("*.jsonl"))

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rlhf_mcore.checkpoint.layout import scan
-from tests.commands import descendants, environment, finished, left_behind, started
+from tests.commands import descendants, environment, left_behind, run_command, start_command
 from tests.metric_names import assert_registered
 from tests.tiny_training import CONFIG, make_quickstart
 from tools.chaos import differences
@@ -93,7 +93,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def whole(workspace: Path) -> Path:
     """Return the directory of an undisturbed run."""
-    done = finished(train("whole"), workspace, environment(workspace))
+    done = run_command(train("whole"), workspace, environment(workspace))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "Traceback" not in done.stdout and "Warning" not in done.stdout and f"step {STEPS}/{STEPS}" in done.stdout
     [kernels] = [line for line in done.stdout.splitlines() if line.startswith("kernels: ")]
@@ -113,16 +113,16 @@ class Killed:
 
 
 @pytest.fixture(scope="module")
-def killed(workspace: Path) -> Killed:
+def killed_run(workspace: Path) -> Killed:
     directory, hold = workspace / "outputs" / "quickstart" / "killed", workspace / "hold"
     hold.touch()
-    with started(train("killed"), workspace, environment(workspace)) as job:
+    with start_command(train("killed"), workspace, environment(workspace)) as job:
         job.wait_for(lambda: [point.step for point in scan(directory)][-1:] == [2])
         os.kill(rank_process(job.process.pid, 1), signal.SIGKILL)
         printed = job.end()
     hold.unlink()
     saved = [point.step for point in scan(directory)]
-    resumed = finished(train("killed"), workspace, environment(workspace))
+    resumed = run_command(train("killed"), workspace, environment(workspace))
     assert resumed.returncode == 0, resumed.stdout[-3000:] + resumed.stderr[-3000:]
     return Killed(directory, job.process.returncode, printed, saved, resumed)
 
@@ -145,16 +145,16 @@ def test_a_run_learns_from_what_vllm_samples(whole: Path) -> None:
     )
 
 
-def test_fault_13_a_killed_rank_ends_the_run_and_is_named(killed: Killed) -> None:
-    assert killed.code == 128 + signal.SIGKILL and killed.saved == [1, 2]
-    assert "error: rank 1 was ended by SIGKILL" in killed.printed and "Traceback" not in killed.printed
+def test_fault_13_a_killed_rank_ends_the_run_and_is_named(killed_run: Killed) -> None:
+    assert killed_run.code == 128 + signal.SIGKILL and killed_run.saved == [1, 2]
+    assert "error: rank 1 was ended by SIGKILL" in killed_run.printed and "Traceback" not in killed_run.printed
 
 
-def test_fault_27_the_same_command_resumes_bit_for_bit(workspace: Path, whole: Path, killed: Killed) -> None:
-    assert f"the run continues after step 2 of {STEPS}" in killed.resumed.stdout
-    assert differences(whole, killed.directory) == []
+def test_fault_27_the_same_command_resumes_bit_for_bit(workspace: Path, whole: Path, killed_run: Killed) -> None:
+    assert f"the run continues after step 2 of {STEPS}" in killed_run.resumed.stdout
+    assert differences(whole, killed_run.directory) == []
     for file in sorted((whole / "rollouts").iterdir()):
-        assert (killed.directory / "rollouts" / file.name).read_bytes() == file.read_bytes(), file.name
+        assert (killed_run.directory / "rollouts" / file.name).read_bytes() == file.read_bytes(), file.name
     assert left_behind(workspace) == []
 
 
@@ -164,7 +164,7 @@ def test_the_converted_model_is_the_policy_that_transformers_sees(workspace: Pat
 
     options = ["--from", "checkpoint", "--to", "hf", "--verify"]
     convert = [*MAIN, "convert", *options, str(whole / "checkpoint-3"), "converted"]
-    done = finished(convert, workspace, environment(workspace))
+    done = run_command(convert, workspace, environment(workspace))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(workspace / name, dtype=torch.float32).eval()

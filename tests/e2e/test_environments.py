@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.sandbox.run import machine_level
-from tests.commands import ROOT, finished, started
+from tests.commands import ROOT, run_command, start_command
 from tests.metric_names import assert_registered
 
 TRAIN = [sys.executable, "-m", "rlhf_mcore.cli.train"]
@@ -40,7 +40,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fit(folder: Path, kind: str, steps: int) -> Path:
     """Make the model and the tasks of an environment, fitted for a few steps."""
     tool = [sys.executable, str(ROOT / "tools" / "make_environments.py"), kind, "--out", kind]
-    made = finished([*tool, "--fit-steps", str(steps)], folder)
+    made = run_command([*tool, "--fit-steps", str(steps)], folder)
     assert made.returncode == 0, made.stderr
     return folder
 
@@ -64,7 +64,7 @@ def command(config: str, name: str, *settings: str) -> list[str]:
 
 def train(folder: Path, config: str, name: str, *settings: str) -> Path:
     """Run a training and return its directory."""
-    done = finished(command(config, name, *settings), folder)
+    done = run_command(command(config, name, *settings), folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder / "outputs" / "quickstart" / name
 
@@ -75,7 +75,7 @@ def rollouts(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def learned(run: Path) -> list[float]:
+def mean_rewards(run: Path) -> list[float]:
     """Return the mean reward of each step."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line["reward/mean"] for line in lines if "reward/mean" in line]
@@ -138,7 +138,7 @@ def test_a_rollout_function_that_plays_the_game_learns_the_same_bits(guess: Path
     if way == "from_python":
         config, *small = command("guess", "from_python", *settings)[len(TRAIN) :]
         (guess / "play.py").write_text(FROM_PYTHON)
-        done = finished([sys.executable, "play.py", config, *small], guess)
+        done = run_command([sys.executable, "play.py", config, *small], guess)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         run = guess / "outputs" / "quickstart" / "from_python"
     else:
@@ -205,7 +205,7 @@ def test_a_mistake_in_a_rollout_function_ends_the_run_with_one_message(
     (guess / "wrong.py").write_text(code)
     name = f"wrong_{placement}"
     settings = ["rollout.function=wrong.py:rollout", f"rollout.placement={placement}", "trainer.num_steps=1"]
-    done = finished(command("guess", name, *HF, *PLAYED, *settings), guess)
+    done = run_command(command("guess", name, *HF, *PLAYED, *settings), guess)
     said = done.stdout + done.stderr
     assert done.returncode == 2 and "Traceback" not in said, said
     assert said.count("error: ") == 1 and "rollout.function=wrong.py:rollout" in said and message in said, said
@@ -246,7 +246,7 @@ def test_fault_18_and_24_and_25_engines_are_lost_and_environments_fail_in_the_mi
         """Return prompt, seed and engine of each episode."""
         return [tuple(line.split()) for line in resets.read_text().splitlines()]
 
-    with started(command("guess", "killed", *settings), guess, dict(os.environ)) as running:
+    with start_command(command("guess", "killed", *settings), guess, dict(os.environ)) as running:
         running.wait_for(
             lambda: list((run / "rollouts").glob("step-*.jsonl")) and len({engine for _, _, engine in begun()}) == 2
         )
@@ -276,7 +276,7 @@ def test_an_engine_of_two_ranks_takes_turns_with_a_tool(calculator: Path) -> Non
     ranks = ["trainer.world_size=2", "rollout.layout.tp=2", "actor.layout.tp=2"]
     size = ["trainer.prompts_per_step=16", "trainer.minibatch_size=8", "rollout.sampling.n=8", "trainer.num_steps=4"]
     run = train(calculator, "calculator", "two", *ranks, *size, "bridge.canary=true")
-    found, rewards = rollouts(run), learned(run)
+    found, rewards = rollouts(run), mean_rewards(run)
     assert len(found) == 4 * 128 and sum(rewards[-2:]) > sum(rewards[:2]) + 0.2, rewards  # the example learns
     called = [record for record in found if "environment" in [turn["writer"] for turn in record["turns"]]]
     for record in called:
@@ -330,7 +330,7 @@ def test_an_agent_that_forks_plays_on_engines_of_their_own_and_its_endpoint_is_k
     settings = ["environment.agent.function=forks.py:play", "rollout.engine=hf", "rollout.placement=disaggregated"]
     settings += ["trainer.max_staleness=1", "trainer.num_steps=3", "reward.on_error=zero", "reward.max_error_share=1"]
     players, run = calculator / "players", calculator / "outputs" / "quickstart" / "forks"
-    with started(command("agent", "forks", *settings), calculator, dict(os.environ)) as running:
+    with start_command(command("agent", "forks", *settings), calculator, dict(os.environ)) as running:
         running.wait_for(players.exists)
         os.kill(int(players.read_text().split()[0]), signal.SIGKILL)  # the engine, and with it the endpoint
         printed = running.end()

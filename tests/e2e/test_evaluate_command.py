@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.commands import ROOT, finished
+from tests.commands import ROOT, run_command
 from tests.tiny_training import make_quickstart
 from tests.unit.bridge.formats.foreign import write_flat
 
@@ -42,7 +42,7 @@ def grade(data_source, solution_str, ground_truth, extra_info):
 
 
 def rlhf_mcore(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return finished([sys.executable, *arguments], directory, {**os.environ, "PYTHONPATH": str(ROOT)})
+    return run_command([sys.executable, *arguments], directory, {**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def evaluate(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -112,7 +112,7 @@ def test_the_number_is_that_of_the_training_run(workspace: Path, reward_model: P
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(workspace: Path) -> Path:
+def uninterrupted_run(workspace: Path) -> Path:
     """Evaluate two models in one process. The second is the first under another name."""
     (workspace / "copy").symlink_to("quickstart/model")
     options = ["evaluate.checkpoint=quickstart/model", "evaluate.compare=copy", "evaluate.output_dir=whole"]
@@ -121,18 +121,20 @@ def uninterrupted(workspace: Path) -> Path:
     return workspace / "whole"
 
 
-def test_a_model_compared_with_itself_is_no_better(uninterrupted: Path) -> None:
-    (file,) = uninterrupted.glob("comparison-*.json")
+def test_a_model_compared_with_itself_is_no_better(uninterrupted_run: Path) -> None:
+    (file,) = uninterrupted_run.glob("comparison-*.json")
     content = json.loads(file.read_text())
     assert (content["baseline"], content["evaluated"]) == ("copy", "quickstart/model") and content[
         "num_prompts"
     ] == PROMPTS
     assert content["reward"]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
     assert (content["reward"]["ties"], content["reward"]["sign_test_p"]) == (PROMPTS, 1.0)
-    assert (uninterrupted / "compare" / "samples.jsonl").read_bytes() == (uninterrupted / "samples.jsonl").read_bytes()
+    assert (uninterrupted_run / "compare" / "samples.jsonl").read_bytes() == (
+        uninterrupted_run / "samples.jsonl"
+    ).read_bytes()
 
 
-def test_shards_of_other_trainers_are_read_as_they_are(workspace: Path, uninterrupted: Path) -> None:
+def test_shards_of_other_trainers_are_read_as_they_are(workspace: Path, uninterrupted_run: Path) -> None:
     """FSDP and Megatron checkpoints of a model give the model's responses. No converted copy is written."""
     model = workspace / "quickstart" / "model"
     write_flat(workspace / "fsdp", load_file(model / "model.safetensors"), 2, padded=True)
@@ -143,14 +145,16 @@ def test_shards_of_other_trainers_are_read_as_they_are(workspace: Path, uninterr
     done = evaluate(workspace, "rollout.engine=hf", "trainer.world_size=1", "actor.layout.tp=1", *options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for folder in ("sharded", "sharded/compare"):
-        assert (workspace / folder / "samples.jsonl").read_bytes() == (uninterrupted / "samples.jsonl").read_bytes()
+        assert (workspace / folder / "samples.jsonl").read_bytes() == (uninterrupted_run / "samples.jsonl").read_bytes()
     first, second = (results(workspace / folder)["settings"]["model"] for folder in ("sharded", "sharded/compare"))
     assert first["weights"] != second["weights"] and len(first["weights"]) == 2
     assert sorted(workspace.rglob("*.safetensors")) == before
     assert "fsdp against megatron" in done.stdout
 
 
-def test_killed_and_started_again_on_two_processes_the_files_are_the_same(workspace: Path, uninterrupted: Path) -> None:
+def test_killed_and_started_again_on_two_processes_the_files_are_the_same(
+    workspace: Path, uninterrupted_run: Path
+) -> None:
     options = ["rollout.engine=hf", "evaluate.checkpoint=quickstart/model", "evaluate.output_dir=killed"]
     calls, kill, output = workspace / "calls.log", workspace / "kill", workspace / "killed"
     calls.unlink()
@@ -166,7 +170,7 @@ def test_killed_and_started_again_on_two_processes_the_files_are_the_same(worksp
     again = evaluate(workspace, *options)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     for name in ("samples.jsonl", "results.json"):
-        assert (output / name).read_bytes() == (uninterrupted / name).read_bytes(), name
+        assert (output / name).read_bytes() == (uninterrupted_run / name).read_bytes(), name
     count = Counter(map(int, calls.read_text().split()))
     assert {index: count[index] for index in scored} == dict.fromkeys(scored, SAMPLES)
     assert not (output / "parts").exists()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.families.mtp import REPEATED
-from tests.commands import ROOT, environment, finished
+from tests.commands import ROOT, environment, run_command
 from tests.difference import first_difference
 from tests.distributed.models import FURTHER_MODELS, MODELS, MOE_MODELS, add_mtp_layer, make, pack
 from tests.e2e.processors import has_amx, has_delta_kernels, older_processor
@@ -129,7 +129,7 @@ def check_agreement(workspace: Path, name: str, experiment: str, variables: dict
 def train(directory: Path, name: str, options: list[str], variables: dict[str, str]) -> list[dict[str, Any]]:
     """Return the metrics of a run, from step 0 on."""
     arguments = [str(ROOT / "configs" / "quickstart" / "grpo.yaml"), f"experiment={name}", *options]
-    done = finished([sys.executable, "-m", "rlhf_mcore.cli.main", "train", *arguments], directory, variables, 240)
+    done = run_command([sys.executable, "-m", "rlhf_mcore.cli.main", "train", *arguments], directory, variables, 240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = (directory / "outputs" / "quickstart" / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.commands import ROOT, environment, finished, started
+from tests.commands import ROOT, environment, run_command, start_command
 from tests.tiny_training import make_quickstart
 
 PAGE = (ROOT / "docs" / "get-started" / "quickstart.md").read_text(encoding="utf-8")
@@ -28,7 +28,7 @@ TINY = [
 ]
 
 
-def documented(part: str) -> list[str]:
+def find_command(part: str) -> list[str]:
     """Return the words of the page's only command that contains ``part``."""
     lines = re.findall(r"^(?:\./launch|\.venv/bin)/.*$", PAGE, re.MULTILINE)
     [line] = [line for line in lines if part in f"{line}\n"]
@@ -57,7 +57,7 @@ def test_the_first_hour(tmp_path: Path) -> None:
     own = {**environment(folder), "PYTHONPATH": str(folder)}
 
     def run(part: str, *more: str) -> str:
-        done = finished([*documented(part), *more], folder, own)
+        done = run_command([*find_command(part), *more], folder, own)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
@@ -65,19 +65,19 @@ def test_the_first_hour(tmp_path: Path) -> None:
     assert "report.html" in run("rlhf-mcore report outputs/quickstart/grpo\n")
     assert (folder / "outputs" / "quickstart" / "grpo" / "report.html").stat().st_size > 50_000
     changed = [
-        *documented("examples/own_reward.py:grade"),
+        *find_command("examples/own_reward.py:grade"),
         *TINY,
         "trainer.num_steps=12",
         "rollout.sampling.max_new_tokens=4",
     ]
     mine = folder / "outputs" / "quickstart" / "mine"
-    with started(changed, folder, own) as interrupted:  # and continued by the command in the message
+    with start_command(changed, folder, own) as interrupted:  # and continued by the command in the message
         interrupted.wait_for(lambda: "step  1/12" in interrupted.output())
         interrupted.process.send_signal(signal.SIGINT)
         printed = interrupted.end()
     assert interrupted.process.returncode == 75, printed[-3000:]
     [again] = re.findall(r"^to continue: (.*)$", printed, re.MULTILINE)
-    resumed = finished(shlex.split(again), folder, own)
+    resumed = run_command(shlex.split(again), folder, own)
     [last] = re.findall(
         r"^the run continues after step (\d+) of 12, from outputs/quickstart/mine/checkpoint-", resumed.stdout
     )
@@ -90,7 +90,7 @@ def test_the_first_hour(tmp_path: Path) -> None:
     [results] = (folder / "outputs" / "quickstart" / "grpo").rglob("results.json")
     assert json.loads(results.read_text())["results"]["all"]["num_prompts"] == 4
     [code] = re.findall(r"```python\n(from transformers.*?)```", PAGE, re.DOTALL)
-    answered = finished([sys.executable, "-c", code], folder, own)
+    answered = run_command([sys.executable, "-c", code], folder, own)
     assert answered.returncode == 0 and answered.stdout.startswith("<|user|>60+36=<|end|><|assistant|>"), (
         answered.stderr
     )
@@ -101,7 +101,7 @@ def test_from_fine_tuning_to_ppo(tmp_path: Path) -> None:
     own = {**environment(folder), "PYTHONPATH": str(folder)}
     small = [setting for setting in TINY if "minibatch" not in setting and "prompts_per_step" not in setting]
     arguments = [*small, "trainer.prompts_per_step=16", "critic.layout.pp=1", "logging.console=plain"]
-    done = finished(["./examples/sft_rm_ppo.sh", *arguments], folder, own, seconds=400)
+    done = run_command(["./examples/sft_rm_ppo.sh", *arguments], folder, own, seconds=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (folder / "sft_rm_ppo.html").stat().st_size > 50_000
     config = json.loads((folder / "outputs/quickstart/ppo/latest/critic/config.json").read_text())

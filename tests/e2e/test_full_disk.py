@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import environment, finished
+from tests.commands import environment, run_command
 from tests.small_disk import small_disk
 from tests.tiny_training import CONFIG, SMALL, make_quickstart
 
@@ -50,7 +50,7 @@ def disk(workspace: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 def train(workspace: Path, *arguments: str, shell: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *PARTS, *TRAINING, "output_dir=disk", *arguments]
-    return finished(["bash", "-c", f'exec "$@" {shell}', "train", *command], workspace, environment(workspace))
+    return run_command(["bash", "-c", f'exec "$@" {shell}', "train", *command], workspace, environment(workspace))
 
 
 def assert_one_message(done: subprocess.CompletedProcess[str], file: str) -> None:

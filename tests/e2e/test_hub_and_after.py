@@ -13,7 +13,7 @@ import pytest
 
 from tests.commands import ROOT
 from tests.hub import COMMIT, Hub, stand_in
-from tests.machine_speed import scaled
+from tests.machine_speed import scale_seconds
 from tests.tiny_training import CONFIG, SMALL, make
 
 OTHER = "f" * 40
@@ -37,12 +37,12 @@ class Trained:
             capture_output=True,
             text=True,
             input=text,
-            timeout=scaled(300),
+            timeout=scale_seconds(300),
         )
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     directory = tmp_path_factory.mktemp("hub")
     make(directory)
     with stand_in() as hub:
@@ -68,48 +68,49 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         yield made
 
 
-def test_a_run_names_the_revisions_and_has_fetched_nothing_that_runs(trained: Trained) -> None:
-    text = (trained.run / "config.yaml").read_text()
+def test_a_run_names_the_revisions_and_has_fetched_nothing_that_runs(trained_run: Trained) -> None:
+    text = (trained_run.run / "config.yaml").read_text()
     assert (
         f"models--Org--tiny/snapshots/{COMMIT}" in text and f"datasets--Org--sums/snapshots/{COMMIT}/data/test" in text
     )
-    names = {path.name for path in (trained.directory / "cache").rglob("*") if "snapshots" in path.parts}
+    names = {path.name for path in (trained_run.directory / "cache").rglob("*") if "snapshots" in path.parts}
     assert "model.safetensors" in names and not {"pytorch_model.bin", "modeling_tiny.py", "sums.py"} & names
 
 
-def test_a_run_that_continues_has_the_snapshot_that_it_began_with(trained: Trained) -> None:
+def test_a_run_that_continues_has_the_snapshot_that_it_began_with(trained_run: Trained) -> None:
     """Hub and cache have newer commits. The run requests nothing, and its weights equal those after two more steps."""
-    refs = trained.directory / "cache" / "models--Org--tiny" / "refs" / "main"
+    refs = trained_run.directory / "cache" / "models--Org--tiny" / "refs" / "main"
     refs.write_text(OTHER)
-    trained.hub.commits["models/Org/tiny"] = OTHER
-    trained.hub.asked.clear()
+    trained_run.hub.commits["models/Org/tiny"] = OTHER
+    trained_run.hub.asked.clear()
     try:
-        done = trained.command("train", CONFIG, *TRAIN, "trainer.num_steps=3", HF_HUB_OFFLINE="1")
+        done = trained_run.command("train", CONFIG, *TRAIN, "trainer.num_steps=3", HF_HUB_OFFLINE="1")
     finally:
         refs.write_text(COMMIT)
-        del trained.hub.commits["models/Org/tiny"]
+        del trained_run.hub.commits["models/Org/tiny"]
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "the run continues after step 2 of 3" in done.stdout
     assert (
-        COMMIT in (trained.run / "config.yaml").read_text() and OTHER not in (trained.run / "config.yaml").read_text()
+        COMMIT in (trained_run.run / "config.yaml").read_text()
+        and OTHER not in (trained_run.run / "config.yaml").read_text()
     )
-    assert trained.hub.asked == []
+    assert trained_run.hub.asked == []
 
 
-def test_an_evaluation_compares_with_the_id_that_training_began_with(trained: Trained) -> None:
-    done = trained.command("evaluate", CONFIG, *TRAIN, "evaluate.compare=Org/tiny", HF_HUB_OFFLINE="1")
+def test_an_evaluation_compares_with_the_id_that_training_began_with(trained_run: Trained) -> None:
+    done = trained_run.command("evaluate", CONFIG, *TRAIN, "evaluate.compare=Org/tiny", HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    [comparison] = (trained.run / "evaluations").glob("*/comparison-*.json")  # names the base
+    [comparison] = (trained_run.run / "evaluations").glob("*/comparison-*.json")  # names the base
     assert comparison.stem == f"comparison-{COMMIT}"
 
 
-def test_push_shows_and_uploads_the_model_with_its_card(trained: Trained) -> None:
-    shown = trained.command("push", str(trained.run), "Me/sums", "--dry-run")
+def test_push_shows_and_uploads_the_model_with_its_card(trained_run: Trained) -> None:
+    shown = trained_run.command("push", str(trained_run.run), "Me/sums", "--dry-run")
     assert shown.returncode == 0, shown.stderr
-    assert "models/Me/sums" not in trained.hub.files
-    done = trained.command("push", str(trained.run), "Me/sums", HF_TOKEN="hf_for_this_test")
+    assert "models/Me/sums" not in trained_run.hub.files
+    done = trained_run.command("push", str(trained_run.run), "Me/sums", HF_TOKEN="hf_for_this_test")
     assert done.returncode == 0, done.stderr
-    files = trained.hub.files["models/Me/sums"]
+    files = trained_run.hub.files["models/Me/sums"]
     card = files["README.md"].decode()
     assert shown.stdout.startswith(card)
     for part in (
@@ -121,20 +122,20 @@ def test_push_shows_and_uploads_the_model_with_its_card(trained: Trained) -> Non
         "actor.optimizer.lr: 0.0001",
     ):
         assert part in card, card
-    assert trained.hub.private["models/Me/sums"] and trained.hub.tokens == {"Bearer hf_for_this_test"}
-    actor = trained.run / "latest" / "actor"
+    assert trained_run.hub.private["models/Me/sums"] and trained_run.hub.tokens == {"Bearer hf_for_this_test"}
+    actor = trained_run.run / "latest" / "actor"
     assert files["model.safetensors"] == (actor / "model.safetensors").read_bytes()
     assert set(files) == {"README.md", *(path.name for path in actor.iterdir() if path.is_file())}
     for name, content in files.items():
-        for secret in (str(trained.directory), str(Path.home()), "hf_for_this_test"):
+        for secret in (str(trained_run.directory), str(Path.home()), "hf_for_this_test"):
             assert secret.encode() not in content, (name, secret)
 
 
-def test_what_is_damaged_is_not_pushed(trained: Trained, tmp_path: Path) -> None:
+def test_what_is_damaged_is_not_pushed(trained_run: Trained, tmp_path: Path) -> None:
     copy = tmp_path / "checkpoint-2"
-    subprocess.run(["cp", "-r", str((trained.run / "checkpoint-2").resolve()), str(copy)], check=True)
+    subprocess.run(["cp", "-r", str((trained_run.run / "checkpoint-2").resolve()), str(copy)], check=True)
     weights = copy / "actor" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
-    done = trained.command("push", str(copy), "Me/damaged")
+    done = trained_run.command("push", str(copy), "Me/damaged")
     assert done.returncode == 2 and f"{copy} is damaged (actor/{weights.name}" in done.stderr
-    assert "models/Me/damaged" not in trained.hub.files
+    assert "models/Me/damaged" not in trained_run.hub.files

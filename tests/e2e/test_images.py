@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rlhf_mcore.commands.report.run_data import read_run
 from tests.beside import link, needs
-from tests.commands import ROOT, environment, finished
+from tests.commands import ROOT, environment, run_command
 
 CONFIG = str(ROOT / "configs" / "quickstart" / "images.yaml")
 # Scores differ between responses, whether or not they are correct, so the first step already has a gradient.
@@ -90,7 +90,7 @@ def rlhf_mcore(directory: Path, *arguments: str) -> subprocess.CompletedProcess[
     """Run a command that finds the packages in the folder ``packages``."""
     own = environment(directory)
     own["PYTHONPATH"] += f"{os.pathsep}{directory / 'packages'}"
-    done = finished(command(*arguments), directory, own, 240)
+    done = run_command(command(*arguments), directory, own, 240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
@@ -123,7 +123,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("images")
     tool = [sys.executable, str(ROOT / "tools" / "make_images.py"), "--out", "images", "--family", "qwen3_vl"]
     sizes = ["--fit-steps", "1", "--num-layers", "2", "--num-train", "8", "--num-eval", "4"]
-    made = finished([*tool, *sizes], directory, environment(directory))
+    made = run_command([*tool, *sizes], directory, environment(directory))
     assert made.returncode == 0, made.stderr[-3000:]
     (directory / "reward.py").write_text(REWARD)
     (directory / "packages").mkdir()

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.manifest import CheckpointInfo, files_below, hash_files, write_manifest
-from tests.commands import finished
+from tests.commands import run_command
 
 # That release averaged over updates, and this one over the tokens of all updates.
 WEIGHTED = {"loss/value", "loss/policy", "loss/total", "critic/values", "actor/approx_kl"}
@@ -72,6 +72,6 @@ def a_state_with_a_nan_is_passed_over(directory: Path, run: Path) -> None:
 
 def train(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     settings = ["logging.entropy_every=1", *arguments]  # that release always recorded the entropy
-    done = finished([sys.executable, "-m", "rlhf_mcore.cli.main", "train", "run.yaml", *settings], directory)
+    done = run_command([sys.executable, "-m", "rlhf_mcore.cli.main", "train", "run.yaml", *settings], directory)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done

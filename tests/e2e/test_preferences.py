@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import environment, started
+from tests.commands import environment, start_command
 from tests.e2e.rollout.tiny import save_model
 from tests.e2e.test_adapter_heads import same_files
 from tests.e2e.test_adapters import rlhf_mcore
@@ -59,7 +59,7 @@ def test_a_killed_run_ends_as_one_that_was_left_alone_and_knows_its_best_model(w
     saved = {step: accuracy for step, accuracy in held_out.items() if step}
     assert (calm / "best").resolve().name == f"checkpoint-{max(saved, key=lambda step: saved[step])}"
     command = [sys.executable, "-m", "rlhf_mcore.cli.main", *arguments("killed", *best)]
-    with started(command, workspace, environment(workspace)) as run:
+    with start_command(command, workspace, environment(workspace)) as run:
         run.wait_for(lambda: (killed / "checkpoint-4").exists())
     assert not (killed / "checkpoint-12").exists(), "it was killed before"
     again = train(workspace, "killed", *best)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.commands import ROOT, environment, finished
+from tests.commands import ROOT, environment, run_command
 from tests.tiny_training import SMALL, make_quickstart
 
 ENGINE = ["reward.function=null", "rollout.engine=vllm", "rollout.kv_cache_gib=0.02"]
@@ -110,7 +110,7 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     small = ", ".join(map(repr, [*SMALL, *ENGINE, "rollout.engine=hf"]))
     after = after.replace('"trainer.world_size=1"]', f'"trainer.world_size=1", {small}]')
     script = script.replace("DOCUMENTED", longest).replace("AFTERWARDS", f"exec({after!r}, {{}})")
-    run = finished([sys.executable, "-c", script], tmp_path, environment(tmp_path))
+    run = run_command([sys.executable, "-c", script], tmp_path, environment(tmp_path))
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout.splitlines()[-1])
     shown, example, seen, ended, model, made, made_again, first, saved, steps, problems, fits, leaves_rank, *rest = told
@@ -213,7 +213,7 @@ def test_the_page_trains_what_it_shows_after_the_quickstart(tmp_path: Path) -> N
         "except rm.ConfigError as error:",
         "    print(error)",
     ]
-    run = finished([sys.executable, "-c", "\n".join(parts)], tmp_path, environment(tmp_path))
+    run = run_command([sys.executable, "-c", "\n".join(parts)], tmp_path, environment(tmp_path))
     assert run.returncode == 0, run.stderr
     *_, again, refused = run.stdout.splitlines()
     first, num_steps, second, reward = again.split()

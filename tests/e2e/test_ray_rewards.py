@@ -31,7 +31,7 @@ from rlhf_mcore.rollout.remote.cluster import Cluster
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.commands import wait_for
 from tests.episodes import single_turn
-from tests.machine_speed import scaled
+from tests.machine_speed import scale_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = "import os, signal, sys, time\ndef grade(data_source, solution_str, ground_truth, extra_info):\n    "
@@ -236,7 +236,7 @@ def test_the_ranks_of_a_machine_share_one_ray_which_ends_with_them(tmp_path: Pat
         )
         for rank in "01"
     ]
-    printed = [rank.communicate(timeout=scaled(300)) for rank in ranks]
+    printed = [rank.communicate(timeout=scale_seconds(300)) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], printed
     (first, address), (second, other) = (json.loads(out) for out, _ in printed)
     assert [line for _, told in printed for line in told.splitlines() if "SIGTERM" in line or "Ray" in line] == []

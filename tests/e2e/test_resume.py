@@ -25,7 +25,7 @@ import pytest
 
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.manifest import verify
-from tests.commands import ROOT, Started, descendants, environment, finished, left_behind, started
+from tests.commands import ROOT, Started, descendants, environment, left_behind, run_command, start_command
 from tests.small_disk import small_disk
 from tests.tiny_training import make_quickstart
 from tools.chaos import checkpoint_differences, children, metric_differences, read_metrics
@@ -92,7 +92,7 @@ def command(experiment: str, *arguments: str) -> list[str]:
 
 
 def run(directory: Path, experiment: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return finished(command(experiment, *arguments), directory, environment(directory))
+    return run_command(command(experiment, *arguments), directory, environment(directory))
 
 
 def run_to_its_end(directory: Path, experiment: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -159,10 +159,10 @@ class Disturbed:
         return run(self.workspace, "disturbed", *arguments)
 
     @contextmanager
-    def held(self, *arguments: str) -> Iterator[Held]:
+    def hold(self, *arguments: str) -> Iterator[Held]:
         """Start the run, and yield while it waits in the middle of its next step."""
         (self.workspace / "fault").write_text("hold")
-        with started(command("disturbed", *arguments), self.workspace, environment(self.workspace)) as job:
+        with start_command(command("disturbed", *arguments), self.workspace, environment(self.workspace)) as job:
             held = Held(self.workspace, job)
             held.wait()
             yield held
@@ -194,7 +194,7 @@ class Held:
 
 
 @pytest.fixture
-def disturbed(workspace: Path) -> Iterator[Disturbed]:
+def disturbed_run(workspace: Path) -> Iterator[Disturbed]:
     directory = workspace / "outputs" / "quickstart" / "disturbed"
     if directory.exists() and scan(directory)[-1].step >= STEPS:
         pytest.skip("an earlier test let the run come to its end")
@@ -202,19 +202,19 @@ def disturbed(workspace: Path) -> Iterator[Disturbed]:
     (workspace / "fault").unlink(missing_ok=True)
 
 
-def test_fault_13_a_dead_rank_ends_the_job_and_is_named(disturbed: Disturbed) -> None:
-    with disturbed.held() as held:
+def test_fault_13_a_dead_rank_ends_the_job_and_is_named(disturbed_run: Disturbed) -> None:
+    with disturbed_run.hold() as held:
         held.signal_rank(signal.SIGKILL)
         output = held.job.end()
     assert held.job.process.returncode == 128 + signal.SIGKILL
     assert "error: rank 1 was ended by SIGKILL" in output and "Traceback" not in output
-    assert 1 <= disturbed.step <= 2
+    assert 1 <= disturbed_run.step <= 2
 
 
-def test_fault_15_after_a_restart_a_signal_lets_the_step_end_and_saves(disturbed: Disturbed) -> None:
+def test_fault_15_after_a_restart_a_signal_lets_the_step_end_and_saves(disturbed_run: Disturbed) -> None:
     """The agent is killed first. Its ranks end with it, and the restart finds the directory unlocked."""
-    before = disturbed.step
-    with disturbed.held("checkpoint.save_steps=0", "trainer.max_restarts=1") as held:
+    before = disturbed_run.step
+    with disturbed_run.hold("checkpoint.save_steps=0", "trainer.max_restarts=1") as held:
         launcher = held.job.process.pid
         [agent] = children(launcher)
         os.kill(agent, signal.SIGKILL)
@@ -224,45 +224,45 @@ def test_fault_15_after_a_restart_a_signal_lets_the_step_end_and_saves(disturbed
         output = held.end()
     assert "ended with exit code 137; restart 1 of 1" in output and "in use by another run" not in output
     assert held.job.process.returncode == 75, output[-3000:]
-    assert disturbed.step == metrics(disturbed.directory)[-1]["step"] > before
+    assert disturbed_run.step == metrics(disturbed_run.directory)[-1]["step"] > before
 
 
-def test_fault_30_ctrl_c_saves_and_prints_the_command_that_continues(disturbed: Disturbed) -> None:
-    before = disturbed.step
-    with disturbed.held("checkpoint.save_steps=0") as held:
+def test_fault_30_ctrl_c_saves_and_prints_the_command_that_continues(disturbed_run: Disturbed) -> None:
+    before = disturbed_run.step
+    with disturbed_run.hold("checkpoint.save_steps=0") as held:
         held.job.process.send_signal(signal.SIGINT)
         output = held.end()
     assert held.job.process.returncode == 75 and "Traceback" not in output, output[-3000:]
-    assert f"the run continues after step {before} of {STEPS}" in output and disturbed.step > before
+    assert f"the run continues after step {before} of {STEPS}" in output and disturbed_run.step > before
     assert (
-        f"saved checkpoint-{disturbed.step} (stop requested)" in output
+        f"saved checkpoint-{disturbed_run.step} (stop requested)" in output
         and "Ctrl-C: the run finishes and saves this step" in output
     )
     assert output.splitlines()[-1].startswith("to continue: ")
     assert output.splitlines()[-1].endswith("experiment=disturbed checkpoint.save_steps=0")
 
 
-def test_a_finished_run_says_so(disturbed: Disturbed) -> None:
-    done = run(disturbed.workspace, "disturbed", f"trainer.num_steps={disturbed.step}")
+def test_a_finished_run_says_so(disturbed_run: Disturbed) -> None:
+    done = run(disturbed_run.workspace, "disturbed", f"trainer.num_steps={disturbed_run.step}")
     assert done.returncode == 0 and not done.stderr
-    assert done.stdout.startswith(f"this run is finished: {disturbed.step} steps were made")
+    assert done.stdout.startswith(f"this run is finished: {disturbed_run.step} steps were made")
 
 
-def test_fault_14_a_rank_that_stands_still_is_noticed_and_stacks_are_printed(disturbed: Disturbed) -> None:
-    with disturbed.held("trainer.watchdog_s=20") as held:
+def test_fault_14_a_rank_that_stands_still_is_noticed_and_stacks_are_printed(disturbed_run: Disturbed) -> None:
+    with disturbed_run.hold("trainer.watchdog_s=20") as held:
         held.signal_rank(signal.SIGSTOP)
         output = held.end()
     assert held.job.process.returncode == 1
     assert "error: rank 1 is stopped, or holds Python's lock in a library: no progress for 20 s" in output
-    assert "most recent call first" in last_log(disturbed.directory, 0)
+    assert "most recent call first" in last_log(disturbed_run.directory, 0)
 
 
-def test_fault_14_a_rank_whose_users_code_holds_the_interpreter_is_named(disturbed: Disturbed) -> None:
-    done = disturbed.break_by("interpreter", "trainer.watchdog_s=20")
+def test_fault_14_a_rank_whose_users_code_holds_the_interpreter_is_named(disturbed_run: Disturbed) -> None:
+    done = disturbed_run.break_by("interpreter", "trainer.watchdog_s=20")
     assert done.returncode == 1, done.stderr[-3000:]
     assert "error: rank 1 is stopped, or holds Python's lock in a library: no progress for 20 s" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "faults.py" in last_log(disturbed.directory, 1), "the stack is printed without the lock, too"
+    assert "faults.py" in last_log(disturbed_run.directory, 1), "the stack is printed without the lock, too"
 
 
 def last_log(directory: Path, rank: int) -> str:
@@ -272,38 +272,40 @@ def last_log(directory: Path, rank: int) -> str:
     ).read_text()
 
 
-def test_fault_26_a_rank_that_is_out_of_memory_is_named_and_leaves_a_valid_state(disturbed: Disturbed) -> None:
-    before = disturbed.step
-    done = disturbed.break_by("memory of a rank")
+def test_fault_26_a_rank_that_is_out_of_memory_is_named_and_leaves_a_valid_state(disturbed_run: Disturbed) -> None:
+    before = disturbed_run.step
+    done = disturbed_run.break_by("memory of a rank")
     line = 1 + FAULTS.splitlines().index("        bytearray(1 << 50)")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert f"error: MemoryError (faults.py:{line}, in estimate)\n(rank 1 in phase " in done.stderr, done.stderr[-3000:]
-    assert disturbed.step == before
+    assert disturbed_run.step == before
 
 
 def test_fault_26_a_reward_that_is_out_of_memory_leaves_a_valid_state_and_a_port_in_use_is_left_alone(
-    disturbed: Disturbed,
+    disturbed_run: Disturbed,
 ) -> None:
-    before = disturbed.step
+    before = disturbed_run.step
     with socket.socket() as taken:
         with suppress(OSError):  # another program occupies it, which is equivalent
             taken.bind(("127.0.0.1", 29500))  # torch's default
             taken.listen()
-        died = disturbed.break_by("memory of the reward")
+        died = disturbed_run.break_by("memory of the reward")
     assert died.returncode == 2 and "ran out of memory" in died.stderr
-    assert disturbed.step == before
+    assert disturbed_run.step == before
 
 
-def test_fault_31_a_reward_function_that_exits_with_0_ends_the_run_with_2_and_one_message(disturbed: Disturbed) -> None:
-    before = disturbed.step
-    died = disturbed.break_by("exit of the reward")
+def test_fault_31_a_reward_function_that_exits_with_0_ends_the_run_with_2_and_one_message(
+    disturbed_run: Disturbed,
+) -> None:
+    before = disturbed_run.step
+    died = disturbed_run.break_by("exit of the reward")
     assert died.returncode == 2, died.stdout[-3000:] + died.stderr[-3000:]
     assert died.stderr.count("ended its process with exit code 0") == 1 and "Traceback" not in died.stderr
-    assert disturbed.step == before
+    assert disturbed_run.step == before
 
 
 @pytest.fixture(scope="module")
-def ended(workspace: Path) -> Path:
+def finished_run(workspace: Path) -> Path:
     """Run the disturbed run to its end. At its last start, models leave the device between their uses."""
     offload = [
         "actor.offload=always",
@@ -314,18 +316,21 @@ def ended(workspace: Path) -> Path:
     return workspace / "outputs" / "quickstart" / "disturbed"
 
 
-def test_fault_27_a_disturbed_run_ends_as_one_that_was_left_alone(workspace: Path, calm: Path, ended: Path) -> None:
+def test_fault_27_a_disturbed_run_ends_as_one_that_was_left_alone(
+    workspace: Path, calm: Path, finished_run: Path
+) -> None:
     """Metrics of all steps, weights, optimizers and everything else in the last checkpoint are equal bit for bit."""
     found = [
-        {name: value for name, value in row.items() if not name.startswith("memory/")} for row in read_metrics(ended)
+        {name: value for name, value in row.items() if not name.startswith("memory/")}
+        for row in read_metrics(finished_run)
     ]
     assert metric_differences(read_metrics(calm), found) == []
-    assert checkpoint_differences(calm, ended) == []
+    assert checkpoint_differences(calm, finished_run) == []
     assert left_behind(workspace) == []
 
 
-def test_models_leave_the_device_between_their_uses(ended: Path) -> None:
-    held = {name.removeprefix("memory/"): value for name, value in metrics(ended)[-1].items()}
+def test_models_leave_the_device_between_their_uses(finished_run: Path) -> None:
+    held = {name.removeprefix("memory/"): value for name, value in metrics(finished_run)[-1].items()}
     # An update also needs gradients and optimizer state. While the engine generates, no model is on the device.
     assert held["generate_bytes"] == 0 < held["values_bytes"] < held["update_bytes"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, finished, python_path
+from tests.commands import ROOT, python_path, run_command
 from tests.tiny_training import make_quickstart
 
 SETTINGS = (
@@ -41,7 +41,7 @@ def test_a_run_samples_from_a_server_that_takes_weights_by_its_own_call(director
     path = f"{ROOT}{os.pathsep}{directory / 'packages'}"
     config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
     command = [sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, "experiment=served", *SETTINGS]
-    done = finished(command, directory, {**os.environ, "PYTHONPATH": path})
+    done = run_command(command, directory, {**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = directory / "outputs" / "quickstart" / "served"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -55,6 +55,6 @@ def test_a_run_samples_from_a_server_that_takes_weights_by_its_own_call(director
 def test_without_the_package_the_name_is_no_engine(directory: Path) -> None:
     config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
     command = [sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, *SETTINGS]
-    done = finished(command, directory, {**os.environ, "PYTHONPATH": python_path()})
+    done = run_command(command, directory, {**os.environ, "PYTHONPATH": python_path()})
     assert done.returncode == 2
     assert "rollout.engine='served' is not a choice; did you mean 'server'? There are: hf, server, vllm" in done.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyarrow.parquet as parquet
 
-from tests.commands import ROOT, finished, started
+from tests.commands import ROOT, run_command, start_command
 from tests.hub import stand_in
 from tests.tiny_training import make_quickstart
 
@@ -68,7 +68,7 @@ def test_commands_of_the_page(tmp_path: Path) -> None:
             words = shlex.split(command)
             if words[0] == "rlhf-mcore":
                 words = [sys.executable, "-m", "rlhf_mcore.cli.main", *words[1:]]
-            done = finished(words, tmp_path, environment)
+            done = run_command(words, tmp_path, environment)
             assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
             return done.stdout
 
@@ -84,7 +84,9 @@ def test_commands_of_the_page(tmp_path: Path) -> None:
         assert (run_directory / "latest" / "actor" / "model.safetensors").is_file()
 
         [watch] = [shlex.split(command) for command in COMMANDS if "watch" in command]
-        with started([sys.executable, "-m", "rlhf_mcore.cli.main", *watch[1:]], tmp_path, environment) as watching:
+        with start_command(
+            [sys.executable, "-m", "rlhf_mcore.cli.main", *watch[1:]], tmp_path, environment
+        ) as watching:
             watching.wait_for(lambda: re.search(r"http://\S+", watching.output()))
             [address] = re.findall(r"http://[^\s/]+", watching.output())[:1]
             with urllib.request.urlopen(address, timeout=30) as page:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import ROOT, finished
+from tests.commands import ROOT, run_command
 from tests.metric_names import assert_registered
 from tests.tiny_training import make_quickstart
 
@@ -54,7 +54,7 @@ RUNS = {
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return finished([sys.executable, *arguments], directory, {**os.environ, "PYTHONPATH": str(ROOT)})
+    return run_command([sys.executable, *arguments], directory, {**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 @pytest.fixture(scope="module")

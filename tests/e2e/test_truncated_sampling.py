@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import ROOT, environment, finished
+from tests.commands import ROOT, environment, run_command
 from tests.distributed.world import run_world
 from tests.e2e.truncated_worker import CASES, NEW_TOKENS
 from tests.tiny_training import make_quickstart
@@ -65,7 +65,7 @@ def test_ratios_of_a_run_are_one_while_it_learns_from_a_nucleus(tmp_path: Path) 
     make_quickstart(tmp_path)
     (tmp_path / "digits.py").write_text(DIGITS)
     config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
-    ended = finished(
+    ended = run_command(
         [sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, *LEARNING], tmp_path, environment(tmp_path)
     )
     assert ended.returncode == 0, ended.stderr

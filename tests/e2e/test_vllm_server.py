@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 
 from rlhf_mcore.parallel.addresses import LOOPBACK, free_port
-from tests.commands import ROOT, finished, python_path
+from tests.commands import ROOT, python_path, run_command
 from tests.tiny_training import make_quickstart
 
 OPTIONS = (
@@ -72,7 +72,7 @@ def test_a_run_samples_from_a_server_of_vllm(server: Server) -> None:
     ]
     config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
     command = [sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, "experiment=served", *settings]
-    done = finished(command, server.directory, {**os.environ, "PYTHONPATH": python_path()})
+    done = run_command(command, server.directory, {**os.environ, "PYTHONPATH": python_path()})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = server.directory / "outputs" / "quickstart" / "served"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -99,7 +99,7 @@ def test_a_server_that_was_started_otherwise_is_a_mistake_of_the_user(server: Se
     ]
     config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
     command = [sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, "experiment=other", *settings]
-    done = finished(command, server.directory, {**os.environ, "PYTHONPATH": python_path()})
+    done = run_command(command, server.directory, {**os.environ, "PYTHONPATH": python_path()})
     assert done.returncode == 2
     assert (
         "has dtype=torch.float32, this run needs torch.bfloat16; start the server with --dtype bfloat16" in done.stderr

@@ -126,7 +126,7 @@ def measure(world: World, name: str, tp: Width) -> dict[str, Any]:
         asked = name in FURTHER and generates(layout, tp)  # layers packed differently from other models
         said = greedy(engine, world.prompts) if asked else None
         nodes = [0, 0, 1, 1] if layout in TWO_NODES else None
-        found = planned(model, engine, 3 * number + 1, nodes=nodes)
+        found = sync_planned(model, engine, 3 * number + 1, nodes=nodes)
         if generates(layout, tp):
             found |= compare(engine, actor, world.prompts, path, step=number)
         found["same_words"] = float(not asked or greedy(engine, world.prompts) == said)
@@ -144,15 +144,15 @@ def measure(world: World, name: str, tp: Width) -> dict[str, Any]:
 def difference_from_plan(engine: Any, path: Path, shapes: dict[str, tuple[int, ...]], grid: EngineGrid) -> str:
     """Return the first tensor whose planned description differs from the traced engine."""
 
-    def held(tensors: Any) -> set[str]:
+    def describe(tensors: Any) -> set[str]:
         return {f"{prod(t.shape)} {sorted((p.hf_name, p.start, p.shape) for p in t.pieces)}" for t in tensors}
 
-    traced = held(trace(engine.model, shapes).parameters)
-    expected = held(engine_tensors(load_spec(path).geometry, grid, dist.get_rank() % grid.size))
+    traced = describe(trace(engine.model, shapes).parameters)
+    expected = describe(engine_tensors(load_spec(path).geometry, grid, dist.get_rank() % grid.size))
     return min(traced ^ expected, default="")
 
 
-def planned(model: Any, engine: Any, version: int, **options: Any) -> dict[str, Any]:
+def sync_planned(model: Any, engine: Any, version: int, **options: Any) -> dict[str, Any]:
     """Sync through the plan to a poisoned engine.
 
     The first sync uses a single bucket, in which repacked layers take turns, and is compared in full. The second sync uses buckets
@@ -211,7 +211,7 @@ def faults(world: World, engine: Any) -> dict[str, Any]:
         digests.append(bridge._source_digests(bridge._whole))
         outputs.append(greedy(engine, world.prompts))
     found["outputs"], found["digests"] = outputs, digests
-    found["tampered"] = tampered(bridge)
+    found["tampered"] = check_tampering(bridge)
     bridge.sync(9)
     found |= some_tensors(world, groups, engine)
     return found
@@ -301,7 +301,7 @@ def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
     return "generated"
 
 
-def tampered(bridge: PlannedBridge) -> str:
+def check_tampering(bridge: PlannedBridge) -> str:
     """Change one element of one rank's copy in transit. The digests must detect it."""
     post = SharedMemory.post
     changed: list[int] = []

@@ -64,14 +64,14 @@ def main(directory: Path) -> None:
         rollouts = [Rollout(place, trajectory, Score(0.0)) for place, trajectory in placed]
         batch, _ = RowExchange(sampling.n)(SampledBatch(prompts, rollouts))
         actor = Actor(actor.model, TEMPERATURE, algorithm())
-        findings[name] = compared(batch, actor) | against_warpers(batch, hf, top_p, top_k)
+        findings[name] = compare(batch, actor) | against_warpers(batch, hf, top_p, top_k)
         greedy = sampler_of(engine).sample(prompts, Sampling(temperature=0.0, max_new_tokens=4), step=1)
         findings[name]["greedy_without"] = all(each.support is None for each in greedy)
         engine.close()
     finish(findings, directory)
 
 
-def compared(batch: TrainBatch, actor: Actor) -> dict[str, Any]:
+def compare(batch: TrainBatch, actor: Actor) -> dict[str, Any]:
     """Compare the engine with the trainer's equal policy, with the recorded support and without it."""
     rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
     batch.old_logprobs = actor.compute_logprobs(batch)

@@ -11,7 +11,7 @@ from megatron.core.models.common.embeddings import rope_utils
 
 from rlhf_mcore.data import prefixes
 from rlhf_mcore.mcore.packed import rotate_packed
-from tests.unit.mcore.test_prefix_attention import ROWS, described, difference, tree_of
+from tests.unit.mcore.test_prefix_attention import ROWS, describe, difference, tree_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +48,7 @@ def test_a_fused_rotation_begins_segments_where_their_parents_end() -> None:
     angles = torch.outer(torch.arange(30).float(), torch.tensor([1.0, 0.3, 0.1, 0.03]))
     angles = torch.cat([angles, angles], dim=-1)[:, None, None].cuda()
     by_token = torch.randn(50, 2, 8).cuda()
-    borders = described(tree, device="cuda").cu_seqlens_q
+    borders = describe(tree, device="cuda").cu_seqlens_q
     found = rope_utils.apply_rotary_pos_emb(by_token[tree.token_ids.cuda()], angles, config, borders, cp_group=group)
     for row, places in zip(ROWS, tree.sources.split(list(map(len, ROWS))), strict=True):
         expected = rope_utils._apply_rotary_pos_emb_bshd(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import ROOT, finished
+from tests.commands import ROOT, run_command
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MKDOCS = Path(sys.prefix) / "docs"
@@ -28,7 +28,7 @@ pytestmark = [
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "--quiet", "build", "--strict", "--site-dir", str(folder)]
-    done = finished(command, ROOT, {**os.environ, "PYTHONPATH": str(MKDOCS), "NO_MKDOCS_2_WARNING": "1"})
+    done = run_command(command, ROOT, {**os.environ, "PYTHONPATH": str(MKDOCS), "NO_MKDOCS_2_WARNING": "1"})
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.commands import wait_for
-from tests.machine_speed import scaled
+from tests.machine_speed import scale_seconds
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 NODES = ("n1", "n2", "n3")
-MINUTES = str(math.ceil(scaled(10)))  # ``--time`` of a job that should end by itself
+MINUTES = str(math.ceil(scale_seconds(10)))  # ``--time`` of a job that should end by itself
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")  # final states of a job
 CONF = """\
 ClusterName=tests
@@ -75,7 +75,13 @@ class Cluster:
     def run(self, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run a SLURM command, or a command that calls SLURM."""
         return subprocess.run(
-            command, cwd=cwd, env=self.environment, capture_output=True, text=True, timeout=scaled(120), check=False
+            command,
+            cwd=cwd,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=scale_seconds(120),
+            check=False,
         )
 
     def job(self, job_id: str) -> dict[str, str]:
@@ -121,7 +127,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
             daemon.terminate()
         for daemon in reversed(daemons):
             try:
-                daemon.wait(timeout=scaled(30))
+                daemon.wait(timeout=scale_seconds(30))
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

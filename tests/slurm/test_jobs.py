@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import processes_with, wait_for
-from tests.machine_speed import scaled
+from tests.machine_speed import scale_seconds
 from tests.slurm.cluster import MINUTES, Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def submit(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=scaled(240),
+        timeout=scale_seconds(240),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -13,16 +13,22 @@ from tests.tiny_training import CONFIG, SMALL, STEPS, assert_same_end, make, run
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("training")
     make(directory)
     return directory
 
 
-def test_a_job_that_came_back_ends_with_the_weights_of_one_that_was_left_alone(cluster: Cluster, made: Path) -> None:
+def test_a_job_that_came_back_ends_with_the_weights_of_one_that_was_left_alone(
+    cluster: Cluster, workspace: Path
+) -> None:
     options = ["--nodes", "2", "--ranks-per-node", "1", "--time", MINUTES, "--signal-before", "30"]
-    job_id = cluster.run("submit.sh", CONFIG, *SMALL, "experiment=cut", *options, cwd=made).stdout.strip()
-    log, cut, hold = made / "outputs" / "slurm" / f"grpo-{job_id}.out", run_directory(made, "cut"), made / "hold"
+    job_id = cluster.run("submit.sh", CONFIG, *SMALL, "experiment=cut", *options, cwd=workspace).stdout.strip()
+    log, cut, hold = (
+        workspace / "outputs" / "slurm" / f"grpo-{job_id}.out",
+        run_directory(workspace, "cut"),
+        workspace / "hold",
+    )
     cluster.wait_for(lambda: scan(cut), job_id, lambda: log.read_text() if log.exists() else "no log")
     hold.touch()
     # SIGUSR1 is now due. SLURM checks twice a minute, so the signal arrives in the middle of a step.
@@ -34,4 +40,4 @@ def test_a_job_that_came_back_ends_with_the_weights_of_one_that_was_left_alone(c
     cluster.run("scontrol", "update", f"JobId={job_id}", f"TimeLimit={MINUTES}")  # so that it is requeued only once
     job = cluster.wait(job_id)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log.read_text()
-    assert_same_end(cut, run_locally(made, "whole", cluster.environment))
+    assert_same_end(cut, run_locally(workspace, "whole", cluster.environment))

@@ -11,7 +11,7 @@ import pytest
 
 import rlhf_mcore as rm
 from rlhf_mcore.config.schema import Config
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_an_id_of_the_hub_is_looked_up_in_the_cache(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     cfg = Config(output_dir=str(tmp_path))
     cfg.model.path = "Org/tiny"
-    with refused(rm.ConfigError, field="model.path", value=(snapshot, "NoneOfOurs")):
+    with expect_error(rm.ConfigError, field="model.path", value=(snapshot, "NoneOfOurs")):
         rm.Trainer(cfg, prompts=["2+2="])
     assert cfg.model.path == "Org/tiny"
 

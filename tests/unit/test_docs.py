@@ -203,7 +203,7 @@ def test_the_help_of_every_command_has_examples_of_what_there_is() -> None:
 
 
 @cache
-def untouched() -> Config:
+def base_config() -> Config:
     return load_config(ROOT / "configs" / "base.yaml", without_model=True)
 
 
@@ -214,7 +214,7 @@ def test_yaml_is_a_configuration(block: Block, tmp_path: Path, monkeypatch: pyte
     for name in re.findall(r"\$\{oc\.env:(\w+)", block.text):
         monkeypatch.setenv(name, "x")
     (tmp_path / "run.yaml").write_text(block.text)
-    assert load_config(tmp_path / "run.yaml", without_model=True) != untouched(), "it sets nothing"
+    assert load_config(tmp_path / "run.yaml", without_model=True) != base_config(), "it sets nothing"
 
 
 def top_level(module: str) -> set[str]:

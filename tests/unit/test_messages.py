@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.messages import assert_names, refused
+from tests.messages import assert_names, expect_error
 
 MESSAGE = "trainer.steps=10 is more than 1.5; lower it, or set trainer.epochs"
 
@@ -27,12 +27,12 @@ def test_whole_names_are_found() -> None:
 def test_a_part_of_a_name_is_none(missing: dict[str, object]) -> None:
     with pytest.raises(AssertionError):
         assert_names(MESSAGE, **missing)
-    with pytest.raises(AssertionError), refused(ValueError, **missing):
+    with pytest.raises(AssertionError), expect_error(ValueError, **missing):
         raise ValueError(MESSAGE)
 
 
 def test_another_error_is_not_taken_and_something_is_to_be_named() -> None:
-    with pytest.raises(KeyError), refused(ValueError, field="a"):
+    with pytest.raises(KeyError), expect_error(ValueError, field="a"):
         raise KeyError("a")
-    with pytest.raises(AssertionError), refused(ValueError):
+    with pytest.raises(AssertionError), expect_error(ValueError):
         raise ValueError(MESSAGE)

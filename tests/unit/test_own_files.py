@@ -23,7 +23,7 @@ from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.trackers import JsonlTracker
 from rlhf_mcore.own_files import open_own, own_directory
 from rlhf_mcore.trainer.resume import find_start
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.checkpoint.saving import save
 
 NAMES = ("checkpoint-1.partial-a", "checkpoint-2.partial-b", "other", ".checkpoint-9.tar.zst.partial")
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Path:
     return save(tmp_path / "run", 10).parent
 
 
-def untouched(folder: Path) -> bool:
+def is_untouched(folder: Path) -> bool:
     return (folder / ".checkpoint-3.tar.zst.partial").read_text() == "theirs" and all(
         (folder / name / "file").read_text() == "theirs" for name in NAMES
     )
@@ -85,9 +85,9 @@ def test_a_run_whose_own_name_is_a_link_is_refused(tmp_path: Path, elsewhere: Pa
     folder = tmp_path / "out" / "p" / "e"
     folder.mkdir(parents=True)
     (folder / name).symlink_to(target)
-    with refused(ConfigError, field=name, value="link"):
+    with expect_error(ConfigError, field=name, value="link"):
         RunDirectory.create(str(tmp_path / "out"), "p", "e")
-    assert untouched(elsewhere)
+    assert is_untouched(elsewhere)
 
 
 def test_rollouts_metrics_and_atomic_files_are_not_written_through_links(tmp_path: Path, elsewhere: Path) -> None:
@@ -103,25 +103,25 @@ def test_rollouts_metrics_and_atomic_files_are_not_written_through_links(tmp_pat
     for action in actions:
         with pytest.raises(ConfigError, match="is a link to"):
             action()
-    assert untouched(elsewhere)
+    assert is_untouched(elsewhere)
     directory.close()
 
 
 def test_a_linked_quarantine_is_neither_filled_nor_emptied(run: Path, elsewhere: Path) -> None:
     (run / "quarantine").symlink_to(elsewhere)
     partial = prepare(run, 20, "0a", Disk())
-    with refused(ConfigError, field="quarantine", value="link"):
+    with expect_error(ConfigError, field="quarantine", value="link"):
         recover(run, None, Disk())
     assert partial.is_dir()
     tidy(run, Retention(), None, Disk())
     remove_partials(run, Disk())
-    assert untouched(elsewhere) and len(list(elsewhere.iterdir())) == len(NAMES) + 1
+    assert is_untouched(elsewhere) and len(list(elsewhere.iterdir())) == len(NAMES) + 1
 
 
 def test_a_removal_does_not_begin_elsewhere(run: Path, elsewhere: Path) -> None:
     (run / ".checkpoint-10.removed").symlink_to(elsewhere)
     remove(Checkpoint(10, run / "checkpoint-10"), Disk())
-    assert untouched(elsewhere) and not (run / "checkpoint-10").exists()
+    assert is_untouched(elsewhere) and not (run / "checkpoint-10").exists()
     assert not (run / ".checkpoint-10.removed").is_symlink()
 
 
@@ -136,7 +136,7 @@ def test_a_model_is_not_made_whole_elsewhere(run: Path, elsewhere: Path) -> None
             readable(checkpoint)
         (run / name).unlink()
         recover(run, None, Disk())
-    assert untouched(elsewhere)
+    assert is_untouched(elsewhere)
 
 
 def test_a_conversion_does_not_empty_what_its_partial_names(tmp_path: Path, elsewhere: Path) -> None:
@@ -146,14 +146,14 @@ def test_a_conversion_does_not_empty_what_its_partial_names(tmp_path: Path, else
         whole_directory(tmp_path / "hf", overwrite=False),
     ):
         raise AssertionError("it began")
-    assert untouched(elsewhere)
+    assert is_untouched(elsewhere)
 
 
 def test_a_checkpoint_that_is_a_link_is_refused_and_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     away = run.parent / "away"
     shutil.copytree(run / "checkpoint-10", away)
     (run / "checkpoint-20").symlink_to(away)
-    with refused(ConfigError, field="checkpoint-20", value="link", remedy=f"checkpoint.resume={away}"):
+    with expect_error(ConfigError, field="checkpoint-20", value="link", remedy=f"checkpoint.resume={away}"):
         find_start(run, CheckpointConfig(), "")
     assert main(["verify-checkpoint", str(run)]) == 2
     assert f"checkpoint-20: a link to {away}: no run resumes from it" in capsys.readouterr().out

@@ -41,7 +41,7 @@ OPTIMIZER_CONFIG = OptimizerConfig(lr=1e-6)
 
 def mfu(device: str, folder: Path, ranks: int) -> Table:
     """Forward, backward and update of a model of 1.5 billion parameters (tiny on the CPU), by the FLOPs of its matrices."""
-    model, microbatches, geometry = _sized(device, folder)
+    model, microbatches, geometry = _build_sized(device, folder)
     tokens = sum(sum(microbatch.lengths) for microbatch in microbatches)
     model.add_optimizer(OPTIMIZER_CONFIG)
     loss = _mean_logprob(model, len(microbatches))
@@ -50,7 +50,7 @@ def mfu(device: str, folder: Path, ranks: int) -> Table:
         model.forward_backward(microbatches, loss)
         model.step(1e-6)
 
-    seconds = _timed(step, model.platform.synchronize)
+    seconds = _time(step, model.platform.synchronize)
 
     shapes = hf_shapes(geometry)
     matrices = sum(torch.Size(shape).numel() for shape in shapes.values() if len(shape) == 2)
@@ -78,7 +78,7 @@ def host_syncs(device: str, folder: Path, ranks: int) -> Table:
     """Check that the device never waits for the host between the first forward and the last backward pass of an update."""
     if device != "cuda":
         return [row("host syncs of an update", "skipped: a CPU has none")]
-    model, microbatches, _ = _sized(device, folder)
+    model, microbatches, _ = _build_sized(device, folder)
     model.add_optimizer(OPTIMIZER_CONFIG)
     loss = _mean_logprob(model, len(microbatches))
     model.forward_backward(microbatches, loss)  # kernels are chosen and memory is allocated
@@ -99,7 +99,7 @@ def host_syncs(device: str, folder: Path, ranks: int) -> Table:
 
 def offload(device: str, folder: Path, ranks: int) -> Table:
     """Compare the ledger of moves between device and host with torch's allocated memory."""
-    model, microbatches, _ = _sized(device, folder)
+    model, microbatches, _ = _build_sized(device, folder)
     model.add_optimizer(OPTIMIZER_CONFIG)
     model.forward_backward(microbatches, _mean_logprob(model, len(microbatches)))
     model.step(1e-6)  # torch's Adam allocates its moments with the first one
@@ -139,7 +139,7 @@ def _by_layer(trained: Any, microbatches: Sequence[Any], folder: Path) -> Table:
             microbatches, lambda outputs, part: model.logprobs_and_entropy(outputs, part, 1.0, with_entropy=False)[0]
         )
 
-    whole, seconds = forward(), _timed(forward, platform.synchronize)
+    whole, seconds = forward(), _time(forward, platform.synchronize)
     sharing = DeviceSharing(platform)
     model.share(sharing, "reference", (WEIGHTS,), by_layer=True)
     weights = sum(part.num_bytes for part in sharing.parts)
@@ -150,13 +150,13 @@ def _by_layer(trained: Any, microbatches: Sequence[Any], folder: Path) -> Table:
     return [
         row("logprobs with layers that come one by one", "equal" if same else "differ", "equal", same),
         row("weights that are there at a time", f"{there / 1e9:.3g} of {weights / 1e9:.3g} GB"),
-        row("a pass so, and with all of them there", f"{_timed(forward, platform.synchronize):.3f} s, {seconds:.3f} s"),
+        row("a pass so, and with all of them there", f"{_time(forward, platform.synchronize):.3f} s, {seconds:.3f} s"),
     ]
 
 
 def save(device: str, folder: Path, ranks: int) -> Table:
     """Measure how long training waits for a background save of weights, masters and moments."""
-    model, _, geometry = _sized(device, folder)
+    model, _, geometry = _build_sized(device, folder)
     model.add_optimizer(cfg := OPTIMIZER_CONFIG)
     trained = TrainedModel(
         model.groups.layout, model, model.spec, TrainerConfig(), optimizer=cfg, plan=MinibatchPlan(1), name="actor"
@@ -182,7 +182,7 @@ def save(device: str, folder: Path, ranks: int) -> Table:
     ]
 
 
-def _sized(device: str, folder: Path) -> Any:
+def _build_sized(device: str, folder: Path) -> Any:
     """Build a random trainable model of the size of Qwen2.5-1.5B, and microbatches of an update; both are tiny on the CPU."""
     on_cuda, platform = device == "cuda", _start()
     sizes: dict[str, Any] = dict(
@@ -239,7 +239,7 @@ def _mean_logprob(model: Any, count: int) -> Callable[[Any, Any], Any]:
     return loss
 
 
-def _timed(step: Callable[[], None], synchronize: Callable[[], None], rounds: int = 3) -> float:
+def _time(step: Callable[[], None], synchronize: Callable[[], None], rounds: int = 3) -> float:
     """Return the minimum time of some rounds in seconds, after a round that allocates memory."""
     step()
     seconds = []

@@ -15,13 +15,13 @@ from rlhf_mcore.checkpoint.layout import Checkpoint
 from rlhf_mcore.checkpoint.manifest import verify
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore_contrib.archive.archiver import Archiver, check, pack
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.checkpoint.saving import FailingDisk, contents, save
 from tests.unit.checkpoint.test_permissions import mode
 from tests.unit.checkpoint.test_permissions import save as save_with_mode
 from tests.unit.checkpoint.test_retention import steps
 from tests.unit.parallel.world import world
-from tests.unit.test_own_files import elsewhere, run, untouched
+from tests.unit.test_own_files import elsewhere, is_untouched, run
 
 __all__ = ["elsewhere", "run", "world"]
 
@@ -59,7 +59,7 @@ def test_a_checkpoint_that_was_packed_wrong_stays(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 10)
     archive = pack(checkpoint, tmp_path / "archive", Disk())
     other = save(tmp_path / "other", 10, "second")
-    with refused(SaveError, field="model.safetensors", value="manifest"):
+    with expect_error(SaveError, field="model.safetensors", value="manifest"):
         check(archive, other)
     (checkpoint / "trainer_state.json").write_bytes(b"[]")  # damaged after the save
     archiver = Archiver(tmp_path)
@@ -106,11 +106,11 @@ def test_an_archive_is_as_private_as_its_most_private_file(tmp_path: Path, setti
 def test_a_linked_archive_is_neither_filled_nor_cleared(run: Path, elsewhere: Path) -> None:
     (run / "archive").symlink_to(elsewhere)
     recover(run, None, Disk())
-    with refused(ConfigError, field="archive", value="link"):
+    with expect_error(ConfigError, field="archive", value="link"):
         pack(run / "checkpoint-10", run / "archive", Disk())
     (run / "archive").unlink()
     (run / "archive").mkdir()
     (run / "archive" / ".checkpoint-10.tar.zst.partial").symlink_to(elsewhere / "other" / "file")
     with pytest.raises(ConfigError, match="is a link"):
         pack(run / "checkpoint-10", run / "archive", Disk())
-    assert untouched(elsewhere)
+    assert is_untouched(elsewhere)

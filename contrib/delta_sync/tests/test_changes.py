@@ -18,10 +18,10 @@ from tests.unit.bridge.test_execute import (
     SHAPES,
     KeptBuffers,
     Wire,
-    held,
+    destination_places,
     make_plan,
-    needed,
     random_model,
+    source_places,
     spread,
     tensors_of,
 )
@@ -89,7 +89,10 @@ def test_every_run_brings_what_the_sources_hold_then(
     tp: int, pp: int, parts: int, per_node: int | None, kind: type[KeptBuffers]
 ) -> None:
     wire, full_every = Wire(1), 3
-    sources, destinations = held(tp, pp), needed(parts, buffers=len(SHAPES))  # each buffer in the dtype of its tensor
+    sources, destinations = (
+        source_places(tp, pp),
+        destination_places(parts, buffers=len(SHAPES)),
+    )  # each buffer in the dtype of its tensor
     plan = make_plan(sources, destinations, per_node)
     versions = [random_model(0)]
     while len(versions) < 5:
@@ -118,7 +121,7 @@ def test_every_run_brings_what_the_sources_hold_then(
 @pytest.mark.parametrize("kind", [Readable, KeptBuffers])
 def test_a_receiver_that_has_lost_an_element_is_noticed(kind: type[KeptBuffers]) -> None:
     """The lost element is noticed by a receiver that reads its tensors. A receiver with its own copies is not affected."""
-    wire, sources, destinations = Wire(0), held(2, 2), needed(1, buffers=len(SHAPES))
+    wire, sources, destinations = Wire(0), source_places(2, 2), destination_places(1, buffers=len(SHAPES))
     plan = make_plan(sources, destinations, None)
     wrong = dict[int, int]()
 

@@ -12,16 +12,16 @@ from rlhf_mcore.checkpoint.delta import readable
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.housekeeping import Retention, prune
 from rlhf_mcore_contrib.deltas.write import choose_base, is_weight_file
-from tests.unit.checkpoint.test_delta import save, updated, weights
+from tests.unit.checkpoint.test_delta import save, update, weights
 
 
 def test_long_tensors_are_cut_into_chunks_that_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_mcore.checkpoint.delta.CHUNK_BYTES", 1024)
     before = weights()
     save(tmp_path, 10, before)
-    delta = save(tmp_path, 20, updated(before), choose_base(tmp_path, 10))
+    delta = save(tmp_path, 20, update(before), choose_base(tmp_path, 10))
     loaded = load_file(readable(delta) / "model-0.safetensors")
-    assert all(loaded[name].tobytes() == value.tobytes() for name, value in updated(before).items())
+    assert all(loaded[name].tobytes() == value.tobytes() for name, value in update(before).items())
 
 
 def test_unchanged_weights_take_next_to_nothing(tmp_path: Path) -> None:

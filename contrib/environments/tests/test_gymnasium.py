@@ -12,7 +12,7 @@ from rlhf_mcore.environments.worker import load_environment
 from rlhf_mcore_contrib.environments.gymnasium import Gymnasium
 from rlhf_mcore_contrib.environments.openenv import OpenEnv
 from rlhf_mcore_contrib.environments.verifiers import Verifiers
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 def test_a_walk_over_the_frozen_lake() -> None:
@@ -23,7 +23,7 @@ def test_a_walk_over_the_frozen_lake() -> None:
     walked = [lake.step(f"{way} please") for way in ("down", "down", "right", "right", "down", "right")]
     assert walked == [(cell, float(cell == "15"), cell == "15") for cell in ("4", "8", "9", "10", "14", "15")]
     lake.close()
-    with refused(ConfigError, field="environment.options.id", value="Nowhere-v0"):
+    with expect_error(ConfigError, field="environment.options.id", value="Nowhere-v0"):
         Gymnasium("Nowhere-v0")
 
 

@@ -12,7 +12,7 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore_contrib.environments.openenv import OpenEnv
 from rlhf_mcore_contrib.environments.verifiers import Verifiers
-from tests.messages import refused
+from tests.messages import expect_error
 
 ROW = {"prompt": "guess", "ground_truth": "5", "extra_info": {}, "data_source": "numbers"}
 
@@ -61,7 +61,7 @@ def test_an_episode_is_a_session_on_a_server_of_openenv() -> None:
     try:
         assert asyncio.run(play(observation="text")) == ["seed 7", ("HI", 0.5, False), ("BYE", 0.5, True)]
         assert '"text": "seed 7"' in asyncio.run(play())[0]
-        with refused(KeyError, field="environment.options.observation", value="words", remedy="text"):
+        with expect_error(KeyError, field="environment.options.observation", value="words", remedy="text"):
             asyncio.run(play(observation="words"))
     finally:
         server.should_exit = True
@@ -73,7 +73,9 @@ def test_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"environment.function=openenv: .*install it \(pip install openenv-core\)"):
         OpenEnv("http://localhost:1")
-    with refused(ConfigError, field="environment.options.packages", value="/nowhere", remedy="pip install --target"):
+    with expect_error(
+        ConfigError, field="environment.options.packages", value="/nowhere", remedy="pip install --target"
+    ):
         Verifiers({"id": "wordle"}, packages="/nowhere")
     with pytest.raises(
         ConfigError, match=r"environment.function=verifiers: .*pip install --target FOLDER verifiers==0.4.0"

@@ -24,8 +24,8 @@ from rlhf_mcore.environments.sessions import sessions_of
 from rlhf_mcore.sampling.policy import Limits
 from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
-from tests.commands import ROOT, finished
-from tests.messages import refused
+from tests.commands import ROOT, run_command
+from tests.messages import expect_error
 from tests.unit.environments.conftest import Scripted, play_jobs, tokenizer
 from tests.unit.environments.test_agents import parse
 
@@ -155,7 +155,7 @@ def rows(folder: Path, taskset: str) -> tuple[list[dict[str, Any]], list[Any]]:
     command = [sys.executable, "-m", "rlhf_mcore_contrib.environments.verifiers", "--rows", "9", "--out", "rows.jsonl"]
     options = json.dumps({"packages": PACKAGES, "taskset": {"id": taskset}})
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
-    made = finished([*command, "--tools", "tools.json", "--options", options], folder, environment)
+    made = run_command([*command, "--tools", "tools.json", "--options", options], folder, environment)
     assert made.returncode == 0, made.stderr
     lines = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     found = [{**line, "prompt": " ".join(message["content"] for message in line["prompt"])} for line in lines]
@@ -192,7 +192,7 @@ def test_an_environment_of_several_turns_is_played_from_its_rows(
     [cut] = ended.play(given[0])  # verifiers has ended it, and scored it
     assert cut.score is not None and cut.score.value == 0.0 and cut.score.failure is None
     ended.sessions.close_all()
-    with refused(ConfigError, field="environment.options", value=("<redacted>", "nowhere")):
+    with expect_error(ConfigError, field="environment.options", value=("<redacted>", "nowhere")):
         Played(tokenizer, "nowhere", guess, player={"client": {"api_key": "x"}}).play(given[0])
 
 

@@ -47,7 +47,7 @@ ray job submit -- python3 -m openrlhf.cli.train_ppo_ray \\
 
 
 @pytest.fixture
-def prepared(workspace: Any) -> Path:
+def folder(workspace: Any) -> Path:
     workspace.write("verl.sh", VERL)
     workspace.write("openrlhf.sh", OPENRLHF)
     for name in ("train", "more"):
@@ -64,7 +64,7 @@ def run(source: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_a_script_of_verl(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_of_verl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = run("verl.sh", capsys)
     cfg = load_config("out.yaml")
     validate(cfg)
@@ -75,11 +75,11 @@ def test_a_script_of_verl(prepared: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cfg.reward.function == "reward.py:compute_score"
     assert "not carried over: trainer.balance_batch=True: always on here" in printed
     assert "to correct" not in printed
-    text = (prepared / "out.yaml").read_text()
+    text = (folder / "out.yaml").read_text()
     assert "#   trainer.balance_batch=True: always on here" in text
 
 
-def test_a_script_of_openrlhf(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_of_openrlhf(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = run("openrlhf.sh", capsys)
     cfg = load_config("out.yaml")
     validate(cfg)
@@ -89,7 +89,7 @@ def test_a_script_of_openrlhf(prepared: Path, capsys: pytest.CaptureFixture[str]
     assert "to do: trainer.num_steps" in printed and "to do: reward" in printed
 
 
-def test_a_yaml_file_of_verl(prepared: Path, workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_yaml_file_of_verl(folder: Path, workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
     workspace.write(
         "verl.yaml",
         "actor_rollout_ref: {model: {path: model}, rollout: {n: 4, tensor_model_parallel_size: 1}}\n"
@@ -102,7 +102,7 @@ def test_a_yaml_file_of_verl(prepared: Path, workspace: Any, capsys: pytest.Capt
 
 
 def test_what_is_wrong_with_the_result_is_said(
-    prepared: Path, workspace: Any, capsys: pytest.CaptureFixture[str]
+    folder: Path, workspace: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace.write("s.sh", VERL.replace("path=model", "path=Qwen/Qwen2-7B"))
     printed = run("s.sh", capsys)
@@ -133,20 +133,20 @@ def test_what_is_wrong_with_the_result_is_said(
     ],
 )
 def test_mistakes(
-    prepared: Path, workspace: Any, capsys: pytest.CaptureFixture[str], name: str, text: str | None, message: str
+    folder: Path, workspace: Any, capsys: pytest.CaptureFixture[str], name: str, text: str | None, message: str
 ) -> None:
     if text is not None:
         workspace.write(name, text)
     assert main_module.main(["migrate", name, "-o", "out.yaml"]) == 2
     assert message in capsys.readouterr().err
-    assert not (prepared / "out.yaml").exists()
+    assert not (folder / "out.yaml").exists()
 
 
-def test_an_existing_file_is_kept(prepared: Path, workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_file_is_kept(folder: Path, workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
     workspace.write("out.yaml", "mine")
     assert main_module.main(["migrate", "verl.sh", "-o", "out.yaml"]) == 2
     assert "exists" in capsys.readouterr().err
-    assert (prepared / "out.yaml").read_text() == "mine"
+    assert (folder / "out.yaml").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from rlhf_mcore_contrib.migrate.table import Migration, apply
 IS = "--algo.advantage.is_correction"
 
 
-def migrated(flags: str) -> Migration:
+def migrate_flags(flags: str) -> Migration:
     return apply(openrlhf.TABLE, sources.read_flags(flags.split()))
 
 
@@ -115,7 +115,7 @@ def test_what_is_carried_over() -> None:
         ("--algo.advantage.estimator rloo", {"critic.value_clip": None}),
         ("--reward_pretrain rm", {"reward.model.path": "rm"}),
     ]:
-        migration = migrated(flags)
+        migration = migrate_flags(flags)
         assert {key: migration.settings.get(key) for key in expected} == expected
         assert migration.lost == {}
 
@@ -142,12 +142,12 @@ def test_what_is_carried_over() -> None:
     ],
 )
 def test_what_is_lost_is_named_with_its_reason(flags: str, key: str, reason: str) -> None:
-    migration = migrated(flags)
+    migration = migrate_flags(flags)
     assert reason in migration.lost[key][1]
 
 
 def test_wandb_goes_on_without_its_key_and_sleep_is_offload() -> None:
-    migration = migrated("--use_wandb 0123456789abcdef --deepspeed_enable_sleep")
+    migration = migrate_flags("--use_wandb 0123456789abcdef --deepspeed_enable_sleep")
     assert migration.settings["logging.trackers"] == ["tensorboard", "wandb"]
     assert migration.settings["actor.offload"] == "always"
     assert "0123456789abcdef" not in str(migration.settings)

@@ -177,7 +177,7 @@ def test_a_loop_that_waits_ends() -> None:
 
 # ---------------------------------------------------------------------------------------------------- hostile scripts
 @pytest.fixture(params=["namespaces", "filters"])
-def isolated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def isolation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run scripts with the requested isolation and a short time limit."""
     level = shell.machine_level()
     if not level.reaches(request.param) or (request.param == "filters" and os.geteuid() == 0):
@@ -202,7 +202,7 @@ def isolated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         "echo x > /dev/tcp/127.0.0.1/{3}; exec 5<>/dev/tcp/127.0.0.1/{3}",
     ],
 )
-@pytest.mark.usefixtures("isolated")
+@pytest.mark.usefixtures("isolation")
 def test_a_script_cannot_touch_what_is_not_its_own(hostile: str, tmp_path: Path) -> None:
     (tmp_path / "canary").write_text("alive")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -218,7 +218,7 @@ def test_a_script_cannot_touch_what_is_not_its_own(hostile: str, tmp_path: Path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"canary": "alive"}
 
 
-@pytest.mark.usefixtures("isolated")
+@pytest.mark.usefixtures("isolation")
 def test_a_script_cannot_read_what_it_might_print(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("sesame")
     script = f"run a=$(cat {tmp_path}/secret) b=$(< {tmp_path}/secret) c=$(< /proc/{os.getpid()}/environ)"
@@ -235,7 +235,7 @@ def test_a_script_cannot_read_what_it_might_print(tmp_path: Path) -> None:
         "f() { f; }; f",
     ],
 )
-@pytest.mark.usefixtures("isolated")
+@pytest.mark.usefixtures("isolation")
 def test_a_script_is_stopped_and_what_it_started_before_is_read(hostile: str) -> None:
     assert ["run", "a=1"] in read_script(f"X=1\nrun a=$X\n{hostile}{LAUNCH}").commands
 

@@ -47,7 +47,7 @@ def main(options):
 """
 
 
-def migrated(**given: Any) -> Migration:
+def migrate_arguments(**given: Any) -> Migration:
     return apply(trl.TABLE, given)
 
 
@@ -140,7 +140,7 @@ def test_keywords() -> None:
         ({"save_strategy": "epoch"}, {"checkpoint.save_epochs": 1.0}),
         ({"reward_funcs": "accuracy_reward"}, {"reward.rules": [{"name": "math", "weight": 1.0}]}),
     ]:
-        migration = migrated(**given)
+        migration = migrate_arguments(**given)
         assert {key: migration.settings.get(key) for key in expected} == expected
         assert not migration.lost
 
@@ -168,7 +168,7 @@ def test_keywords() -> None:
     ],
 )
 def test_what_has_no_counterpart_is_named(given: dict[str, Any], reason: str) -> None:
-    lost = migrated(**given).lost
+    lost = migrate_arguments(**given).lost
     assert [text for key, (_, text) in lost.items() if key in given and reason in text]
 
 
@@ -176,7 +176,7 @@ def test_think_format_reward_is_a_rule_that_gives_what_trl_gives() -> None:
     theirs = re.compile(
         r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE
     )  # trl/rewards/format_rewards.py
-    (settings,) = migrated(reward_funcs="think_format_reward").settings["reward.rules"]
+    (settings,) = migrate_arguments(reward_funcs="think_format_reward").settings["reward.rules"]
     ours = PatternGrader(settings["pattern"])
     pieces = ["<", "t", "<think>", "</think>", "think>", "<thin", "k>", "\n", "é"]
     texts = ["".join(parts) for size in range(5) for parts in itertools.product(pieces, repeat=size)]

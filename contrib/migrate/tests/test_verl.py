@@ -10,12 +10,12 @@ from rlhf_mcore_contrib.migrate.table import Migration, apply
 ACTOR = "actor_rollout_ref.actor."
 
 
-def migrated(*overrides: str) -> Migration:
+def migrate_overrides(*overrides: str) -> Migration:
     return apply(verl.TABLE, sources.read_overrides(overrides))
 
 
 def settings(*overrides: str) -> dict[str, Any]:
-    return migrated(*overrides).settings
+    return migrate_overrides(*overrides).settings
 
 
 def test_their_defaults_are_written_out_where_ours_differ() -> None:
@@ -195,7 +195,7 @@ def test_what_is_carried_over() -> None:
         (["trainer.logger=['console','tensorboard']"], {"logging.trackers": ["tensorboard"]}),
         (["+actor_rollout_ref.rollout.n=6"], {"rollout.sampling.n": 6}),
     ]:
-        migration = migrated(*overrides)
+        migration = migrate_overrides(*overrides)
         assert {key: migration.settings.get(key) for key in expected} == expected
         assert migration.lost == {}
 
@@ -218,20 +218,20 @@ def test_what_is_carried_over() -> None:
     ],
 )
 def test_what_is_lost_is_named_with_its_reason(override: str, reason: str) -> None:
-    migration = migrated(override)
+    migration = migrate_overrides(override)
     key = override.partition("=")[0]
     assert reason in migration.lost[key][1]
     assert key not in migration.carried
 
 
 def test_k1_in_the_loss_is_refused_where_it_would_do_nothing() -> None:
-    migration = migrated(ACTOR + "use_kl_loss=True", ACTOR + "kl_loss_type=kl")
+    migration = migrate_overrides(ACTOR + "use_kl_loss=True", ACTOR + "kl_loss_type=kl")
     assert "expected gradient of zero" in migration.lost[ACTOR + "kl_loss_type"][1]
     assert "algorithm.kl.coef" not in migration.settings
 
 
 def test_a_key_that_one_use_of_it_needs_is_not_lost_by_another() -> None:
-    migration = migrated("data.train_batch_size=64", ACTOR + "optim.lr_warmup_steps=10")
+    migration = migrate_overrides("data.train_batch_size=64", ACTOR + "optim.lr_warmup_steps=10")
     assert migration.settings["trainer.prompts_per_step"] == 64
     assert migration.lost.keys() == {ACTOR + "optim.lr_warmup_steps"}  # 64 prompts are not a multiple of 256
 
@@ -244,7 +244,7 @@ def test_every_key_ends_in_one_place() -> None:
         "data.seed=4",
         "actor_rollout_ref.actor.shuffle=True",
     ]
-    migration = migrated(*said)
+    migration = migrate_overrides(*said)
     assert migration.carried | migration.lost.keys() == {key.partition("=")[0] for key in said} - {"a.b"}
     assert not migration.carried & migration.lost.keys()
 
@@ -271,8 +271,8 @@ def test_an_estimator_without_a_critic_leaves_its_keys_out() -> None:
         "trainer.critic_warmup=3",
     ]
     with_critic, without = (
-        migrated("algorithm.adv_estimator=gae", *keys),
-        migrated("algorithm.adv_estimator=grpo", *keys),
+        migrate_overrides("algorithm.adv_estimator=gae", *keys),
+        migrate_overrides("algorithm.adv_estimator=grpo", *keys),
     )
     assert with_critic.settings["critic.optimizer.lr"] == 1e-5 and with_critic.settings["critic.warmup_steps"] == 3
     assert not [key for key in without.settings if key.startswith("critic.")]
@@ -292,12 +292,14 @@ def test_an_estimator_without_a_critic_leaves_its_keys_out() -> None:
     ],
 )
 def test_adapters(theirs: list[str], ours: dict[str, object]) -> None:
-    migration = migrated(*(f"actor_rollout_ref.model.{setting}" for setting in theirs))
+    migration = migrate_overrides(*(f"actor_rollout_ref.model.{setting}" for setting in theirs))
     prefix = "actor.lora."
     assert {key.removeprefix(prefix): value for key, value in migration.settings.items() if prefix in key} == ours
     assert migration.lost == {}
 
 
 def test_adapters_of_layers_that_a_regular_expression_names_are_lost() -> None:
-    migration = migrated("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules='.*_proj'")
+    migration = migrate_overrides(
+        "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules='.*_proj'"
+    )
     assert "actor.lora.targets" in migration.lost["actor_rollout_ref.model.target_modules"][1]

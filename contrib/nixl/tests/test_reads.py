@@ -205,10 +205,10 @@ def test_a_transfer_that_fails_loses_its_peers_and_nothing_is_waited_for_afterwa
 def test_what_the_library_raises_loses_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = fake([8, 0])
 
-    def disconnected(*args: Any) -> None:
+    def disconnect(*args: Any) -> None:
         raise Exception("NIXL_ERR_REMOTE_DISCONNECT")  # pybind11 raises errors of the library as Exception
 
-    monkeypatch.setattr(ranks.agents[0], "send_notif", disconnected)
+    monkeypatch.setattr(ranks.agents[0], "send_notif", disconnect)
     with pytest.raises(PeersLost, match="NIXL_ERR_REMOTE_DISCONNECT"):
         ranks.links[0].exchange([(ranks.memory[0], 1)], [], 0)
 

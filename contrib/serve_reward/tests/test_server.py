@@ -24,7 +24,7 @@ from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore_contrib.serve_reward.server import RewardServer
 from rlhf_mcore_contrib.serving import check_host
-from tests.unit.rewards.http_server import rows, scored, trajectory
+from tests.unit.rewards.http_server import rows, score_remotely, trajectory
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -63,7 +63,7 @@ def test_scores_of_a_server_are_those_of_its_reward(batch_size: int) -> None:
     made = [trajectory(text, n) for n, text in enumerate(["#### 42", "42", "#### 41", "é\ud800\x00 \\boxed{42}"] * 5)]
     local = build_reward(RewardConfig(rules=rules))
     with reward_server(RewardServer(local)) as url:
-        found = scored(made, url, batch_size=batch_size)
+        found = score_remotely(made, url, batch_size=batch_size)
     assert found == run(local.score(made))
     assert [score.value for score in found[:4]] == [0.75, 0.0, 0.25, 0.75]
 
@@ -79,7 +79,7 @@ def test_what_travels_is_what_a_function_is_given(tmp_path: Path) -> None:
     made = [trajectory("x", n, truth={"a": [1, None]}, big=2**80) for n in range(6)]
     local = build_reward(RewardConfig(function=f"{tmp_path}/mine.py:grade", workers=1))
     with reward_server(RewardServer(local)) as url:
-        first, second = (scored(made, url, batch_size=size) for size in (2, 3))
+        first, second = (score_remotely(made, url, batch_size=size) for size in (2, 3))
     local.close()
     assert first == second and len({score.value for score in first}) == 6
     assert {score.parts["right"] for score in first} == {1.0}
@@ -89,19 +89,19 @@ def test_what_a_served_function_fails_on_has_no_score_and_a_cause(tmp_path: Path
     (tmp_path / "mine.py").write_text("def grade(source, text, truth, info): return 1 / int(text)")
     local = build_reward(RewardConfig(function=f"{tmp_path}/mine.py:grade", workers=1, on_error="zero"))
     with reward_server(RewardServer(local)) as url:
-        found = scored(rows(3), url)
+        found = score_remotely(rows(3), url)
         assert [(score.value, score.failure) for score in found] == [(0.0, "error"), (1.0, None), (0.5, None)]
         assert "ZeroDivisionError" in found[0].cause and "prompt 'train-0', sample 3" in found[0].cause
         with pytest.raises(
             ConfigError, match=r"reward\.remote\.url=.* prompt 'train-0', sample 3, .*ZeroDivisionError"
         ):
-            scored(rows(3), url, on_error="fail")
+            score_remotely(rows(3), url, on_error="fail")
         # If the reward rejects a response, here for its data source, the rest of the batch is still scored.
         table = RewardServer(build_reward(RewardConfig(sources={"sums": [RuleConfig(name="exact_match")]})))
         with reward_server(table) as other:
             mixed = [trajectory("42"), trajectory("42", 1), trajectory("42", 2)]
             mixed[1].prompt.data_source = "mystery"
-            found = scored(mixed, other)
+            found = score_remotely(mixed, other)
             assert [score.failure for score in found] == [None, "error", None] and "mystery" in found[1].cause
     local.close()
 
@@ -147,12 +147,12 @@ def test_a_server_with_a_token_answers_nobody_else(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RIGHT", "s3cret-token")
     monkeypatch.setenv("WRONG", "another")
     with reward_server(server) as url:
-        assert scored([trajectory("42")], url, token_env="RIGHT")[0].value == 1.0
+        assert score_remotely([trajectory("42")], url, token_env="RIGHT")[0].value == 1.0
         for name in ("WRONG", None):
             with pytest.raises(
                 ConfigError, match=r"status 401 .*correct reward\.remote\.url or reward\.remote\.token_env"
             ) as error:
-                scored([trajectory("42")], url, token_env=name)
+                score_remotely([trajectory("42")], url, token_env=name)
             assert "another" not in str(error.value)
         assert (
             ask(f"{url}/score", b"{}", **{"Content-Type": "text/plain", "Authorization": "Bearer s3cret-token"})[0]
@@ -196,7 +196,7 @@ def test_the_command_serves_until_a_signal_comes(tmp_path: Path) -> None:
         what, _, where = served.stdout.readline().partition(" on ")
         assert what == "serving reward.rules=[exact_match * 3]"
         url = where.split()[0].removesuffix("/score")
-        assert [score.value for score in scored([trajectory("42"), trajectory("41")], url)] == [3.0, 0.0]
+        assert [score.value for score in score_remotely([trajectory("42"), trajectory("41")], url)] == [3.0, 0.0]
         port = url.rpartition(":")[2]
         taken = subprocess.run([*command, port], capture_output=True, text=True, check=False)
         assert taken.returncode == 2 and f"--port {port}: " in taken.stderr and "Traceback" not in taken.stderr

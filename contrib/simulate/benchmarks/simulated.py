@@ -23,11 +23,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.asynchronous import LONG_TAIL, SCHEDULES, Workload, make_model, measured, run_directory
+from benchmarks.asynchronous import LONG_TAIL, SCHEDULES, Workload, make_model, measure, run_directory
 from benchmarks.common import report
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
-from rlhf_mcore_contrib.simulate.compare import configured
+from rlhf_mcore_contrib.simulate.compare import read_schedule
 from rlhf_mcore_contrib.simulate.lengths import read_lengths
 from rlhf_mcore_contrib.simulate.measured import PhaseFit, fit_runs
 from rlhf_mcore_contrib.simulate.schedule import simulate
@@ -66,12 +66,12 @@ def main() -> None:
         for _ in range(rounds):
             for workload, schedules in runs.items():
                 for name, arguments in schedules.items():
-                    rates = measured(directory, workload, experiment(workload, name), arguments, steps)
+                    rates = measure(directory, workload, experiment(workload, name), arguments, steps)
                     found.setdefault(f"{workload.name}: {name}", []).append(rates)
                     print(workload.name, name, rates, flush=True)
             predict(directory, runs, found)
             shutil.rmtree(directory / "outputs")
-    ratios = {name: compared(rounds) for name, rounds in found.items()}
+    ratios = {name: compare(rounds) for name, rounds in found.items()}
     for name, row in ratios.items():
         print(f"{name:26}", *(f"{kind} {ratio:.2f}" for kind, ratio in row.items()), flush=True)
     worst = max(abs(ratios[name][unit] - 1) for name in ratios for unit in UNITS)
@@ -95,15 +95,15 @@ def predict(directory: Path, all_runs: Runs, found: dict[str, list[Rates]]) -> N
         for name in schedules:
             run = run_directory(directory, experiment(workload, name))
             for kind, fit in fits.items():
-                rates = simulated(run, sources[workload][0], fit, workload)
+                rates = simulate_run(run, sources[workload][0], fit, workload)
                 found[f"{workload.name}: {name}"][-1] |= {f"{kind}{unit}": rate for unit, rate in rates.items()}
 
 
-def simulated(run: Path, synchronous: Path, fit: PhaseFit, workload: Workload) -> Rates:
+def simulate_run(run: Path, synchronous: Path, fit: PhaseFit, workload: Workload) -> Rates:
     cfg = resolve(load_config(run / "config.yaml"))
     lengths = read_lengths(str(synchronous), cfg.rollout.sampling.max_new_tokens)
     scenario = measured_times(cfg, fit, [run.name]).scenario(Split(1, 1))
-    outcome = simulate(scenario, configured(cfg), lengths.draw(workload.samples, 0), SIMULATED_STEPS)
+    outcome = simulate(scenario, read_schedule(cfg), lengths.draw(workload.samples, 0), SIMULATED_STEPS)
     return {
         "predicted_samples_per_s": round(outcome.samples_per_s, 2),
         "predicted_length": round(outcome.length_mean, 2),
@@ -111,7 +111,7 @@ def simulated(run: Path, synchronous: Path, fit: PhaseFit, workload: Workload) -
     }
 
 
-def compared(rounds: list[Rates]) -> Rates:
+def compare(rounds: list[Rates]) -> Rates:
     """Return predicted / measured, as medians over the rounds."""
 
     def of(rates: Rates, factors: tuple[str, ...], kind: str = "") -> float:

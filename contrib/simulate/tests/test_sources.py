@@ -18,7 +18,7 @@ from pyarrow import parquet
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore_contrib.simulate.lengths import read_lengths
 from rlhf_mcore_contrib.simulate.measured import PhaseFit, decode_steps, fit_runs, nonnegative_fit
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 def test_a_geometric_distribution_has_its_mean_and_its_tail() -> None:
@@ -113,13 +113,13 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no readable parquet file"):
         read_lengths(str(tmp_path / "a.parquet"), 512)
     write_parquet(tmp_path / "b.parquet", prompt=["x"])
-    with refused(ConfigError, field=("num_tokens", "response_length", "length"), value="prompt"):
+    with expect_error(ConfigError, field=("num_tokens", "response_length", "length"), value="prompt"):
         read_lengths(str(tmp_path / "b.parquet"), 512)
     write_parquet(tmp_path / "c.parquet", length=[4, None])
-    with refused(ConfigError, field="row 2", value="None"):
+    with expect_error(ConfigError, field="row 2", value="None"):
         read_lengths(str(tmp_path / "c.parquet"), 512)
     (tmp_path / "d.jsonl").write_text('{"num_tokens": 3}\n{"score": 1}\n')
-    with refused(ConfigError, field=("line 2", "num_tokens")):
+    with expect_error(ConfigError, field=("line 2", "num_tokens")):
         read_lengths(str(tmp_path / "d.jsonl"), 512)
     with pytest.raises(ConfigError, match="not a run directory"):
         read_lengths(str(tmp_path), 512)
@@ -256,11 +256,11 @@ def test_runs_that_tell_nothing_of_generation_are_refused(change: dict[str, Any]
 
 
 def test_runs_without_records_are_refused(tmp_path: Path) -> None:
-    with refused(ConfigError, field="metrics.jsonl"):
+    with expect_error(ConfigError, field="metrics.jsonl"):
         fit_runs([tmp_path])
     write_run(tmp_path / "run", steps=1)
-    with refused(ConfigError, field="step", value=1):
+    with expect_error(ConfigError, field="step", value=1):
         fit_runs([tmp_path / "run"])
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n')
-    with refused(ConfigError, field=("metrics.jsonl", "line 2")):
+    with expect_error(ConfigError, field=("metrics.jsonl", "line 2")):
         fit_runs([tmp_path / "run"])

@@ -78,7 +78,7 @@ def scores_of(trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
     return resolved_future([Score(0.0) for _ in trajectories])
 
 
-def trained(
+def train(
     scenario: Scenario, schedule: Schedule, draw: Callable[[int], list[int]], steps: int
 ) -> tuple[list[float], ...]:
     """Run the loop of ``trainer/pipeline.py``.
@@ -135,7 +135,7 @@ def test_a_simulated_schedule_is_the_trainers(bound: int, at_publish: str, overs
     draw = read_lengths("lognormal(4,1,400)", 400).draw(SAMPLES, 3)
     outcome = simulate(scenario, schedule, draw, STEPS)
     first = 2 * bound + 2
-    ends, redrawn, oldest, tokens = trained(scenario, schedule, draw, first + STEPS)
+    ends, redrawn, oldest, tokens = train(scenario, schedule, draw, first + STEPS)
     assert outcome.step_s == pytest.approx((ends[-1] - ends[first]) / STEPS, rel=1e-9)
     assert outcome.length_mean == pytest.approx(sum(tokens[first:]) / (STEPS * 6 * SAMPLES))
     ages = Counter(age for step in oldest[first:] for age in step)

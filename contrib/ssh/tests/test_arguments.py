@@ -28,9 +28,9 @@ def test_hosts_that_cannot_be(place: Path, capsys: pytest.CaptureFixture[str]) -
 def test_ctrl_c_while_nodes_meet_is_one_line(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*_: object, **__: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("subprocess.run", interrupted)
+    monkeypatch.setattr("subprocess.run", interrupt)
     assert main(["--hosts", "a,b", "run.yaml"]) == 130
     assert capsys.readouterr().err == "\ninterrupted before any process was started\n"

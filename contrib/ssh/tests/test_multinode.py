@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, Started, descendants, started, wait_for
+from tests.commands import ROOT, Started, descendants, start_command, wait_for
 
 SSH = """#!/usr/bin/env bash
 # ssh HOST COMMAND, without the host: what a login shell would do with the command there
@@ -37,7 +37,7 @@ def command(workspace: Path, *arguments: str, module: str = "tests.stand_in") ->
 
 def running(workspace: Path, *arguments: str, **variables: str) -> AbstractContextManager[Started]:
     environment = {**os.environ, "RLHF_MCORE_PYTHON": sys.executable, **variables}
-    return started(command(workspace, *arguments), workspace, environment)
+    return start_command(command(workspace, *arguments), workspace, environment)
 
 
 def counts(workspace: Path) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore_contrib.ssh.tests.test_multinode import SSH, agent_of
-from tests.commands import ROOT, started
+from tests.commands import ROOT, start_command
 from tests.tiny_training import CONFIG, SMALL, assert_same_end, make, run_directory, run_locally
 
 
@@ -24,7 +24,7 @@ def test_a_run_that_lost_a_node_ends_with_the_weights_of_one_that_did_not(tmp_pa
     arguments = [CONFIG, *SMALL, "experiment=cut", "trainer.max_restarts=1"]
     cut, environment = run_directory(tmp_path, "cut"), {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [script, *hosts, "--ranks-per-node=2", "--grace=5", *arguments]
-    with started(command, tmp_path, environment | {"RLHF_MCORE_PYTHON": sys.executable}) as job:
+    with start_command(command, tmp_path, environment | {"RLHF_MCORE_PYTHON": sys.executable}) as job:
         job.wait_for(lambda: scan(cut))
         (tmp_path / "hold").touch()  # the run must not end before the agent does
         os.kill(agent_of(job.process.pid, 1), signal.SIGKILL)

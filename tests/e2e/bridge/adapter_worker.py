@@ -39,7 +39,7 @@ def random_adapters(geometry: ModelGeometry, seed: int) -> Whole:
     return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in hf_shapes(geometry).items()}
 
 
-def held(name: str, geometry: ModelGeometry, shard: Shard, full: Whole) -> LocalParameter:
+def cut_parameter(name: str, geometry: ModelGeometry, shard: Shard, full: Whole) -> LocalParameter:
     parts = pieces(name, geometry, shard)
     width = parts[0].strides[0] if len(parts[0].shape) == 2 else 1
     rows = max(part.offset + part.shape[0] * part.strides[0] for part in parts) // width
@@ -95,10 +95,10 @@ def compare(directory: Path, *targets: str) -> None:
     geometry = load_spec(str(directory)).geometry
     of_adapters = replace(geometry, adapter=AdapterSizes(RANK, SCALE * RANK, targets or TARGETS))
     shard = Shard(rank, size)
-    parameters = [held(name, geometry, shard, full) for name in parameter_names(geometry)]
+    parameters = [cut_parameter(name, geometry, shard, full) for name in parameter_names(geometry)]
     versions = [random_adapters(of_adapters, seed) for seed in (1, 2, 3)]
     pairs = [adapter_names(p.name) for p in parameters if blocks(p.name, of_adapters, shard)]
-    factors = [held(name, of_adapters, shard, versions[0]) for pair in pairs for name in pair]
+    factors = [cut_parameter(name, of_adapters, shard, versions[0]) for pair in pairs for name in pair]
     results: dict[str, Any] = {}
     for mode in ("adapter", "merge"):
         cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=size), kv_cache_gib=0.02, max_num_seqs=16)

@@ -78,7 +78,7 @@ def hf_config(kind: Quantisation | None) -> Any:
     return config
 
 
-def quantised(weights: Mapping[str, Tensor], kind: Quantisation) -> dict[str, Tensor]:
+def quantise_weights(weights: Mapping[str, Tensor], kind: Quantisation) -> dict[str, Tensor]:
     """Return the values that a bridge sends."""
     sent: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -103,7 +103,7 @@ def check_8_bits(kind: Quantisation, directory: Path, grid: Mapping[str, int]) -
     """Return the names of differing tensors, and the errors of kernels against products with the 8-bit values, if supported."""
     generator = torch.Generator().manual_seed(5)
     weights = {name: (torch.randn(shape, generator=generator) / 8).bfloat16() for name, shape in shapes().items()}
-    sent, seen = quantised(weights, kind), dict[str, Any]()
+    sent, seen = quantise_weights(weights, kind), dict[str, Any]()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(models, "hf_config", lambda case: hf_config(kind)))
         stack.enter_context(layers_of_8_bits())

@@ -104,18 +104,18 @@ def checkpoint_shapes(case: Case) -> dict[str, tuple[int, ...]]:
 
 def _mlp_shapes(case: Case, prefix: str) -> dict[str, tuple[int, ...]]:
     if case.family not in MIXTURES:
-        return _gated(prefix + "mlp.", ("gate_proj", "up_proj", "down_proj"))
+        return _gated_shapes(prefix + "mlp.", ("gate_proj", "up_proj", "down_proj"))
     block = prefix + ("block_sparse_moe." if case.family == "mixtral" else "mlp.")
     names = ("w1", "w3", "w2") if case.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     shapes = {block + "gate.weight": (EXPERTS, HIDDEN)}
     for expert in range(EXPERTS):
-        shapes |= _gated(f"{block}experts.{expert}.", names)
+        shapes |= _gated_shapes(f"{block}experts.{expert}.", names)
     if case.family == "qwen2_moe":
-        shapes |= {f"{block}shared_expert_gate.weight": (1, HIDDEN)} | _gated(f"{block}shared_expert.", names)
+        shapes |= {f"{block}shared_expert_gate.weight": (1, HIDDEN)} | _gated_shapes(f"{block}shared_expert.", names)
     return shapes
 
 
-def _gated(prefix: str, names: tuple[str, str, str]) -> dict[str, tuple[int, ...]]:
+def _gated_shapes(prefix: str, names: tuple[str, str, str]) -> dict[str, tuple[int, ...]]:
     gate, up, down = (f"{prefix}{name}.weight" for name in names)
     return {gate: (96, HIDDEN), up: (96, HIDDEN), down: (HIDDEN, 96)}
 

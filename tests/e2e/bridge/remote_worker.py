@@ -16,7 +16,7 @@ from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.parallel.addresses import LOOPBACK
 from rlhf_mcore.parallel.collectives import broadcast_json, world_group
 from tests.distributed import models
-from tests.distributed.engine_processes import EngineProcesses, started
+from tests.distributed.engine_processes import EngineProcesses, start_process
 from tests.distributed.setting import Settings, build, finish, groups_of, moe_groups_of, start
 from tests.e2e.rollout.tiny import save_tokenizer
 from tests.unit.bridge.eight_bits import slow_values
@@ -45,7 +45,7 @@ def engines_of(name: str, path: Path) -> EngineProcesses:
         for engine, layout in ENGINES[name].items()
         for rank in range(NUM_RANKS)
     ]
-    started([str(Path(__file__).with_name("engine_rank.py")), str(engines.path), *map(json.dumps, orders)])
+    start_process([str(Path(__file__).with_name("engine_rank.py")), str(engines.path), *map(json.dumps, orders)])
     for _ in orders:
         engines.accept()
     return engines

@@ -87,18 +87,19 @@ def test_the_planner_describes_the_same_tensors_without_an_engine(ranks: Seen) -
         geometry = FAMILIES[case.family].geometry(Fields(hf_config(case).to_dict(), "config.json", ""))
         for rank, seen in enumerate(both):
             planned = [
-                held(t.shape, [(p.hf_name, p.start, p.shape) for p in t.pieces])
+                describe_tensor(t.shape, [(p.hf_name, p.start, p.shape) for p in t.pieces])
                 for t in engine_tensors(geometry, EngineGrid(tp), rank % tp)
             ]
             traced = [
-                held(p["shape"], [piece[:3] for piece in p["pieces"]]) for p in seen["map"]["parameters"].values()
+                describe_tensor(p["shape"], [piece[:3] for piece in p["pieces"]])
+                for p in seen["map"]["parameters"].values()
             ]
             assert sorted(planned) == sorted(traced)
 
     check_cells(ranks, check)
 
 
-def held(shape: Any, pieces: Any) -> tuple[int, list[Any]]:
+def describe_tensor(shape: Any, pieces: Any) -> tuple[int, list[Any]]:
     """Return the number of elements of a tensor, and the rectangles in it."""
     return prod(shape), sorted([name, list(start), list(size)] for name, start, size in pieces)
 

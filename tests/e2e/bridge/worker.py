@@ -100,7 +100,7 @@ def gap(result: torch.Tensor, expected: torch.Tensor) -> float:
     return ((result - expected).float().norm() / expected.float().norm()).item()
 
 
-def described(engine_map: EngineMap) -> dict[str, Any]:
+def describe_map(engine_map: EngineMap) -> dict[str, Any]:
     return {
         "parameters": {
             p.name: {
@@ -135,7 +135,7 @@ def check_case(case: Case, directory: Path, tp: int) -> dict[str, Any]:
     with vllm_config(case, directory, tp) as config:
         plain = build(config, is_processed=False)
         plain_map = trace(plain, shapes, probe=False)
-        seen["map"] = described(plain_map)
+        seen["map"] = describe_map(plain_map)
         seen["replay"] = check_replay(plain, plain_map, weights)  # leaves ``plain`` in the state after load_weights
 
         packed = build(config, is_processed=True)
@@ -143,7 +143,7 @@ def check_case(case: Case, directory: Path, tp: int) -> dict[str, Any]:
         packed_map = trace(packed, shapes)
         seen["change by tracing"] = change(before, snapshot(packed))
         seen["deterministic"] = trace(packed, shapes) == packed_map
-        seen["packed"] = described(packed_map)
+        seen["packed"] = describe_map(packed_map)
         synchronise(packed, packed_map, weights)
         seen["packed gaps"] = kernel_gaps(packed, plain)
         seen["packed again"] = trace(packed, shapes) == packed_map
@@ -162,7 +162,7 @@ def check_live(model: Any, plain: Any, shapes: dict[str, tuple[int, ...]], case:
     weights = random_weights(case, seed=4)
     synchronise(model, engine_map, weights)
     plain.load_weights(iter(weights.items()))
-    seen = {"changed": changed, "map": described(engine_map), "gaps": kernel_gaps(model, plain)}
+    seen = {"changed": changed, "map": describe_map(engine_map), "gaps": kernel_gaps(model, plain)}
     if case.family not in MIXTURES:  # vLLM 0.32 reloads experts on the CPU without packing them
         from vllm.config import get_current_vllm_config
 
@@ -179,7 +179,7 @@ def check_live(model: Any, plain: Any, shapes: dict[str, tuple[int, ...]], case:
 def check_both_names(plain: Any, shapes: dict[str, tuple[int, ...]]) -> Any:
     """Check a tied checkpoint that also contains the output layer."""
     both = {**shapes, "lm_head.weight": shapes["model.embed_tokens.weight"]}
-    return described(trace(plain, both, probe=False))
+    return describe_map(trace(plain, both, probe=False))
 
 
 def error_of_incomplete(plain: Any, shapes: dict[str, tuple[int, ...]]) -> str:
@@ -245,7 +245,7 @@ def check_without_packing(case: Case, directory: Path) -> dict[str, Any]:
         mock.patch.object(kernels, "check_cpu_sgl_kernel", lambda *sizes: False),
         mock.patch.object(kernels.ops, "_supports_onednn", False),
     ):
-        return described(trace(build(config, is_processed=True), checkpoint_shapes(case)))
+        return describe_map(trace(build(config, is_processed=True), checkpoint_shapes(case)))
 
 
 def main(directory: Path) -> None:

@@ -16,11 +16,11 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rollout.remote.cluster import Cluster
-from tests.commands import ROOT, descendants, started, wait_for
+from tests.commands import ROOT, descendants, start_command, wait_for
 from tests.e2e.remote.fleets import begun, collected, jobs, plan, publish, running
 from tests.e2e.rollout.drawing import logprobs_across_a_sync
 from tests.e2e.rollout.tiny import save_model
-from tests.messages import refused
+from tests.messages import expect_error
 
 NEW_TOKENS = 120
 
@@ -109,7 +109,7 @@ def test_nothing_of_ray_outlives_a_trainer_that_is_killed(tmp_path: Path) -> Non
     save_model(tmp_path, "qwen3", 1)
     secret = {"HF_TOKEN": "a-secret-of-the-trainer", "TMPDIR": "/tmp"}
     command = [sys.executable, "-c", TRAINER, str(tmp_path)]
-    with started(command, tmp_path, {**os.environ, **secret, "PYTHONPATH": str(ROOT)}) as trainer:
+    with start_command(command, tmp_path, {**os.environ, **secret, "PYTHONPATH": str(ROOT)}) as trainer:
         trainer.wait_for(lambda: (tmp_path / "head").exists())
         head = int((tmp_path / "head").read_text())
         of_ray = [head, *descendants(head)]
@@ -142,7 +142,7 @@ def test_a_cluster_is_joined_with_its_token_only(monkeypatch: pytest.MonkeyPatch
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with refused(ConfigError, field="rollout.ray.address", remedy="RAY_AUTH_MODE=token"):
+    with expect_error(ConfigError, field="rollout.ray.address", remedy="RAY_AUTH_MODE=token"):
         Cluster("127.0.0.1:6", 1).connect()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     with pytest.raises(ConfigError, match=r"rollout\.ray\.address=127\.0\.0\.1:6: nobody answers there"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.commands import descendants, environment, started, wait_for
+from tests.commands import descendants, environment, start_command, wait_for
 
 CLIENT = re.compile(r"--ray-client-server-port=(\d+)")
 
@@ -22,7 +22,7 @@ def test_fault_26_the_ports_of_rays_head_are_held_or_chosen_when_they_are_bound(
     before = set(Path("/tmp").glob("rlhf-ray-*"))
     command = [sys.executable, "-m", "rlhf_mcore.rollout.remote.node", "--address=127.0.0.1", "--head"]
     token = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
-    with started(command, tmp_path, {**environment(tmp_path), **token}) as head:
+    with start_command(command, tmp_path, {**environment(tmp_path), **token}) as head:
         words = []
 
         def asks_for_a_port() -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.rollout.remote.cluster import Cluster
-from tests.commands import environment, started
+from tests.commands import environment, start_command
 from tests.e2e.remote.fleets import begun, collected, jobs, plan, publish, running, tokens
 from tests.e2e.rollout.tiny import save_model
 
@@ -30,11 +30,13 @@ def test_an_engine_spans_two_nodes_and_draws_what_one_rank_draws(
     }
     drawn = {}
     with ExitStack() as stack:
-        head = stack.enter_context(started([*NODE, "--head"], tmp_path, own))
+        head = stack.enter_context(start_command([*NODE, "--head"], tmp_path, own))
         head.wait_for(lambda: "\nray " in f"\n{head.output()}", 120)
         address = head.output().partition("ray ")[2].split()[0]
         for _ in range(2):
-            stack.enter_context(started([*NODE, f"--port={address.rpartition(':')[2]}", "--cpus=1"], tmp_path, own))
+            stack.enter_context(
+                start_command([*NODE, f"--port={address.rpartition(':')[2]}", "--cpus=1"], tmp_path, own)
+            )
         for tp in (2, 1):
             with running(plan(tmp_path, "vllm", tp=tp), Cluster(address, 1)) as (fleet, notes):
                 members = publish(fleet, 0, tmp_path, name=f"tp{tp}")

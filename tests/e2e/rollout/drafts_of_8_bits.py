@@ -21,7 +21,7 @@ from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.vllm.arguments import quantised_options
 from rlhf_mcore.rollout.vllm.drafts import DraftedModel, learned_names
 from rlhf_mcore.rollout.vllm.environment import private_shared_memory
-from tests.e2e.bridge.eight_bits import equal, fill, quantised
+from tests.e2e.bridge.eight_bits import equal, fill, quantise_weights
 from tests.e2e.processors import layers_of_8_bits
 
 # Each of two ranks holds whole blocks of 128x128.
@@ -46,17 +46,17 @@ def check(model: Path, directory: Path) -> dict[str, Any]:
         (directory / "config.json").write_text(json.dumps(text))
     dist.barrier()
     geometry = replace(load_spec(directory, needs_weights=False).geometry, mtp_layers=1)
-    return _checked(directory, hf_shapes(geometry), QUANTISATIONS["fp8"])
+    return _check(directory, hf_shapes(geometry), QUANTISATIONS["fp8"])
 
 
 @torch.no_grad()
-def _checked(directory: Path, shapes: Shapes, kind: Quantisation) -> dict[str, Any]:
+def _check(directory: Path, shapes: Shapes, kind: Quantisation) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     weights = {name: (torch.randn(shape, generator=generator) / 8).bfloat16() for name, shape in shapes.items()}
-    sent = quantised(weights, kind)
+    sent = quantise_weights(weights, kind)
     with ExitStack() as stack:
         stack.enter_context(layers_of_8_bits())
-        model = _drafted(directory, shapes, kind, stack)
+        model = _build_drafted(directory, shapes, kind, stack)
         engine = trace(model, kind.with_scales(shapes), probe=False)
         filled = [parameter for parameter in engine.parameters if parameter.pieces]
         written = {p.name: torch.zeros(p.shape, dtype=p.dtype) for p in filled}
@@ -71,7 +71,7 @@ def _checked(directory: Path, shapes: Shapes, kind: Quantisation) -> dict[str, A
     }
 
 
-def _drafted(directory: Path, shapes: Shapes, kind: Quantisation, stack: ExitStack) -> DraftedModel:
+def _build_drafted(directory: Path, shapes: Shapes, kind: Quantisation, stack: ExitStack) -> DraftedModel:
     """Build the modules of an engine's worker, before vLLM packs them for kernels."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment

@@ -97,7 +97,7 @@ class Policy:
         self._scale(by, lambda name: "o_proj" in name or "down_proj" in name)
 
 
-def drawn(engine: Any, hf: torch.nn.Module) -> dict[str, Any]:
+def sample(engine: Any, hf: torch.nn.Module) -> dict[str, Any]:
     """Return the engine's responses, their acceptance of drafts, and the difference of their logprobs from transformers."""
     prompts = [Prompt(f"p{row}", row, [3 + (7 * row + 5 * i) % 90 for i in range(4 + 3 * row)], "") for row in range(4)]
     found: dict[str, Any] = {}
@@ -137,7 +137,7 @@ def likeliest(hf: torch.nn.Module, prompt: Sequence[int], ids: Sequence[int]) ->
     return hf(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-def held(tensors: Any) -> set[str]:
+def describe_tensors(tensors: Any) -> set[str]:
     return {f"{prod(t.shape)} {sorted((p.hf_name, p.start, p.shape) for p in t.pieces)}" for t in tensors}
 
 
@@ -168,7 +168,7 @@ def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
     grid = EngineGrid(layout.tp, layout.pp, layout.dp, layout.ep, drafts=True)
     planned = engine_tensors(geometry, grid, dist.get_rank())
     found: dict[str, Any] = {
-        "unplanned": all_gather_json(sorted(held(traced) ^ held(planned))),
+        "unplanned": all_gather_json(sorted(describe_tensors(traced) ^ describe_tensors(planned))),
         "num_drafts": sum(all_gather_json(engine._drafts.model is not None)),
         "num_blocks": all_gather_json(engine._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks),
     }
@@ -176,7 +176,7 @@ def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
     whole = gatherer(policy.model)
     full = planned_bridge(parameters, geometry, engine, world_group(), verify=True, **common)
     sync_and_compare(full, whole, 0)  # compares every parameter with a plain load, bit for bit
-    found["first"] = drawn(engine, policy.hf)
+    found["first"] = sample(engine, policy.hf)
     bridges = [
         planned_bridge(parameters, geometry, engine, world_group(), verify=True, changing=changing, **common)
         for changing in (None, list(hf_shapes(geometry.trunk)))
@@ -190,7 +190,7 @@ def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
     for version, (name, (change, number)) in enumerate(changes.items(), 1):
         change()
         bridges[number].sync(version)
-        found[name] = drawn(engine, policy.hf) | {"bits": [*filter(None, all_gather_json(of_draft(engine, policy)))]}
+        found[name] = sample(engine, policy.hf) | {"bits": [*filter(None, all_gather_json(of_draft(engine, policy)))]}
     found["8 bits"] = of_8_bits(policy, engine, QUANTISATIONS["fp8" if layout.dp > 1 else "int8"])
     policy.grow(1 / GROWN)
     for seed in (1, 2):
@@ -206,11 +206,11 @@ def of_8_bits(policy: Policy, engine: Any, kind: Quantisation) -> list[dict[str,
     """
     options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": True, "quantisation": kind.name}
     planned_bridge(policy.model.local_parameters(), policy.geometry, engine, world_group(), **options).sync(20)
-    brought = drawn(engine, policy.hf)
+    brought = sample(engine, policy.hf)
     whole = gatherer(policy.model)
     values = ((name, slow_values(w, kind) if kind.applies(name) else w) for name, w in whole)
     engine.load_weights(values, version=21)
-    return [brought, drawn(engine, policy.hf)]
+    return [brought, sample(engine, policy.hf)]
 
 
 def main(directory: Path) -> None:

@@ -16,7 +16,7 @@ from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
 from tests.e2e.rollout.drawing import drawn_until_empty, generate, logprobs_across_a_sync, requests_to
 from tests.e2e.rollout.tiny import EOS, save_model
-from tests.messages import refused
+from tests.messages import expect_error
 
 PROMPTS = [Prompt(f"p{row}", 10 + row, [3 + (5 * row + i) % 90 for i in range(2 + 4 * row)], "") for row in range(3)]
 
@@ -140,5 +140,5 @@ def test_the_attention_kernel_is_chosen_by_name(model_dir: str, reference: Any, 
     assert eager.model.config._attn_implementation == "eager"
     eager.load_weights(reference.named_parameters(), version=0)
     assert ids(generate(eager, PROMPTS, greedy, step=0)) == ids(generate(engine, PROMPTS, greedy, step=0))
-    with refused(ConfigError, field="model.attention", value="flash_attention_2", remedy="model.attention=auto"):
+    with expect_error(ConfigError, field="model.attention", value="flash_attention_2", remedy="model.attention=auto"):
         build_engine(cfg, replace(model, attention="flash_attention_2"))

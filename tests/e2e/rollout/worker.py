@@ -314,7 +314,7 @@ def long_prompts(count: int) -> list[Prompt]:
     return [Prompt(f"s{row}", row, [3 + (11 * row + 5 * i) % 90 for i in range(70)], "") for row in range(count)]
 
 
-def shown(completions: dict[int, Completion]) -> dict[str, Any]:
+def summarize(completions: dict[int, Completion]) -> dict[str, Any]:
     return {
         str(request_id): [drawn.token_ids.tolist(), [list(run) for run in drawn.versions]]
         for request_id, drawn in sorted(completions.items())
@@ -325,13 +325,13 @@ def check_streaming(engine: Any, models: Models) -> dict[str, Any]:
     """Check requests that start, end and are cancelled at any time, with unchanged weights."""
     engine.load_weights(models.weights(models.a), version=30)
     requests = requests_to(long_prompts(4), Sampling(max_new_tokens=NEW_TOKENS))
-    seen: dict[str, Any] = {"alone": shown({c.request_id: c for r in requests for c in engine.generate([r])})}
+    seen: dict[str, Any] = {"alone": summarize({c.request_id: c for r in requests for c in engine.generate([r])})}
     engine.submit(requests[:2])
     for _ in range(5):
         engine.step()
     engine.submit(requests[2:])
     seen["same id"] = error_of(engine.submit, requests[:1])
-    seen["late"] = shown(drawn_until_empty(engine))
+    seen["late"] = summarize(drawn_until_empty(engine))
     engine.submit(requests)
     for _ in range(3):
         engine.step()
@@ -339,7 +339,7 @@ def check_streaming(engine: Any, models: Models) -> dict[str, Any]:
     engine.cancel([1, 3, 99])
     other = requests_to(prompts(1), Sampling(max_new_tokens=4), first_id=50)
     seen["generated meanwhile"] = [completion.request_id for completion in engine.generate(other)]
-    seen["not cancelled"] = shown(drawn_until_empty(engine))
+    seen["not cancelled"] = summarize(drawn_until_empty(engine))
     seen["counts"] = [in_flight, engine.num_in_flight, engine.tokens_drawn - before]
     return seen
 
@@ -373,7 +373,7 @@ def check_publish(engine: Any, models: Models, mode: str) -> dict[str, Any]:
         error = error_of(engine.load_weights, models.weights(models.b), version=41)
         drawn = drawn_until_empty(engine)
         engine._at_publish = "continue"
-        return {"error": error, "drawn": shown(drawn)}
+        return {"error": error, "drawn": summarize(drawn)}
     engine.load_weights(models.weights(models.b), version=41)
     engine.submit(requests_to(long_prompts(1), Sampling(max_new_tokens=NEW_TOKENS), first_id=7))
     drawn, gap, before, fresh = drawn_until_empty(engine), 0.0, [], 0.0
@@ -390,7 +390,7 @@ def check_publish(engine: Any, models: Models, mode: str) -> dict[str, Any]:
         tokens = drawn[7].token_ids.tolist()
         expected = logprobs_across_a_sync(models.b, models.b, long_prompts(1)[0].prompt_ids, tokens, 1, recompute=True)
         fresh = max(abs(a - b) for a, b in zip(expected, drawn[7].logprobs.tolist(), strict=True))
-    return {"drawn": shown(drawn), "gap": gap, "same before": before, "gap of a fresh request": fresh}
+    return {"drawn": summarize(drawn), "gap": gap, "same before": before, "gap of a fresh request": fresh}
 
 
 def parse_tool_calls(directory: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rlhf_mcore.checkpoint.disk import Disk, SaveError
 from rlhf_mcore.checkpoint.housekeeping import BestRule, recover, set_aside, steps_after
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
 from rlhf_mcore.checkpoint.manifest import DELTA, Base, CheckpointInfo, read_manifest, verify
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.checkpoint.saving import FailingDisk, RecordingDisk, contents, read, save
 
 pytestmark = pytest.mark.default
@@ -39,7 +39,7 @@ def in_a_process_that_kills(module: str, *arguments: object) -> Any:
 
 
 @pytest.fixture(scope="module")
-def walked() -> dict[str, list[dict[str, Any]]]:
+def walk_findings() -> dict[str, list[dict[str, Any]]]:
     """Return the findings after a kill at every boundary, by scenario."""
     return in_a_process_that_kills("walk")
 
@@ -52,53 +52,55 @@ def kills(walked: dict[str, list[dict[str, Any]]], scenario: str, at_least: int)
 
 
 def test_fault_01_a_kill_at_any_boundary_leaves_the_previous_checkpoint_or_the_new_one(
-    walked: dict[str, list[dict[str, Any]]],
+    walk_findings: dict[str, list[dict[str, Any]]],
 ) -> None:
-    for found in kills(walked, "new", at_least=25):
+    for found in kills(walk_findings, "new", at_least=25):
         assert found["before"] in (OLD, OLD | {"30": "first"}), found
         assert found["link_before"] in (20, 30)
         assert found["after"] == found["before"], found
         assert found["link_after"] == max(int(step) for step in found["after"])
         assert (found["left"], found["again"]) == ([], [])
         assert found["later"] == "later"
-    assert walked["new"][-1]["after"] == OLD | {"30": "first"}
+    assert walk_findings["new"][-1]["after"] == OLD | {"30": "first"}
 
 
-def test_fault_01_a_killed_first_save_leaves_nothing_or_a_checkpoint(walked: dict[str, list[dict[str, Any]]]) -> None:
-    for found in kills(walked, "first", at_least=25):
+def test_fault_01_a_killed_first_save_leaves_nothing_or_a_checkpoint(
+    walk_findings: dict[str, list[dict[str, Any]]],
+) -> None:
+    for found in kills(walk_findings, "first", at_least=25):
         assert found["after"] in ({}, {"10": "first"}), found
         assert found["link_after"] == (10 if found["after"] else None)
         assert (found["left"], found["later"]) == ([], "later")
 
 
-def test_fault_03_saving_a_step_again_leaves_one_complete_copy(walked: dict[str, list[dict[str, Any]]]) -> None:
+def test_fault_03_saving_a_step_again_leaves_one_complete_copy(walk_findings: dict[str, list[dict[str, Any]]]) -> None:
     versions = set()
-    for found in kills(walked, "again", at_least=30):
+    for found in kills(walk_findings, "again", at_least=30):
         assert found["after"].keys() == OLD.keys(), found
         assert found["after"]["10"] == "first"
         assert found["link_after"] == 20 and found["left"] == []
         versions.add(found["after"]["20"])
     assert versions == {"first", "second"}
-    assert walked["again"][-1]["after"] == {"10": "first", "20": "second"}
+    assert walk_findings["again"][-1]["after"] == {"10": "first", "20": "second"}
 
 
-def test_a_killed_recovery_is_finished_by_the_next(walked: dict[str, list[dict[str, Any]]]) -> None:
-    for found in kills(walked, "recover", at_least=15):
+def test_a_killed_recovery_is_finished_by_the_next(walk_findings: dict[str, list[dict[str, Any]]]) -> None:
+    for found in kills(walk_findings, "recover", at_least=15):
         assert found["after"] == OLD, found
         assert (found["left"], found["again"], found["link_after"]) == ([], [], 20)
 
 
-def test_a_killed_removal_leaves_no_half_checkpoint(walked: dict[str, list[dict[str, Any]]]) -> None:
-    for found in kills(walked, "prune", at_least=8):
+def test_a_killed_removal_leaves_no_half_checkpoint(walk_findings: dict[str, list[dict[str, Any]]]) -> None:
+    for found in kills(walk_findings, "prune", at_least=8):
         assert found["before"] in (OLD, {"20": "first"}), found
         assert found["after"] == found["before"] and found["left"] == []
 
 
 def test_fault_29_a_kill_inside_pruning_leaves_no_differences_without_their_full_checkpoint(
-    walked: dict[str, list[dict[str, Any]]],
+    walk_findings: dict[str, list[dict[str, Any]]],
 ) -> None:
     seen = set()
-    for found in kills(walked, "prune deltas", at_least=40):
+    for found in kills(walk_findings, "prune deltas", at_least=40):
         assert set(found["before"].values()) == {"first"}, found  # every listed checkpoint can be loaded
         assert found["after"] == found["before"] and (found["left"], found["link_after"]) == ([], 25)
         seen.add(tuple(found["before"]))
@@ -252,7 +254,7 @@ def test_a_rename_that_fails_brings_the_replaced_checkpoint_back(tmp_path: Path)
 def test_a_file_that_nobody_hashed_is_not_sealed(tmp_path: Path) -> None:
     partial = prepare(tmp_path, 10, "1", Disk())
     (partial / "a").write_bytes(b"a")
-    with refused(SaveError, field=("'a'", "'b'")):
+    with expect_error(SaveError, field=("'a'", "'b'")):
         seal(partial, {"b": {"size": 1, "xxh3_128": "0"}}, CheckpointInfo(10), Disk())
 
 

@@ -39,7 +39,7 @@ def deltas(run: Path) -> None:
     save(run, 25)
 
 
-def interrupted(run: Path) -> None:
+def interrupt_save(run: Path) -> None:
     """Create the state after a kill between the renames of a repeated save, and a started removal."""
     two_checkpoints(run)
     (run / "checkpoint-20").rename(run / ".checkpoint-20.replaced")
@@ -54,7 +54,7 @@ SCENARIOS: dict[str, tuple[Callable[[Path], object], Action]] = {
     "new": (two_checkpoints, lambda run, disk: save(run, 30, disk=disk)),
     "first": (lambda run: None, lambda run, disk: save(run, 10, disk=disk)),
     "again": (two_checkpoints, lambda run, disk: save(run, 20, "second", disk=disk)),
-    "recover": (interrupted, lambda run, disk: recover(run, None, disk)),
+    "recover": (interrupt_save, lambda run, disk: recover(run, None, disk)),
     "prune": (two_checkpoints, lambda run, disk: prune(run, Retention(limit=1), disk)),
     "prune deltas": (deltas, lambda run, disk: prune(run, Retention(limit=1), disk)),
 }
@@ -75,13 +75,13 @@ def walk(directory: Path, arrange: Callable[[Path], object], act: Action) -> lis
         while killed:
             boundary += 1
             shutil.copytree(template, run, symlinks=True)
-            killed = _killed(partial(act, run, KillingDisk(boundary, torn=torn)))
+            killed = _run_in_child(partial(act, run, KillingDisk(boundary, torn=torn)))
             found.append({"boundary": boundary, "torn": torn, "killed": killed, **_look(run)})
             shutil.rmtree(run)
     return found
 
 
-def _killed(action: Callable[[], object]) -> bool:
+def _run_in_child(action: Callable[[], object]) -> bool:
     child = os.fork()
     if child == 0:
         action()

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_mcore.cli import forked_ranks
 from rlhf_mcore.cli.preflight import has_gpu
-from tests.commands import ROOT, finished
+from tests.commands import ROOT, run_command
 
 MODULE = "tests.processes.cli.forkable"
 # Like torchrun's agent: with its own handler, a thread, and signals that ranks receive blocked.
@@ -57,7 +57,7 @@ print(json.dumps(codes))
 def exit_codes(folder: Path, *ends: str) -> dict[str, list[int]]:
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "LEFT_OUT": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONIOENCODING"] = "ascii"  # a locale without all letters
-    ended = finished([sys.executable, "-W", "ignore", "-c", AGENT, *ends], folder, environment, 60)
+    ended = run_command([sys.executable, "-W", "ignore", "-c", AGENT, *ends], folder, environment, 60)
     assert ended.returncode == 0, ended.stderr
     codes: dict[str, list[int]] = json.loads(ended.stdout)
     return codes

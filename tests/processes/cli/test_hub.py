@@ -54,7 +54,7 @@ def hub() -> Iterator[Hub]:
         yield made
 
 
-def localized(hub: Hub, folder: Path, *, offline: str = "0", **keys: object) -> object:
+def localize(hub: Hub, folder: Path, *, offline: str = "0", **keys: object) -> object:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(folder / "cache")}
     environment |= {"HF_HUB_OFFLINE": offline, "HF_HUB_DISABLE_XET": "1"}
     given = json.dumps({key.replace("__", "."): value for key, value in keys.items()})
@@ -70,7 +70,7 @@ def snapshot(folder: Path, name: str = "models--Org--tiny") -> str:
 
 
 def test_a_model_is_downloaded_without_code_and_then_taken_from_the_cache(hub: Hub, tmp_path: Path) -> None:
-    assert localized(hub, tmp_path, model__path="Org/tiny") == {"model.path": snapshot(tmp_path)}
+    assert localize(hub, tmp_path, model__path="Org/tiny") == {"model.path": snapshot(tmp_path)}
     assert {path.name for path in Path(snapshot(tmp_path)).rglob("*")} == {
         "config.json",
         "model.safetensors",
@@ -78,28 +78,28 @@ def test_a_model_is_downloaded_without_code_and_then_taken_from_the_cache(hub: H
     }
     hub.asked.clear()
     for offline in ("0", "1"):
-        assert localized(hub, tmp_path, model__path="Org/tiny", offline=offline) == {"model.path": snapshot(tmp_path)}
+        assert localize(hub, tmp_path, model__path="Org/tiny", offline=offline) == {"model.path": snapshot(tmp_path)}
     assert hub.asked == []
-    assert localized(hub, tmp_path, model__path=f"Org/tiny@{COMMIT}", offline="1") == {"model.path": snapshot(tmp_path)}
+    assert localize(hub, tmp_path, model__path=f"Org/tiny@{COMMIT}", offline="1") == {"model.path": snapshot(tmp_path)}
 
 
 def test_a_model_of_which_a_part_is_here_is_downloaded_again(hub: Hub, tmp_path: Path) -> None:
-    localized(hub, tmp_path, model__path="Org/tiny")
+    localize(hub, tmp_path, model__path="Org/tiny")
     Path(snapshot(tmp_path), "model.safetensors").unlink()
-    assert localized(hub, tmp_path, model__path="Org/tiny", offline="1") == {}
-    assert localized(hub, tmp_path, model__path="Org/tiny") == {"model.path": snapshot(tmp_path)}
+    assert localize(hub, tmp_path, model__path="Org/tiny", offline="1") == {}
+    assert localize(hub, tmp_path, model__path="Org/tiny") == {"model.path": snapshot(tmp_path)}
     assert Path(snapshot(tmp_path), "model.safetensors").read_bytes() == b"w"
 
 
 def test_a_model_with_code_is_refused_before_its_weights_come(hub: Hub, tmp_path: Path) -> None:
     hub.files["models/Org/tiny"]["config.json"] = b'{"auto_map": {"AutoModel": "code.M"}}'
-    message = localized(hub, tmp_path, model__path="Org/tiny")
+    message = localize(hub, tmp_path, model__path="Org/tiny")
     assert "model.path=Org/tiny: config.json has auto_map" in str(message)
     assert not any(".safetensors" in asked and "resolve" in asked for asked in hub.asked)
 
 
 def test_what_the_hub_does_not_have_is_one_message(hub: Hub, tmp_path: Path) -> None:
-    message = str(localized(hub, tmp_path, model__path="Org/none"))
+    message = str(localize(hub, tmp_path, model__path="Org/none"))
     assert (
         message.startswith("model.path=Org/none: no such directory")
         and "`HF_HUB_OFFLINE=0 hf download Org/none`" in message
@@ -108,7 +108,7 @@ def test_what_the_hub_does_not_have_is_one_message(hub: Hub, tmp_path: Path) -> 
 
 
 def test_a_quickstart_without_its_model_names_what_makes_it(hub: Hub, tmp_path: Path) -> None:
-    message = str(localized(hub, tmp_path, model__path="quickstart/model"))
+    message = str(localize(hub, tmp_path, model__path="quickstart/model"))
     assert (
         "model.path=quickstart/model: no such directory" in message and "`python tools/make_quickstart.py`" in message
     )
@@ -116,22 +116,22 @@ def test_a_quickstart_without_its_model_names_what_makes_it(hub: Hub, tmp_path: 
 
 def test_a_local_folder_of_that_name_is_no_id(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
-    assert localized(hub, tmp_path, model__path="models/Qwen3") == {}
+    assert localize(hub, tmp_path, model__path="models/Qwen3") == {}
     assert hub.asked == []
 
 
 def test_data_sets_by_split_and_configuration(hub: Hub, tmp_path: Path) -> None:
     folder = f"{snapshot(tmp_path, 'datasets--Org--math')}/main"
-    found = localized(hub, tmp_path, data__train=["Org/math/main", "mine.jsonl"], data__eval=["Org/math/main"])
+    found = localize(hub, tmp_path, data__train=["Org/math/main", "mine.jsonl"], data__eval=["Org/math/main"])
     parts = [f"{folder}/train-0000{number}-of-00002.parquet" for number in (0, 1)]
     expected = {"data.train": [*parts, "mine.jsonl"], "data.eval": [f"{folder}/test-00000-of-00001.parquet"]}
     assert found == expected
     hub.asked.clear()
     keys = {"data__train": ["Org/math/main:train", "mine.jsonl"], "data__eval": ["Org/math/main:test"]}
-    assert localized(hub, tmp_path, offline="1", **keys) == expected
+    assert localize(hub, tmp_path, offline="1", **keys) == expected
     assert hub.asked == []
     Path(parts[1]).unlink()  # an incomplete data set is not used
-    assert "data.train" not in dict(localized(hub, tmp_path, offline="1", **keys))  # type: ignore[call-overload]
+    assert "data.train" not in dict(localize(hub, tmp_path, offline="1", **keys))  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_data_sets_by_split_and_configuration(hub: Hub, tmp_path: Path) -> None:
     ],
 )
 def test_a_data_set_that_cannot_be_used_is_named(hub: Hub, tmp_path: Path, data: str, part: str) -> None:
-    assert part in str(localized(hub, tmp_path, data__train=[data]))
+    assert part in str(localize(hub, tmp_path, data__train=[data]))
 
 
 @pytest.mark.parametrize("key", ["model.path=Org/tiny", "data.train=Org/math", "model.tokenizer_path=Org/tiny"])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rlhf_mcore.cli.rank import connect, torchrun_world_size
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.addresses import listener
-from tests.messages import refused
+from tests.messages import expect_error
 
 GOOD = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -48,7 +48,7 @@ def test_a_port_in_use_and_processes_that_do_not_come_are_named(monkeypatch: pyt
         monkeypatch.setenv(name, value)
     with held, pytest.raises(ConfigError, match=f"MASTER_ADDR=127.0.0.1 MASTER_PORT={taken} .*in use"):
         connect("gloo", timedelta(seconds=1))
-    with refused(ConfigError, field="WORLD_SIZE", value=("rank 0", 2)):
+    with expect_error(ConfigError, field="WORLD_SIZE", value=("rank 0", 2)):
         connect("gloo", timedelta(seconds=1))
 
 

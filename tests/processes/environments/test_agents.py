@@ -24,7 +24,7 @@ from rlhf_mcore.environments.sessions import StepResult, sessions_of
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.sandbox.run import machine_level
 from tests.commands import wait_for
-from tests.messages import refused
+from tests.messages import expect_error
 
 ASK = """
 import json, os, urllib.request
@@ -227,12 +227,12 @@ def test_programs(endpoint: Endpoint) -> None:
     assert floods.error == "printed more than 65536 bytes (environment.agent.max_output_kib)"
     assert "took longer than environment.agent.timeout_s=6 s" in hangs.error
     assert time.monotonic() - begun < 25 and not Path("escaped").exists()
-    with refused(ConfigError, field="environment.agent.command", value="no-such-program"):
+    with expect_error(ConfigError, field="environment.agent.command", value="no-such-program"):
         play(endpoint, 1, command=["no-such-program"])
-    with refused(ConfigError, field="environment.agent.command", remedy="write it as a list, [python, agent.py]"):
+    with expect_error(ConfigError, field="environment.agent.command", remedy="write it as a list, [python, agent.py]"):
         play(endpoint, 1, command=["python program.py --token=secret"])
     for name, remedy in {"few": "let it take (task, base_url, api_key)", "yields": "return the reward instead"}.items():
-        with refused(ConfigError, field="environment.agent.function", value=f"functions.py:{name}", remedy=remedy):
+        with expect_error(ConfigError, field="environment.agent.function", value=f"functions.py:{name}", remedy=remedy):
             play(endpoint, 1, function=f"functions.py:{name}")
 
 

@@ -17,7 +17,7 @@ from rlhf_mcore.environments import sessions as sessions_module
 from rlhf_mcore.environments.sessions import Session, Sessions, StepResult
 from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.rewards.reward import build_reward
-from tests.messages import refused
+from tests.messages import expect_error
 
 COUNTING = """
 import asyncio, os, random, time
@@ -277,7 +277,7 @@ def test_a_process_that_is_killed_while_it_loads_is_started_again(make: Make, nu
     reward = RewardConfig(function="killed.py:grade")
     fine = Sessions("killed.py:Fine", {}, WorkerLimits(workers=1))
     for load in (lambda: run(fine.check()), lambda: build_reward(reward)):
-        with refused(ConfigError, field="killed.py", value=("3 times", "SIGKILL" if number == 9 else "signal 40")):
+        with expect_error(ConfigError, field="killed.py", value=("3 times", "SIGKILL" if number == 9 else "signal 40")):
             load()
 
 
@@ -289,7 +289,7 @@ def test_a_class_that_always_ends_its_process_ends_the_run(make: Make, monkeypat
     all_answers(sessions)
     for key in range(3):
         sessions.step(key, "exit")
-    with refused(ConfigError, value="2 calls"):
+    with expect_error(ConfigError, value="2 calls"):
         all_answers(sessions)
 
 

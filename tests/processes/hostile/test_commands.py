@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.unit.hostile.test_config_json import LLAMA, write
-from tests.unit.hostile.test_formats import zipped
+from tests.unit.hostile.test_formats import zip_shard
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT / "tests" / "data" / "checkpoint_v1"
@@ -46,7 +46,7 @@ def test_commands_end_with_one_message_and_little_memory(tmp_path: Path) -> None
     (shards / "model_world_size_999999999_rank_0.pt").touch()
     quantised = write(tmp_path / "quantised", LLAMA)
     liar = write(tmp_path / "liar", LLAMA)
-    zipped(liar / "model_world_size_1_rank_0.pt", b"\x80\x02X\xff\xff\xff\x7fx.")
+    zip_shard(liar / "model_world_size_1_rank_0.pt", b"\x80\x02X\xff\xff\xff\x7fx.")
     index = write(tmp_path / "index", LLAMA)
     (index / "model.safetensors.index.json").symlink_to("/dev/zero")
     manifest = tmp_path / "checkpoint-1"

@@ -32,7 +32,7 @@ def dry_run(folder: Path, *arguments: str, script: str = "submit.sh") -> subproc
     )
 
 
-def submitted(folder: Path, *arguments: str) -> list[str]:
+def submit(folder: Path, *arguments: str) -> list[str]:
     done = dry_run(folder, "a b.yaml", *arguments)
     assert done.returncode == 0, done.stderr
     return shlex.split(done.stdout)
@@ -50,7 +50,7 @@ def test_the_command_of_a_job(folder: Path) -> None:
         "600",
         "--partition=big",
     ]
-    words = submitted(folder, *options, "data.train=[x y.jsonl]", "experiment=$(echo no)")
+    words = submit(folder, *options, "data.train=[x y.jsonl]", "experiment=$(echo no)")
     script = words.index(str(SLURM / "train.sbatch"))
     assert words[0] == "sbatch"
     assert {"--nodes=2", "--gpus-per-node=8", "--ntasks-per-node=1", "--time=1-00:00:00"} <= set(words[:script])
@@ -69,7 +69,7 @@ def test_the_command_of_a_job(folder: Path) -> None:
 
 
 def test_a_container_and_an_array(folder: Path) -> None:
-    words = submitted(
+    words = submit(
         folder,
         *[
             "--ranks-per-node",
@@ -138,7 +138,7 @@ def test_a_job_gets_the_cores_and_the_memory_that_go_with_its_gpus(
 
 def test_nodes_of_engines_come_on_top(folder: Path) -> None:
     options = ["--nodes", "2", "--ranks-per-node", "1", "--time", "5"]
-    assert "--nodes=5" in submitted(folder, *options, "--engine-nodes", "3")
+    assert "--nodes=5" in submit(folder, *options, "--engine-nodes", "3")
     refused = dry_run(folder, "a b.yaml", *options, "--engine-nodes", "some")
     assert (refused.returncode, refused.stderr) == (2, "error: --engine-nodes 'some' is not a number\n")
 
@@ -188,7 +188,7 @@ def test_a_node_with_gpus_does_not_run_the_cpu_stack(tmp_path: Path, gpus: bool)
 
 def test_a_sweep_is_an_array_with_a_job_per_line(folder: Path) -> None:
     (folder / "sweep").write_text("experiment=x actor.optimizer.lr=1e-6\n\nexperiment=y actor.optimizer.lr=1e-5\n")
-    words = submitted(folder, *["--ranks-per-node", "2", "--time", "5", "--sweep", "sweep"])
+    words = submit(folder, *["--ranks-per-node", "2", "--time", "5", "--sweep", "sweep"])
     assert "--array=1-2" in words
     assert words[-1] == f"@sweep:{folder / 'sweep'}"
 
@@ -238,7 +238,7 @@ def test_a_mistake_in_a_later_stage_submits_nothing(folder: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "7\n7\n"), done.stderr
 
 
-def documented() -> list[list[str]]:
+def find_commands() -> list[list[str]]:
     """Return the job script commands of docs/scale/cluster.md, split into words."""
     text = (ROOT / "docs" / "scale" / "cluster.md").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.startswith("    ./launch/slurm/")]
@@ -246,10 +246,10 @@ def documented() -> list[list[str]]:
 
 
 def test_there_are_documented_commands_of_both_scripts() -> None:
-    assert {Path(words[0]).name for words in documented()} == {"submit.sh", "chain.sh"}
+    assert {Path(words[0]).name for words in find_commands()} == {"submit.sh", "chain.sh"}
 
 
-@pytest.mark.parametrize("words", documented(), ids=" ".join)
+@pytest.mark.parametrize("words", find_commands(), ids=" ".join)
 def test_documented_commands_would_submit_jobs(folder: Path, words: list[str]) -> None:
     for name in ("CONFIG", "sft.yaml", "rm.yaml", "ppo.yaml"):
         (folder / name).write_text("")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine_speed import scaled
+from tests.machine_speed import scale_seconds
 from tests.tiers import assign_shards
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,7 +82,9 @@ def run(checkout: Path, *arguments: str) -> tuple[int, list[str]]:
         str(checkout / "launch" / "test.sh"),
         *arguments,
     ]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=scaled(300), check=False)
+    done = subprocess.run(
+        command, cwd=checkout, capture_output=True, text=True, timeout=scale_seconds(300), check=False
+    )
     lines = done.stdout.splitlines()
     assert "== result ==" in lines, done.stdout + done.stderr
     return done.returncode, lines[lines.index("== result ==") + 1 :]
@@ -124,5 +126,7 @@ def test_shards_are_balanced_by_durations() -> None:
 @pytest.mark.parametrize("wrong", [("--tier", "fast"), ("--shard", "0/4"), ("--shard", "5/4"), ("--shard", "2")])
 def test_a_wrong_choice_is_named(checkout: Path, wrong: tuple[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "tests/slurm", *wrong]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=scaled(120), check=False)
+    done = subprocess.run(
+        command, cwd=checkout, capture_output=True, text=True, timeout=scale_seconds(120), check=False
+    )
     assert done.returncode == 4 and f"{wrong[0]}={wrong[1]}" in done.stderr + done.stdout

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fake_cuda import guard
-from tests.commands import environment, finished
+from tests.commands import environment, run_command
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=guard.missing())
 
@@ -32,7 +32,7 @@ BOUND_OF_REST = 2
 
 def _run(directory: Path, *arguments: str) -> str:
     command = [sys.executable, "-W", "ignore", "-m", *arguments]
-    ended = finished(command, directory, environment(directory), 500)
+    ended = run_command(command, directory, environment(directory), 500)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return ended.stdout
 
@@ -48,14 +48,14 @@ def test_an_update_waits_for_the_device_no_oftener_than_is_known(tmp_path: Path)
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = _run(tmp_path_factory.mktemp("device"), "tests.processes.mcore.device_program")
     answers: dict[str, Any] = json.loads(output.splitlines()[-1])
     return answers
 
 
-def test_operations_on_both_devices_are_refused(told: dict[str, Any]) -> None:
-    assert "at least two devices, cuda:0 and cpu" in told["refused"]
+def test_operations_on_both_devices_are_refused(answers: dict[str, Any]) -> None:
+    assert "at least two devices, cuda:0 and cpu" in answers["refused"]
 
 
 # Host syncs, copies to the device, copies to the host, launches.
@@ -71,10 +71,10 @@ COUNTED = {
 }
 
 
-def test_every_operation_is_counted(told: dict[str, Any]) -> None:
-    assert {what: told[what] for what in COUNTED} == COUNTED
+def test_every_operation_is_counted(answers: dict[str, Any]) -> None:
+    assert {what: answers[what] for what in COUNTED} == COUNTED
 
 
-def test_whole_numbers_that_the_host_has_sent_come_back(told: dict[str, Any]) -> None:
-    assert told["sizes"] == [24, 40]
-    assert told["on the host"] == [[24, 40], "Tensor"]
+def test_whole_numbers_that_the_host_has_sent_come_back(answers: dict[str, Any]) -> None:
+    assert answers["sizes"] == [24, 40]
+    assert answers["on the host"] == [[24, 40], "Tensor"]

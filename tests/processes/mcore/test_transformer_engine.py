@@ -31,7 +31,7 @@ WITH_FP8 = ["llama:world=4,tp=2,cp=2,fp8=1", "qwen3_moe:world=4,tp=2,ep=2,sequen
 SEVEN_LAYERS = "qwen3_seven"  # two stages do not divide them
 
 
-def missed(orders: list[str]) -> dict[str, dict[str, int]]:
+def find_unmapped(orders: list[str]) -> dict[str, dict[str, int]]:
     if not (PACKAGES / "transformer_engine").is_dir():
         pytest.skip(f"Transformer Engine's Python is not in {PACKAGES} (./launch/setup.sh installs it)")
     worker = str(Path(__file__).with_name("transformer_engine_worker.py"))
@@ -47,4 +47,4 @@ def test_every_element_of_every_model_has_a_place() -> None:
     others = {name: "world=4,tp=2,pp=2" for name in models.MODELS if name != SEVEN_LAYERS}
     others |= dict.fromkeys((*models.MOE_MODELS, *models.FURTHER_MODELS), "world=4,pp=2,ep=2")
     orders = [f"{name}:{layout}" for name, layout in (others | EACH_KIND).items()] + WITH_MTP + WITH_FP8
-    assert missed(orders) == {order: {} for order in orders}
+    assert find_unmapped(orders) == {order: {} for order in orders}

@@ -109,7 +109,7 @@ def import_transformer_engine(folder: str) -> None:
             module.torch = seen  # type: ignore[attr-defined]
 
 
-def missed(directory: Path, layout: Any, with_mtp: bool, fp8: bool) -> dict[str, int]:
+def find_unmapped(directory: Path, layout: Any, with_mtp: bool, fp8: bool) -> dict[str, int]:
     """Return tensor of the checkpoint -> elements that no rank holds according to the map, and parameter -> its unmapped part."""
     from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
     from rlhf_mcore.config.schema import ActorConfig, RecomputeConfig
@@ -179,7 +179,7 @@ def main(folder: str, wanted: Sequence[str]) -> None:
                 models.make(name, path)
                 if with_mtp:
                     models.add_mtp_layer(path)
-            print(json.dumps([order, missed(path, ParallelLayout(world, **axes), with_mtp, fp8)]), flush=True)
+            print(json.dumps([order, find_unmapped(path, ParallelLayout(world, **axes), with_mtp, fp8)]), flush=True)
 
 
 if __name__ == "__main__":

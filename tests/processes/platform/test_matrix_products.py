@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import ROOT, finished
+from tests.commands import ROOT, run_command
 
 BRANCH_OFF, AUTO, COMPATIBLE = 1, 2, 3  # mkl_types.h
 MULTIPLY = "torch.ones(2, 2) @ torch.ones(2, 2)\n"
@@ -92,7 +92,7 @@ for number, (code, variables) in enumerate(json.loads(sys.argv[1])):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
     """Return mode, kernels and error output by process. The environment contains MKL_CBWR only if a process sets it."""
     import torch
 
@@ -103,7 +103,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str,
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29731"}
     world |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", IN_FORKS, json.dumps([*PROCESSES.values()])]
-    ended = finished(command, folder, {**environment, **world}, 500)
+    ended = run_command(command, folder, {**environment, **world}, 500)
     assert ended.returncode == 0, ended.stderr
     return {name: _read(folder, number) for number, name in enumerate(PROCESSES)}
 
@@ -115,32 +115,32 @@ def _read(folder: Path, number: int) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("name", ["own torchrun", "forked rank", "Ray engine"])
-def test_a_rank_or_engine_chooses_the_mode(found: Any, name: str) -> None:
-    mode, _, errors = found[name]
+def test_a_rank_or_engine_chooses_the_mode(results: Any, name: str) -> None:
+    mode, _, errors = results[name]
     assert mode == AUTO, errors
     assert "warning" not in errors
 
 
-def test_results_are_equal_at_every_alignment(found: Any) -> None:
-    for name, (mode, kernels, errors) in found.items():
+def test_results_are_equal_at_every_alignment(results: Any) -> None:
+    for name, (mode, kernels, errors) in results.items():
         if name.startswith("offsets "):
             _, wanted, capability = name.split(" ")
             assert mode == MODES[wanted], (name, errors)
             assert capability in ("", kernels), (name, errors)
 
 
-def test_a_mode_of_the_user_stays(found: Any) -> None:
-    mode, _, errors = found["the user's mode"]
+def test_a_mode_of_the_user_stays(results: Any) -> None:
+    mode, _, errors = results["the user's mode"]
     assert mode == COMPATIBLE, errors
 
 
-def test_a_notebook_that_has_multiplied_is_warned_if_deterministic(found: Any) -> None:
-    mode, _, warned = found["notebook"]
+def test_a_notebook_that_has_multiplied_is_warned_if_deterministic(results: Any) -> None:
+    mode, _, warned = results["notebook"]
     assert mode == BRANCH_OFF
     (line,) = (line for line in warned.splitlines() if "warning" in line)
     assert (
         line.startswith("warning: deterministic=true: ")
         and "set MKL_CBWR=AUTO in the environment of this process" in line
     )
-    mode, _, warned = found["notebook, not deterministic"]
+    mode, _, warned = results["notebook, not deterministic"]
     assert (mode, "warning" in warned) == (BRANCH_OFF, False), warned

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.commands import ROOT, finished
+from tests.commands import ROOT, run_command
 
 UNPICKLED = """
 import torch
@@ -24,5 +24,5 @@ print("not asked")
 
 
 def test_what_an_order_names_is_imported_without_a_device(tmp_path: Path) -> None:
-    ended = finished([sys.executable, "-c", UNPICKLED], tmp_path, {**os.environ, "PYTHONPATH": str(ROOT)}, 120)
+    ended = run_command([sys.executable, "-c", UNPICKLED], tmp_path, {**os.environ, "PYTHONPATH": str(ROOT)}, 120)
     assert (ended.returncode, ended.stdout) == (0, "not asked\n"), ended.stderr

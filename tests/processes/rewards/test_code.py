@@ -26,7 +26,7 @@ from rlhf_mcore.sandbox.run import Level
 from rlhf_mcore.sandbox.usage import descendants
 from rlhf_mcore.types import Prompt
 from tests.commands import wait_for
-from tests.messages import refused
+from tests.messages import expect_error
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -296,7 +296,7 @@ def test_rows_whose_tests_cannot_be_read_are_named_before_a_run() -> None:
         TrialRow(f"rows.jsonl, line {n}", Prompt(str(n), n, [], "", "taco", truth))
         for n, truth in enumerate((SQUARES, "42"))
     ]
-    with refused(ConfigError, field="data.train", value=("line 1", "'42'", "int")):
+    with expect_error(ConfigError, field="data.train", value=("line 1", "'42'", "int")):
         try_reward(RewardConfig(sources={}), rows, "data.train", 2)
 
 

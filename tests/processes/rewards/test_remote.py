@@ -15,22 +15,22 @@ from rlhf_mcore.config.schema import RemoteRewardConfig, RewardConfig
 from rlhf_mcore.coroutines import Background
 from rlhf_mcore.rewards import http_pool
 from rlhf_mcore.rewards.reward import build_reward
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.rewards.http_server import (
     Request,
     Scripted,
     answer,
     response,
     rows,
-    scored,
-    scripted,
+    score_remotely,
+    serve_script,
     trajectory,
 )
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
-def doubled(request: Request) -> bytes:
+def double_scores(request: Request) -> bytes:
     """Return a correct answer. Each response is a number, and its score is twice this number."""
     items = request.json()["items"]
     return answer({"scores": [{"score": 2 * float(item["solution_str"]), "parts": {"n": 1}} for item in items]})
@@ -42,7 +42,7 @@ def first_then_right(*first: Callable[[Request], bytes | None]) -> Callable[[Req
 
     def reply(request: Request) -> bytes | None:
         with lock:
-            chosen = left.pop(0) if left else doubled
+            chosen = left.pop(0) if left else double_scores
         return chosen(request)
 
     return reply
@@ -87,32 +87,32 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_fault_35_a_bad_answer_ends_in_the_policy(name: str) -> None:
     sent, cause = BAD[name]
-    with scripted(lambda request: sent) as server:
-        (score,) = scored([trajectory("5")], server.url)
+    with serve_script(lambda request: sent) as server:
+        (score,) = score_remotely([trajectory("5")], server.url)
         assert (score.value, score.failure) == (0.0, "error")
         with pytest.raises(AssertionError, match=cause):
             raise AssertionError(score.cause)
         tries = len(server.seen)
         assert tries == (1 if name == "status 400" else 4)
         with pytest.raises(ConfigError, match=r"prompt 'train-0', sample 3, .*set reward\.on_error=zero"):
-            scored([trajectory("5")], server.url, on_error="fail", tries=1)
+            score_remotely([trajectory("5")], server.url, on_error="fail", tries=1)
 
 
 @pytest.mark.parametrize("name", [name for name in BAD if name != "status 400"])
 def test_what_goes_wrong_once_is_tried_again(name: str) -> None:
-    with scripted(first_then_right(lambda request: BAD[name][0], lambda request: BAD[name][0])) as server:
-        assert [score.value for score in scored(rows(40), server.url, batch_size=8, concurrency=2)] == [
+    with serve_script(first_then_right(lambda request: BAD[name][0], lambda request: BAD[name][0])) as server:
+        assert [score.value for score in score_remotely(rows(40), server.url, batch_size=8, concurrency=2)] == [
             2.0 * n for n in range(40)
         ]
 
 
 def test_fault_35_a_server_that_hangs_costs_its_deadline() -> None:
     held: list[Scripted] = []
-    with scripted(hangs(held)) as server:
+    with serve_script(hangs(held)) as server:
         held.append(server)
-        (score,) = scored([trajectory("1")], server.url, timeout_s=0.1, tries=2)
+        (score,) = score_remotely([trajectory("1")], server.url, timeout_s=0.1, tries=2)
         assert score.failure == "timeout" and "reward.remote.timeout_s=0.1" in score.cause and len(server.seen) == 2
-        (score,) = scored([trajectory("1")], server.url, longest_s=0.2, timeout_s=50.0)
+        (score,) = score_remotely([trajectory("1")], server.url, longest_s=0.2, timeout_s=50.0)
         assert score.failure == "timeout" and len(server.seen) == 3
 
 
@@ -120,10 +120,10 @@ def test_an_item_that_spoils_its_batch_is_found() -> None:
     def reply(request: Request) -> bytes:
         if any(item["solution_str"] == "13" for item in request.json()["items"]):
             return answer({}, "500 Unlucky")
-        return doubled(request)
+        return double_scores(request)
 
-    with scripted(reply) as server:
-        found = scored(rows(32), server.url, batch_size=32, tries=2)
+    with serve_script(reply) as server:
+        found = score_remotely(rows(32), server.url, batch_size=32, tries=2)
     assert [score.failure for score in found] == [None] * 13 + ["error"] + [None] * 18
     assert [score.value for score in found] == [0.0 if n == 13 else 2.0 * n for n in range(32)]
 
@@ -131,12 +131,12 @@ def test_an_item_that_spoils_its_batch_is_found() -> None:
 @pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Elsewhere"])
 def test_fault_35_a_redirect_is_not_followed(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "s3cret-token")
-    with scripted(doubled) as elsewhere:
+    with serve_script(double_scores) as elsewhere:
         target = f"{elsewhere.url}/stolen?t=s3cret-token"
         words = r"redirects to .*; set reward\.remote\.url to the final address"
-        moved = scripted(lambda request: response(b"", status, f"Location: {target}"))
+        moved = serve_script(lambda request: response(b"", status, f"Location: {target}"))
         with moved as server, pytest.raises(ConfigError, match=words) as error:
-            scored(rows(1), server.url, token_env="KEY")
+            score_remotely(rows(1), server.url, token_env="KEY")
         assert not elsewhere.seen and "s3cret-token" not in str(error.value)
         assert server.seen[0].headers["authorization"] == "Bearer s3cret-token"
 
@@ -144,8 +144,8 @@ def test_fault_35_a_redirect_is_not_followed(status: str, monkeypatch: pytest.Mo
 def test_fault_35_no_server_ends_the_run_after_its_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with refused(ConfigError, value=10, remedy="reward.remote.timeout_s"):
-        scored(rows(20), f"http://127.0.0.1:{port}", longest_s=1.0)
+    with expect_error(ConfigError, value=10, remedy="reward.remote.timeout_s"):
+        score_remotely(rows(20), f"http://127.0.0.1:{port}", longest_s=1.0)
 
 
 def test_a_server_that_is_down_is_left_alone_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,13 +164,13 @@ def test_a_server_that_is_down_is_left_alone_until_it_is_back(monkeypatch: pytes
             failing = failures[0] >= 0
             if failures[0] < 20 and failing:
                 most[0] = max(most[0], at_a_time[0])
-        sent = answer({}, "503 Down") if failing else doubled(request)
+        sent = answer({}, "503 Down") if failing else double_scores(request)
         with lock:
             at_a_time[0] -= 1
         return sent
 
-    with scripted(reply) as server:
-        found = scored(rows(64), server.url, batch_size=8, tries=101)
+    with serve_script(reply) as server:
+        found = score_remotely(rows(64), server.url, batch_size=8, tries=101)
     assert [score.value for score in found] == [2.0 * n for n in range(64)]
     assert most[0] == 1
 
@@ -181,9 +181,9 @@ def test_groups_are_sent_while_others_are_waited_for() -> None:
     def reply(request: Request) -> bytes:
         if request.json()["items"][0]["solution_str"] == "0":
             gate.wait(60)
-        return doubled(request)
+        return double_scores(request)
 
-    with scripted(reply) as server:
+    with serve_script(reply) as server:
         reward = build_reward(RewardConfig(remote=RemoteRewardConfig(url=server.url)))
         thread = Background("test")
         slow, quick = thread.start(reward.score(rows(1))), thread.start(reward.score(rows(3)[1:]))
@@ -196,9 +196,9 @@ def test_groups_are_sent_while_others_are_waited_for() -> None:
 
 
 def test_retries_do_not_touch_the_random_numbers_of_training() -> None:
-    with scripted(first_then_right(*[lambda request: BAD["status 500"][0]] * 3)) as server:
+    with serve_script(first_then_right(*[lambda request: BAD["status 500"][0]] * 3)) as server:
         before = random.getstate()
-        scored(rows(4), server.url)
+        score_remotely(rows(4), server.url)
         assert random.getstate() == before
 
 
@@ -218,7 +218,7 @@ def test_a_token_that_cannot_be_sent_is_refused(
     if value is not None:
         monkeypatch.setenv("KEY", value)
     with pytest.raises(ConfigError, match=rf"reward\.remote\.token_env is 'KEY'.*{problem}"):
-        scored(rows(1), "http://127.0.0.1:1", token_env="KEY")
+        score_remotely(rows(1), "http://127.0.0.1:1", token_env="KEY")
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_a_wrong_address_is_refused(url: str, problem: str) -> None:
 
 
 def test_a_proxy_of_the_environment_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with scripted(doubled) as server, scripted(doubled) as proxy:
+    with serve_script(double_scores) as server, serve_script(double_scores) as proxy:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
             monkeypatch.setitem(os.environ, name, proxy.url)
-        assert scored(rows(2), server.url)[1].value == 2.0
+        assert score_remotely(rows(2), server.url)[1].value == 2.0
         assert not proxy.seen

@@ -17,7 +17,7 @@ from rlhf_mcore.rewards.reward import RuleReward, build_reward
 from rlhf_mcore.trainer.evaluation import is_correct
 from rlhf_mcore.types import Prompt, Trajectory
 from tests.episodes import single_turn
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 def trajectory(text: str, truth: object = "42", prompt_id: str = "train-7", **extra: object) -> Trajectory:
@@ -71,7 +71,7 @@ def test_a_reward_model_may_be_alone():
 
 
 def test_a_prompt_without_ground_truth_is_refused_unless_no_rule_needs_it():
-    with refused(ValueError, field="data.answer_key", value=("train-7", "final_number")):
+    with expect_error(ValueError, field="data.answer_key", value=("train-7", "final_number")):
         run(
             RuleReward([RuleConfig(name="format"), RuleConfig(name="final_number")]).score(
                 [trajectory("#### 42", truth=None)]

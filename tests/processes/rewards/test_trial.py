@@ -21,7 +21,7 @@ from rlhf_mcore.rewards.start_trial import check_reward
 from rlhf_mcore.rewards.trial import TrialReport, read_sample, try_reward
 from rlhf_mcore.sandbox.usage import descendants
 from tests.commands import describe_processes, wait_for
-from tests.messages import refused
+from tests.messages import expect_error
 
 NUMBERS = ["42", "7", "1,234", "-3", "0.5", "18", "19", "20"]
 LATEX = [
@@ -47,7 +47,7 @@ def data(tmp_path: Path) -> Callable[..., DataConfig]:
     return write
 
 
-def tried(cfg: RewardConfig, data: DataConfig) -> TrialReport:
+def run_trial(cfg: RewardConfig, data: DataConfig) -> TrialReport:
     rows, sources = read_sample(data, "data.train", 50)
     return try_reward(cfg, rows, "data.train", sources.total())
 
@@ -69,7 +69,7 @@ def rules(*names: str) -> RewardConfig:
     ],
 )
 def test_a_reward_that_fits_the_data_is_sound(names: list[str], truths: list[str], data: Any) -> None:
-    report = tried(rules(*names), data(truths))
+    report = run_trial(rules(*names), data(truths))
     assert report.is_sound and len(report.tested_rows) == len(truths)
     assert all(row.truth is not None and row.truth.parts[names[0]] == 1.0 for row in report.rows)
     assert all(row.empty is not None and row.empty.parts[names[0]] == 0.0 for row in report.rows)
@@ -77,7 +77,7 @@ def test_a_reward_that_fits_the_data_is_sound(names: list[str], truths: list[str
 
 
 def test_a_rule_that_cannot_read_the_truths_is_named(data: Any) -> None:
-    report = tried(rules("final_number"), data([*NUMBERS, "Monday", "x + 1"]))
+    report = run_trial(rules("final_number"), data([*NUMBERS, "Monday", "x + 1"]))
     assert [row.prompt.ground_truth for row in report.wrong_truths] == ["Monday", "x + 1"]
     assert not report.is_sound and not report.reads_nothing
     text = as_text(report)
@@ -100,7 +100,7 @@ def test_a_function_is_measured_by_its_own_best_score(
     body: str, wrong: int, empty: int, others: int, data: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "grade.py").write_text(f"def grade(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
-    report = tried(RewardConfig(function=f"{tmp_path}/grade.py:grade", workers=1), data(["1", "2", "3"]))
+    report = run_trial(RewardConfig(function=f"{tmp_path}/grade.py:grade", workers=1), data(["1", "2", "3"]))
     assert (len(report.wrong_truths), len(report.paid_empty), len(report.paid_others)) == (wrong, empty, others)
     text, top = as_text(report), "right means the highest score of any ground truth: "
     assert (top + ("0" if "0.0" in body or "raise" in body else "1") in text) is not report.is_sound
@@ -143,7 +143,7 @@ def test_the_start_of_a_run_refuses_a_rule_that_reads_nothing(data: Any, tmp_pat
     assert "gives none of 8 ground truths" in (check_reward(cfg.reward, cfg.data) or "")
     (tmp_path / "leaves.py").write_text("import os\ndef grade(*a):\n    os._exit(0)\n")
     cfg.reward = RewardConfig(function=f"{tmp_path}/leaves.py:grade", workers=1)
-    with refused(ConfigError, value=(10, "exit code 0")):
+    with expect_error(ConfigError, value=(10, "exit code 0")):
         check_reward(cfg.reward, cfg.data)
     cfg.reward = rules("format")
     assert check_reward(cfg.reward, cfg.data) is None  # there is nothing to compare
@@ -173,7 +173,7 @@ def test_prompts_that_hold_the_answer_are_warned_of(tmp_path: Path) -> None:
     warning = f"1 of 2 tested prompts of data.train end with the assistant's answer ({file}, line 2)"
     cfg = Config(data=DataConfig(train=[str(file)]), reward=rules("final_number"))
     assert (check_reward(cfg.reward, cfg.data) or "").startswith(warning)
-    assert f"warning: {warning}" in as_text(tried(cfg.reward, cfg.data))
+    assert f"warning: {warning}" in as_text(run_trial(cfg.reward, cfg.data))
     file.write_text(json.dumps({"prompt": question, "answer": "7"}) + "\n")
     assert check_reward(cfg.reward, cfg.data) is None
 
@@ -181,15 +181,15 @@ def test_prompts_that_hold_the_answer_are_warned_of(tmp_path: Path) -> None:
 def test_ten_deadlines_in_a_row_end_the_command(data: Any, tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text("import time\ndef grade(*a):\n    time.sleep(1000)\n")
     own = RewardConfig(function=f"{tmp_path}/hangs.py:grade", workers=4, timeout_s=0.2, on_error="zero")
-    with refused(ConfigError, value=(10, "0.2 s"), remedy="reward.timeout_s"):
+    with expect_error(ConfigError, value=(10, "0.2 s"), remedy="reward.timeout_s"):
         check_reward(own, data(NUMBERS))
 
 
 def require_no_processes_but(before: set[int]) -> None:
-    def left() -> list[int]:  # a dead process may wait for this process, which another test made its parent
+    def find_remaining() -> list[int]:  # a dead process may wait for this process, which another test made its parent
         return [pid for pid in descendants(os.getpid()) if pid not in before and not has_ended(pid)]
 
-    wait_for(lambda: not left(), 30, lambda: describe_processes(left()))
+    wait_for(lambda: not find_remaining(), 30, lambda: describe_processes(find_remaining()))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_function_that_hangs_on_every_row_ends_the_command(
     )
     cfg = Config(data=data(NUMBERS), reward=RewardConfig(workers=workers, timeout_s=1.0, **own))
     before = set(descendants(os.getpid()))
-    with refused(ConfigError, field=spec, value="1 s", remedy="raise reward.timeout_s"):
+    with expect_error(ConfigError, field=spec, value="1 s", remedy="raise reward.timeout_s"):
         check_reward(cfg.reward, cfg.data, say=said.append)
     assert "waiting for one response, for at most reward.timeout_s=1 s" in said[-1]
     require_no_processes_but(before)
@@ -243,7 +243,7 @@ def test_a_file_that_loads_for_ever_ends_the_command(
     monkeypatch.setattr(pool, "START_TIMEOUT_S", 2.0)
     (tmp_path / "loads.py").write_text("import time\ntime.sleep(1000)\ndef grade(*a):\n    return 1.0\n")
     own = RewardConfig(function=f"{tmp_path}/loads.py:grade", workers=1)
-    with refused(ConfigError, field="loads.py:grade", value="2 s", remedy="correct the file"):
+    with expect_error(ConfigError, field="loads.py:grade", value="2 s", remedy="correct the file"):
         check_reward(own, data(NUMBERS))
 
 

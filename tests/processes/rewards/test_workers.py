@@ -27,7 +27,7 @@ from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.commands import wait_for
 from tests.episodes import single_turn
-from tests.messages import refused
+from tests.messages import expect_error
 
 HEAD = "import os, signal, sys, time\ndef grade(data_source, solution_str, ground_truth, extra_info):\n    "
 
@@ -327,7 +327,7 @@ def test_a_response_that_fails_once_is_tried_again_on_a_fresh_worker(
 
 def test_a_function_that_never_answers_ends_the_run_whatever_the_policy(reward: Callable[..., PooledReward]) -> None:
     rows = [trajectory("a", index) for index in range(1000)]
-    with refused(ConfigError, value=10):
+    with expect_error(ConfigError, value=10):
         run(reward("os._exit(3)", on_error="zero").score(rows))
 
 

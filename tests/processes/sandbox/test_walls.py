@@ -41,7 +41,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 
 @pytest.fixture(scope="module", params=_of_this_machine(LEVELS[1:]))
-def walled(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+def walled_sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     """Yield sandboxes of the levels that block files, network and other processes."""
     with Sandbox(request.param) as made:
         yield made
@@ -224,7 +224,7 @@ def test_fault_39_no_directory_ends_the_sandbox_or_stays(
 
 
 # ------------------------------------------------------------------------------------------------------- getting out
-def test_files_of_the_machine_cannot_be_read_or_written(walled: Sandbox, tmp_path: Path) -> None:
+def test_files_of_the_machine_cannot_be_read_or_written(walled_sandbox: Sandbox, tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
     tmp_path.chmod(0o777)
@@ -246,12 +246,12 @@ for path in ({str(tmp_path / "new")!r}, os.__file__, "/usr/bin/new", "/new", "/d
     try: open(path, "w"); print("wrote", path)
     except OSError: pass
 """
-    result = attack(walled, code)
+    result = attack(walled_sandbox, code)
     assert (result.stdout, result.stderr) == ("", "")
     assert sorted(os.listdir(tmp_path)) == ["secret.txt"]
 
 
-def test_files_of_the_machine_cannot_be_changed_without_being_opened(walled: Sandbox, tmp_path: Path) -> None:
+def test_files_of_the_machine_cannot_be_changed_without_being_opened(walled_sandbox: Sandbox, tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
     tmp_path.chmod(0o777)
@@ -276,7 +276,9 @@ for name, what in (
         try: what(each); print(name, each)
         except OSError: pass
 """
-    assert attack(walled, code).stdout == ("watch " + os.__file__ + "\n" if walled.level.name == "namespaces" else "")
+    assert attack(walled_sandbox, code).stdout == (
+        "watch " + os.__file__ + "\n" if walled_sandbox.level.name == "namespaces" else ""
+    )
     after = os.stat(secret)
     assert (after.st_mode, after.st_uid, after.st_mtime_ns, after.st_ctime_ns) == (
         before.st_mode,
@@ -287,7 +289,7 @@ for name, what in (
     assert (secret.read_text(), os.listdir(tmp_path)) == ("secret", ["secret.txt"])
 
 
-def test_there_is_no_network(walled: Sandbox, tmp_path: Path) -> None:
+def test_there_is_no_network(walled_sandbox: Sandbox, tmp_path: Path) -> None:
     with socket.socket() as server, socket.socket(socket.AF_UNIX) as local, socket.socket(socket.AF_UNIX) as abstract:
         server.bind(("127.0.0.1", 0))
         local.bind(str(tmp_path / "s"))
@@ -306,15 +308,15 @@ try: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); print("datagrams")
 except OSError: pass
 a, b = socket.socketpair(); a.send(b"x"); print(b.recv(1))  # asyncio has one
 """  # fmt: skip
-        assert attack(walled, code).stdout == "b'x'\n"
+        assert attack(walled_sandbox, code).stdout == "b'x'\n"
 
 
-def test_other_processes_cannot_be_seen_traced_signalled_or_slowed(walled: Sandbox) -> None:
+def test_other_processes_cannot_be_seen_traced_signalled_or_slowed(walled_sandbox: Sandbox) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as victim:
         code = f"""
 import ctypes, os, resource, signal
 libc = ctypes.CDLL(None, use_errno=True)
-for pid in ({victim.pid}, {os.getpid()}, {walled._process.pid}, os.getppid(), 1):
+for pid in ({victim.pid}, {os.getpid()}, {walled_sandbox._process.pid}, os.getppid(), 1):
     tries = {{
         "trace": lambda: libc.ptrace(16, pid, 0, 0) == 0 or 1 / 0,
         "read": lambda: libc.process_vm_readv(pid, 0, 0, 0, 0, 0) == 0 or 1 / 0,
@@ -329,17 +331,19 @@ for pid in ({victim.pid}, {os.getpid()}, {walled._process.pid}, os.getppid(), 1)
         try: what(); print(name, pid)
         except (OSError, ZeroDivisionError, OverflowError): pass
 """
-        result = attack(walled, code)
+        result = attack(walled_sandbox, code)
         alive = victim.poll() is None
         victim.communicate(b"\n")
     # Signals to the first process of a pid namespace are delivered without effect.
     reached = [line for line in result.stdout.splitlines() if not (line.startswith("signal") and line.endswith(" 1"))]
-    reached = [line for line in reached if not (line.startswith("signal") and walled.level.name == "namespaces")]
+    reached = [
+        line for line in reached if not (line.startswith("signal") and walled_sandbox.level.name == "namespaces")
+    ]
     assert (reached, result.stderr, alive) == ([], "", True)
-    assert attack(walled, "print(1)").stdout == "1\n"
+    assert attack(walled_sandbox, "print(1)").stdout == "1\n"
 
 
-def test_privileges_cannot_be_had_again(walled: Sandbox) -> None:
+def test_privileges_cannot_be_had_again(walled_sandbox: Sandbox) -> None:
     code = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -361,7 +365,7 @@ for user in (0, 1000):
     try: os.setuid(user); print("became", user) if user != os.getuid() or user == 1000 else None
     except OSError: pass
 """
-    assert attack(walled, code).stdout == "no_new_privs 0\n"
+    assert attack(walled_sandbox, code).stdout == "no_new_privs 0\n"
 
 
 # ------------------------------------------------------------------------------------------------------ who starts it

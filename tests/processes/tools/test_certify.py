@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import ROOT
-from tests.machine_speed import scaled
+from tests.machine_speed import scale_seconds
 from tools.certify.__main__ import pack
 from tools.certify.layouts import FP32_LIMIT
 
@@ -53,7 +53,7 @@ def test_parts_run_from_the_archive(tmp_path: Path) -> None:
     ]
     environment = {**os.environ, "PYTHONPATH": ""}
     done = subprocess.run(
-        command, cwd=tmp_path / "certify", env=environment, capture_output=True, text=True, timeout=scaled(200)
+        command, cwd=tmp_path / "certify", env=environment, capture_output=True, text=True, timeout=scale_seconds(200)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "certify" / "found" / "certificate.md").read_text()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.validate import validate
-from tests.messages import refused
+from tests.messages import expect_error
 
 TOOL = Path(__file__).parents[3] / "tools" / "make_quickstart.py"
 TINY = ["--fit-steps", "3", "--batch-size", "4", "--num-layers", "1", "--num-eval", "20", "--threads", "1"]
@@ -33,15 +33,15 @@ def tool() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def made(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quickstart(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("made") / "quickstart"
     assert tool.main(["--out", str(out), *TINY]) == 0
     return out
 
 
 @pytest.fixture(scope="module")
-def tokenizer(made: Path):
-    return AutoTokenizer.from_pretrained(made / "model")
+def tokenizer(quickstart: Path):
+    return AutoTokenizer.from_pretrained(quickstart / "model")
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -49,14 +49,14 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_model_is_a_standard_directory(made: Path) -> None:
-    config = json.loads((made / "model" / "config.json").read_text())
+def test_model_is_a_standard_directory(quickstart: Path) -> None:
+    config = json.loads((quickstart / "model" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (4, 2, 32)
     assert config["vocab_size"] % 2 == 1  # so that tensor parallelism has to pad it
-    names = {path.name for path in (made / "model").iterdir()}
+    names = {path.name for path in (quickstart / "model").iterdir()}
     assert {"model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= names
-    model = AutoModelForCausalLM.from_pretrained(made / "model")
+    model = AutoModelForCausalLM.from_pretrained(quickstart / "model")
     assert {str(parameter.dtype) for parameter in model.parameters()} == {"torch.float32"}
     assert model.generation_config.eos_token_id == config["eos_token_id"] == 1
 
@@ -91,8 +91,8 @@ def test_chat_template_renders_roles(tokenizer) -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_rows_are_right_and_follow_the_schema(made: Path, split: str) -> None:
-    rows = pq.read_table(made / f"{split}.parquet").to_pylist()
+def test_rows_are_right_and_follow_the_schema(quickstart: Path, split: str) -> None:
+    rows = pq.read_table(quickstart / f"{split}.parquet").to_pylist()
     for index, row in enumerate(rows):
         (message,) = row["prompt"]
         a, b = message["content"].removesuffix("=").split("+")
@@ -110,20 +110,20 @@ def test_rows_are_right_and_follow_the_schema(made: Path, split: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "sft", "reward_model", "dpo"])
-def test_every_quickstart_runs_on_what_is_made(name: str, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(made.parent)
+def test_every_quickstart_runs_on_what_is_made(name: str, quickstart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(quickstart.parent)
     # One layer instead of four: it cannot be cut by the pipeline of the critic.
     cfg = load_config(TOOL.parents[1] / "configs" / "quickstart" / f"{name}.yaml", ["critic.layout.pp=1"])
     assert [Path(file).resolve().is_file() for file in (*cfg.data.train, *cfg.data.eval)] == [True, True]
     validate(cfg)  # it raises what is wrong
     monkeypatch.chdir("/")
-    with refused(ConfigError, field="model.path", value="quickstart/model"):
+    with expect_error(ConfigError, field="model.path", value="quickstart/model"):
         validate(cfg)
 
 
-def test_held_out_problems_are_not_trained_on_in_either_order(made: Path) -> None:
+def test_held_out_problems_are_not_trained_on_in_either_order(quickstart: Path) -> None:
     def pairs(split: str) -> list[frozenset[str]]:
-        rows = pq.read_table(made / f"{split}.parquet").to_pylist()
+        rows = pq.read_table(quickstart / f"{split}.parquet").to_pylist()
         return [frozenset(row["prompt"][0]["content"].strip("=").split("+")) for row in rows]
 
     train, held_out = pairs("train"), pairs("eval")
@@ -169,10 +169,10 @@ def test_learning_rate_warms_up_and_ends_at_zero(tool: ModuleType) -> None:
     assert [tool.learning_rate(fit, step) for step in (0, 9, 50, 75, 100)] == [0.1, 1.0, 1.0, 0.5, 0.0]
 
 
-def test_same_seed_gives_the_same_bytes(tool: ModuleType, made: Path, tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_bytes(tool: ModuleType, quickstart: Path, tmp_path: Path) -> None:
     tool.main(["--out", str(tmp_path / "again"), *TINY])
     tool.main(["--out", str(tmp_path / "other"), *TINY, "--seed", "1"])
-    first = digests(made)
+    first = digests(quickstart)
     assert digests(tmp_path / "again") == first
     assert first.keys() == digests(tmp_path / "other").keys()
     assert digests(tmp_path / "other")["model/model.safetensors"] != first["model/model.safetensors"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mcore.algorithms.advantages import broadcast_to_tokens, group_relative
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.rows import advantage_inputs
 
 NAN = float("nan")
@@ -40,7 +40,7 @@ def test_eps_is_added_to_the_standard_deviation():
 
 
 def test_a_group_of_one_has_no_standard_deviation():
-    with refused(ValueError, value=("group 4", 2)):
+    with expect_error(ValueError, value=("group 4", 2)):
         group_relative(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3, 4, 3]), True)
 
 

@@ -84,7 +84,7 @@ MASK = torch.tensor([[False, True, True], [True, True, False], [False, False, Fa
 RATIOS = torch.tensor([[NAN, 2.0, 8.0], [0.25, 2.0, NAN], [NAN, NAN, NAN]])
 
 
-def corrected(staleness: Tensor | None = None, **settings: object) -> tuple[list[list[float]], dict[str, float]]:
+def compute_factors(staleness: Tensor | None = None, **settings: object) -> tuple[list[list[float]], dict[str, float]]:
     """Return the factors of the trainable tokens of each row, and statistics."""
     rollout = torch.full((3, 3), -3.0)
     cfg = RolloutCorrectionConfig(**settings)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def close(rows: list[list[float]]) -> list[object]:
 
 
 def test_off_changes_nothing_and_measures():
-    factors, statistics = corrected(mode="off")
+    factors, statistics = compute_factors(mode="off")
     assert factors == [[1.0, 1.0], [1.0, 1.0], []]
     expected = {"ratio_mean": 12.25 / 4, "ratio_max": 8.0, "ratio_min": 0.25}
     expected |= {"clipped_fraction": 0.0, "masked_fraction": 0.0, "effective_sample_size": 1.0}
@@ -106,7 +106,7 @@ def test_off_changes_nothing_and_measures():
 
 
 def test_truncated_importance_sampling_per_token():
-    factors, statistics = corrected(mode="token", cap=4.0)
+    factors, statistics = compute_factors(mode="token", cap=4.0)
     assert factors == close([[2.0, 4.0], [0.25, 2.0], []])
     assert statistics["clipped_fraction"] == 0.25 and statistics["masked_fraction"] == 0.0
     assert statistics["ratio_max"] == pytest.approx(8.0, rel=1e-5)  # before the cap
@@ -116,7 +116,7 @@ def test_truncated_importance_sampling_per_token():
 
 def test_truncated_importance_sampling_per_sequence():
     # Products 16 and 1/2. The row without trainable tokens does not count as a sequence.
-    factors, statistics = corrected(mode="sequence", cap=4.0)
+    factors, statistics = compute_factors(mode="sequence", cap=4.0)
     assert factors == close([[4.0, 4.0], [0.5, 0.5], []])
     expected = {
         "ratio_mean": 8.25,
@@ -129,21 +129,21 @@ def test_truncated_importance_sampling_per_sequence():
 
 
 def test_a_band_masks_what_lies_outside_of_it():
-    factors, statistics = corrected(mode="token", cap=100.0, mask_low=0.5, mask_high=4.0)
+    factors, statistics = compute_factors(mode="token", cap=100.0, mask_low=0.5, mask_high=4.0)
     assert factors == close([[2.0, 0.0], [0.0, 2.0], []])
     assert statistics["masked_fraction"] == 0.5 and statistics["effective_sample_size"] == pytest.approx(0.5)
-    factors, statistics = corrected(mode="token", cap=1.0, mask_high=4.0)  # masked tokens are not capped
+    factors, statistics = compute_factors(mode="token", cap=1.0, mask_high=4.0)  # masked tokens are not capped
     assert factors == close([[1.0, 0.0], [0.25, 1.0], []])
     assert statistics["clipped_fraction"] == 0.5 and statistics["masked_fraction"] == 0.25
-    factors, statistics = corrected(mode="sequence", cap=100.0, mask_high=4.0)
+    factors, statistics = compute_factors(mode="sequence", cap=100.0, mask_high=4.0)
     assert factors == close([[0.0, 0.0], [0.5, 0.5], []]) and statistics["masked_fraction"] == 0.5
-    _, statistics = corrected(mode="token", mask_low=100.0)
+    _, statistics = compute_factors(mode="token", mask_low=100.0)
     assert statistics["effective_sample_size"] == 0.0
 
 
 def test_a_geometric_mean_does_not_depend_on_the_length_and_weighs_nothing():
     # Geometric means 4 and sqrt(1/2).
-    factors, statistics = corrected(mode="geometric", mask_low=0.5, mask_high=3.0)
+    factors, statistics = compute_factors(mode="geometric", mask_low=0.5, mask_high=3.0)
     assert factors == close([[0.0, 0.0], [1.0, 1.0], []])
     assert statistics["ratio_max"] == pytest.approx(4.0, rel=1e-5)
     assert statistics["ratio_min"] == pytest.approx(0.5**0.5, rel=1e-5)
@@ -152,10 +152,10 @@ def test_a_geometric_mean_does_not_depend_on_the_length_and_weighs_nothing():
 
 @pytest.mark.parametrize("mode", ["token", "sequence", "geometric"])
 def test_one_token_vetoes_its_response(mode: str):
-    factors, statistics = corrected(mode=mode, cap=100.0, veto=0.3)  # 1/4 is below the veto
+    factors, statistics = compute_factors(mode=mode, cap=100.0, veto=0.3)  # 1/4 is below the veto
     assert factors[1] == [0.0, 0.0] and min(factors[0]) >= 1.0
     assert statistics["masked_fraction"] == 0.5
-    assert corrected(mode=mode, cap=100.0, veto=0.2)[1]["masked_fraction"] == 0.0
+    assert compute_factors(mode=mode, cap=100.0, veto=0.2)[1]["masked_fraction"] == 0.0
 
 
 def test_tokens_whose_probabilities_diverge_are_left_out():
@@ -186,19 +186,19 @@ AGES = torch.tensor([[99, 2, 1], [0, 0, 99], [99, 99, 99]])
 
 
 def test_tokens_and_responses_of_older_policies_are_left_out() -> None:
-    factors, statistics = corrected(AGES, mode="off", max_token_staleness=1)
+    factors, statistics = compute_factors(AGES, mode="off", max_token_staleness=1)
     assert factors == [[0.0, 1.0], [1.0, 1.0], []]
     ages = {"staleness_mean": 0.75, "staleness_max": 2.0, "stale_fraction": 0.25}
     assert ages.items() <= statistics.items()
     assert statistics["effective_sample_size"] == pytest.approx(0.75) and statistics["masked_fraction"] == 0.0
-    factors, statistics = corrected(AGES, mode="token", cap=4.0, max_response_staleness=1)
+    factors, statistics = compute_factors(AGES, mode="token", cap=4.0, max_response_staleness=1)
     assert factors == close([[0.0, 0.0], [0.25, 2.0], []])
     assert statistics["stale_fraction"] == 0.5 and statistics["clipped_fraction"] == 0.25
     # (1/4 + 2)^2 / (4 (1/16 + 4)): the same as without the first row, out of four tokens
     assert statistics["effective_sample_size"] == pytest.approx(2.25**2 / (4 * 4.0625), rel=1e-5)
-    factors, statistics = corrected(AGES, mode="sequence", cap=4.0, max_token_staleness=1)
+    factors, statistics = compute_factors(AGES, mode="sequence", cap=4.0, max_token_staleness=1)
     assert factors == close([[0.0, 4.0], [0.5, 0.5], []]), "the ratio is that of the whole response"
-    assert corrected(AGES, mode="token", max_token_staleness=2)[0] == corrected(mode="token")[0]
+    assert compute_factors(AGES, mode="token", max_token_staleness=2)[0] == compute_factors(mode="token")[0]
 
 
 def test_limits_of_staleness_are_for_asynchronous_runs() -> None:
@@ -210,7 +210,7 @@ def test_limits_of_staleness_are_for_asynchronous_runs() -> None:
 
 def test_a_token_of_a_policy_to_come_is_an_error() -> None:
     with pytest.raises(AssertionError, match="newer policy version"):
-        corrected(AGES - 1)
+        compute_factors(AGES - 1)
 
 
 @settings(max_examples=25, deadline=None)

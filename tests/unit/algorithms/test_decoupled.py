@@ -56,17 +56,17 @@ def test_against_the_equation(rows: list[list[Token]]) -> None:
     assume(all(abs(ratio - edge) > 1e-3 for ratio in ratios for edge in (1 - LOW, 1 + HIGH)))
     mask = torch.tensor([[t < len(row) for t in range(4)] for row in rows])
 
-    def padded(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    def pad_field(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """Return a field in double precision. With a ratio of 18, rounding logprobs to fp32 would exceed the bounds below."""
         filled = [[getattr(token, name) for token in row] + [7] * (4 - len(row)) for row in rows]
         return torch.tensor(filled, dtype=dtype)
 
-    current = padded("current").requires_grad_()
-    proximal, ages = padded("proximal"), padded("staleness", torch.int64).flatten()
+    current = pad_field("current").requires_grad_()
+    proximal, ages = pad_field("proximal"), pad_field("staleness", torch.int64).flatten()
     cfg = RolloutCorrectionConfig(mode="token", cap=CAP, max_token_staleness=MAX_TOKEN_STALENESS)
-    behaviour = padded("behaviour").flatten()
+    behaviour = pad_field("behaviour").flatten()
     factors, found = rollout_correction(proximal.flatten(), behaviour, mask.flatten(), everything(mask), cfg, ages)
-    made = loss_inputs(current, proximal, padded("advantage"), mask.double() / len(every))
+    made = loss_inputs(current, proximal, pad_field("advantage"), mask.double() / len(every))
     made.weights = made.weights * factors.view_as(mask)
     loss, _ = ppo_clip(made, clip_low=LOW, clip_high=HIGH)
     loss.backward()
@@ -100,11 +100,11 @@ def expected_gradient(mode: str, cap: float) -> tuple[torch.Tensor, torch.Tensor
     pairs = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
     logits = policies["current"].requires_grad_()
 
-    def sampled(table: torch.Tensor) -> torch.Tensor:
+    def gather_logprobs(table: torch.Tensor) -> torch.Tensor:
         log_p = table.log_softmax(-1)
         return torch.stack([log_p[0][pairs[:, 0]], log_p[1 + pairs[:, 0], pairs[:, 1]]], dim=1)
 
-    current, behaviour = sampled(logits), sampled(policies["behaviour"])
+    current, behaviour = gather_logprobs(logits), gather_logprobs(policies["behaviour"])
     proximal, mask = current.detach(), torch.ones(len(pairs), 2, dtype=torch.bool)
     cfg = RolloutCorrectionConfig(mode=mode, cap=cap)
     found, _ = rollout_correction(

@@ -233,7 +233,7 @@ def test_reinforce_plus_plus_with_baseline_by_hand():
     assert [x for row in advantages for x in row] == pytest.approx(expected, rel=1e-6)
 
 
-def whitened(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def whiten_rows(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return whiten(values.flatten(), mask.flatten(), everything(values)).view_as(values)
 
 
@@ -244,7 +244,7 @@ def test_rounding_of_equal_values_is_no_signal(size: float):
     noisy = exact * (1 + torch.tensor([0, 1, -1, 2, 0, -2]) * 2.0**-23)
     assert noisy.unique().numel() > 2
     mask = torch.ones(4, 6, dtype=torch.bool)
-    assert whitened(noisy, mask).eq(0).all()
+    assert whiten_rows(noisy, mask).eq(0).all()
     relative = group_relative(noisy[0], torch.zeros(6, dtype=torch.int64), normalize_std=True)
     assert relative.eq(0).all()
 
@@ -252,13 +252,13 @@ def test_rounding_of_equal_values_is_no_signal(size: float):
 def test_whitening_does_not_scale_up_what_a_good_critic_leaves():
     # Deviations of 1e-6: (1e-6)^2 vanishes next to eps = 1e-8. The root of eps is 1e-4, so they become 1e-2.
     values = torch.tensor([[1e-6, -1e-6], [-1e-6, 1e-6]])
-    found = whitened(values, torch.ones(2, 2, dtype=torch.bool))
+    found = whiten_rows(values, torch.ones(2, 2, dtype=torch.bool))
     torch.testing.assert_close(found, values * 1e4, rtol=1e-3, atol=0)
 
 
 def test_small_differences_of_large_values_are_still_differences():
     # Mean 1e4, deviation 1.
-    found = whitened(torch.tensor([[10001.0, 9999.0]]), torch.ones(1, 2, dtype=torch.bool))
+    found = whiten_rows(torch.tensor([[10001.0, 9999.0]]), torch.ones(1, 2, dtype=torch.bool))
     torch.testing.assert_close(found, torch.tensor([[1.0, -1.0]]))
 
 
@@ -287,7 +287,7 @@ def test_scores_beyond_the_places_of_float32_are_different_in_a_group():
 
 
 def test_whitening_an_empty_mask_gives_zeros():
-    assert whitened(torch.full((2, 3), NAN), torch.zeros(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
+    assert whiten_rows(torch.full((2, 3), NAN), torch.zeros(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
 
 
 # Slow versions read the paper's formula directly, over lists of one response or group.
@@ -330,14 +330,14 @@ def slow_gdpo(
 ) -> list[list[float]]:
     """Compute equations 4 to 6 of GDPO, response by response."""
 
-    def normalized(mine: float, everyone: list[float], divided: bool = True) -> float:
+    def normalize(mine: float, everyone: list[float], divided: bool = True) -> float:
         centered = mine - statistics.fmean(everyone)
         return centered / (statistics.stdev(everyone) + 1e-6) if divided and max(everyone) > min(everyone) else centered
 
     sums = [
         sum(
             weight
-            * normalized(
+            * normalize(
                 own, [p[k] for p, r in zip(parts, responses, strict=True) if r.group == response.group], normalize_std
             )
             for k, (own, weight) in enumerate(zip(mine, weights, strict=True))
@@ -346,7 +346,7 @@ def slow_gdpo(
     ]
     spread = max(sums) - min(sums)
     return [
-        [normalized(s, sums) if spread > 1e-9 else 0.0] * len(r.rewards) for s, r in zip(sums, responses, strict=True)
+        [normalize(s, sums) if spread > 1e-9 else 0.0] * len(r.rewards) for s, r in zip(sums, responses, strict=True)
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import KLConfig, KLControllerConfig
 from rlhf_mcore.trainer.advantages import build_kl_controller
-from tests.messages import refused
+from tests.messages import expect_error
 
 ADAPTIVE = KLControllerConfig(target=0.5, gain=0.1)
 LINEAR = KLControllerConfig(final=0.1, steps=10)
@@ -64,12 +64,12 @@ def test_a_resumed_controller_goes_on_as_if_nothing_had_happened(controller: KLC
 
 def test_a_state_of_another_controller_is_refused():
     made = build_kl_controller(KLConfig(coef=0.1, controller=LINEAR))
-    with refused(ConfigError, field="algorithm.kl.controller", value=("adaptive", "linear")):
+    with expect_error(ConfigError, field="algorithm.kl.controller", value=("adaptive", "linear")):
         made.load_state_dict({"name": "adaptive", "coef": 0.1})
     with pytest.raises(ConfigError, match=r"\['name', 'steps'\], expected \['name', 'num_steps'\]"):
         made.load_state_dict({"name": "linear", "steps": 1})
 
 
 def test_a_linear_controller_without_steps_is_refused():
-    with refused(ConfigError, field="algorithm.kl.controller.steps", value="null", remedy="number of steps"):
+    with expect_error(ConfigError, field="algorithm.kl.controller.steps", value="null", remedy="number of steps"):
         build_kl_controller(KLConfig(coef=0.1, controller=KLControllerConfig(final=0.1)))

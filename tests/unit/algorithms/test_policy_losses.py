@@ -217,7 +217,7 @@ def compute(
     return bind(POLICY_LOSSES[name], cfg or AlgorithmConfig())(made)
 
 
-def padded(rows: list[list[tuple[float, float, float]]], garbage: float) -> tuple[torch.Tensor, LossInputs]:
+def pad_rows(rows: list[list[tuple[float, float, float]]], garbage: float) -> tuple[torch.Tensor, LossInputs]:
     """Pad the rows in one microbatch, each after two positions of garbage."""
     width = 7
     filled = [[(garbage,) * 3] * 2 + row + [(garbage,) * 3] * (width - 2 - len(row)) for row in rows]
@@ -228,7 +228,7 @@ def padded(rows: list[list[tuple[float, float, float]]], garbage: float) -> tupl
     return new, loss_inputs(new, old, advantages, weights)
 
 
-def packed(made: LossInputs) -> LossInputs:
+def pack_rows(made: LossInputs) -> LossInputs:
     """Pack all rows of a padded microbatch."""
     flat = [
         getattr(made, name).reshape(1, -1) for name in ("logprobs", "old_logprobs", "advantages", "mask", "weights")
@@ -241,13 +241,13 @@ def packed(made: LossInputs) -> LossInputs:
 @settings(max_examples=20, deadline=None)
 @given(rows=batches, cfg=configs)
 def test_against_the_slow_version_padded_and_packed(name: str, rows: list, cfg: AlgorithmConfig):
-    logprobs, made = padded(rows, garbage=NAN)
+    logprobs, made = pad_rows(rows, garbage=NAN)
     loss, metrics = compute(name, made, cfg)
     loss.backward()
     assert loss.item() == pytest.approx(slow_loss(name, rows, cfg), rel=1e-4, abs=1e-5)
     assert logprobs.grad is not None and logprobs.grad[made.weights == 0].eq(0).all()
     assert logprobs.grad.isfinite().all()
-    again, packed_metrics = compute(name, packed(made), cfg)
+    again, packed_metrics = compute(name, pack_rows(made), cfg)
     # The sum of up to 25 terms, at most 2 exp(2) in total, in another order: 24 times half a unit in the last place of 8 to 16.
     assert again.item() == pytest.approx(loss.item(), rel=1e-5, abs=24 * 2**-21)
     for key, value in metrics.items():
@@ -263,7 +263,7 @@ def test_garbage_in_padding_reaches_nothing(name: str, garbage: float):
     cfg = AlgorithmConfig(dual_clip=3.0)
 
     def run(poison: float) -> list[float]:
-        logprobs, made = padded(rows, poison)
+        logprobs, made = pad_rows(rows, poison)
         loss, metrics = compute(name, made, cfg)
         loss.backward()
         assert logprobs.grad is not None

@@ -21,7 +21,7 @@ from rlhf_mcore.config import choices
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import AlgorithmConfig
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.rows import advantage_inputs
 from tests.unit.algorithms.tokens import loss_inputs
 
@@ -86,7 +86,7 @@ def test_the_documents_name_every_function(page: str):
 
 
 def test_unknown_names_are_refused_with_the_known_ones():
-    with refused(
+    with expect_error(
         ConfigError, field="algorithm.advantage", value="'gea'", remedy=("gae", "grpo", "path/to/file.py:name")
     ):
         find_advantage_estimator("gea")

@@ -223,7 +223,7 @@ def slow_compared(episodes: list[Episode], cfg: AlgorithmConfig, name: str) -> l
     if name == "gdpo":
         outcomes = [sum(r for turn in one.turns for r, _ in turn) for one in episodes]
 
-        def normalized(x: float, everyone: list[float], divided: bool) -> float:
+        def normalize(x: float, everyone: list[float], divided: bool) -> float:
             if max(everyone) - min(everyone) < 1e-9:
                 return 0.0
             return (x - statistics.fmean(everyone)) / (statistics.stdev(everyone) + 1e-6 if divided else 1)
@@ -231,8 +231,8 @@ def slow_compared(episodes: list[Episode], cfg: AlgorithmConfig, name: str) -> l
         of_groups = [
             [x for x, other in zip(outcomes, episodes, strict=True) if other.group == one.group] for one in episodes
         ]
-        sums = [normalized(x, group, cfg.normalize_std) for x, group in zip(outcomes, of_groups, strict=True)]
-        whole = [normalized(x, sums, True) for x in sums]
+        sums = [normalize(x, group, cfg.normalize_std) for x, group in zip(outcomes, of_groups, strict=True)]
+        whole = [normalize(x, sums, True) for x in sums]
         return [[[x] * len(turn) for turn in one.turns] for one, x in zip(episodes, whole, strict=True)]
     if name == "opo":
         return [
@@ -373,7 +373,7 @@ class GivenOutputs:
         return TokenLogprobs(*outputs.unbind(), log_mass=None)
 
 
-def learned(batch: TrainBatch, cfg: AlgorithmConfig, seed: int, environment: float) -> tuple[Tensor, ...]:
+def compute_gradients(batch: TrainBatch, cfg: AlgorithmConfig, seed: int, environment: float) -> tuple[Tensor, ...]:
     """Return the advantages, and gradients of actor and critic losses with respect to logprobs, entropies and values,
     of a whole step.
     """
@@ -429,9 +429,9 @@ def test_what_the_environment_wrote_teaches_nothing(
             "rollout_correction": RolloutCorrectionConfig(mode="token", max_token_staleness=2, mask_low=0.1),
         }
     )
-    clean = learned(batch_of(inputs(episodes, 0.0), seed, 0.0), cfg, seed, 0.0)
+    clean = compute_gradients(batch_of(inputs(episodes, 0.0), seed, 0.0), cfg, seed, 0.0)
     made = inputs(episodes, environment)
-    dirty = learned(batch_of(made, seed, environment), cfg, seed, environment)
+    dirty = compute_gradients(batch_of(made, seed, environment), cfg, seed, environment)
     for one, other in zip(clean, dirty, strict=True):
         assert torch.equal(one, other) and one.isfinite().all()
     assert dirty[1][..., ~made.loss_mask].eq(0).all() and dirty[1].abs().max() > 0

@@ -84,19 +84,21 @@ def take_in(made: ReturnNormalizer, returns: Tensor, mask: Tensor) -> None:
     made.update(returns.flatten(), mask.flatten(), everything(returns))
 
 
-def explained(values: list[float], returns: list[float]) -> float:
+def compute_explained_variance(values: list[float], returns: list[float]) -> float:
     padded = torch.tensor([[*values, NAN]]), torch.tensor([[*returns, NAN]])
     mask = torch.tensor([[True] * len(values) + [False]])
     return explained_variance(flat_sums(*padded, mask))
 
 
 def test_explained_variance_by_hand():
-    assert explained([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) == 1.0
-    assert explained([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]) == pytest.approx(0.0)
-    assert explained([5.0, 6.0, 7.0], [1.0, 2.0, 3.0]) == pytest.approx(1.0)  # a constant offset has no variance
-    assert explained([3.0, 2.0, 1.0], [1.0, 2.0, 3.0]) == pytest.approx(-3.0)  # errors -2, 0, 2: 1 - 4
-    assert explained([1.0, 2.0], [0.1, 0.1]) == 0.0  # no variance to explain
-    assert explained([], []) == 0.0
+    assert compute_explained_variance([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) == 1.0
+    assert compute_explained_variance([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]) == pytest.approx(0.0)
+    assert compute_explained_variance([5.0, 6.0, 7.0], [1.0, 2.0, 3.0]) == pytest.approx(
+        1.0
+    )  # a constant offset has no variance
+    assert compute_explained_variance([3.0, 2.0, 1.0], [1.0, 2.0, 3.0]) == pytest.approx(-3.0)  # errors -2, 0, 2: 1 - 4
+    assert compute_explained_variance([1.0, 2.0], [0.1, 0.1]) == 0.0  # no variance to explain
+    assert compute_explained_variance([], []) == 0.0
 
 
 @settings(max_examples=20, deadline=None)

@@ -93,7 +93,7 @@ def mcore_tensors(g: ModelGeometry, hf: dict[str, Tensor], rank: int, tp: int) -
         out[m + "input_layernorm.weight"] = hf[p + "input_layernorm.weight"]
         out[m + "pre_mlp_layernorm.weight"] = hf[p + "post_attention_layernorm.weight"]
         for kind in ("weight", "bias") if g.family == "qwen2" else ("weight",):
-            fused = _interleaved(g, *(hf[p + f"self_attn.{x}_proj.{kind}"] for x in "qkv"))
+            fused = _interleave(g, *(hf[p + f"self_attn.{x}_proj.{kind}"] for x in "qkv"))
             out[m + f"self_attention.linear_qkv.{kind}"] = fused.chunk(tp)[rank]
         if g.family == "qwen3":
             for x in "qk":
@@ -112,7 +112,7 @@ def mcore_tensors(g: ModelGeometry, hf: dict[str, Tensor], rank: int, tp: int) -
     return {name: tensor.clone().contiguous() for name, tensor in out.items()}
 
 
-def _interleaved(g: ModelGeometry, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _interleave(g: ModelGeometry, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Interleave by group: queries, key, value."""
     rest = q.shape[1:]
     parts = [x.view(g.num_kv_heads, -1, *rest) for x in (q, k, v)]

@@ -75,7 +75,7 @@ def write(directory: Path, tensors: dict[str, Tensor], **changed: object) -> Pat
     return directory
 
 
-def held(geometry: ModelGeometry, shard: Shard) -> list[LocalParameter]:
+def empty_parameters(geometry: ModelGeometry, shard: Shard) -> list[LocalParameter]:
     """Return a rank's parameters with undefined values."""
     parameters = []
     for names in stage_names(geometry, ParallelLayout(shard.size, tp=shard.size)):
@@ -95,7 +95,7 @@ def test_what_is_written_is_read_again_and_has_one_file_of_tensors(tmp_path: Pat
     tensors = random_tensors(geometry)
     save_file(tensors, tmp_path / ADAPTER_WEIGHTS)
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(CONTENT | {"target_modules": sorted(targets)[0]}))
-    parameters = held(geometry, Shard(0, 1))
+    parameters = empty_parameters(geometry, Shard(0, 1))
     load(parameters, geometry, open_adapters(tmp_path, GEOMETRY)[0])
     (latest := tmp_path / "latest").symlink_to(base)
     made = Exporter(
@@ -145,7 +145,7 @@ def test_each_rank_reads_its_part(tmp_path: Path, size: int) -> None:
     assert hf_shapes(read) == hf_shapes(geometry)
     counts = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
     for rank in range(size):
-        load(parameters := held(geometry, Shard(rank, size)), read, reader)
+        load(parameters := empty_parameters(geometry, Shard(rank, size)), read, reader)
         for parameter in parameters:
             for piece in pieces(parameter.name, geometry, parameter.shard):
                 part = parameter.tensor.as_strided(piece.shape, piece.strides, piece.offset)
@@ -162,7 +162,7 @@ def test_state_is_read_in_another_layout_bit_for_bit(tmp_path: Path, saved: int,
 
     def shards(rank: int, size: int) -> list[StateShard]:
         """Return a rank's state, with the values of the matrices."""
-        load(parameters := held(geometry, Shard(rank, size)), geometry, reader)
+        load(parameters := empty_parameters(geometry, Shard(rank, size)), geometry, reader)
         return [
             StateShard(p.name, p.shard, 0, p.tensor.numel(), {"exp_avg": p.tensor, "exp_avg_sq": p.tensor.abs()})
             for p in parameters
@@ -321,7 +321,7 @@ def test_settings_that_mean_something_else_are_refused(tmp_path: Path) -> None:
     for number, (changed, named) in enumerate(HOSTILE_SETTINGS):
         here = tmp_path / str(number)
         here.mkdir()
-        refused(write(here / "adapter", random_tensors(adapters("q_proj", "v_proj")), **changed), named)
+        check_refusal(write(here / "adapter", random_tensors(adapters("q_proj", "v_proj")), **changed), named)
 
 
 def test_damaged_and_hostile_directories_are_refused(tmp_path: Path) -> None:
@@ -331,10 +331,10 @@ def test_damaged_and_hostile_directories_are_refused(tmp_path: Path) -> None:
         change, named = HOSTILE_FILES[case]
         directory = write(here / "adapter", random_tensors(adapters("q_proj", "v_proj")))
         change(directory)
-        refused(directory, named)
+        check_refusal(directory, named)
 
 
-def refused(directory: Path, named: list[str]) -> None:
+def check_refusal(directory: Path, named: list[str]) -> None:
     """Check that one message names the file and all of ``named``."""
     with pytest.raises(ConfigError) as caught:
         open_adapters(directory, GEOMETRY)

@@ -118,13 +118,13 @@ class KeptBuffers(Destinations):
 
 
 @cache
-def held(tp: int, pp: int) -> list[Place]:
+def source_places(tp: int, pp: int) -> list[Place]:
     layout = ParallelLayout(RANKS, tp=tp, pp=pp)
     return trainer_places(stage_names(GEOMETRY, layout), GEOMETRY, layout)
 
 
 @cache
-def needed(parts: int, buffers: int = 1) -> list[Place]:
+def destination_places(parts: int, buffers: int = 1) -> list[Place]:
     """Return the needed places. ``parts`` consecutive ranks split every matrix by columns, and each holds whole vectors.
 
     Names are distributed over the buffers.
@@ -180,8 +180,8 @@ def make_plan(sources: list[Place], destinations: list[Place], per_node: int | N
 
 
 @cache
-def planned(tp: int, pp: int, parts: int, per_node: int | None) -> Plan:
-    return make_plan(held(tp, pp), needed(parts), per_node)
+def plan_transfer(tp: int, pp: int, parts: int, per_node: int | None) -> Plan:
+    return make_plan(source_places(tp, pp), destination_places(parts), per_node)
 
 
 CASES = [
@@ -211,7 +211,11 @@ def test_every_run_brings_what_the_sources_hold_then(
     tp: int, pp: int, parts: int, per_node: int | None, machine: int, on_host: bool
 ) -> None:
     wire = Wire(machine)
-    sources, destinations, plan = held(tp, pp), needed(parts), planned(tp, pp, parts, per_node)
+    sources, destinations, plan = (
+        source_places(tp, pp),
+        destination_places(parts),
+        plan_transfer(tp, pp, parts, per_node),
+    )
     # Buffers are reused, unless every rank holds all tensors.
     assert plan.num_buckets > 2 or not count_bytes(plan).received.any()
 
@@ -234,7 +238,7 @@ def test_every_run_brings_what_the_sources_hold_then(
 
 
 def test_what_goes_to_several_peers_is_packed_once() -> None:
-    plan = make_plan(held(4, 1), needed(1), None)
+    plan = make_plan(source_places(4, 1), destination_places(1), None)
     staging = Staging(plan.rank_view(0), DTYPES, 2, torch.device("cpu"))
     largest = max(plan.rank_view(0).buckets, key=lambda bucket: bucket.send_bytes)
     [packets, _] = staging.stage(largest).sends
@@ -250,7 +254,7 @@ def test_what_goes_to_several_peers_is_packed_once() -> None:
 )
 def test_a_run_after_one_that_failed_is_whole(machine: int, per_node: int | None, fails_at: int, fails_in: str) -> None:
     wire = Wire(machine)
-    sources, destinations, plan = held(2, 2), needed(1), planned(2, 2, 1, per_node)
+    sources, destinations, plan = source_places(2, 2), destination_places(1), plan_transfer(2, 2, 1, per_node)
     old, new = random_model(0), random_model(1)
     bodies: dict[int, tuple[dict[str, Tensor], KeptBuffers, Executor]] = {}
 
@@ -282,8 +286,8 @@ def test_a_run_after_one_that_failed_is_whole(machine: int, per_node: int | None
 @pytest.mark.parametrize("machine", [0, 4])
 @pytest.mark.parametrize(("tp", "pp", "parts", "per_node"), CASES)
 def test_sources_may_be_made_bucket_by_bucket(tp: int, pp: int, parts: int, per_node: int | None, machine: int) -> None:
-    wire, sources, destinations = Wire(machine), held(tp, pp), needed(parts)
-    plan = planned(tp, pp, parts, per_node)
+    wire, sources, destinations = Wire(machine), source_places(tp, pp), destination_places(parts)
+    plan = plan_transfer(tp, pp, parts, per_node)
 
     def rank_body(rank: int) -> None:
         mine = [tensors_of(sources, rank), tensors_of(sources, rank)]
@@ -306,8 +310,8 @@ def test_sources_may_be_made_bucket_by_bucket(tp: int, pp: int, parts: int, per_
 @pytest.mark.parametrize(("tp", "pp", "parts", "per_node"), CASES)
 def test_adapters_are_merged_where_their_matrices_are(tp: int, pp: int, parts: int, per_node: int | None) -> None:
     """Each rank merges its parts of W, A and B. Engines get parts of the sum of the whole matrices."""
-    wire, sources, destinations = Wire(0), held(tp, pp), needed(parts)
-    plan, weights, generator = planned(tp, pp, parts, per_node), random_model(0), torch.Generator().manual_seed(1)
+    wire, sources, destinations = Wire(0), source_places(tp, pp), destination_places(parts)
+    plan, weights, generator = plan_transfer(tp, pp, parts, per_node), random_model(0), torch.Generator().manual_seed(1)
     layout = ParallelLayout(RANKS, tp=tp, pp=pp)
     of_adapters = replace(GEOMETRY, adapter=AdapterSizes(2, 1.0, ("q_proj", "v_proj", "o_proj", "up_proj")))
     # Integers, so that a product of parts equals the part of the product bit for bit.
@@ -348,7 +352,7 @@ def test_adapters_are_merged_where_their_matrices_are(tp: int, pp: int, parts: i
 
 
 def test_sources_are_closed_after_a_failure() -> None:
-    wire, sources, destinations = Wire(0), held(1, 1), needed(1)
+    wire, sources, destinations = Wire(0), source_places(1, 1), destination_places(1)
     plan = make_plan(sources, destinations, None)
 
     def rank_body(rank: int) -> None:

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from rlhf_mcore.bridge.files.hf_files import INDEX, SINGLE, HFReader, copy_companions
 from rlhf_mcore.config.errors import ConfigError
 from tests.distributed.models import make
-from tests.messages import refused
+from tests.messages import expect_error
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     """Return a model in transformers' files with several shards, and its tensors."""
     directory = tmp_path_factory.mktemp("saved")
     model = make("qwen2", directory)
@@ -33,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
 
 
 @pytest.fixture
-def sharded(tmp_path: Path) -> Path:
+def sharded_files(tmp_path: Path) -> Path:
     """Write two tensors in two shards."""
     directory = tmp_path / "model"
     directory.mkdir()
@@ -54,8 +54,8 @@ def raw(header: object, data: bytes = b"", size: int | None = None) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
-def test_every_rectangle_is_that_of_the_model(saved: tuple[Path, dict[str, Tensor]]) -> None:
-    directory, tensors = saved
+def test_every_rectangle_is_that_of_the_model(saved_model: tuple[Path, dict[str, Tensor]]) -> None:
+    directory, tensors = saved_model
     reader = HFReader(directory)
     assert reader.names == set(tensors)
     for name, tensor in tensors.items():
@@ -74,71 +74,71 @@ def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
     assert part.dtype == torch.bfloat16 and part.tolist() == [[6, 7], [10, 11]]
 
 
-def test_all_tensors_come_whole_and_once(sharded: Path) -> None:
-    scalar = sharded.parent / "scalar"
+def test_all_tensors_come_whole_and_once(sharded_files: Path) -> None:
+    scalar = sharded_files.parent / "scalar"
     scalar.mkdir()
     save_file({"s": torch.tensor(3.0)}, scalar / SINGLE)
     assert [(name, tensor.tolist()) for name, tensor in HFReader(scalar).tensors()] == [("s", 3.0)]
-    found = [(name, tensor.tolist()) for name, tensor in HFReader(sharded).tensors()]
+    found = [(name, tensor.tolist()) for name, tensor in HFReader(sharded_files).tensors()]
     assert found == [("a", [[0, 1, 2], [3, 4, 5]]), ("b", [0, 1, 2, 3])]
 
 
-def test_a_missing_tensor_is_named(sharded: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"{sharded}: tensor model.norm.weight is missing"):
-        HFReader(sharded).shape("model.norm.weight")
+def test_a_missing_tensor_is_named(sharded_files: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{sharded_files}: tensor model.norm.weight is missing"):
+        HFReader(sharded_files).shape("model.norm.weight")
 
 
-def test_a_tensor_that_is_not_where_the_index_says_is_named(sharded: Path) -> None:
-    write_index(sharded, {"a": SECOND, "b": SECOND})
-    with refused(ConfigError, field=sharded / SECOND, value="tensor a"):
-        HFReader(sharded).read("a", (slice(0, 1), slice(0, 1)))
+def test_a_tensor_that_is_not_where_the_index_says_is_named(sharded_files: Path) -> None:
+    write_index(sharded_files, {"a": SECOND, "b": SECOND})
+    with expect_error(ConfigError, field=sharded_files / SECOND, value="tensor a"):
+        HFReader(sharded_files).read("a", (slice(0, 1), slice(0, 1)))
 
 
-def test_missing_files_are_named(sharded: Path, tmp_path: Path) -> None:
-    (sharded / SECOND).unlink()
-    with pytest.raises(ConfigError, match=rf"{sharded}: weight file {SECOND} is missing"):
-        HFReader(sharded)
+def test_missing_files_are_named(sharded_files: Path, tmp_path: Path) -> None:
+    (sharded_files / SECOND).unlink()
+    with pytest.raises(ConfigError, match=rf"{sharded_files}: weight file {SECOND} is missing"):
+        HFReader(sharded_files)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=f"weight file {SINGLE} is missing"):
         HFReader(tmp_path / "empty")
 
 
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "sub/x.safetensors", "..", ".", ""])
-def test_an_index_cannot_lead_out_of_its_directory(sharded: Path, shard: str) -> None:
-    save_file({"b": torch.zeros(4)}, sharded.parent / "outside.safetensors")
-    (sharded / "sub").mkdir()
-    save_file({"b": torch.zeros(4)}, sharded / "sub" / "x.safetensors")
-    write_index(sharded, {"a": FIRST, "b": shard})
+def test_an_index_cannot_lead_out_of_its_directory(sharded_files: Path, shard: str) -> None:
+    save_file({"b": torch.zeros(4)}, sharded_files.parent / "outside.safetensors")
+    (sharded_files / "sub").mkdir()
+    save_file({"b": torch.zeros(4)}, sharded_files / "sub" / "x.safetensors")
+    write_index(sharded_files, {"a": FIRST, "b": shard})
     with pytest.raises(ConfigError, match=r"is not a plain file name|is missing"):
-        HFReader(sharded)
+        HFReader(sharded_files)
 
 
-def test_an_index_cannot_name_an_absolute_path(sharded: Path) -> None:
-    write_index(sharded, {"a": FIRST, "b": str(sharded / SECOND)})
-    with refused(ConfigError, field=INDEX, value=sharded / SECOND):
-        HFReader(sharded)
+def test_an_index_cannot_name_an_absolute_path(sharded_files: Path) -> None:
+    write_index(sharded_files, {"a": FIRST, "b": str(sharded_files / SECOND)})
+    with expect_error(ConfigError, field=INDEX, value=sharded_files / SECOND):
+        HFReader(sharded_files)
 
 
 @pytest.mark.parametrize("target", [SECOND, SINGLE])
-def test_a_link_cannot_lead_out_of_its_directory(sharded: Path, target: str) -> None:
-    outside = sharded.parent / "outside.safetensors"
-    os.rename(sharded / SECOND, outside)
-    (sharded / target).symlink_to(outside)
+def test_a_link_cannot_lead_out_of_its_directory(sharded_files: Path, target: str) -> None:
+    outside = sharded_files.parent / "outside.safetensors"
+    os.rename(sharded_files / SECOND, outside)
+    (sharded_files / target).symlink_to(outside)
     if target == SINGLE:
-        (sharded / INDEX).unlink()
-    with refused(ConfigError, field=sharded / target, value=outside):
-        HFReader(sharded)
+        (sharded_files / INDEX).unlink()
+    with expect_error(ConfigError, field=sharded_files / target, value=outside):
+        HFReader(sharded_files)
 
 
-def test_the_links_of_a_hugging_face_cache_are_followed(sharded: Path, tmp_path: Path) -> None:
+def test_the_links_of_a_hugging_face_cache_are_followed(sharded_files: Path, tmp_path: Path) -> None:
     repository = tmp_path / "models--x--y"
     snapshot = repository / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)
     (repository / "blobs").mkdir()
     for name in (FIRST, SECOND):
-        os.rename(sharded / name, repository / "blobs" / f"hash-of-{name}")
+        os.rename(sharded_files / name, repository / "blobs" / f"hash-of-{name}")
         (snapshot / name).symlink_to(f"../../blobs/hash-of-{name}")
-    os.rename(sharded / INDEX, snapshot / INDEX)
+    os.rename(sharded_files / INDEX, snapshot / INDEX)
     assert HFReader(snapshot).read("b", (slice(1, 3),)).tolist() == [1.0, 2.0]
 
 
@@ -154,10 +154,10 @@ def test_the_links_of_a_hugging_face_cache_are_followed(sharded: Path, tmp_path:
         (f'{{"weight_map": {{"a": "{FIRST}", "a": "{SECOND}"}}}}', "key 'a' appears twice"),
     ],
 )
-def test_a_malformed_index_is_named(sharded: Path, text: str, message: str) -> None:
-    (sharded / INDEX).write_text(text)
-    with pytest.raises(ConfigError, match=rf"{sharded / INDEX}.*{message}"):
-        HFReader(sharded)
+def test_a_malformed_index_is_named(sharded_files: Path, text: str, message: str) -> None:
+    (sharded_files / INDEX).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{sharded_files / INDEX}.*{message}"):
+        HFReader(sharded_files)
 
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -187,10 +187,10 @@ def test_a_broken_file_is_named_and_nothing_else_is_raised(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_shard_is_named(sharded: Path, kind: str) -> None:
-    path = sharded / SECOND
+def test_a_broken_shard_is_named(sharded_files: Path, kind: str) -> None:
+    path = sharded_files / SECOND
     path.write_bytes(BROKEN[kind](path.read_bytes()))
-    reader = HFReader(sharded)
+    reader = HFReader(sharded_files)
     assert reader.shape("a") == (2, 3)
     with pytest.raises(ConfigError, match=rf"{path}: not a readable safetensors file"):
         reader.shape("b")
@@ -233,7 +233,7 @@ def test_a_link_out_of_the_directory_is_not_copied(tmp_path: Path, name: str) ->
     (model / name).unlink(missing_ok=True)
     (tmp_path / "secret").write_text('{"of": "somebody"}')
     (model / name).symlink_to(tmp_path / "secret")
-    with refused(ConfigError, field=name, value=tmp_path / "secret"):
+    with expect_error(ConfigError, field=name, value=tmp_path / "secret"):
         copy_companions([model], target, torch.float32)
     assert list(target.iterdir()) == []
     (model / name).unlink()

@@ -33,7 +33,7 @@ class Case:
     tp: int
     hf: dict[str, Tensor]
 
-    def expected(self, name: str) -> list[Tensor]:
+    def expected_tensors(self, name: str) -> list[Tensor]:
         """Return mbridge's tensor of every rank, from full Hugging Face tensors."""
         full = self.theirs._weight_to_mcore_format(name, [self.hf[key] for key in self.hf_names(name)])
         return list(self.theirs._weight_split_across_tp(name, full, self.like(name, full), self.tp))
@@ -131,7 +131,7 @@ def test_every_rank_holds_what_mbridge_would_give_it(name: str, tp: int, monkeyp
     used = set()
     for parameter in megatron_names(case.geometry):
         used.update(case.hf_names(parameter))
-        expected = case.expected(parameter)
+        expected = case.expected_tensors(parameter)
         assert len(expected) == tp
         for rank, tensor in enumerate(expected):
             assert torch.equal(ours(case, parameter, Shard(rank, tp), tensor), tensor), (parameter, rank)
@@ -144,7 +144,9 @@ def test_mbridge_exports_the_full_tensors_from_ours(name: str, tp: int, monkeypa
     case = make_case(name, tp, monkeypatch)
     exported: dict[str, Tensor] = {}
     for parameter in megatron_names(case.geometry):
-        parts = [ours(case, parameter, Shard(rank, tp), part) for rank, part in enumerate(case.expected(parameter))]
+        parts = [
+            ours(case, parameter, Shard(rank, tp), part) for rank, part in enumerate(case.expected_tensors(parameter))
+        ]
         like = case.like(parameter, parts[0])
         whole = case.theirs._weight_merge_across_tp(parameter, parts, like) if is_cut(parameter) else parts[0]
         exported.update(zip(*case.theirs._weight_to_hf_format(parameter, whole), strict=True))
@@ -165,7 +167,7 @@ def test_expert_parallel_ranks_hold_the_experts_that_mbridge_deals_them(
             for k in range(case.geometry.num_experts // ep)
         }
         for parameter, numbered in case.theirs._weight_name_mapping_mcore_local_to_global(Holder(local)).items():
-            for rank, tensor in enumerate(case.expected(numbered)):
+            for rank, tensor in enumerate(case.expected_tensors(numbered)):
                 mine = ours(case, parameter, Shard(rank, 2, expert_rank, ep), tensor)
                 assert torch.equal(mine, tensor), (parameter, rank)
 

@@ -38,7 +38,7 @@ def random_tensors(geometry: ModelGeometry, dtype: torch.dtype) -> dict[str, Ten
 ENDS = ["embedding.word_embeddings.weight", "output_layer.weight"]
 
 
-def held(name: str, geometry: ModelGeometry, shard: Shard, full: dict[str, Tensor]) -> LocalParameter:
+def cut_parameter(name: str, geometry: ModelGeometry, shard: Shard, full: dict[str, Tensor]) -> LocalParameter:
     """Cut a rank's tensor out of whole tensors."""
     parts = pieces(name, geometry, shard)
     flat = torch.full((sum(part.numel for part in parts),), torch.nan, dtype=full[parts[0].hf_name].dtype)
@@ -85,10 +85,10 @@ def test_a_rank_sends_its_part_of_merged_matrices(
         names = list(layer_names(model, 0, model.num_experts // shard.expert_size)) + (
             ENDS if "lm_head" in targets else []
         )
-        parameters = [held(name, model, shard, full) for name in names]
+        parameters = [cut_parameter(name, model, shard, full) for name in names]
         pairs = [adapter_names(name) for name in names if blocks(name, geometry, shard)]
         sources = MergedSources(
-            parameters, [held(name, geometry, shard, adapters) for pair in pairs for name in pair], geometry
+            parameters, [cut_parameter(name, geometry, shard, adapters) for pair in pairs for name in pair], geometry
         )
         opened = sources.open(bucket(*names))
         for name in names:
@@ -123,8 +123,8 @@ def test_weights_are_merged_while_a_bucket_reads_them() -> None:
         "decoder.layers.0.self_attention.linear_qkv.weight",
     )
     adapters = random_tensors(geometry, torch.float32)
-    parameter = held(name, MODEL, shard, random_tensors(MODEL, torch.float32))
-    factors = [held(adapter, geometry, shard, adapters) for adapter in adapter_names(name)]
+    parameter = cut_parameter(name, MODEL, shard, random_tensors(MODEL, torch.float32))
+    factors = [cut_parameter(adapter, geometry, shard, adapters) for adapter in adapter_names(name)]
     sources = MergedSources([parameter], factors, geometry)
     one, other = bucket(name), bucket(name)
     first = sources.open(one)[name]
@@ -144,8 +144,8 @@ def test_copies_are_of_the_adapters_alone() -> None:
         Shard(0, 1),
         "decoder.layers.0.self_attention.linear_proj.weight",
     )
-    parameter = held(name, MODEL, shard, random_tensors(MODEL, torch.float32))
-    factors = [held(n, geometry, shard, random_tensors(geometry, torch.float32)) for n in adapter_names(name)]
+    parameter = cut_parameter(name, MODEL, shard, random_tensors(MODEL, torch.float32))
+    factors = [cut_parameter(n, geometry, shard, random_tensors(geometry, torch.float32)) for n in adapter_names(name)]
     live, kept = (MergedSources([parameter], factors, geometry, keep=keep) for keep in (False, True))
     kept.take()
     before = live.open(bucket(name))[name]
@@ -165,8 +165,8 @@ def test_magnitudes_are_those_of_when_a_sync_began_or_of_when_copies_were_made(d
     )
     geometry = replace(geometry, adapter=replace(geometry.adapter, use_dora=True))
     full, adapters = random_tensors(MODEL, dtype), random_tensors(geometry, dtype)
-    parameter = held(name, MODEL, shard, full)
-    factors = [held(n, geometry, shard, adapters) for n in adapter_names(name)]
+    parameter = cut_parameter(name, MODEL, shard, full)
+    factors = [cut_parameter(n, geometry, shard, adapters) for n in adapter_names(name)]
     gain = torch.ones(parameter.tensor.size(0))
     for part in pieces(name, MODEL, shard):
         factor = {"q": 2.0, "k": 0.5, "v": 1.0}[part.hf_name.partition("_proj")[0][-1]]
@@ -200,8 +200,8 @@ def test_adapters_travel_beside_the_weights_with_the_scale_in_b() -> None:
         Shard(0, 1),
         "decoder.layers.0.self_attention.linear_proj.weight",
     )
-    parameter = held(name, MODEL, shard, random_tensors(MODEL, torch.float32))
-    a, b = (held(n, geometry, shard, random_tensors(geometry, torch.float32)) for n in adapter_names(name))
+    parameter = cut_parameter(name, MODEL, shard, random_tensors(MODEL, torch.float32))
+    a, b = (cut_parameter(n, geometry, shard, random_tensors(geometry, torch.float32)) for n in adapter_names(name))
     opened = SeparateAdapterSources([parameter], [a, b], geometry).open(bucket(name, a.name, b.name))
     assert torch.equal(opened[name], parameter.tensor.view(-1))
     assert torch.equal(opened[a.name], a.tensor.view(-1))

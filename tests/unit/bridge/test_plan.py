@@ -11,7 +11,7 @@ from rlhf_mcore.bridge.plan.rank_plan import Bucket, Copy, LocalCopy, Message, P
 from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from tests.engine_layout import PlannedTensor, engine_places
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.plan_bytes import count_bytes
 from tests.trainer_layout import even_nodes, replicas, stage_names, trainer_places
 from tests.unit.bridge.geometry import bucket_names
@@ -202,17 +202,17 @@ def test_a_plan_over_nothing_is_empty() -> None:
 
 def test_refusals_name_the_field_and_the_tensor() -> None:
     sources, destinations = two_by_two()
-    with refused(ValueError, field=("order", "b"), value=1):
+    with expect_error(ValueError, field=("order", "b"), value=1):
         plan_of(sources, destinations, order=["a"])
-    with refused(ValueError, field=("only", "c"), value=1):
+    with expect_error(ValueError, field=("only", "c"), value=1):
         plan_of(sources, destinations, only=["a", "c"])
-    with refused(ValueError, field=("bucket_bytes", "b"), value=(2, 4)):
+    with expect_error(ValueError, field=("bucket_bytes", "b"), value=(2, 4)):
         plan_of(sources, destinations, bucket_bytes=2)
-    with refused(ValueError, field=("nodes", "rank 3"), value=1):
+    with expect_error(ValueError, field=("nodes", "rank 3"), value=1):
         plan_of(sources, destinations, nodes=[0])
-    with refused(ValueError, field="element_sizes"):
+    with expect_error(ValueError, field="element_sizes"):
         plan_of(sources, destinations, element_sizes={"a": 3, "b": 2})
-    with refused(ValueError, field="b", value="(2, 0)"):
+    with expect_error(ValueError, field="b", value="(2, 0)"):
         plan_of(sources[:3], destinations)
     with pytest.raises(ValueError, match="ascending"):
         plan_of([Place("s", (), (3, 1)), *sources], destinations)
@@ -222,17 +222,17 @@ def test_coverage_tells_what_is_wrong() -> None:
     shapes = {"w": (4, 2)}
     good = Place("s", (whole_rows("w", 0, 4),), (0,), 8)
     check_coverage([good], [good], shapes)
-    with refused(CoverageError, field="w", value=("(1, 0)", "(3, 2)")):
+    with expect_error(CoverageError, field="w", value=("(1, 0)", "(3, 2)")):
         check_coverage([Place("s", (whole_rows("w", 0, 1),), (0,))], [good], shapes)
-    with refused(CoverageError, field="d", value=2):
+    with expect_error(CoverageError, field="d", value=2):
         check_coverage([good], [Place("d", (whole_rows("w", 0, 2), whole_rows("w", 2, 2, offset=2)), (0,), 8)], shapes)
-    with refused(CoverageError, field=("d", "padding"), value=("[(8, 12)]", "[]")):
+    with expect_error(CoverageError, field=("d", "padding"), value=("[(8, 12)]", "[]")):
         check_coverage([good], [Place("d", good.pieces, (0,), 12)], shapes)
-    with refused(CoverageError, field="d", value=(8, 6)):
+    with expect_error(CoverageError, field="d", value=(8, 6)):
         check_coverage([good], [Place("d", good.pieces, (0,), 6)], shapes)
-    with refused(CoverageError, field="w", value="(4, 2)"):
+    with expect_error(CoverageError, field="w", value="(4, 2)"):
         check_coverage([good], [Place("d", (whole_rows("w", 3, 2),), (0,))], shapes)
-    with refused(CoverageError, field="v"):
+    with expect_error(CoverageError, field="v"):
         check_coverage([good], [Place("d", (whole_rows("v", 0, 2),), (0,))], shapes)
     check_coverage([good], [Place("d", good.pieces, (0,), 12, ((8, 12),))], shapes)
 
@@ -271,11 +271,11 @@ def test_engines_are_consecutive_ranks() -> None:
 
 
 def test_owners_take_turns_within_a_layer_or_over_the_model() -> None:
-    def owned(name: str, *ranks: int) -> Place:
+    def place_on(name: str, *ranks: int) -> Place:
         return Place(name, (whole_rows(name, 0, 1),), ranks)
 
     order = [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("e0", "e1", "e2", "e3")]
-    sources = [owned(name, 4 * int(name[13]) + int(name[-1]) // 2) for name in order]
+    sources = [place_on(name, 4 * int(name[13]) + int(name[-1]) // 2) for name in order]
     assert [name[13:] for name in spread_order(order, sources)] == [
         f"{layer}.{name}" for layer in (0, 1) for name in ("e0", "e2", "e1", "e3")
     ]

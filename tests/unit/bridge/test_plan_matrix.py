@@ -51,7 +51,9 @@ LAYOUTS = [
 ]
 
 
-def described(model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: int) -> tuple[list[Place], list[Place]]:
+def build_places(
+    model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: int
+) -> tuple[list[Place], list[Place]]:
     held = sources(model, trainer_layout(model, ranks, tp, pp, ep))
     return held, destinations(model, engine_tp, ranks // engine_tp)
 
@@ -74,7 +76,7 @@ def plan_of(model: Model, held: list[Place], needed: list[Place], nodes: list[in
 def test_every_layout_is_covered_at_the_lower_bound(
     model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: int
 ) -> None:
-    check_bound(model, ranks, *described(model, ranks, tp, pp, ep, engine_tp))
+    check_bound(model, ranks, *build_places(model, ranks, tp, pp, ep, engine_tp))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +198,7 @@ def test_replicas_share_the_sending(
     model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: int, ranks_per_node: int | None
 ) -> None:
     """Among ranks that hold the same tensors, the busiest sends at most a tenth more than the mean."""
-    held, needed = described(model, ranks, tp, pp, ep, engine_tp)
+    held, needed = build_places(model, ranks, tp, pp, ep, engine_tp)
     counted = count_bytes(plan_of(model, held, needed, ranks_per_node))
     sent = counted.sent.reshape(pp, -1, max(tp, ep))  # stage, replica, shard
     assert (sent.max(axis=1) <= 1.1 * sent.mean(axis=1)).all()
@@ -205,28 +207,28 @@ def test_replicas_share_the_sending(
 def test_regular_layouts_send_evenly_over_all_ranks() -> None:
     """Stages are even except for the embedding and the output layer, a sixteenth of the first and last of eight stages."""
     for model, layout in ((LLAMA_70B, (64, 4, 4, 1, 8)), (MOE, (512, 8, 1, 8, 4))):
-        counted = count_bytes(plan_of(model, *described(model, *layout)))
+        counted = count_bytes(plan_of(model, *build_places(model, *layout)))
         assert counted.sent.max() <= 1.1 * counted.sent.mean()
 
 
 def test_digest_is_the_same_wherever_it_is_computed() -> None:
-    first, second = (plan_of(MOE, *described(MOE, 64, 4, 2, 8, 8)) for _ in range(2))
+    first, second = (plan_of(MOE, *build_places(MOE, 64, 4, 2, 8, 8)) for _ in range(2))
     assert first.digest == second.digest
     assert len(first.digest) == 32
-    assert first.digest != plan_of(MOE, *described(MOE, 64, 4, 2, 8, 4)).digest
-    assert first.digest != plan_of(MOE, *described(MOE, 128, 4, 2, 8, 8)).digest
-    assert first.digest != plan_of(MOE, *described(MOE, 64, 4, 2, 8, 8), nodes=4).digest
+    assert first.digest != plan_of(MOE, *build_places(MOE, 64, 4, 2, 8, 4)).digest
+    assert first.digest != plan_of(MOE, *build_places(MOE, 128, 4, 2, 8, 8)).digest
+    assert first.digest != plan_of(MOE, *build_places(MOE, 64, 4, 2, 8, 8), nodes=4).digest
 
 
 def test_a_moved_view_changes_the_digest_though_no_message_changes() -> None:
-    held, needed = described(DENSE, 4, 2, 2, 1, 2)
+    held, needed = build_places(DENSE, 4, 2, 2, 1, 2)
     piece = needed[0].pieces[0]
     moved = replace(needed[0], pieces=(replace(piece, offset=piece.offset + 1), *needed[0].pieces[1:]))
     assert plan_of(DENSE, held, needed).digest != plan_of(DENSE, held, [moved, *needed[1:]]).digest
 
 
 def test_buckets_go_through_the_network_layer_by_layer() -> None:
-    names = bucket_names(plan_of(MOE, *described(MOE, 64, 4, 2, 8, 8)))
+    names = bucket_names(plan_of(MOE, *build_places(MOE, 64, 4, 2, 8, 8)))
     layers = [int(name.split(".")[2]) for bucket in names for name in dict.fromkeys(bucket) if ".layers." in name]
     assert layers == sorted(layers)
     assert names[0][0] == "model.embed_tokens.weight"
@@ -234,7 +236,7 @@ def test_buckets_go_through_the_network_layer_by_layer() -> None:
 
 
 def test_a_missing_expert_is_noticed() -> None:
-    held, needed = described(MOE, 64, 4, 2, 8, 8)
+    held, needed = build_places(MOE, 64, 4, 2, 8, 8)
     lost = [place for place in held if place.pieces[0].hf_name != "model.layers.5.mlp.experts.3.down_proj.weight"]
     assert len(lost) == len(held) - 1
     with pytest.raises(CoverageError, match=r"layers\.5\.mlp\.experts\.3\.down_proj"):

@@ -27,7 +27,7 @@ MOST_RANKS = 12
 TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def strided(buffer: np.ndarray, copy: Copy | Piece) -> np.ndarray:
+def view_strided(buffer: np.ndarray, copy: Copy | Piece) -> np.ndarray:
     steps = tuple(stride * buffer.itemsize for stride in copy.strides)
     assert copy.offset + sum((n - 1) * s for n, s in zip(copy.shape, copy.strides, strict=True)) < buffer.size
     return np.lib.stride_tricks.as_strided(buffer[copy.offset :], copy.shape, steps)
@@ -50,7 +50,7 @@ class World:
             for rank in place.ranks:
                 buffer = np.zeros(place.numel, dtype=self.full[place.pieces[0].hf_name].dtype)
                 for piece in place.pieces:
-                    strided(buffer, piece)[...] = self.full[piece.hf_name][piece.slices]
+                    view_strided(buffer, piece)[...] = self.full[piece.hf_name][piece.slices]
                 memory[rank, place.buffer] = buffer
         self.filled = {key: np.zeros_like(buffer) for key, buffer in self.wanted.items()}
 
@@ -83,8 +83,8 @@ def execute(world: World, views: dict[int, RankPlan]) -> None:
     for index in range(len(next(iter(views.values())).buckets)):
         for rank, view in views.items():
             for copy in view.buckets[index].local:
-                target = strided(world.filled[rank, copy.destination.buffer], copy.destination)
-                target[...] = strided(world.held[rank, copy.source.buffer], copy.source)
+                target = view_strided(world.filled[rank, copy.destination.buffer], copy.destination)
+                target[...] = view_strided(world.held[rank, copy.source.buffer], copy.source)
         for phase in (0, 1):
             wire = pack(world, views, index, phase)
             for rank, view in views.items():
@@ -104,7 +104,9 @@ def pack(world: World, views: dict[int, RankPlan], index: int, phase: int) -> di
             for copy in message.copies:
                 assert copy.message_offset % copy.item_bytes == 0
                 part = slice(copy.message_offset, copy.message_offset + copy.nbytes)
-                data[part] = np.ascontiguousarray(strided(memory[rank, copy.buffer], copy)).reshape(-1).view(np.uint8)
+                data[part] = (
+                    np.ascontiguousarray(view_strided(memory[rank, copy.buffer], copy)).reshape(-1).view(np.uint8)
+                )
                 covered[part] += 1
             assert (covered == 1).all(), "a message has gaps or overlaps"
             wire[rank, message.peer] = data
@@ -115,7 +117,7 @@ def scatter(world: World, rank: int, copies: list[Copy], data: np.ndarray, nbyte
     assert data.nbytes == nbytes
     for copy in copies:
         part = data[copy.message_offset : copy.message_offset + copy.nbytes]
-        target = strided(world.filled[rank, copy.buffer], copy)
+        target = view_strided(world.filled[rank, copy.buffer], copy)
         target[...] = part.view(target.dtype).reshape(copy.shape)
 
 
@@ -216,14 +218,14 @@ def check(world: World, plan: Plan, nodes: list[int] | None) -> None:
             assert peak_bytes(view, depth) <= counted.peak(depth) <= 2 * depth * plan.bucket_bytes
     each = nodes or list(range(MOST_RANKS))
     check_nodes(world, views, each)
-    assert counted.imported.sum() == counted.exported.sum() == imported(views, each)
+    assert counted.imported.sum() == counted.exported.sum() == count_imported(views, each)
     for rank, view in views.items():
-        assert counted.imported[rank] == imported({rank: view}, each)
+        assert counted.imported[rank] == count_imported({rank: view}, each)
         sent = [message for bucket in view.buckets for phase in bucket.phases for message in phase.sends]
         assert counted.exported[rank] == sum(message.nbytes for message in sent if each[message.peer] != each[rank])
 
 
-def imported(views: dict[int, RankPlan], nodes: list[int]) -> int:
+def count_imported(views: dict[int, RankPlan], nodes: list[int]) -> int:
     return sum(
         message.nbytes
         for rank, view in views.items()
@@ -238,7 +240,7 @@ def check_nodes(world: World, views: dict[int, RankPlan], nodes: list[int]) -> N
     """Check that each node imports the bytes that its ranks need and do not hold, once."""
     for node in set(nodes):
         inside = [rank for rank in views if nodes[rank] == node]
-        assert imported({rank: views[rank] for rank in inside}, nodes) == world.lower_bound(inside)
+        assert count_imported({rank: views[rank] for rank in inside}, nodes) == world.lower_bound(inside)
 
 
 @settings(max_examples=60, deadline=None)

@@ -300,12 +300,12 @@ def test_a_changed_bit_of_a_value_is_noticed(
     bridge = trainer.bridge(engine, kind, verify=True)
     close = EngineDestinations.close
 
-    def tampered(landing: EngineDestinations, bucket: Bucket) -> None:
+    def tamper(landing: EngineDestinations, bucket: Bucket) -> None:
         close(landing, bucket)
         if buffer in bucket.destination_buffers:
             landing.open(bucket)[buffer].view(torch.uint8)[0] ^= 1
 
-    monkeypatch.setattr(EngineDestinations, "close", tampered)
+    monkeypatch.setattr(EngineDestinations, "close", tamper)
     with pytest.raises(SyncMismatch, match=f"1 of .*{buffer}$"):
         bridge.sync(0)
     assert engine.policy_version == -1

@@ -18,7 +18,7 @@ from rlhf_mcore.geometry import ExpertSizes
 from rlhf_mcore.parallel.addresses import LOOPBACK
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost, SyncStats
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.bridge.geometry import GEOMETRY
 from tests.unit.parallel.world import world
 
@@ -154,7 +154,7 @@ def test_a_transfer_that_somebody_has_lost_is_made_again_in_another_group(engine
 
 def test_where_nobody_has_failed_and_it_does_not_work_the_run_ends_with_the_reasons(engines: Engines) -> None:
     engines.problems = [["engine a has lost c"]] * 9
-    with refused(RuntimeError, value=("3 times", "engine a")):
+    with expect_error(RuntimeError, value=("3 times", "engine a")):
         bridge_to(engines).sync(0)
     assert engines.told == ["pause", "join", "finish"] * 3 + ["pause"]
 

@@ -12,7 +12,7 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.families import FAMILIES, HEADS, architecture_name, embedding_name
 from rlhf_mcore.geometry import GroupedSizes, LatentSizes, ModelGeometry, Shard
 from tests.distributed.models import MODELS, SIZES
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.bridge.geometry import GEOMETRY, geometries, hf_tensors, mcore_tensors
 
 QKV = "decoder.layers.3.self_attention.linear_qkv.weight"
@@ -173,7 +173,7 @@ def test_norms_fused_into_transformer_engines_linears_have_the_same_place(family
 
 def test_a_head_has_the_parameters_of_its_kind_only() -> None:
     for head in ("lm", "sequence"):
-        with refused(KeyError, field="qwen2"):
+        with expect_error(KeyError, field="qwen2"):
             pieces("output_layer.bias", replace(GEOMETRY, head=head), Shard(0, 1))
 
 
@@ -189,7 +189,7 @@ def test_a_head_has_the_parameters_of_its_kind_only() -> None:
     ],
 )
 def test_a_parameter_without_a_rule_is_an_error(family: str, name: str) -> None:
-    with refused(KeyError, field=family, value=name):
+    with expect_error(KeyError, field=family, value=name):
         pieces(name, replace(GEOMETRY, family=family), Shard(0, 1))
 
 

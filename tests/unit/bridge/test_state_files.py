@@ -27,7 +27,7 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.geometry import ModelGeometry, Shard, StateShard
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.bridge.geometry import GEOMETRY, geometries, hf_tensors, mcore_tensors
 
 FACTORS = {"master": 1.0, "exp_avg": -2.0, "exp_avg_sq": 0.5}
@@ -141,9 +141,9 @@ def _fields(g: ModelGeometry) -> dict[str, Any]:
 @settings(max_examples=6, deadline=None)
 @given(geometries(), geometries(), st.integers(1, 5), st.integers(1, 5))
 def test_any_cut_is_read_back_at_any_other(
-    saved: tuple[ModelGeometry, int], other: tuple[ModelGeometry, int], dp: int, other_dp: int
+    saved_state: tuple[ModelGeometry, int], other: tuple[ModelGeometry, int], dp: int, other_dp: int
 ) -> None:
-    g, tp = saved
+    g, tp = saved_state
     other_tp = next(size for size in (other[1], tp) if _fits(g, size))
     kinds = ("master", "exp_avg", "exp_avg_sq") if dp % 2 else ("exp_avg", "exp_avg_sq")
     with tempfile.TemporaryDirectory() as folder:
@@ -188,7 +188,7 @@ def test_a_copy_in_memory_is_what_is_written(tmp_path: Path) -> None:
 def test_ranks_that_do_not_cover_a_tensor_are_found_out_when_saving() -> None:
     ranks = make_shards(GEOMETRY, 2, 1, ("exp_avg",), fill=True)
     described = {rank: RankState(shards, GEOMETRY).described for rank, shards in enumerate(ranks)}
-    with refused(ValueError, field="model.embed_tokens.weight", value=(56, 104)):
+    with expect_error(ValueError, field="model.embed_tokens.weight", value=(56, 104)):
         make_index({0: described[0]}, GEOMETRY, {})
     with pytest.raises(ValueError, match=r"the ranks hold .* elements"):
         make_index({0: described[0], 1: described[1], 2: described[1]}, GEOMETRY, {})
@@ -227,7 +227,7 @@ def test_an_index_covers_the_tensors_that_it_declares(saved_part: Path) -> None:
 
 def test_state_that_an_index_does_not_cover_is_refused(saved_part: Path) -> None:
     frozen = make_shards(GEOMETRY, 1, 1, ("exp_avg",), fill=False)[0]
-    with refused(ConfigError, field="model.embed_tokens.weight", value="did not train"):
+    with expect_error(ConfigError, field="model.embed_tokens.weight", value="did not train"):
         StateReader(saved_part, GEOMETRY).read_into(frozen)
 
 
@@ -259,11 +259,11 @@ def test_what_differs_from_the_declaration_is_refused(
 
 def test_ranks_that_differ_from_the_declaration_are_found_out_when_saving() -> None:
     held = RankState(trained_shards(fill=True), GEOMETRY).described
-    with refused(ValueError, field=("rank 0", "model.norm.weight")):
+    with expect_error(ValueError, field=("rank 0", "model.norm.weight")):
         make_index({0: held}, GEOMETRY, {}, LAYER)
-    with refused(ValueError, field="lm_head.weight", value=(0, 104)):
+    with expect_error(ValueError, field="lm_head.weight", value=(0, 104)):
         make_index({0: held}, GEOMETRY, {}, TRAINED | {"lm_head.weight"})
-    with refused(ValueError, field="model.adapter"):
+    with expect_error(ValueError, field="model.adapter"):
         make_index({0: held}, GEOMETRY, {}, TRAINED | {"model.adapter"})
 
 
@@ -277,7 +277,7 @@ def test_an_index_of_a_whole_model_is_as_it_always_was(tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- bad input
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved_state(tmp_path: Path) -> Path:
     save(tmp_path, GEOMETRY, make_shards(GEOMETRY, 1, 2, ("exp_avg", "exp_avg_sq"), fill=True))
     return tmp_path
 
@@ -326,10 +326,10 @@ DELETED = object()
         (lambda i: i["tensors"].__setitem__(NORM, i["tensors"]["lm_head.weight"]), "model.norm.weight: shape"),
     ],
 )
-def test_a_hostile_index_is_refused(saved: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
-    change_index(saved, change)
+def test_a_hostile_index_is_refused(saved_state: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
+    change_index(saved_state, change)
     with pytest.raises(ConfigError, match=message):
-        read_all(saved)
+        read_all(saved_state)
 
 
 @pytest.mark.parametrize(
@@ -386,38 +386,38 @@ def test_counts_and_loss_scales_that_no_optimizer_can_have_are_refused(change: d
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{" * 100_000, '{"format": 1}', "\xff"])
-def test_an_index_that_is_none_is_refused(saved: Path, text: str) -> None:
-    (saved / STATE_INDEX).write_bytes(text.encode("latin-1"))
+def test_an_index_that_is_none_is_refused(saved_state: Path, text: str) -> None:
+    (saved_state / STATE_INDEX).write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match="index"):
-        read_all(saved)
+        read_all(saved_state)
 
 
-def test_a_file_that_leads_outside_is_refused(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_file_that_leads_outside_is_refused(saved_state: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "state"
-    (saved / state_file(0)).rename(elsewhere)
-    (saved / state_file(0)).symlink_to(elsewhere)
+    (saved_state / state_file(0)).rename(elsewhere)
+    (saved_state / state_file(0)).symlink_to(elsewhere)
     with pytest.raises(ConfigError, match="not a plain file in this directory"):
-        read_all(saved)
+        read_all(saved_state)
 
 
-def test_files_that_do_not_hold_what_the_index_says_are_refused(saved: Path) -> None:
-    path = saved / state_file(1)
+def test_files_that_do_not_hold_what_the_index_says_are_refused(saved_state: Path) -> None:
+    path = saved_state / state_file(1)
     data = path.read_bytes()
     whole = safetensors.torch.load(data)  # not memory-mapped, because the file is overwritten below
     path.write_bytes(data[: len(data) // 2])
-    with refused(ConfigError, field="state-00001.safetensors", value="safetensors file"):
-        read_all(saved)
+    with expect_error(ConfigError, field="state-00001.safetensors", value="safetensors file"):
+        read_all(saved_state)
     path.write_bytes(b"\x80\x04K\x01.")  # a pickle
     with pytest.raises(ConfigError, match="not a readable safetensors file"):
-        read_all(saved)
+        read_all(saved_state)
     save_file({name: tensor.double() for name, tensor in whole.items()}, path)
-    with refused(ConfigError, field="state-00001.safetensors", value="torch.float64"):
-        read_all(saved)
+    with expect_error(ConfigError, field="state-00001.safetensors", value="torch.float64"):
+        read_all(saved_state)
 
 
-def test_a_kind_that_was_not_saved_is_named(saved: Path) -> None:
-    with refused(ConfigError, field=("model.embed_tokens.weight", "master"), remedy=("model.dtype", "optimizer")):
-        read_all(saved, ("master", "exp_avg"))
+def test_a_kind_that_was_not_saved_is_named(saved_state: Path) -> None:
+    with expect_error(ConfigError, field=("model.embed_tokens.weight", "master"), remedy=("model.dtype", "optimizer")):
+        read_all(saved_state, ("master", "exp_avg"))
 
 
 def test_a_tensor_that_was_written_can_leave_the_device() -> None:

@@ -27,9 +27,9 @@ class Trainer:
 
     def __init__(self, geometry: ModelGeometry):
         self.geometry, self.hf = geometry, hf_tensors(geometry)
-        self.parameters = [LocalParameter(n, t, Shard(0, 1)) for n, t in self._cut().items()]
+        self.parameters = [LocalParameter(n, t, Shard(0, 1)) for n, t in self._fuse().items()]
 
-    def _cut(self) -> dict[str, Tensor]:
+    def _fuse(self) -> dict[str, Tensor]:
         held = mcore_tensors(self.geometry, self.hf, 0, 1)
         if self.geometry.tied_embeddings:
             del held["output_layer.weight"]
@@ -38,7 +38,7 @@ class Trainer:
     def update(self) -> None:
         """Change all weights."""
         self.hf = {name: tensor + 0.5 for name, tensor in self.hf.items()}
-        for parameter, tensor in zip(self.parameters, self._cut().values(), strict=True):
+        for parameter, tensor in zip(self.parameters, self._fuse().values(), strict=True):
             parameter.tensor.copy_(tensor)
 
     def bridge(self, engine: Engine, changing: list[str] | None = None, **options: Any) -> PlannedBridge:
@@ -106,12 +106,12 @@ def tamper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Change the lowest bit of one element in transit."""
     close = EngineDestinations.close
 
-    def tampered(landing: EngineDestinations, bucket: Bucket) -> None:
+    def change_bit(landing: EngineDestinations, bucket: Bucket) -> None:
         if name in bucket.destination_buffers:
             landing.open(bucket)[name].view(torch.int64)[-1] ^= 1
         close(landing, bucket)
 
-    monkeypatch.setattr(EngineDestinations, "close", tampered)
+    monkeypatch.setattr(EngineDestinations, "close", change_bit)
 
 
 def test_a_changed_bit_is_noticed_and_nothing_is_generated(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:

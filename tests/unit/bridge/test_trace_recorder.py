@@ -14,7 +14,7 @@ from rlhf_mcore.bridge.map.trace import Recorder
 Loader = Callable[[Tensor, Tensor], object]
 
 
-def recorded(loader: Loader, source_shape: tuple[int, ...], shape: tuple[int, ...]) -> tuple[list[Piece], str]:
+def record(loader: Loader, source_shape: tuple[int, ...], shape: tuple[int, ...]) -> tuple[list[Piece], str]:
     source = torch.empty(source_shape, device="meta")
     parameter = torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
     recorder = Recorder({"w": source}, {"p": parameter})
@@ -54,7 +54,7 @@ def fused_with_padding(parameter: Tensor, source: Tensor) -> None:
 def test_habits_of_loaders(
     loader: Loader, source_shape: tuple[int, ...], shape: tuple[int, ...], pieces: list[Piece]
 ) -> None:
-    assert recorded(loader, source_shape, shape) == (pieces, "")
+    assert record(loader, source_shape, shape) == (pieces, "")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_habits_of_loaders(
     ids=["computed", "added", "changed before", "scattered"],
 )
 def test_what_is_not_a_copy_of_a_part_is_called_opaque(loader: Loader) -> None:
-    pieces, reason = recorded(loader, (4, 3), (4, 3))
+    pieces, reason = record(loader, (4, 3), (4, 3))
     assert pieces == []
     assert "computed values" in reason
 

@@ -15,7 +15,7 @@ from rlhf_mcore.bridge.files.gather import GatherBridge, Gatherer
 from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
 
 
@@ -65,7 +65,7 @@ def test_a_scalar_head_is_read_or_begins_at_zero_on_a_language_model(tmp_path: P
 def test_a_head_with_more_than_one_label_is_refused(tmp_path: Path) -> None:
     reader = write(tmp_path, {"score.weight": torch.ones(2, 8)})
     parameter = LocalParameter("output_layer.weight", torch.zeros(1, 8), Shard(0, 1))
-    with refused(ConfigError, field=("score.weight", "config.json"), value=("(2, 8)", "(1, 8)")):
+    with expect_error(ConfigError, field=("score.weight", "config.json"), value=("(2, 8)", "(1, 8)")):
         load([parameter], replace(GEOMETRY, head="sequence"), reader)
 
 
@@ -89,7 +89,7 @@ def test_values_are_cast_to_the_dtype_of_the_parameter(tmp_path: Path) -> None:
 def test_values_that_are_not_finite_are_refused(tmp_path: Path, value: float, dtype: torch.dtype, remedy: str) -> None:
     reader = write(tmp_path, {"model.norm.weight": torch.tensor([1.0] * 7 + [value])})
     parameter = LocalParameter("decoder.final_layernorm.weight", torch.zeros(8, dtype=dtype), Shard(0, 1))
-    with refused(ConfigError, field="model.norm.weight", value=(tmp_path, "not finite"), remedy=remedy):
+    with expect_error(ConfigError, field="model.norm.weight", value=(tmp_path, "not finite"), remedy=remedy):
         load([parameter], GEOMETRY, reader)
 
 
@@ -128,14 +128,14 @@ def test_every_dtype_of_weights_loads_into_every_dtype_of_models(
 def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     reader = write(tmp_path, {"model.norm.weight": torch.ones(9)})
     parameter = LocalParameter("decoder.final_layernorm.weight", torch.zeros(8), Shard(0, 1))
-    with refused(ConfigError, field=("model.norm.weight", "config.json"), value=("(9,)", "(8,)")):
+    with expect_error(ConfigError, field=("model.norm.weight", "config.json"), value=("(9,)", "(8,)")):
         load([parameter], GEOMETRY, reader)
 
 
 def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     reader = write(tmp_path, {"model.norm.weight": torch.ones(8)})
     parameter = LocalParameter("output_layer.weight", torch.zeros(13, 8), Shard(0, 1))
-    with refused(ConfigError, field="lm_head.weight", value="missing"):
+    with expect_error(ConfigError, field="lm_head.weight", value="missing"):
         load([parameter], GEOMETRY, reader)
 
 

@@ -20,8 +20,8 @@ from rlhf_mcore.bridge.run import verify
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncMismatch
-from tests.machine_speed import scaled
-from tests.messages import refused
+from tests.machine_speed import scale_seconds
+from tests.messages import expect_error
 
 SHAPE = (3, 4)
 VALUES = torch.tensor([[1.0, -2.0, 0.0, 3.5], [1e-8, 7.0, -0.0, 2.0], [9.0, -1e6, 0.25, 1.5]])
@@ -142,9 +142,9 @@ def test_digests_of_tensors_are_sums_of_those_of_rectangles_each_counted_once() 
     held = places(LEFT, RIGHT, RIGHT)
     assert tensor_digests(hashes(5, -2, -2), held, {"w": SHAPE}, group) == {"w": 3}
     assert tensor_digests([*hashes(5, -2), None], held, {"w": SHAPE}, group) == {"w": 3}
-    with refused(SyncMismatch, field=("rank 0", "w"), value="(0, 2)"):
+    with expect_error(SyncMismatch, field=("rank 0", "w"), value="(0, 2)"):
         tensor_digests(hashes(5, -2, -3), held, {"w": SHAPE}, group)
-    with refused(SyncMismatch, field="w", value=(6, 12)):
+    with expect_error(SyncMismatch, field="w", value=(6, 12)):
         tensor_digests(hashes(5), places(LEFT), {"w": SHAPE}, group)
 
 
@@ -159,19 +159,19 @@ def test_digests_of_256_ranks_with_37_000_pieces_each_take_seconds(monkeypatch: 
     monkeypatch.setattr(verify, "all_gather_rows", lambda mine, group: rows)
     begun = time.process_time()
     found = tensor_digests([None] * len(own), held, shapes, world_group())
-    assert time.process_time() - begun < scaled(3)
+    assert time.process_time() - begun < scale_seconds(3)
     assert found.keys() == shapes.keys()
     name = "model.layers.93.mlp.experts.127.up_proj.weight"
     places_of_name = [place for place, piece in enumerate(own) if piece.hf_name == name]
     assert found[name] == 8 * sum(places_of_name), "8 parts, each held by 32 ranks"
     rows[200 * len(own) + 20_000, 0] += 1
-    with refused(SyncMismatch, field=("rank 200", own[20_000].hf_name)):
+    with expect_error(SyncMismatch, field=("rank 200", own[20_000].hf_name)):
         tensor_digests([None] * len(own), held, shapes, world_group())
 
 
 def test_tensors_that_differ_are_named() -> None:
     compare({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2})  # each engine holds a part of the tensors
-    with refused(SyncMismatch, field="b", value=(1, 2)):
+    with expect_error(SyncMismatch, field="b", value=(1, 2)):
         compare({"a": 1, "b": 2}, {"a": 1, "b": 3})
     with pytest.raises(SyncMismatch, match="among them c"):
         compare({"a": 1}, {"a": 1, "c": 1})

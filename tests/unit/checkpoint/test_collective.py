@@ -82,17 +82,17 @@ def test_fault_12_a_file_that_could_not_be_made_durable_is_written_again(
 ) -> None:
     made: list[Path] = []
 
-    def counted(partial: Path) -> list[Path]:
+    def count_and_write(partial: Path) -> list[Path]:
         made.append(partial)
         return write(partial)
 
     disk = FailingDisk(errno.EIO, lambda name, path: path.name == "model.safetensors" and len(made) <= failures)
     writer = CheckpointWriter(tmp_path, disk)
     if failures < 3:
-        writer.save(CheckpointInfo(10), counted)
+        writer.save(CheckpointInfo(10), count_and_write)
     else:
         with pytest.raises(TransientSaveError, match="Input/output error"):
-            writer.save(CheckpointInfo(10), counted)
+            writer.save(CheckpointInfo(10), count_and_write)
     assert len(set(made)) == len(made) == attempts  # each in a directory of its own
     assert [checkpoint.step for checkpoint in scan(tmp_path)] == ([10] if failures < 3 else [])
 

@@ -10,7 +10,7 @@ from rlhf_mcore.checkpoint.config_changes import FIXED, compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.yaml_text import load_yaml, to_yaml
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 def test_what_cannot_be_changed_is_told_from_what_can() -> None:
@@ -82,7 +82,7 @@ def test_keys_that_only_one_of_them_has_are_listed() -> None:
 
 def test_all_refusals_come_at_once() -> None:
     refuse(Path("c"), [])
-    with refused(
+    with expect_error(
         ConfigError, field=("seed", "model.dtype", "checkpoint-5"), value=(0, 1), remedy=("restore", "new experiment")
     ):
         refuse(Path("run/checkpoint-5"), ["seed was 0 and is 1", "model.dtype was 'fp32' and is 'bf16'"])
@@ -90,7 +90,7 @@ def test_all_refusals_come_at_once() -> None:
 
 @pytest.mark.parametrize("text", ["[1]", "a: [", "just text"])
 def test_a_saved_file_that_is_none_is_refused(text: str) -> None:
-    with refused(ConfigError, field="config.yaml", remedy="another checkpoint"):
+    with expect_error(ConfigError, field="config.yaml", remedy="another checkpoint"):
         compare_configs(text, to_yaml(Config()))
 
 

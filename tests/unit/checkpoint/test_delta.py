@@ -33,7 +33,7 @@ def weights(seed: int = 0) -> Weights:
     }
 
 
-def updated(before: Weights) -> Weights:
+def update(before: Weights) -> Weights:
     """Return weights after a small optimizer step."""
     return {name: np.asarray(value * 1.0001, value.dtype) for name, value in before.items()}
 
@@ -75,7 +75,7 @@ def saved_bytes(folder: Path) -> dict[str, bytes]:
 def pair(tmp_path: Path) -> tuple[Path, Path, dict[str, bytes]]:
     """Return a full checkpoint, a delta based on it, and the files of the delta's model as a full checkpoint."""
     run = tmp_path / "run"
-    first, second = weights(), updated(weights())
+    first, second = weights(), update(weights())
     full = save(run, 10, first)
     base = choose_base(run, 10)
     delta = save(run, 20, second, base)
@@ -98,7 +98,7 @@ def test_what_is_read_back_is_the_full_file_bit_for_bit(pair: tuple[Path, Path, 
         "training/moments.safetensors"
     ]
     tensors = load_file(readable(delta) / "model-0.safetensors")
-    assert all(np.array_equal(tensors[name], value) for name, value in updated(weights()).items())
+    assert all(np.array_equal(tensors[name], value) for name, value in update(weights()).items())
 
 
 def test_a_full_checkpoint_is_read_where_it_is(pair: tuple[Path, Path, dict[str, bytes]]) -> None:
@@ -122,7 +122,7 @@ def test_a_whole_copy_is_made_once_and_cleared_away_by_the_next_start(
 def test_tensors_may_be_new_or_gone_or_of_another_shape_or_in_other_files(tmp_path: Path) -> None:
     before = weights()
     save(tmp_path, 10, before, files=3)
-    after = updated(before)
+    after = update(before)
     after["new"] = after.pop("b")
     after["a"] = np.ones((5, 5), np.float32)
     delta = save(tmp_path, 20, after, choose_base(tmp_path, 10), files=2)

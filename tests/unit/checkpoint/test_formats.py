@@ -13,7 +13,7 @@ from rlhf_mcore.checkpoint.layout import TRAINER_STATE
 from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.trainer.run_state import check_counts, read_inputs, read_step
-from tests.messages import refused
+from tests.messages import expect_error
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1" / "checkpoint-2"
 
@@ -44,7 +44,7 @@ def test_migrations_are_applied_one_after_the_other(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("version", [0, 3, -1, 1.0, True, "1", None, [1]])
 def test_a_version_of_the_future_or_of_no_release_is_refused(version: object) -> None:
-    with refused(ConfigError, field="manifest.json", value=(1, 2), remedy="release"):
+    with expect_error(ConfigError, field="manifest.json", value=(1, 2), remedy="release"):
         manifest.migrate(Path("manifest.json"), {}, version)
 
 
@@ -73,6 +73,6 @@ def test_counts_that_contradict_each_other_are_refused(
 
 def test_a_directory_of_another_step_is_refused(tmp_path: Path) -> None:
     renamed = shutil.copytree(SAMPLE, tmp_path / "checkpoint-20")
-    with refused(ConfigError, field="checkpoint-20", value=("step 2", "step 20")):
+    with expect_error(ConfigError, field="checkpoint-20", value=("step 2", "step 20")):
         check_counts(renamed)
     check_counts(shutil.copytree(SAMPLE, tmp_path / "kept"))  # a name of the user's own is allowed

@@ -17,7 +17,7 @@ from rlhf_mcore.checkpoint.layout import QUARANTINE, linked_step, scan, scan_tra
 from rlhf_mcore.checkpoint.manifest import CheckpointInfo, verify
 from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.config.schema import CheckpointConfig
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.small_disk import small_disk
 from tests.unit.checkpoint.saving import FailingDisk
 
@@ -84,7 +84,7 @@ def test_fault_28_a_disk_that_fills_while_a_save_is_written(disk_of_one_mib: Pat
         other.write_bytes(bytes(700 * KIB))
         return writes(500)(partial)
 
-    with refused(DiskFullError, field=("checkpoint-20", "rank 0"), value="[Errno 28]") as caught:
+    with expect_error(DiskFullError, field=("checkpoint-20", "rank 0"), value="[Errno 28]") as caught:
         writer.save(CheckpointInfo(20), write, 500 * KIB)
     needed, free = numbers(str(caught.value), disk_of_one_mib)
     assert needed == 500 * KIB and 150 * KIB < free <= 224 * KIB  # the space of the failed save is free again
@@ -140,7 +140,7 @@ def test_fault_12_storage_that_has_become_read_only(disk_of_one_mib: Path) -> No
     writer.save(CheckpointInfo(10), writes(4), 4 * KIB)
     remount = ["mount", "-o", "remount,ro", str(disk_of_one_mib)]
     subprocess.run(remount, check=True, capture_output=True)
-    with refused(SaveError, field=("checkpoint-20", "rank 0"), value="[Errno 30]"):
+    with expect_error(SaveError, field=("checkpoint-20", "rank 0"), value="[Errno 30]"):
         writer.save(CheckpointInfo(20), writes(4), 4 * KIB)
     assert_only(disk_of_one_mib, 10)
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_mcore.checkpoint.registry import Registry
 from rlhf_mcore.config.errors import ConfigError
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 class Counter:
@@ -47,25 +47,25 @@ def test_states_go_through_json_and_back() -> None:
 
 def test_a_state_that_nobody_claims_is_named() -> None:
     saved = registry(a=Counter(), critic=Counter()).state_dict()
-    with refused(ConfigError, field=("trainer_state.json", "critic")):
+    with expect_error(ConfigError, field=("trainer_state.json", "critic")):
         registry(a=Counter()).load_state_dict(saved, "trainer_state.json")
 
 
 def test_an_object_without_a_state_is_named() -> None:
     saved = registry(a=Counter()).state_dict()
-    with refused(ConfigError, field="state", value=("kl", "sampler"), remedy="new experiment"):
+    with expect_error(ConfigError, field="state", value=("kl", "sampler"), remedy="new experiment"):
         registry(sampler=Counter(), a=Counter(), kl=Counter()).load_state_dict(saved)
 
 
 def test_a_key_left_unread_is_named() -> None:
-    with refused(ConfigError, field="'a'", value="['tokens']"):
+    with expect_error(ConfigError, field="'a'", value="['tokens']"):
         registry(a=Forgetful()).load_state_dict({"a": {"steps": 1, "tokens": 2}})
-    with refused(ConfigError, field="'a'", value="['colour']"):
+    with expect_error(ConfigError, field="'a'", value="['colour']"):
         registry(a=Counter()).load_state_dict({"a": {"steps": 1, "tokens": 2, "colour": 3}})
 
 
 def test_a_key_that_is_not_there_is_named() -> None:
-    with refused(ConfigError, field=("'a'", "'tokens'")):
+    with expect_error(ConfigError, field=("'a'", "'tokens'")):
         registry(a=Counter()).load_state_dict({"a": {"steps": 1}})
 
 
@@ -85,5 +85,5 @@ def test_a_mistake_inside_an_object_is_not_taken_for_a_missing_key() -> None:
 
 def test_a_name_is_registered_once() -> None:
     made = registry(a=Counter())
-    with refused(AssertionError, field="a"):
+    with expect_error(AssertionError, field="a"):
         made.register("a", Counter())

@@ -10,7 +10,7 @@ import torch
 from rlhf_mcore.checkpoint import rng
 from rlhf_mcore.checkpoint.layout import RNG_FILE
 from rlhf_mcore.config.errors import ConfigError
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 def draw() -> list[float]:
@@ -71,7 +71,7 @@ def test_each_rank_gets_its_own_and_another_number_of_ranks_none(tmp_path: Path)
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
-    with refused(ConfigError, field="rng.safetensors"):
+    with expect_error(ConfigError, field="rng.safetensors"):
         rng.read_states(tmp_path, 0, 1)
     (tmp_path / RNG_FILE).write_bytes(b"\x80\x04K\x01.")
     with pytest.raises(ConfigError, match="not a readable safetensors file"):
@@ -94,5 +94,5 @@ def test_a_state_that_no_generator_can_have_is_named(tmp_path: Path, name: str, 
     if state is not None:
         states[f"rank-0/{name}"] = state
     (tmp_path / RNG_FILE).write_bytes(rng.encode(states))
-    with refused(ConfigError, field="rng.safetensors", value="rank-0"):
+    with expect_error(ConfigError, field="rng.safetensors", value="rank-0"):
         rng.read_states(tmp_path, 0, 1)

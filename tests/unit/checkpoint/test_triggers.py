@@ -81,7 +81,7 @@ def test_every_n_minutes_since_the_last_save_whatever_its_reason(make: Make, clo
 def test_every_n_epochs_after_the_step_with_which_one_is_over(make: Make) -> None:
     sampler = PromptSampler(10, 4, seed=0, shuffle=True)
 
-    def saved(triggers: Triggers, steps: range) -> dict[int, tuple[str, ...]]:
+    def list_saves(triggers: Triggers, steps: range) -> dict[int, tuple[str, ...]]:
         triggers.num_epochs = lambda: sampler.num_epochs
         triggers.begin()
         out = {}
@@ -91,11 +91,11 @@ def test_every_n_epochs_after_the_step_with_which_one_is_over(make: Make) -> Non
         return out
 
     # 4, 8, 12, 16, 20, 24 prompts
-    assert saved(make(save_epochs=1), range(1, 7)) == {3: ("epochs",), 5: ("epochs",)}
+    assert list_saves(make(save_epochs=1), range(1, 7)) == {3: ("epochs",), 5: ("epochs",)}
     # a run resumed there, after 2.4 epochs: 28, 32, ..., 52
-    assert saved(make(save_epochs=2), range(7, 14)) == {10: ("epochs",)}
+    assert list_saves(make(save_epochs=2), range(7, 14)) == {10: ("epochs",)}
     # after 5.2: 56, 60, 64, 68 and 72 prompts pass 5.5, 6, (6.4,) 6.5 and 7 epochs
-    assert list(saved(make(save_epochs=0.5), range(14, 19))) == [14, 15, 17, 18]
+    assert list(list_saves(make(save_epochs=0.5), range(14, 19))) == [14, 15, 17, 18]
 
 
 def test_steps_that_are_named_are_saved(make: Make) -> None:

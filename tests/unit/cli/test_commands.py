@@ -214,10 +214,10 @@ def test_an_option_that_is_a_setting_is_named(
 def test_ctrl_c_before_anything_was_made_leaves_nothing(
     workspace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*_: object) -> str:
+    def interrupt(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rlhf_mcore.rewards.start_trial.check_reward", interrupted)
+    monkeypatch.setattr("rlhf_mcore.rewards.start_trial.check_reward", interrupt)
     assert main_module.main(["train", "run.yaml", "trainer.prompts_per_step=1"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n" and not Path("outputs").exists()
 

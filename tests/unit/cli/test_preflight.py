@@ -25,7 +25,7 @@ RUN = Path("outputs") / "rlhf_mcore" / "default"
 
 
 @pytest.fixture
-def launched(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def launches(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return the log directories of the launches, without creating them."""
     calls: list[Path] = []
     monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *given, logs, **more: calls.append(logs) or 0)
@@ -48,10 +48,10 @@ def train(*overrides: str) -> int:
 
 
 def test_a_finished_run_says_so_and_nothing_is_started(
-    launched: list[Path], capsys: pytest.CaptureFixture[str]
+    launches: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint(100)
-    assert train() == 0 and launched == []
+    assert train() == 0 and launches == []
     assert capsys.readouterr().out == (
         "this run is finished: 100 steps were made, and trainer.num_steps=100\n"
         "trained model   outputs/rlhf_mcore/default/checkpoint-100/actor\n"
@@ -72,51 +72,51 @@ def test_a_finished_run_says_so_and_nothing_is_started(
 )
 @pytest.mark.parametrize("step", [12, 100])
 def test_a_run_from_something_else_is_refused_whether_it_is_finished_or_not(
-    launched: list[Path], capsys: pytest.CaptureFixture[str], step: int, change: str, problem: str
+    launches: list[Path], capsys: pytest.CaptureFixture[str], step: int, change: str, problem: str
 ) -> None:
     make_checkpoint(step)
-    assert train(change) == 2 and launched == []
+    assert train(change) == 2 and launches == []
     told = capsys.readouterr()
     assert problem in told.err and "start a new experiment" in told.err and told.out == ""
     assert train(change, "checkpoint.changed_inputs=warn") == 0
 
 
 def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(
-    launched: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint(100)
     monkeypatch.setattr("rlhf_mcore.checkpoint.delta.verify_chain", verify_chain)
-    assert train() == 0 and len(launched) == 1  # the ranks use the previous checkpoint, or fail
+    assert train() == 0 and len(launches) == 1  # the ranks use the previous checkpoint, or fail
     assert capsys.readouterr().out.startswith("starting one process; ")
 
 
-def test_a_run_that_continues_says_from_where(launched: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_continues_says_from_where(launches: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(12)
     make_checkpoint(100)
-    assert train("trainer.num_steps=130") == 0 and len(launched) == 1
+    assert train("trainer.num_steps=130") == 0 and len(launches) == 1
     expected = "the run continues after step 100 of 130, from outputs/rlhf_mcore/default/checkpoint-100\n"
     assert capsys.readouterr().out.startswith(f"{expected}starting one process; ")
-    assert train("trainer.num_steps=130", f"checkpoint.resume={RUN}/checkpoint-12") == 0 and len(launched) == 2
+    assert train("trainer.num_steps=130", f"checkpoint.resume={RUN}/checkpoint-12") == 0 and len(launches) == 2
     assert capsys.readouterr().out.startswith("starting one process; ")
 
 
-def test_what_cannot_be_changed_is_refused(launched: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_changed_is_refused(launches: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(12, seed=3)
-    assert train() == 2 and launched == []
+    assert train() == 2 and launches == []
     assert "seed was 3 and is 0; restore it, or start a new experiment" in capsys.readouterr().err
 
 
-def test_a_directory_in_use_is_found(launched: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_in_use_is_found(launches: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     held = RunDirectory.create("outputs", "rlhf_mcore", "default")
-    assert train() == 2 and launched == []
+    assert train() == 2 and launches == []
     held.close()
     error = capsys.readouterr().err
     assert error.startswith("error: ") and f"in use by another run (process {os.getpid()}" in error
-    assert train() == 0 and len(launched) == 1
+    assert train() == 0 and len(launches) == 1
 
 
 def test_a_directory_is_in_use_from_the_first_check_of_a_launcher_on(
-    launched: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     codes: list[int] = []
     monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *_, **__: codes.append(train()) or 0)
@@ -124,10 +124,10 @@ def test_a_directory_is_in_use_from_the_first_check_of_a_launcher_on(
     assert f"in use by another run (process {os.getpid()}" in capsys.readouterr().err
 
 
-def test_a_directory_that_cannot_be_written_is_found(launched: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_cannot_be_written_is_found(launches: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     Path("outputs").mkdir()
     Path("outputs/rlhf_mcore").write_text("")
-    assert train() == 2 and launched == []
+    assert train() == 2 and launches == []
     assert capsys.readouterr().err.startswith("error: output_dir='outputs': cannot write to")
 
 
@@ -141,12 +141,12 @@ def test_an_output_directory_that_is_not_there_and_cannot_be_made(workspace: Any
 
 
 def test_a_start_leaves_command_host_and_version_without_secrets(
-    launched: list[Path], monkeypatch: pytest.MonkeyPatch
+    launches: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "hunter2hunter2")
     monkeypatch.setattr("sys.argv", ["rlhf-mcore", "train", "run.yaml", "experiment=hunter2hunter2"])
     assert train() == 0 and train() == 0
-    first, second = launched
+    first, second = launches
     assert first != second and first.parent == RUN.resolve() / "logs"
     record = json.loads((first / "launch.json").read_text())
     assert record["command"] == ["rlhf-mcore", "train", "run.yaml", "experiment=<redacted: MY_TOKEN>"]
@@ -155,7 +155,7 @@ def test_a_start_leaves_command_host_and_version_without_secrets(
 
 
 def test_a_run_that_was_killed_before_its_best_model_was_evaluated_is_not_finished(
-    launched: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint(60)
     make_checkpoint(100)
@@ -164,14 +164,14 @@ def test_a_run_that_was_killed_before_its_best_model_was_evaluated_is_not_finish
     ends_with_best += ["data.eval=[train.jsonl]"]
     lines = ['{"step": 60, "final/step": 40}', '{"step": 100, "evaluate/reward": 1.0}', '{"step": 100, "fin']
     (RUN / "metrics.jsonl").write_text("\n".join(lines))
-    assert train(*ends_with_best) == 0 and len(launched) == 1
+    assert train(*ends_with_best) == 0 and len(launches) == 1
     assert capsys.readouterr().out.startswith("the run continues after its last step, from outputs/rlhf_mcore/default")
     (RUN / "metrics.jsonl").write_text("\n".join([*lines[:2], '{"step": 100, "final/step": 60}', ""]))
-    assert train(*ends_with_best) == 0 and len(launched) == 1
+    assert train(*ends_with_best) == 0 and len(launches) == 1
     assert "this run is finished" in capsys.readouterr().out
 
 
-def test_the_logs_of_the_newest_twenty_starts_are_kept(launched: list[Path], tmp_path: Path) -> None:
+def test_the_logs_of_the_newest_twenty_starts_are_kept(launches: list[Path], tmp_path: Path) -> None:
     logs, elsewhere = RUN / "logs", tmp_path / "elsewhere"
     names = [
         "20260101-000000",
@@ -186,15 +186,15 @@ def test_the_logs_of_the_newest_twenty_starts_are_kept(launched: list[Path], tmp
     (logs / "20250101-000000").symlink_to(elsewhere)
     assert train() == 0
     left = {path.name for path in logs.iterdir()} - {"mine", "slurm-17", "20250101-000000"}
-    assert left == {*names[3:], launched[0].name} and (elsewhere / "kept").exists()
+    assert left == {*names[3:], launches[0].name} and (elsewhere / "kept").exists()
 
 
 def test_a_link_in_the_place_of_the_logs_is_refused(
-    launched: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launches: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     RUN.mkdir(parents=True)
     (RUN / "logs").symlink_to(tmp_path)
-    assert train() == 2 and launched == []
+    assert train() == 2 and launches == []
     assert "logs" in capsys.readouterr().err
 
 
@@ -209,14 +209,14 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
     package: str,
     changes: list[str],
     remedy: str,
-    launched: list[Path],
+    launches: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("reward.py").write_text("def grade(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
     monkeypatch.setattr("rlhf_mcore.cli.preflight.find_spec", lambda name: None if name == package else object())
     monkeypatch.setattr("rlhf_mcore.cli.preflight.has_gpu", lambda: False)
-    assert train(*changes) == 2 and launched == []
+    assert train(*changes) == 2 and launches == []
     assert remedy in capsys.readouterr().err and not RUN.exists()
 
 
@@ -227,7 +227,7 @@ def test_latent_attention_that_the_cpu_build_of_vllm_does_not_compute_is_refused
     has_gpu: bool,
     changes: list[str],
     code: int,
-    launched: list[Path],
+    launches: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -242,7 +242,7 @@ def test_latent_attention_that_the_cpu_build_of_vllm_does_not_compute_is_refused
     monkeypatch.setattr("rlhf_mcore.rollout.vllm.limits.has_gpu", lambda: has_gpu)
     monkeypatch.setattr("rlhf_mcore.cli.preflight.has_gpu", lambda: has_gpu)
     assert train(*changes) == code, capsys.readouterr().err
-    assert len(launched) == (code == 0)
+    assert len(launches) == (code == 0)
     assert ("set rollout.engine=hf" in capsys.readouterr().err) == (code == 2)
 
 
@@ -263,7 +263,7 @@ def test_gated_delta_nets_are_in_bf16_where_vllm_computes_them_on_a_cpu(
     dtype: str,
     processor: str,
     remedy: str,
-    launched: list[Path],
+    launches: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -281,11 +281,11 @@ def test_gated_delta_nets_are_in_bf16_where_vllm_computes_them_on_a_cpu(
         "rlhf_mcore.rollout.vllm.limits.find_spec", lambda name: None if name == "torchvision" else object()
     )
     assert train(f"model.dtype={dtype}") == (2 if remedy else 0)
-    assert len(launched) == (not remedy) and remedy in capsys.readouterr().err
+    assert len(launches) == (not remedy) and remedy in capsys.readouterr().err
 
 
 def test_an_environment_is_loaded_and_a_short_episode_warned_of_before_anything_is_started(
-    launched: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     problems = ["it has no method step"]
 
@@ -295,9 +295,9 @@ def test_an_environment_is_loaded_and_a_short_episode_warned_of_before_anything_
 
     monkeypatch.setattr("rlhf_mcore.cli.preflight.check_loads", load)
     changes = ("environment.function=tools", "environment.max_turns=3")
-    assert train(*changes) == 2 and launched == []
+    assert train(*changes) == 2 and launches == []
     assert capsys.readouterr().err == "error: it has no method step\n" and not RUN.exists()
-    assert train(*changes) == 0 and len(launched) == 1
+    assert train(*changes) == 0 and len(launches) == 1
     assert (
         "warning: environment.max_tokens is null, so an episode, including the environment's text, has at most 256 tokens"
         in capsys.readouterr().out
@@ -308,7 +308,7 @@ def test_an_environment_is_loaded_and_a_short_episode_warned_of_before_anything_
 
 
 def test_rules_that_score_nothing_are_one_line(
-    launched: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("mine.py").write_text("def grade(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
     monkeypatch.setattr("rlhf_mcore.rewards.start_trial.check_reward", lambda *given: None)
@@ -347,7 +347,7 @@ def test_more_processes_than_gpus_are_refused_before_they_start(
     gpus: int | None,
     changes: list[str],
     message: str | None,
-    launched: list[Path],
+    launches: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -355,7 +355,7 @@ def test_more_processes_than_gpus_are_refused_before_they_start(
     monkeypatch.setattr("rlhf_mcore.cli.preflight.count_gpus", lambda: gpus)
     code = train(*changes)
     errors = capsys.readouterr().err
-    assert (code, len(launched)) == ((0, 1) if message is None else (2, 0)), errors
+    assert (code, len(launches)) == ((0, 1) if message is None else (2, 0)), errors
     assert message is None or message in errors
 
 
@@ -366,13 +366,13 @@ def test_a_gpu_that_torch_does_not_use_is_told(
     has_driver: bool,
     for_cpu: bool,
     told: bool,
-    launched: list[Path],
+    launches: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in (("has_gpu", False), ("has_driver", has_driver), ("is_torch_for_cpu", for_cpu)):
         monkeypatch.setattr(f"rlhf_mcore.cli.preflight.{name}", lambda value=value: value)
-    assert (train(), len(launched)) == (0, 1)
+    assert (train(), len(launches)) == (0, 1)
     assert (
         "warning: this machine has a GPU, but the installed torch is built for CPUs" in capsys.readouterr().out
     ) == told

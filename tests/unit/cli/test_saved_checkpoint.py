@@ -35,7 +35,7 @@ from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.trainer.resume import find_start
 from rlhf_mcore.trainer.run_state import Start
 from rlhf_mcore_contrib.deltas.write import encode
-from tests.messages import refused
+from tests.messages import expect_error
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1"
 ASKED: list[Any] = []  # the request that the ranks are answering
@@ -257,7 +257,7 @@ def test_links_that_lead_to_themselves_are_damage(run: Path) -> None:
     (note,) = (note for note in found.notes if "is damaged" in note)
     assert "index.json: unreadable (Too many levels" in note and "dataloader.json: unreadable (Too many levels" in note
     (run / "checkpoint-3").symlink_to("checkpoint-3")
-    with refused(ConfigError, field="checkpoint-3", value="link"):
+    with expect_error(ConfigError, field="checkpoint-3", value="link"):
         start(run)
     with pytest.raises(ConfigError, match=r"checkpoint-3 is damaged|is not a directory|no such file"):
         find_start(run.parent / "another", CheckpointConfig(resume=str(run / "checkpoint-3")), "")

@@ -29,7 +29,7 @@ from rlhf_mcore.families.adapters import hf_names
 from rlhf_mcore.geometry import AdapterSizes, Shard, StateShard
 from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
 from rlhf_mcore.readers.model_files import read_geometry
-from tests.messages import refused
+from tests.messages import expect_error
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1" / "checkpoint-2"
 
@@ -73,7 +73,7 @@ def seal(checkpoint: Path) -> None:
     write_manifest(checkpoint, files, info, Disk())
 
 
-def merged(checkpoint: Path) -> dict[str, Tensor]:
+def merge(checkpoint: Path) -> dict[str, Tensor]:
     """Merge weights as PEFT's ``merge_and_unload`` defines it. PEFT 0.21 gives the same bits."""
     weights = load_file(checkpoint.parents[1] / "base" / "model.safetensors")
     adapters = load_file(checkpoint / "actor" / ADAPTER_WEIGHTS)
@@ -100,7 +100,7 @@ def test_it_is_whole_and_one_that_a_run_can_resume_from(checkpoint: Path, capsys
     name = min(tensors)
     tensors[name][0, 0] = float("nan")
     save_file(tensors, checkpoint / "actor" / ADAPTER_WEIGHTS)
-    with refused(ConfigError, field=name):
+    with expect_error(ConfigError, field=name):
         check_saved(checkpoint, {"actor": checkpoint / "actor"}, base=str(checkpoint.parents[1] / "moved"))
 
 
@@ -125,7 +125,7 @@ def test_convert_copies_adapters_or_merges_them(checkpoint: Path, tmp_path: Path
     names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "tokenizer.json"]
     assert files_below(tmp_path / "copy") == names
     assert all((tmp_path / "copy" / n).read_bytes() == (checkpoint / "actor" / n).read_bytes() for n in names)
-    wanted = merged(checkpoint)
+    wanted = merge(checkpoint)
     for source in (("--from", "checkpoint", checkpoint), ("--from", "hf", tmp_path / "copy")):
         assert convert(*source, tmp_path / "whole", "--merge", "--verify", "--overwrite") == 0
         written = load_file(tmp_path / "whole" / "model.safetensors")
@@ -153,7 +153,7 @@ def test_evaluation_reads_the_model_with_its_adapters(checkpoint: Path, tmp_path
     model = find_model(str(checkpoint), "evaluate.checkpoint", "elsewhere")
     assert model == EvaluatedModel("adapter", actor, base)
     assert find_model(base, "evaluate.compare", base) == EvaluatedModel("hf", base, base)
-    wanted, weights = merged(checkpoint), open_weights(model)
+    wanted, weights = merge(checkpoint), open_weights(model)
     assert weights.shapes.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights.read())
     before = weight_sketches(model)

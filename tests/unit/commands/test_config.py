@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "a.yaml"
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def run_config(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert main([str(argument) for argument in arguments]) == 0
     return capsys.readouterr().out
 
@@ -34,18 +34,18 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_what_is_not_a_default_is_shown_and_what_follows_from_it(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = printed(capsys, "show", file, "seed=7", "--changed").splitlines()
+    lines = run_config(capsys, "show", file, "seed=7", "--changed").splitlines()
     assert {"seed: 7", "trainer.num_steps: 4", "model.path: m", "model.tokenizer_path: m"} <= set(lines)
     assert "reward.judge.url: http://<redacted>@127.0.0.1/v1" in lines
     assert not any(line.startswith("rollout.engine:") for line in lines)
-    assert "num_steps: 4" in printed(capsys, "show", file) and "s3cret" not in printed(capsys, "show", file)
+    assert "num_steps: 4" in run_config(capsys, "show", file) and "s3cret" not in run_config(capsys, "show", file)
 
 
 def test_two_configurations_are_compared_by_their_keys(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line.split() for line in printed(capsys, "diff", file, file.parent / "run").splitlines()]
+    lines = [line.split() for line in run_config(capsys, "diff", file, file.parent / "run").splitlines()]
     assert ["trainer.num_steps", "4", "6"] in lines
     assert all(first != second for _, first, second in lines)
-    assert printed(capsys, "diff", file, file) == "the same\n"
+    assert run_config(capsys, "diff", file, file) == "the same\n"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_two_configurations_are_compared_by_their_keys(file: Path, capsys: pytes
     ],
 )
 def test_a_key_is_explained(key: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "explain", key)
+    text = run_config(capsys, "explain", key)
     assert all(part in text for part in parts), text
 
 
@@ -76,7 +76,7 @@ def test_every_key_can_be_explained(capsys: pytest.CaptureFixture[str]) -> None:
     from rlhf_mcore.config.keys import KEYS
 
     for key in KEYS:
-        assert printed(capsys, "explain", key).startswith(f"{key}: ")
+        assert run_config(capsys, "explain", key).startswith(f"{key}: ")
 
 
 def test_a_misspelt_key_or_command_is_told_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:

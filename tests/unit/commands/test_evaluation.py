@@ -14,7 +14,7 @@ from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config, ModelConfig, RewardConfig, RuleConfig
 from rlhf_mcore.readers.model_files import inspect_generator
 from rlhf_mcore_contrib.deltas.write import choose_base
-from tests.unit.checkpoint.test_delta import save, updated, weights
+from tests.unit.checkpoint.test_delta import save, update, weights
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> Path:
     """Return a run with a full checkpoint 10 and a delta 20."""
     run = tmp_path / "run"
     save(run, 10, weights())
-    save(run, 20, updated(weights()), choose_base(run, 10))
+    save(run, 20, update(weights()), choose_base(run, 10))
     return run
 
 
@@ -35,7 +35,7 @@ def test_a_delta_is_made_whole(run: Path) -> None:
     assert not list(folder.glob("*.safetensors"))
     assert inspect_generator(str(folder), "evaluate.checkpoint")[1] == []
     found = load_file(Path(checked_folder(folder, hashes=True)) / "model-0.safetensors")
-    expected = updated(weights())
+    expected = update(weights())
     assert {name: value.tobytes() for name, value in found.items()} == {
         name: value.tobytes() for name, value in expected.items()
     }

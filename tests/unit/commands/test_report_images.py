@@ -42,7 +42,7 @@ def write_run(directory: Path, files: dict[str, bytes], *steps: list[Any]) -> Pa
     return directory
 
 
-def opened(url: str) -> Image.Image:
+def open_image(url: str) -> Image.Image:
     head, data = url.split(",")
     image = Image.open(io.BytesIO(b64decode(data)))
     assert head == f"data:image/{str(image.format).lower()};base64"
@@ -54,7 +54,7 @@ def test_a_prompt_has_its_images_in_the_page(tmp_path: Path) -> None:
     files = {digest(1): png(28, 56), digest(2): png(1024, 512), digest(3): png(8, 8, (0, 0, 0, 0))}
     run = read_run(write_run(tmp_path / "run", files, [digest(1), digest(2), digest(3)]), 100)
     assert run.groups[0]["images"] == list(files)
-    small, large, clear = (opened(run.images[name]) for name in files)
+    small, large, clear = (open_image(run.images[name]) for name in files)
     assert (small.size, small.format, small.getpixel((5, 5))) == ((28, 56), "PNG", (220, 40, 40))
     assert (large.size, large.format) == ((256, 128), "JPEG")
     assert clear.getpixel((4, 4)) == (255, 255, 255)
@@ -66,7 +66,7 @@ def test_grey_of_16_bits_is_shown_as_the_model_sees_it(tmp_path: Path) -> None:
     content = io.BytesIO()
     Image.new("I;16", (8, 8), 0x9C40).save(content, "PNG")
     run = read_run(write_run(tmp_path / "run", {digest(1): content.getvalue()}, [digest(1)]), 100)
-    assert opened(run.images[digest(1)]).getpixel((4, 4)) == (0x9C, 0x9C, 0x9C)
+    assert open_image(run.images[digest(1)]).getpixel((4, 4)) == (0x9C, 0x9C, 0x9C)
 
 
 @pytest.mark.parametrize("named", [ABSENT, "../secret", "/etc/passwd", 7, None, "A" * 32])

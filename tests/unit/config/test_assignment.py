@@ -12,7 +12,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, is_group, value_of
 from rlhf_mcore.config.schema import Config, RuleConfig, TrainerConfig
 from rlhf_mcore.readers.user_functions import OwnFunction
-from tests.messages import refused
+from tests.messages import expect_error
 
 WRONG: list[tuple[str, Any, str]] = [
     ("trainer.num_stepz", 3, "unknown key trainer.num_stepz; did you mean trainer.num_steps?"),
@@ -142,5 +142,5 @@ def test_a_value_that_cannot_be_shown_is_refused_by_its_type() -> None:
     for key, shown in (("actor", "actor"), ("actor.optimizer.lr", "optimizer.lr"), ("data.train", "data.train")):
         group, _, name = key.rpartition(".")
         for value in (Unshown(), [Unshown()]):
-            with refused(ConfigError, field=shown, value="Unshown"):
+            with expect_error(ConfigError, field=shown, value="Unshown"):
                 setattr(value_of(Config(), group) if group else Config(), name, value)

@@ -16,7 +16,7 @@ from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.config.yaml_text import to_yaml
-from tests.messages import assert_names, refused
+from tests.messages import assert_names, expect_error
 
 # Settings of the last release, and the equal settings of today.
 TRANSLATED = [
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_the_release_before_is_no_other_run(workspace: Any) -> N
 
 
 def test_a_choice_that_never_was_is_refused(workspace: Any) -> None:
-    with refused(ConfigError, field="bridge.verify='sampled'", remedy="off, digest"):
+    with expect_error(ConfigError, field="bridge.verify='sampled'", remedy="off, digest"):
         validate(resolve(load_config("run.yaml", ["bridge.verify=sampled"])), check_files=False)
 
 

@@ -11,7 +11,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, is_group, nearest, value_of
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config, ReferenceConfig, RuleConfig
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 def problems(*overrides: str, file: str = "run.yaml") -> list[str]:
@@ -242,7 +242,7 @@ def test_settings_alone_are_a_configuration(workspace: Any) -> None:
     assert (cfg.model.path, cfg.seed, cfg.rollout.sampling.n) == ("here", 11, Config().rollout.sampling.n)
     (workspace.root / "seed=3.yaml").write_text("model: {path: there}\nseed: 3\n")
     assert load_config("seed=3.yaml").seed == 3
-    with refused(ConfigError, field="model.pth", remedy="model.path"):
+    with expect_error(ConfigError, field="model.pth", remedy="model.path"):
         load_config("model.pth=here")
 
 

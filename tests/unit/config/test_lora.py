@@ -20,7 +20,7 @@ from rlhf_mcore.geometry import AdapterSizes, ExpertSizes, GroupedSizes, ModelGe
 from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 
-def configured(**changes: object) -> Config:
+def make_config(**changes: object) -> Config:
     cfg = Config()
     cfg.actor.lora.rank = 8
     for key, value in changes.items():
@@ -33,7 +33,7 @@ def configured(**changes: object) -> Config:
 
 
 def problems(**changes: object) -> list[str]:
-    return list(lora_problems(configured(**changes)))
+    return list(lora_problems(make_config(**changes)))
 
 
 def test_adapters_alone_are_no_problem() -> None:
@@ -53,7 +53,7 @@ def test_alpha_is_twice_the_rank() -> None:
 
 
 def test_what_begins_with_singular_vectors_has_twice_the_rank_and_the_same_scale() -> None:
-    plain, pissa = (configured(actor__lora__init=init) for init in ("gaussian", "pissa"))
+    plain, pissa = (make_config(actor__lora__init=init) for init in ("gaussian", "pissa"))
     one, other = adapter_sizes(plain.actor.lora), adapter_sizes(pissa.actor.lora)
     assert one is not None and other is not None
     assert (one.rank, one.fixed) == (8, 0) and (other.rank, other.fixed) == (16, 8)
@@ -126,7 +126,7 @@ def test_engines_get_adapters_where_they_can_add_them() -> None:
         (MIXTURE, {"actor__lora__targets": ["*.self_attn.*"]}, True),
         (MIXTURE, {"actor__lora__targets": ["q_proj", "down_proj"]}, False),
     ]:
-        cfg = configured(**changes)
+        cfg = make_config(**changes)
         assert sends_adapters(cfg, geometry) is sends
         cfg.actor.lora.sync = "adapter"
         refused = [problem for problem in target_problems(cfg, geometry) if "sync=adapter" in problem]
@@ -141,11 +141,11 @@ def test_experts_and_both_ends_have_no_magnitudes() -> None:
         (MIXTURE, ["q_proj", "down_proj"]),
     ]:
         changes = {"actor__lora__use_dora": True, "actor__lora__targets": targets}
-        [problem] = target_problems(configured(**changes), geometry)
+        [problem] = target_problems(make_config(**changes), geometry)
         assert problem.startswith("actor.lora.targets: ") and problem.endswith("or set actor.lora.use_dora=false")
         assert "does not support DoRA" in problem and ("experts.0" in problem or targets[-1] in problem)
         assert not list(
-            target_problems(configured(actor__lora__use_dora=True, actor__lora__targets=["q_proj"]), geometry)
+            target_problems(make_config(actor__lora__use_dora=True, actor__lora__targets=["q_proj"]), geometry)
         )
 
 
@@ -162,7 +162,7 @@ def peft_directory(directory: Path, geometry: ModelGeometry, **changes: object) 
 
 
 def start_problems(path: Path, **changes: object) -> list[str]:
-    return list(target_problems(configured(actor__lora__path=str(path), **changes), DENSE))
+    return list(target_problems(make_config(actor__lora__path=str(path), **changes), DENSE))
 
 
 def test_training_may_begin_with_adapters_of_the_same_layers_rank_and_scale(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.config.yaml_text import to_yaml
 from rlhf_mcore.redaction import redact, redact_arguments, without_secrets
-from tests.messages import refused
+from tests.messages import expect_error
 
 VALUE = "s3cret-value"
 
@@ -42,7 +42,7 @@ def test_a_value_from_the_environment_is_shown_as_it_was_written(workspace: Any)
 
 
 def test_an_unknown_key_that_is_a_secret_is_named_without_its_value(workspace: Any) -> None:
-    with refused(ConfigError, field="logging.api_key") as raised:
+    with expect_error(ConfigError, field="logging.api_key") as raised:
         load_config("run.yaml", ["logging.api_key=hunter2hunter2"])
     assert "hunter2" not in str(raised.value)
 
@@ -154,7 +154,7 @@ def test_errors_do_not_quote_them(workspace: Any) -> None:
 
 
 def test_a_saved_command_is_not_run_without_its_arguments(workspace: Any) -> None:
-    with refused(ConfigError, field="alarms.command", value="<redacted>", remedy="write"):
+    with expect_error(ConfigError, field="alarms.command", value="<redacted>", remedy="write"):
         validate(load_config("run.yaml", ["alarms.command=[/bin/true,<redacted>]"]), None)
 
 

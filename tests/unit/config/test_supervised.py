@@ -19,13 +19,13 @@ SINGLE = {"prompt": "1+1=", "response": "2"}
 ROWS = {"sft": SINGLE, "reward_model": PAIR, "dpo": PAIR}
 
 
-def loaded(kind: str, *overrides: str) -> Config:
+def load(kind: str, *overrides: str) -> Config:
     return load_config("run.yaml", [f"algorithm={kind}", *overrides])
 
 
 def check(kind: str, *overrides: str, world_size: int | None = None) -> list[str]:
     try:
-        validate(loaded(kind, *overrides), world_size)
+        validate(load(kind, *overrides), world_size)
     except ConfigError as error:
         return error.problems
     return []
@@ -55,11 +55,11 @@ def test_good_configurations_pass(kind: str) -> None:
 
 
 def test_a_run_is_one_model(kind: str) -> None:
-    cfg = loaded(kind, "actor.layout.pp=2", "rollout.layout.tp=8", "algorithm.advantage=gae", "reward.model.path=m")
+    cfg = load(kind, "actor.layout.pp=2", "rollout.layout.tp=8", "algorithm.advantage=gae", "reward.model.path=m")
     assert [role.name for role in role_layouts(cfg)] == ["actor"]
     assert (default_world_size(cfg), needs_critic(cfg), cfg.algorithm.kind) == (2, False, kind)
     assert needs_reference(cfg) == (kind == "dpo")
-    validate(resolve(loaded(kind)))  # the printed configuration can be read again
+    validate(resolve(load(kind)))  # the printed configuration can be read again
 
 
 def test_mistakes_are_refused(kind: str) -> None:
@@ -132,7 +132,7 @@ def test_losses_over_pairs(workspace: Any) -> None:
     for loss in ["dpo", "ipo", "simpo", "orpo", "kto"]:
         workspace.write("train.jsonl", json.dumps(PAIR) + "\n")
         assert check(loss) == check(loss, "algorithm.dpo.beta=0.5", "actor.lora.rank=8") == []
-        cfg = loaded(loss)
+        cfg = load(loss)
         assert (cfg.algorithm.kind, cfg.algorithm.dpo.loss) == ("dpo", loss)
         assert needs_reference(cfg) == (loss not in ("simpo", "orpo"))
         assert check("dpo", f"algorithm.dpo.loss={loss}") == [], "the same without its preset"

@@ -20,7 +20,7 @@ from rlhf_mcore.config.rules.data import check_fills_a_step
 from rlhf_mcore.config.schema import Config, DataConfig
 from rlhf_mcore.config.schema.group import inner_types
 from rlhf_mcore.config.validate import unused_problems
-from tests.messages import assert_names, refused
+from tests.messages import assert_names, expect_error
 from tests.unit.config.checking import check, only
 
 NUMBERS = [key for key, hint in KEYS.items() if {int, float} & {hint, *get_args(hint)} and get_origin(hint) is not list]
@@ -598,7 +598,7 @@ def test_a_step_needs_as_many_rows_as_it_has_prompts(workspace: Any) -> None:
     workspace.write("three.jsonl", '{"prompt": "1+1=", "answer": "2"}\n' * 3)
     data = DataConfig(train=["three.jsonl", "three.jsonl"])
     check_fills_a_step(data, 6)
-    with refused(ConfigError, field=("data.train", "trainer.prompts_per_step"), value=(6, 7)):
+    with expect_error(ConfigError, field=("data.train", "trainer.prompts_per_step"), value=(6, 7)):
         check_fills_a_step(data, 7)
 
 

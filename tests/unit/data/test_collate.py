@@ -18,7 +18,7 @@ from rlhf_mcore.data.collate import (
     to_token_layout,
 )
 from rlhf_mcore.types import Microbatch, Ragged
-from tests.messages import refused
+from tests.messages import expect_error
 
 PAD = 9
 # (prompt tokens, response tokens) of every row. A response may be empty.
@@ -180,7 +180,7 @@ def test_units_of_rows_stay_together_in_budget(
 def test_a_unit_that_does_not_fit_a_microbatch_is_refused(packing: bool) -> None:
     batch = rows_of([(2, 2), (3, 1)])
     assert len(microbatches_of(batch, packing, max_tokens=8, rows_per_unit=2)) == 1
-    with refused(ConfigError, field="trainer.max_tokens_per_microbatch", value=7):
+    with expect_error(ConfigError, field="trainer.max_tokens_per_microbatch", value=7):
         microbatches_of(batch, packing, max_tokens=7, rows_per_unit=2)
 
 
@@ -222,9 +222,9 @@ def test_tokens_know_their_sequence(shapes: list[tuple[int, int]], packing: bool
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_row_that_does_not_fit_a_microbatch_is_refused(packing: bool) -> None:
     batch = rows_of([(2, 2), (3, 4)])
-    with refused(ConfigError, field="trainer.max_tokens_per_microbatch"):
+    with expect_error(ConfigError, field="trainer.max_tokens_per_microbatch"):
         microbatches_of(batch, packing, max_tokens=6)
-    with refused(ConfigError, field="trainer.max_tokens_per_microbatch", value=7):
+    with expect_error(ConfigError, field="trainer.max_tokens_per_microbatch", value=7):
         microbatches_of(batch, packing, max_tokens=7, pad_multiple=4)
     assert len(microbatches_of(batch, packing, max_tokens=8, pad_multiple=4)) == 2
 

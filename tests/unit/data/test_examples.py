@@ -13,7 +13,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, example_batch, load_examples
 from rlhf_mcore.data.source import load_prompts
-from tests.episodes import tokenized
+from tests.episodes import make_example
 from tests.unit.data.test_source import CHAT, write_jsonl, write_parquet
 
 SFT = {"data.prompt_key": "prompt", "data.response_key": "response"}
@@ -121,7 +121,7 @@ def test_pairs_of_equal_responses_are_left_out_and_counted(tmp_path: Path, token
 
 @pytest.mark.usefixtures("world")
 def test_rows_of_a_batch_follow_each_other_by_example() -> None:
-    batch = example_batch([tokenized([5, 6], [7], [8, 9]), tokenized([4], [3, 2], [1])])
+    batch = example_batch([make_example([5, 6], [7], [8, 9]), make_example([4], [3, 2], [1])])
     assert batch.token_ids.tolist() == [5, 6, 7, 5, 6, 8, 9, 4, 3, 2, 4, 1]
     assert batch.loss_mask.int().tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0, 1]
     assert batch.lengths.tolist() == [3, 4, 3, 2] and batch.num_sampled.tolist() == [1, 2, 2, 1]
@@ -134,7 +134,7 @@ def test_a_rank_keeps_the_tokens_of_the_rows_that_it_owns(rank: int, monkeypatch
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     # Lengths 4, 3, 2, 6: dealt 6, 4, 3 to ranks 0, 1, 2, and then 2 to rank 2.
     sizes = [4, 3, 2, 6]
-    batch = example_batch([tokenized([10 * k], [10 * k + t for t in range(1, n)]) for k, n in enumerate(sizes)])
+    batch = example_batch([make_example([10 * k], [10 * k + t for t in range(1, n)]) for k, n in enumerate(sizes)])
     assert batch.owners.tolist() == [1, 2, 2, 0] and batch.lengths.tolist() == sizes
     rows = {0: [3], 1: [0], 2: [1, 2]}[rank]
     assert batch.rows.tolist() == rows
@@ -147,5 +147,5 @@ def test_batches_follow_the_sampler() -> None:
         def next_batch(self) -> list[int]:
             return [2, 0]
 
-    examples = [tokenized([1, k], [9]) for k in range(3)]
+    examples = [make_example([1, k], [9]) for k in range(3)]
     assert ExampleBatches(examples, Backwards()).next_batch(1)[0].token_ids.tolist() == [1, 2, 9, 1, 0, 9]

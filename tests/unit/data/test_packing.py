@@ -19,7 +19,7 @@ def sums(lengths: list[int], bins: list[list[int]]) -> list[int]:
     return [sum(lengths[row] for row in rows) for rows in bins]
 
 
-def padded(lengths: list[int], groups: list[list[int]], multiple: int) -> list[int]:
+def pad_lengths(lengths: list[int], groups: list[list[int]], multiple: int) -> list[int]:
     return [
         len(rows) * max((math.ceil(lengths[row] / multiple) * multiple for row in rows), default=0) for rows in groups
     ]
@@ -63,7 +63,7 @@ def test_grouping_keeps_budget_and_counts(
 ) -> None:
     groups = group_by_length(lengths, max_tokens, pad_multiple=pad_multiple, min_bins=min_bins, multiple_of=multiple_of)
     assert sorted(row for rows in groups for row in rows) == list(range(len(lengths)))
-    assert max(padded(lengths, groups, pad_multiple)) <= max_tokens
+    assert max(pad_lengths(lengths, groups, pad_multiple)) <= max_tokens
     assert len(groups) >= min_bins and len(groups) % multiple_of == 0
     assert sum(not rows for rows in groups) == max(len(groups) - len(lengths), 0)
     filled = [[lengths[row] for row in rows] for rows in groups if rows]

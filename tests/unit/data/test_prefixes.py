@@ -95,7 +95,7 @@ def test_every_row_is_its_path(rows: list[list[int]], multiple: int, room: int) 
         assert computed_tokens([made[row] for row in unit], multiple) <= size <= budget
 
 
-def cut(rows: Sequence[str], *, share: bool, max_tokens: int = 12, **options: int) -> list[Microbatch]:
+def cut_rows(rows: Sequence[str], *, share: bool, max_tokens: int = 12, **options: int) -> list[Microbatch]:
     tokens = torch.tensor([ord(letter) for row in rows for letter in row])
     fields = {"token_ids": tokens, "weights": torch.arange(len(tokens)).float()}
     made = RowTokens(list(range(len(rows))), [len(row) for row in rows], fields)
@@ -103,23 +103,25 @@ def cut(rows: Sequence[str], *, share: bool, max_tokens: int = 12, **options: in
 
 
 def test_the_row_layout_stays() -> None:
-    (plain,), (shared,) = (cut(["ppA", "ppBB"], share=share) for share in (False, True))
+    (plain,), (shared,) = (cut_rows(["ppA", "ppBB"], share=share) for share in (False, True))
     assert plain.tree is None and shared.tree is not None and shared.width == 5
     assert torch.equal(plain.token_ids, shared.token_ids) and plain.rows == shared.rows
     assert all(torch.equal(plain.fields[name], shared.fields[name]) for name in plain.fields)
 
 
 def test_rows_that_share_nothing_are_cut_as_without_sharing() -> None:
-    plain, shared = (cut(["abc", "defgh", "ij", "k", "lmnopq"], share=share, max_tokens=8) for share in (False, True))
+    plain, shared = (
+        cut_rows(["abc", "defgh", "ij", "k", "lmnopq"], share=share, max_tokens=8) for share in (False, True)
+    )
     assert [m.rows for m in plain] == [m.rows for m in shared]
     assert all(torch.equal(a.token_ids, b.token_ids) and b.tree is None for a, b in zip(plain, shared, strict=True))
 
 
 def test_more_rows_fit_into_a_microbatch_if_they_share() -> None:
     rows = ["pppp" + letter for letter in "ABCDEFGH"]
-    assert len(cut(rows, share=False)) == 4 and len(cut(rows, share=True)) == 1
-    assert [len(m.rows) for m in cut(rows, share=True, max_tokens=8)] == [4, 4]
-    empty = cut(rows, share=True, min_count=3)[-1]
+    assert len(cut_rows(rows, share=False)) == 4 and len(cut_rows(rows, share=True)) == 1
+    assert [len(m.rows) for m in cut_rows(rows, share=True, max_tokens=8)] == [4, 4]
+    empty = cut_rows(rows, share=True, min_count=3)[-1]
     assert empty.rows == [] and empty.tree is None
 
 

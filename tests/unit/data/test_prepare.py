@@ -19,7 +19,7 @@ from rlhf_mcore.data.source import load_prompts
 Splits = dict[str, list[dict[str, Any]]]
 
 
-def made(rows: list[dict[str, Any]], **options: Any) -> tuple[Splits, PreparationReport]:
+def prepare_rows(rows: list[dict[str, Any]], **options: Any) -> tuple[Splits, PreparationReport]:
     return prepare(((f"row {i}", row) for i, row in enumerate(rows)), Options(**{"eval_share": 0.0, **options}))
 
 
@@ -28,7 +28,7 @@ def gsm8k(question: str, answer: str = "1") -> dict[str, Any]:
 
 
 def test_a_row_of_reinforcement_learning() -> None:
-    splits, _ = made([gsm8k("How many?", "7")], system="Be brief.")
+    splits, _ = prepare_rows([gsm8k("How many?", "7")], system="Be brief.")
     (row,) = splits["train"]
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
     assert row["reward_model"] == {"style": "rule", "ground_truth": "7"}
@@ -37,10 +37,10 @@ def test_a_row_of_reinforcement_learning() -> None:
 
 
 def test_rows_for_fine_tuning_and_preferences() -> None:
-    splits, _ = made([gsm8k("How many?", "7")], task="sft")
+    splits, _ = prepare_rows([gsm8k("How many?", "7")], task="sft")
     (row,) = splits["train"]
     assert set(row) == {"data_source", "prompt", "response"} and row["response"] == "so\n#### 7"
-    splits, _ = made([{"prompt": "a", "chosen": "b", "rejected": "c"}], task="preference")
+    splits, _ = prepare_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}], task="preference")
     (row,) = splits["train"]
     assert row == {
         "data_source": "preference",
@@ -51,36 +51,36 @@ def test_rows_for_fine_tuning_and_preferences() -> None:
 
 
 def test_duplicates_are_the_same_words() -> None:
-    splits, report = made([gsm8k("How  many?"), gsm8k("how many?"), gsm8k("How much?")])
+    splits, report = prepare_rows([gsm8k("How  many?"), gsm8k("how many?"), gsm8k("How much?")])
     assert [row["prompt"][0]["content"].split("\n")[0] for row in splits["train"]] == ["How  many?", "How much?"]
     assert report.counts["duplicates"] == 1
 
 
 def test_a_prompt_with_two_answers_is_left_out() -> None:
-    splits, report = made([gsm8k("a", "1"), gsm8k("a", "2"), gsm8k("b", "3")])
+    splits, report = prepare_rows([gsm8k("a", "1"), gsm8k("a", "2"), gsm8k("b", "3")])
     assert [row["reward_model"]["ground_truth"] for row in splits["train"]] == ["3"]
     assert (report.counts["with contradicting answers"], report.counts["duplicates"]) == (2, 0)
 
 
 def test_two_pairs_of_one_prompt_are_no_duplicates() -> None:
     pairs = [{"prompt": "a", "chosen": "b", "rejected": worse} for worse in "ccd"]
-    splits, report = made(pairs, task="preference")
+    splits, report = prepare_rows(pairs, task="preference")
     assert [row["rejected"] for row in splits["train"]] == ["c", "d"] and report.counts["duplicates"] == 1
 
 
 def test_rows_without_what_the_task_needs_are_counted() -> None:
     rows = [{"messages": [{"role": "user", "content": text}]} for text in "ab"]
     rows[1]["messages"].append({"role": "assistant", "content": "c"})
-    splits, report = made(rows, task="sft")
+    splits, report = prepare_rows(rows, task="sft")
     assert len(splits["train"]) == 1 and report.counts["without what the task needs"] == 1
 
 
 def test_the_split_goes_by_the_prompt_alone() -> None:
     rows = [gsm8k(f"question {i}") for i in range(400)]
-    splits, _ = made(rows, eval_share=0.25)
+    splits, _ = prepare_rows(rows, eval_share=0.25)
     held_out = {row["extra_info"]["id"] for row in splits["eval"]}
     assert 70 <= len(held_out) <= 130  # 100 expected, standard deviation 9
-    fewer, _ = made(rows[::-1][:200], eval_share=0.25)
+    fewer, _ = prepare_rows(rows[::-1][:200], eval_share=0.25)
     ids = {row["extra_info"]["id"] for row in fewer["eval"]}
     assert ids == held_out & {row["extra_info"]["id"] for split in fewer.values() for row in split}
     assert all(row["extra_info"]["split"] == "eval" for row in splits["eval"])
@@ -88,7 +88,7 @@ def test_the_split_goes_by_the_prompt_alone() -> None:
 
 def test_all_pairs_of_a_prompt_are_on_one_side() -> None:
     pairs = [{"prompt": f"q{i % 50}", "chosen": "b", "rejected": f"r{i}"} for i in range(200)]
-    splits, _ = made(pairs, task="preference", eval_share=0.3)
+    splits, _ = prepare_rows(pairs, task="preference", eval_share=0.3)
     prompts = [{row["prompt"][0]["content"] for row in splits[split]} for split in ("train", "eval")]
     assert all(prompts) and not prompts[0] & prompts[1]
 
@@ -96,10 +96,10 @@ def test_all_pairs_of_a_prompt_are_on_one_side() -> None:
 def test_unusable_rows_stop_it_with_their_places_or_are_counted() -> None:
     rows = [gsm8k("a"), {"question": "b", "answer": "none"}, gsm8k("c\x00")]
     with pytest.raises(ConfigError) as stopped:
-        made(rows)
+        prepare_rows(rows)
     assert "2 rows cannot be used" in str(stopped.value) and "--skip-bad" in str(stopped.value)
     assert "row 1: 'answer' has no number" in str(stopped.value) and "row 2: character U+0000" in str(stopped.value)
-    splits, report = made(rows, skip_bad=True)
+    splits, report = prepare_rows(rows, skip_bad=True)
     assert len(splits["train"]) == 1 and report.counts["unusable"] == 2
 
 
@@ -117,7 +117,7 @@ def test_unusable_rows_stop_it_with_their_places_or_are_counted() -> None:
 )
 def test_mistakes(rows: list[dict[str, Any]], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        made(rows, **options)
+        prepare_rows(rows, **options)
 
 
 def test_one_language_of_open_assistant() -> None:
@@ -125,7 +125,7 @@ def test_one_language_of_open_assistant() -> None:
         {"message_id": str(i), "parent_id": None, "text": f"q{i}", "role": "prompter", "lang": lang}
         for i, lang in enumerate(["en", "de", "en"])
     ]
-    splits, _ = made(rows, lang="de")
+    splits, _ = prepare_rows(rows, lang="de")
     assert [row["prompt"][0]["content"] for row in splits["train"]] == ["q1"]
     assert splits["train"][0]["reward_model"] == {"style": "model", "ground_truth": None}
 
@@ -199,7 +199,7 @@ def test_token_limits_need_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFix
 def test_what_is_written_is_what_supervised_training_reads(
     tmp_path: Path, tokenizer: Any, task: str, answers: dict[str, str], columns: dict[str, str]
 ) -> None:
-    splits, _ = made([{"prompt": f"question {i}", **answers} for i in range(3)], task=task)
+    splits, _ = prepare_rows([{"prompt": f"question {i}", **answers} for i in range(3)], task=task)
     (file,) = write_splits(splits, tmp_path)
     examples = load_examples([str(file)], tokenizer, columns, max_tokens=100, drop_longer=False)
     expected = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in answers.values()]

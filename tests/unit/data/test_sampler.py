@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.sampler import PromptSampler, WeightedSampler, epoch_order
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 def draw(sampler: PromptSampler, num_batches: int) -> list[int]:
@@ -122,12 +122,12 @@ def test_a_weighted_sampler_goes_on_where_it_was() -> None:
     for other in made[1:]:
         other.load_state_dict(json.loads(json.dumps(made[0].state_dict())))
     assert draw(made[0], 6) == draw(made[1], 6) == draw(made[2], 4)
-    with refused(ConfigError, field="files", value=(2, 1)):
+    with expect_error(ConfigError, field="files", value=(2, 1)):
         WeightedSampler([5], [1], 4, seed=1, shuffle=True).load_state_dict(made[0].state_dict())
     with pytest.raises(ConfigError, match="number of prompts"):
         WeightedSampler([5, 8], [2, 1], 4, seed=1, shuffle=True).load_state_dict(made[0].state_dict())
 
 
 def test_a_file_without_prompts_has_no_share() -> None:
-    with refused(ConfigError, field="data.train[1]", value="no prompts"):
+    with expect_error(ConfigError, field="data.train[1]", value="no prompts"):
         WeightedSampler([5, 0], [1, 1], 4, seed=1, shuffle=True)

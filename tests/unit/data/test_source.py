@@ -13,7 +13,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data import rendering
 from rlhf_mcore.data.source import load_prompts
-from tests.messages import refused
+from tests.messages import expect_error
 
 CHAT = [{"role": "user", "content": "1+1="}]
 CHAT_ROW: dict[str, Any] = {
@@ -115,7 +115,7 @@ def test_overlong_prompts_are_counted_and_the_remedy_is_named(
     message = str(error.value)
     assert "2 of 3 prompts" in message and "'a#1'" in message and "with 5 tokens" in message
     assert "data.max_prompt_tokens=7" in message and "data.overlong_prompts=drop" in message
-    with refused(ConfigError, field="data.max_prompt_tokens", value=3):
+    with expect_error(ConfigError, field="data.max_prompt_tokens", value=3):
         load_prompts([file], tokenizer, DataConfig(overlong_prompts="drop").model_copy(update={"max_prompt_tokens": 0}))
 
 
@@ -234,7 +234,7 @@ def test_texts_without_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizer
     monkeypatch.setattr(tokenizer, "chat_template", None)
     file = write_jsonl(tmp_path / "a.jsonl", {"prompt": "1+1="})
     assert load_prompts([file], tokenizer, DataConfig())[0].text == "1+1="
-    with refused(ConfigError, field=("data.apply_chat_template", "chat template"), value="true"):
+    with expect_error(ConfigError, field=("data.apply_chat_template", "chat template"), value="true"):
         load_prompts([file], tokenizer, DataConfig(apply_chat_template="true"))
 
 
@@ -243,12 +243,12 @@ def test_a_template_writes_schemas_of_tools_into_prompts(
 ) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", {"prompt": "1+1="})
     tools = [{"type": "function", "function": {"name": "add"}}]
-    with refused(ConfigError, field=("environment.tools", "chat template")):
+    with expect_error(ConfigError, field=("environment.tools", "chat template")):
         load_prompts([file], tokenizer, DataConfig(), tools=tools)
     template = "{% for tool in tools %}{{ tool.function.name }};{% endfor %}{{ messages[0].content }}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     assert load_prompts([file], tokenizer, DataConfig(), tools=tools)[0].text == "add;1+1="
-    with refused(ConfigError, field=("environment.tools", "chat template")):
+    with expect_error(ConfigError, field=("environment.tools", "chat template")):
         load_prompts([file], tokenizer, DataConfig(apply_chat_template="false"), tools=tools)
 
 
@@ -278,9 +278,9 @@ def test_a_transform_changes_rows_and_leaves_some_out(tmp_path: Path, tokenizer:
         return [(p.index, p.prompt_id, p.text, p.ground_truth) for p in load_prompts([file], tokenizer, cfg)]
 
     assert load("shape") == [(0, "a#0", "0+1=", "1"), (2, "a#2", "2+1=", "3")]
-    with refused(ConfigError, field=("line 1", "data.transform"), value="ZeroDivisionError: division by zero"):
+    with expect_error(ConfigError, field=("line 1", "data.transform"), value="ZeroDivisionError: division by zero"):
         load("broken")
-    with refused(ConfigError, field=("line 1", "data.transform"), value="str 'x'"):
+    with expect_error(ConfigError, field=("line 1", "data.transform"), value="str 'x'"):
         load("text")
 
 

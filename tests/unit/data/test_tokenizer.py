@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.tokenizer import load_tokenizer, token_ids
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 def change_settings(directory: Path, **settings: object) -> None:
@@ -28,7 +28,7 @@ def test_keeps_a_pad_token_of_its_own(tokenizer_directory: Path) -> None:
 
 def test_refuses_a_tokenizer_that_cannot_end_a_response(tokenizer_directory: Path) -> None:
     change_settings(tokenizer_directory, eos_token=None)
-    with refused(ConfigError, field="eos_token"):
+    with expect_error(ConfigError, field="eos_token"):
         load_tokenizer(str(tokenizer_directory))
 
 
@@ -56,5 +56,5 @@ def test_a_pattern_without_an_end_is_named(tokenizer_directory: Path) -> None:
     tokenizer = load_tokenizer(str(tokenizer_directory))
     assert token_ids(tokenizer, []) == []
     assert len(token_ids(tokenizer, ["7"])) == 1
-    with refused(ConfigError, value=("2,001 characters", "retry-limit"), remedy="pattern"):
+    with expect_error(ConfigError, value=("2,001 characters", "retry-limit"), remedy="pattern"):
         token_ids(tokenizer, ["7", "x" * 2000 + "z"])

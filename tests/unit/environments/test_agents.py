@@ -33,7 +33,7 @@ from rlhf_mcore.sampling import policy
 from rlhf_mcore.sampling.policy import Limits
 from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.types import Completion, Job, Prompt, Sampling, Trajectory
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.environments.conftest import Scripted, play_jobs
 
 if TYPE_CHECKING:
@@ -739,7 +739,7 @@ def test_a_turn_that_must_not_be_trained_on_ends_the_run(run: Any, tokenizer: Pr
 
 
 def test_an_address_that_is_not_ours_is_refused() -> None:
-    with refused(ConfigError, field="environment.agent.host", value="203.0.113.1"):
+    with expect_error(ConfigError, field="environment.agent.host", value="203.0.113.1"):
         Endpoint("203.0.113.1")
 
 
@@ -773,7 +773,7 @@ def test_a_script_that_is_not_there_is_found_where_the_agent_is_made(
     if not missing:
         AgentEnvironment(command=command)
         return
-    with refused(
+    with expect_error(
         ConfigError, field="environment.agent.command", value=(repr(missing), str(tmp_path)), remedy="give its path"
     ):
         AgentEnvironment(command=command)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.types import Completion, Prompt
-from tests.messages import refused
+from tests.messages import expect_error
 
 FORGETS = (  # as templates of reasoning models: thoughts of turns before the last message of the user are taken out
     "{% for m in messages %}{% set said = m.content.split('</think>')[-1] if not loop.last else m.content %}"
@@ -58,7 +58,7 @@ def test_a_template_that_rewrites_history_is_refused_by_name_or_used_for_new_mes
 ) -> None:
     forgets = with_template(tokenizer, FORGETS)
     forgets.name_or_path = "models/forgetful"
-    with refused(ConfigError, field="models/forgetful", remedy="environment.rewritten_history=keep"):
+    with expect_error(ConfigError, field="models/forgetful", remedy="environment.rewritten_history=keep"):
         TurnText(forgets).after(said(tokenizer, "a<end>"), [TOOL])
     kept = TurnText(forgets, keep=True).after(said(tokenizer, "<think>b</think>a<end>"), [TOOL])
     assert tokenizer.decode(kept) == "<tool>4<end><assistant>"

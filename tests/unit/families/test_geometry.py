@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.geometry import ExpertSizes, ModelGeometry
 from rlhf_mcore.readers.model_files import inspect_model, read_geometry
-from tests.messages import refused
+from tests.messages import expect_error
 
 JSON = TypeAdapter(ModelGeometry)
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
@@ -122,5 +122,5 @@ def test_a_quarter_of_a_head_of_qwen3_5_is_divided(tmp_path: Path, sections: lis
 @pytest.mark.parametrize("value", ["4", 0, -1, 2.0, True, [1]])
 def test_a_size_that_is_none(tmp_path: Path, value: object) -> None:
     write(tmp_path, **{**SIZES, "num_hidden_layers": value}, architectures=["LlamaForCausalLM"])
-    with refused(ConfigError, field="num_hidden_layers", remedy=(1, 1024)):
+    with expect_error(ConfigError, field="num_hidden_layers", remedy=(1, 1024)):
         read_geometry(tmp_path)

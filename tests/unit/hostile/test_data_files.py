@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.readers.data_rows import RowLimits, checked_prompt, mapping, read_rows
-from tests.messages import refused
+from tests.messages import expect_error
 
 SMALL = RowLimits(max_row_bytes=1000, max_rows=50, max_bytes=20_000)
 ROW = b'{"prompt": "x"}\n'
@@ -66,7 +66,7 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
                 rows(here / name)
 
 
-def repeated(text: str, count: int, *, nested: bool) -> pyarrow.Table:
+def repeat_text(text: str, count: int, *, nested: bool) -> pyarrow.Table:
     """A column that stores its one text once, whatever the number of rows."""
     column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * count, pyarrow.int32()), pyarrow.array([text]))
     if nested:
@@ -86,7 +86,7 @@ def test_parquet_beyond_the_bounds(tmp_path: Path) -> None:
         ):
             here = tmp_path / f"{nested}-{number}"
             here.mkdir()
-            parquet.write_table(repeated(text, count, nested=nested), here / "a.parquet")
+            parquet.write_table(repeat_text(text, count, nested=nested), here / "a.parquet")
             assert (here / "a.parquet").stat().st_size < 50_000
             with pytest.raises(ConfigError) as caught:
                 rows(here / "a.parquet")
@@ -95,7 +95,7 @@ def test_parquet_beyond_the_bounds(tmp_path: Path) -> None:
 
 def test_a_long_cell_among_short_ones_is_named(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"prompt": ["y", "x" * 2000, *"z" * 20]}), tmp_path / "a.parquet")
-    with refused(ConfigError, field=("row 1", "column 'prompt'", "data.max_row_bytes"), value=1000):
+    with expect_error(ConfigError, field=("row 1", "column 'prompt'", "data.max_row_bytes"), value=1000):
         rows(tmp_path / "a.parquet")
 
 
@@ -133,7 +133,7 @@ def test_types_that_json_does_not_have_are_refused_where_they_are_used(tmp_path:
     (row,) = rows(tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"a prompt is a string or a list of .*, found bytes"):
         checked_prompt(row["prompt"], "here")
-    with refused(ConfigError, field=("here", "column 'extra_info'"), value="bytes"):
+    with expect_error(ConfigError, field=("here", "column 'extra_info'"), value="bytes"):
         mapping(row, "extra_info", "here")
 
 

@@ -32,14 +32,14 @@ LONG = 2**40
 
 
 # -------------------------------------------------------------------------------------------------------------- tensors
-def _quantised() -> object:
+def _make_quantised() -> object:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
 
 
 VALUES: dict[str, tuple[Callable[[], object], str]] = {
-    "quantised": (_quantised, "a quantised tensor"),
+    "quantised": (_make_quantised, "a quantised tensor"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "a sparse tensor"),
     "compressed sparse": (lambda: torch.eye(3).to_sparse_csr(), "a sparse tensor"),
     "without values": (lambda: torch.empty(3, device="meta"), "a meta tensor"),
@@ -109,7 +109,7 @@ def test_plain_tensors_are_read(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- zips
-def pickled(**changes: Any) -> bytes:
+def pickle_description(**changes: Any) -> bytes:
     """Pickle the description of one float tensor of four elements as torch writes it, with some changes."""
     said = {"kind": "torch FloatStorage", "key": "0", "numel": 4, "first": 0, "size": (4,), "stride": (1,), **changes}
 
@@ -128,7 +128,9 @@ def pickled(**changes: Any) -> bytes:
     return b"\x80\x02}" + value("a") + tensor + b"s."
 
 
-def zipped(path: Path, data: bytes, *, storage: bytes = bytes(16), order: bytes = b"little", method: int = 0) -> Path:
+def zip_shard(
+    path: Path, data: bytes, *, storage: bytes = bytes(16), order: bytes = b"little", method: int = 0
+) -> Path:
     with zipfile.ZipFile(path, "w", compression=method) as archive:
         archive.writestr("shard/data.pkl", data)
         archive.writestr("shard/version", b"3\n")
@@ -138,7 +140,7 @@ def zipped(path: Path, data: bytes, *, storage: bytes = bytes(16), order: bytes 
 
 
 def test_the_description_that_is_changed_below(tmp_path: Path) -> None:
-    path = zipped(tmp_path / "shard.pt", pickled(), storage=struct.pack("<4f", 1, 2, 3, 4))
+    path = zip_shard(tmp_path / "shard.pt", pickle_description(), storage=struct.pack("<4f", 1, 2, 3, 4))
     assert load_file(path)["a"].local[1:3].tolist() == [2.0, 3.0]
 
 
@@ -166,7 +168,7 @@ def test_descriptions_that_do_not_fit_their_storage(tmp_path: Path) -> None:
     ):
         here = tmp_path / str(number)
         here.mkdir()
-        path = zipped(here / "shard.pt", pickled(**changes))
+        path = zip_shard(here / "shard.pt", pickle_description(**changes))
         assert message in refusal(load_file, path)
 
 
@@ -194,9 +196,9 @@ def test_files_that_are_damaged(tmp_path: Path) -> None:
     for number, (damage, message) in enumerate(
         [
             (lambda path: _flip(path, _storage_at(path)), "data/0 does not match its checksum"),
-            (lambda path: zipped(path, pickled(), method=zipfile.ZIP_DEFLATED), "compressed"),
-            (lambda path: zipped(path, pickled(), order=b"x" * 100), "refused"),
-            (lambda path: zipped(path, b""), "refused"),
+            (lambda path: zip_shard(path, pickle_description(), method=zipfile.ZIP_DEFLATED), "compressed"),
+            (lambda path: zip_shard(path, pickle_description(), order=b"x" * 100), "refused"),
+            (lambda path: zip_shard(path, b""), "refused"),
             (lambda path: path.write_bytes(b"PK\x05\x06" + bytes(18)), "refused"),
             (_huge_directory, "refused"),
             (lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "a device, not a regular file"),
@@ -205,20 +207,20 @@ def test_files_that_are_damaged(tmp_path: Path) -> None:
     ):
         here = tmp_path / str(number)
         here.mkdir()
-        path = zipped(here / "shard.pt", pickled(), storage=VALUES_OF_A)
+        path = zip_shard(here / "shard.pt", pickle_description(), storage=VALUES_OF_A)
         damage(path)
         assert message in refusal(load_file, path)
 
 
 def test_checksums_may_be_left_out(tmp_path: Path) -> None:
-    path = zipped(tmp_path / "shard.pt", pickled(), storage=VALUES_OF_A)
+    path = zip_shard(tmp_path / "shard.pt", pickle_description(), storage=VALUES_OF_A)
     _flip(path, _storage_at(path))
     assert load_file(path, check=False)["a"].local.shape == (4,)
 
 
 def test_a_part_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "x.distcp"
-    whole = zipped(tmp_path / "shard.pt", pickled()).read_bytes()
+    whole = zip_shard(tmp_path / "shard.pt", pickle_description()).read_bytes()
     path.write_bytes(b"before" + whole + b"behind")
     for offset, length in [(0, len(whole)), (6, len(whole) - 40), (6, 0), (LONG, 10)]:
         assert f"no tensor at byte {offset}" in refusal(
@@ -228,7 +230,7 @@ def test_a_part_of_a_file(tmp_path: Path) -> None:
     path.write_bytes(b"before" + (tmp_path / "t").read_bytes())
     assert load_part(path, 6, path.stat().st_size - 6).tolist() == [0.0, 1.0, 2.0]
     for numel in (5, -4, LONG):
-        lying = zipped(tmp_path / "lying.pt", pickled(numel=numel))
+        lying = zip_shard(tmp_path / "lying.pt", pickle_description(numel=numel))
         assert "no tensor at byte 0" in refusal(load_part, lying, 0, lying.stat().st_size)
 
 
@@ -279,7 +281,7 @@ def test_pickles(tmp_path: Path) -> None:
             assert tracemalloc.get_traced_memory()[1] < 2**22 + 200 * len(data)  # twelve bytes once took 4.4 GB
         finally:
             tracemalloc.stop()
-        zipped(here / "shard.pt", data)
+        zip_shard(here / "shard.pt", data)
         refusal(load_file, here / "shard.pt")
 
 
@@ -305,7 +307,7 @@ def index_of(tmp_path: Path, edit: Callable[[Any], object]) -> Path:
     return tmp_path / ".metadata"
 
 
-def _stored(index: Any) -> Any:
+def _first_storage(index: Any) -> Any:
     return next(iter(index.storage_data.values()))
 
 
@@ -322,8 +324,8 @@ def test_the_index_that_is_changed_below(tmp_path: Path) -> None:
 def test_indexes_that_lie(tmp_path: Path) -> None:
     for number, (edit, message) in enumerate(
         [
-            (lambda i: setattr(_stored(i), "offset", -1), "starts before its file"),
-            (lambda i: setattr(_stored(i), "length", "100"), "has a malformed place"),
+            (lambda i: setattr(_first_storage(i), "offset", -1), "starts before its file"),
+            (lambda i: setattr(_first_storage(i), "length", "100"), "has a malformed place"),
             (lambda i: setattr(i.state_dict_metadata["w"], "size", "4"), "a malformed shape"),
             (lambda i: setattr(i.state_dict_metadata["w"], "size", (2**60,)), "an impossible shape"),
             (lambda i: setattr(i.state_dict_metadata["w"], "chunks", None), "more parts than there are"),
@@ -424,16 +426,16 @@ def _harmless(action: Callable[[], object]) -> None:
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=4))
 def test_damaged_descriptions(tmp_path: Path, changes: list[tuple[float, int]]) -> None:
-    data = bytearray(pickled())
+    data = bytearray(pickle_description())
     for where, byte in changes:
         data[int(where * len(data))] = byte
-    _harmless(lambda: load_file(zipped(tmp_path / "shard.pt", bytes(data))))
+    _harmless(lambda: load_file(zip_shard(tmp_path / "shard.pt", bytes(data))))
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=4), st.booleans())
 def test_damaged_files(tmp_path: Path, changes: list[tuple[float, int]], check: bool) -> None:
-    data = bytearray(zipped(tmp_path / "whole.pt", pickled()).read_bytes())
+    data = bytearray(zip_shard(tmp_path / "whole.pt", pickle_description()).read_bytes())
     for where, byte in changes:
         data[int(where * len(data))] = byte
     (tmp_path / "shard.pt").write_bytes(bytes(data))

@@ -31,7 +31,7 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform.cpu import CpuPlatform
 from rlhf_mcore.platform.cuda import CudaPlatform
 from tests.distributed.models import make
-from tests.messages import refused
+from tests.messages import expect_error
 
 SIZES = dict(
     vocab_size=97,
@@ -195,7 +195,7 @@ def test_the_older_way_to_write_a_scaling_is_read(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ refusals
 def test_a_rotary_factor_that_megatron_cannot_express_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "llama", rope_parameters=dict(**YARN, attention_factor=0.5))
-    with refused(ConfigError, field=("model.path", "rotary attention factor"), value="0.5"):
+    with expect_error(ConfigError, field=("model.path", "rotary attention factor"), value="0.5"):
         load_spec(tmp_path)
 
 
@@ -296,7 +296,7 @@ ROPE, PERMUTE = "fused_apply_rotary_pos_emb_thd", ("fused_permute_with_probs", "
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine and apex, as far as Megatron and this project look for them."""
     for name in (ROPE, "fused_apply_rotary_pos_emb"):
         monkeypatch.setattr(rope_utils, name, object())
@@ -307,7 +307,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_spec, "find_spec", lambda name: object())
 
 
-def _fused(directory: Path, platform: Any, fused: bool = True, **overrides: Any) -> tuple[bool, bool]:
+def _find_fusions(directory: Path, platform: Any, fused: bool = True, **overrides: Any) -> tuple[bool, bool]:
     groups: Any = SimpleNamespace(layout=ParallelLayout(1), pp_rank=0)
     settings: dict[str, Any] = dict(dtype="bf16", recompute=RecomputeConfig(), deterministic=False)
     found = transformer_config(
@@ -316,17 +316,19 @@ def _fused(directory: Path, platform: Any, fused: bool = True, **overrides: Any)
     return found.apply_rope_fusion, found.gradient_accumulation_fusion
 
 
-def test_fused_kernels_are_the_default_where_they_are_installed(tmp_path: Path, installed: None) -> None:
+def test_fused_kernels_are_the_default_where_they_are_installed(tmp_path: Path, fake_packages: None) -> None:
     write(tmp_path, "llama", head_dim=32)
-    assert _fused(tmp_path, CudaPlatform()) == (True, True)
-    assert _fused(tmp_path, CudaPlatform(), apply_rope_fusion=False) == (False, True)
-    assert _fused(tmp_path, CudaPlatform(), fused=False) == _fused(tmp_path, CpuPlatform()) == (False, False)
+    assert _find_fusions(tmp_path, CudaPlatform()) == (True, True)
+    assert _find_fusions(tmp_path, CudaPlatform(), apply_rope_fusion=False) == (False, True)
+    assert (
+        _find_fusions(tmp_path, CudaPlatform(), fused=False) == _find_fusions(tmp_path, CpuPlatform()) == (False, False)
+    )
     assert fused_kernels(load_spec(tmp_path))["moe_permute_fusion"] is False  # there are no experts
 
 
-def test_a_factor_of_yarn_is_not_lost_in_a_fused_rotation(tmp_path: Path, installed: None) -> None:
+def test_a_factor_of_yarn_is_not_lost_in_a_fused_rotation(tmp_path: Path, fake_packages: None) -> None:
     write(tmp_path, "qwen2", rope_parameters=YARN)
-    assert _fused(tmp_path, CudaPlatform()) == (False, True)
+    assert _find_fusions(tmp_path, CudaPlatform()) == (False, True)
 
 
 def test_without_their_packages_there_are_none(tmp_path: Path) -> None:

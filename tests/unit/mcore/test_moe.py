@@ -26,7 +26,7 @@ from rlhf_mcore.mcore.weights import unwrap
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
 from tests.distributed.models import add_mtp_layer, make
-from tests.messages import refused
+from tests.messages import expect_error
 
 pytestmark = [
     pytest.mark.usefixtures("world"),
@@ -84,7 +84,7 @@ def test_layers_beyond_those_of_config_json_are_refused_unless_they_are_mtp_laye
     assert load_spec(tmp_path, head="token").config_updates["num_nextn_predict_layers"] == 0
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}))
-    with refused(ConfigError, field="num_hidden_layers", value=4, remedy="download"):
+    with expect_error(ConfigError, field="num_hidden_layers", value=4, remedy="download"):
         load_spec(tmp_path)
 
 

@@ -36,7 +36,7 @@ def parts_of(described: list[tuple[str, tuple[int, int], tuple[int, int]]]) -> l
     return found
 
 
-def cut(matrices: dict[str, Tensor], parts: list[MatrixPart]) -> Tensor:
+def join_parts(matrices: dict[str, Tensor], parts: list[MatrixPart]) -> Tensor:
     """Return the flat range that contains these parts."""
     pieces = [matrices[p.name][p.start[0] :, p.start[1] :][: p.extent[0], : p.extent[1]] for p in parts]
     return torch.cat([piece.reshape(-1) for piece in pieces])
@@ -58,11 +58,11 @@ def test_every_rank_gets_its_parts_of_whole_matrices(
 
     def rank(group: ThreadGroup) -> None:
         held = [parts_of(described) for described in HELD[group.rank()]]
-        flats = [cut(before, parts) for parts in held]
+        flats = [join_parts(before, parts) for parts in held]
         stepped = [MuonRange(flat, {}, {}, parts) for flat, parts in zip(flats, held, strict=True)]
         MatrixExchange(stepped, group, dtype, torch.device("cpu"))(flats)  # type: ignore[arg-type]
         for flat, parts in zip(flats, held, strict=True):
-            assert torch.equal(flat, cut(after, parts))
+            assert torch.equal(flat, join_parts(after, parts))
 
     run_ranks(len(HELD), rank)
 

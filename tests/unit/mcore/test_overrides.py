@@ -19,7 +19,7 @@ from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform.cpu import CpuPlatform
 from rlhf_mcore.platform.cuda import CudaPlatform
-from tests.messages import refused
+from tests.messages import expect_error
 
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 
@@ -41,7 +41,7 @@ def test_types_of_torch_and_enumerations_are_written_by_name() -> None:
 def test_a_rejection_by_megatron_names_the_keys_that_it_mentions(
     values: dict[str, Any], named: str, other: str
 ) -> None:
-    with refused(ConfigError, field=f"actor.megatron.{named}", remedy="change or remove it") as caught:
+    with expect_error(ConfigError, field=f"actor.megatron.{named}", remedy="change or remove it") as caught:
         Overrides("actor.megatron", values).build(TransformerConfig, **SIZES)
     assert exit_codes.kind_of(caught.value) == exit_codes.USER  # one message without a traceback, and exit code 2
     assert other not in str(caught.value)
@@ -117,16 +117,16 @@ def test_a_device_that_cannot_compute_so_is_named(
     if not named:
         wanted.check(CudaPlatform())
     else:
-        with refused(ConfigError, field="actor.fp8=blockwise", value=named):
+        with expect_error(ConfigError, field="actor.fp8=blockwise", value=named):
             wanted.check(CudaPlatform())
     plain.check(CudaPlatform())  # Megatron checks its own fields
 
 
 def test_8_bits_of_a_policy_are_refused_by_their_key() -> None:
     made = Overrides.of("actor", ActorConfig(fp8="blockwise"))
-    with refused(ConfigError, field="actor.fp8=blockwise", value="CUDA", remedy="null"):
+    with expect_error(ConfigError, field="actor.fp8=blockwise", value="CUDA", remedy="null"):
         made.check(CpuPlatform())
-    with refused(ConfigError, field="actor.fp8=blockwise", value="Transformer Engine", remedy="null"):
+    with expect_error(ConfigError, field="actor.fp8=blockwise", value="Transformer Engine", remedy="null"):
         made.check(CudaPlatform())  # it is not installed
 
 
@@ -162,5 +162,5 @@ def test_buffers_of_transformer_engine_are_made_once_and_have_the_shape_of_every
     for _ in range(2):  # an actor and its reference
         overrides.make_buffers(wanted, platform, layout, 1003, 64)
     assert made == [{"shape": [500, 64], "tp_size": 2, "use_fp8": False, "bootstrap_backend": "nccl"}]
-    with refused(ConfigError, field="critic.megatron.tp_comm_overlap", value=("True", "128"), remedy="remove"):
+    with expect_error(ConfigError, field="critic.megatron.tp_comm_overlap", value=("True", "128"), remedy="remove"):
         overrides.make_buffers(wanted, platform, layout, 1003, 128)

@@ -46,7 +46,7 @@ def candidates(field: MegatronField) -> list[Any]:
     return next((values for kind, values in kinds.items() if kind in field.annotation), [])
 
 
-def held(model: MegatronModel) -> StateBytes:
+def measure_state(model: MegatronModel) -> StateBytes:
     """Return the bytes that remain between two updates."""
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     shards = model.optimizer.shards()
@@ -102,7 +102,7 @@ def test_a_plan_heeds_every_field_that_changes_bytes(tmp_path: Path) -> None:
         chosen = Settings(dtype="bf16", megatron=megatron, max_tokens=10_000)
         built, actor = build(tmp_path / "model", groups, platform, chosen)
         kept = saved_by_update(built, actor)
-        return held(built), kept, copied_gradients(built)
+        return measure_state(built), kept, copied_gradients(built)
 
     def plan(megatron: dict[str, Any]) -> tuple[StateBytes, int]:
         role = PlannedRole("actor", geometry, LAYOUT, True, "bf16", megatron=megatron)

@@ -38,7 +38,7 @@ def shortest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "SHORTEST", 2)
 
 
-def described(tree: PrefixTree, rank: int = 0, cp: int = 1, device: str = "cpu") -> PackedSequences:
+def describe(tree: PrefixTree, rank: int = 0, cp: int = 1, device: str = "cpu") -> PackedSequences:
     """Describe a tree like ``PassInputs.packed``."""
     borders, order = torch.tensor([0, *tree.sizes]).cumsum(0).int().to(device), None
     if cp > 1:
@@ -102,7 +102,7 @@ def difference(
                 vars(core).update(varlen=kernel, softmax_offset=own_sinks)
                 own = local_places(tree.sizes, rank, cp) if cp > 1 else torch.arange(len(q))
                 moved = (x.to(device, dtype) for x in (q[own], k, v))
-                out = core(*moved, None, packed_seq_params=described(tree, rank, cp, device))
+                out = core(*moved, None, packed_seq_params=describe(tree, rank, cp, device))
                 parts = parts.index_copy(0, own, out.float().cpu())
             out = parts[right.sources]
         (out * weights).sum().backward()
@@ -159,23 +159,23 @@ def test_transformer_engines_attention_leaves_trees_to_ours() -> None:
     q, k, v = (torch.randn(len(tree.token_ids), heads, 8) for heads in (4, 2, 2))
     plain = PackedSequences.of(torch.tensor([0, len(q)]).int(), torch.arange(len(q)), [len(q)], None)
     assert torch.equal(core(q, k, v, None, packed_seq_params=plain), q.flatten(1))
-    out = core(q, k, v, None, packed_seq_params=described(tree))
+    out = core(q, k, v, None, packed_seq_params=describe(tree))
     torch.testing.assert_close(out[tree.sources], attend_rows(q, k, v, tree, None, core.softmax_offset))
 
 
 def test_a_fused_rotation_begins_segments_where_their_parents_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine's fused kernel for packed sequences starts all of them at position 0, without an error."""
 
-    def fused(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
+    def rotate_fused(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
         return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=interleaved)
 
     def fused_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, interleaved: bool = False, **ranks: int) -> Tensor:
         """Rotate like Transformer Engine. Megatron-core 0.19 passes ``interleaved``, 0.16 does not."""
         pieces = t.split(cu_seqlens.diff().tolist())
-        parts = [fused(piece.unsqueeze(1), freqs[: len(piece)], interleaved) for piece in pieces]
+        parts = [rotate_fused(piece.unsqueeze(1), freqs[: len(piece)], interleaved) for piece in pieces]
         return torch.cat(parts).squeeze(1)
 
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", fused)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", rotate_fused)
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", fused_thd)
     monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", lambda *args, **kwargs: pytest.fail("not fused"))
     packed_module.rotate_packed()
@@ -188,9 +188,9 @@ def test_a_fused_rotation_begins_segments_where_their_parents_end(monkeypatch: p
     angles = torch.cat([angles, angles], dim=-1)[:, None, None]
     by_token = torch.randn(50, 2, 4)  # depends on the token id
     heads = by_token[tree.token_ids]
-    found = rope_utils.apply_rotary_pos_emb(heads, angles, config, described(tree).cu_seqlens_q, cp_group=group)
+    found = rope_utils.apply_rotary_pos_emb(heads, angles, config, describe(tree).cu_seqlens_q, cp_group=group)
     for row, places in zip(ROWS, tree.sources.split(list(map(len, ROWS))), strict=True):
-        expected = fused(by_token[row].unsqueeze(1), angles[: len(row)]).squeeze(1)
+        expected = rotate_fused(by_token[row].unsqueeze(1), angles[: len(row)]).squeeze(1)
         torch.testing.assert_close(found[places], expected)
     lonely = torch.tensor([0, *tree.sizes]).cumsum(0).int()
     assert not torch.allclose(rope_utils.apply_rotary_pos_emb(heads, angles, config, lonely, cp_group=group), found)

@@ -31,7 +31,7 @@ def no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(P2PCommunicator, "__init__", lambda *_, **__: None)
 
 
-def sent(layout: ParallelLayout, rank: int, count: int, together: int, *, forward: bool) -> Iterator[int]:
+def order_sends(layout: ParallelLayout, rank: int, count: int, together: int, *, forward: bool) -> Iterator[int]:
     """Microbatches in whose order a stage sends to the one behind (``forward``) or before, as Megatron's table has them."""
     chunks = layout.vpp or 1
     at_end = rank == (layout.pp - 1 if forward else 0)
@@ -49,9 +49,9 @@ def test_shapes_come_in_the_order_of_messages(pp: int, vpp: int | None, count: i
     lengths = [8 + 4 * number for number in range(count)]
     for rank in range(pp):
         mine = messages(layout, rank, lengths, together)
-        for number in sent(layout, (rank - 1) % pp, count, together, forward=True):
+        for number in order_sends(layout, (rank - 1) % pp, count, together, forward=True):
             assert mine._communicate_shapes(None, None, True, False) == ((lengths[number], 2, HIDDEN), None)
-        for number in sent(layout, (rank + 1) % pp, count, together, forward=False):
+        for number in order_sends(layout, (rank + 1) % pp, count, together, forward=False):
             assert mine._communicate_shapes(None, None, False, True) == (None, (lengths[number], 2, HIDDEN))
         assert list(mine._forward) == list(mine._backward) == []
 

@@ -22,7 +22,7 @@ from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.record import RunRecord
 from tests.commands import wait_for
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.parallel.world import world
 
 __all__ = ["world"]
@@ -30,7 +30,7 @@ NAN = float("nan")
 pytestmark = pytest.mark.usefixtures("world")  # warnings of other ranks are gathered
 
 
-def alarmed(values: list[dict[str, float]], cfg: AlarmsConfig | None = None) -> list[tuple[int, str]]:
+def find_alarms(values: list[dict[str, float]], cfg: AlarmsConfig | None = None) -> list[tuple[int, str]]:
     """Return (step, name) of each alarm. Steps count from 1."""
     alarms = Alarms(cfg or AlarmsConfig())
     return [(alarm.step, alarm.name) for step, metrics in enumerate(values, 1) for alarm in alarms.check(step, metrics)]
@@ -63,7 +63,7 @@ def alarmed(values: list[dict[str, float]], cfg: AlarmsConfig | None = None) -> 
     ],
 )  # fmt: skip
 def test_the_default_rules(steps: list[dict[str, float]], expected: list[tuple[int, str]]) -> None:
-    assert alarmed(steps) == expected
+    assert find_alarms(steps) == expected
 
 
 def test_a_rule_of_ones_own_replaces_the_default_one_of_its_metric() -> None:
@@ -71,9 +71,9 @@ def test_a_rule_of_ones_own_replaces_the_default_one_of_its_metric() -> None:
         rules=[AlarmRuleConfig(metric="kl/mean", above=0.5, steps=2), AlarmRuleConfig(metric="reward/mean", below=0.0)]
     )
     steps = [{"kl/mean": 20.0, "reward/mean": 0.0}, {"kl/mean": 20.0, "reward/mean": -0.5}, {"kl/mean": 20.0}]
-    assert alarmed(steps, own) == [(2, "kl/mean"), (2, "reward/mean")]
+    assert find_alarms(steps, own) == [(2, "kl/mean"), (2, "reward/mean")]
     own.defaults = False
-    assert alarmed([{"loss/total": NAN, "reward/share_zero": 1.0}] * 12, own) == []
+    assert find_alarms([{"loss/total": NAN, "reward/share_zero": 1.0}] * 12, own) == []
 
 
 def bell(cfg: AlarmsConfig, notes: list[str]) -> tuple[AlarmBell, SignalRequests]:
@@ -257,5 +257,5 @@ def test_mistakes_are_named_with_what_was_meant() -> None:
         "alarms.webhook is not a URL; write it as https://host/path, or as ${oc.env:NAME} (the value is not shown)",
         "alarms.command=[] is empty, but an alarm uses the action command; set it to a program and its arguments",
     ]
-    with refused(ConfigError, field="alarms.actions[0]", value="'wern'", remedy="'warn'"):
+    with expect_error(ConfigError, field="alarms.actions[0]", value="'wern'", remedy="'warn'"):
         Config(alarms={"actions": ["wern"]})

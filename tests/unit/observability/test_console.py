@@ -11,7 +11,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.figures import step_line
 from rlhf_mcore.observability.live_display import sparkline
-from tests.messages import refused
+from tests.messages import expect_error
 
 METRICS = {
     "reward/mean": 0.61,
@@ -41,17 +41,17 @@ def log_file() -> rich.console.Console:
     return rich.console.Console(file=io.StringIO(), force_terminal=False, no_color=True, width=80)
 
 
-def printed(output: rich.console.Console) -> str:
+def read_output(output: rich.console.Console) -> str:
     assert isinstance(output.file, io.StringIO)
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.file.getvalue())
 
 
-def drawn(console: Console, width: int = 110) -> list[str]:
+def render_display(console: Console, width: int = 110) -> list[str]:
     """The live display as lines of text."""
     output = rich.console.Console(file=io.StringIO(), width=width)
     assert console.display is not None
     output.print(console.display.render())
-    return printed(output).splitlines()
+    return read_output(output).splitlines()
 
 
 def test_a_step_is_one_line_in_a_log() -> None:
@@ -71,7 +71,7 @@ def test_labels_are_explained_once_and_only_those_that_are_shown() -> None:
     console.step(0, {"evaluate/accuracy": 0.5})
     for step in (1, 2):
         console.step(step, {"rollout/response_length_mean": 7.0, "rollout/logprob_diff_mean": 1e-7})
-    lines = printed(output).splitlines()
+    lines = read_output(output).splitlines()
     assert [line.split()[0] for line in lines] == ["step", "len:", "step", "step"]
     assert "logprob diff: engine against trainer" in lines[1] and "cut off" not in lines[1]
 
@@ -90,7 +90,7 @@ def test_a_log_has_steps_notes_and_the_summary_but_no_phases() -> None:
         console.step(1, {"reward/mean": 0.25})
         console.step(2, {"reward/mean": 0.75})
         console.summary("Result", [("accuracy", "0.31", "0.74")], ("", "before", "after"), [f"Run directory {path}"])
-    lines = [line.strip() for line in printed(output).splitlines()]
+    lines = [line.strip() for line in read_output(output).splitlines()]
     assert lines[:3] == ["[evaluate] accuracy 0.5", "step 1/2  reward 0.250", "step 2/2  reward 0.750"]
     text = "\n".join(lines)
     assert "generate" not in text
@@ -104,19 +104,19 @@ def test_step_lines_are_thinned_but_for_evaluations_and_the_last_step(mode: str)
     with Console(mode, 30, "grpo", every=10, output=output) as console:
         for step in range(31):
             console.step(step, {"reward/mean": 0.5} | ({"evaluate/reward": 1.0} if step in (0, 15) else {}))
-    numbers = re.findall(r'step"?[: ]\s*(\d+)', printed(output))
+    numbers = re.findall(r'step"?[: ]\s*(\d+)', read_output(output))
     assert numbers == ["0", "1", "11", "15", "21", "30"]
 
 
 def test_the_live_display_shows_progress_phase_and_figures() -> None:
     clock = Clock()
     console = Console("rich", 40, "quickstart", output=terminal(), clock=clock)
-    assert "starting" in drawn(console)[2]
+    assert "starting" in render_display(console)[2]
     for step in range(1, 13):
         console.step(step, {**METRICS, "reward/mean": 0.05 * step, "timing/step_s": 2.0})
     clock.now = 130.0
     console.phase("old logprobs")
-    lines = drawn(console)
+    lines = render_display(console)
     assert "quickstart" in lines[0]
     assert "step 12/40" in lines[1] and "elapsed 0:00:30 · left 0:00:56 · 2.0 s/step" in lines[1]
     assert "old logprobs" in lines[2]
@@ -130,17 +130,17 @@ def test_the_live_display_shows_progress_phase_and_figures() -> None:
 def test_the_evaluation_before_training_is_no_step_of_the_pace() -> None:
     console = Console("rich", 11, "quickstart", output=terminal(), clock=Clock())
     console.step(0, {"evaluate/accuracy": 0.5, "timing/step_s": 0.5})
-    text = "\n".join(drawn(console))
+    text = "\n".join(render_display(console))
     assert "s/step" not in text and "left" not in text and "reward  " not in text
     console.step(1, {**METRICS, "timing/step_s": 20.0})
-    assert "left 0:03:20 · 20.0 s/step" in drawn(console)[1]
+    assert "left 0:03:20 · 20.0 s/step" in render_display(console)[1]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_no_figure_is_cut_on_a_narrow_terminal(width: int) -> None:
     console = Console("rich", 40, "quickstart", output=terminal(width))
     console.step(1, {**METRICS, "actor/entropy": 1.25, "evaluate/accuracy": 0.5})
-    lines = drawn(console, width)
+    lines = render_display(console, width)
     assert max(map(len, lines)) <= min(width, 110)
     assert "…" not in "".join(lines)
     assert "0.610" in lines[-2] and "0.500" in lines[-2]
@@ -155,7 +155,7 @@ def test_a_terminal_keeps_the_last_display_and_then_the_summary() -> None:
         console.step(1, METRICS)
         console.step(2, METRICS)
         console.summary("Result", [("reward", "0.31", "0.74")], ("", "before", "after"), ["Run directory  out"])
-    text = printed(output)
+    text = read_output(output)
     assert "engines are up" in text
     assert text.index("Result") > text.rindex("step 2/2")
     assert text.rstrip().endswith("Run directory  out")
@@ -166,23 +166,23 @@ def test_a_run_that_fails_says_that_it_stopped() -> None:
     with pytest.raises(KeyError), Console("rich", 2, "quickstart", output=output) as console:
         console.phase("generate")
         raise KeyError
-    assert printed(output).rindex("stopped") > printed(output).find("generate")
+    assert read_output(output).rindex("stopped") > read_output(output).find("generate")
 
 
 def test_the_display_of_a_continued_run_begins_at_its_step_and_shows_what_a_signal_asks_for() -> None:
     output = terminal()
     with Console("rich", 20, "quickstart", first_step=12, output=output) as console:
         console.acknowledge("Ctrl-C: this step is finished and saved")
-        shown = "\n".join(drawn(console))
+        shown = "\n".join(render_display(console))
     assert "step 12/20" in shown and "step 0/20" not in shown
-    assert "Ctrl-C: this step is finished and saved" in shown and "Ctrl-C" not in "".join(drawn(console))
+    assert "Ctrl-C: this step is finished and saved" in shown and "Ctrl-C" not in "".join(render_display(console))
 
 
 def test_a_long_line_is_cut_between_words_and_a_path_stays_whole() -> None:
     output, path = terminal(), "/".join(["directory"] * 14)
     with Console("rich", 20, "quickstart", output=output) as console:
         console.note(f"first:\n  | {'many words ' * 12}{path}")
-    lines = [line.rstrip() for line in printed(output).splitlines()]
+    lines = [line.rstrip() for line in read_output(output).splitlines()]
     assert lines[:2] == ["first:", f"  | {'many words ' * 9}many"] and f"  {path}" in lines
 
 
@@ -197,7 +197,7 @@ def test_a_notebook_whose_output_is_no_file_survives_a_signal() -> None:
     with Console("plain", 20, "quickstart", output=output) as console:
         console.acknowledge("asked to save")
         console.note("saved")
-    assert printed(output) == "saved\n"
+    assert read_output(output) == "saved\n"
 
 
 def test_off_prints_nothing() -> None:
@@ -207,7 +207,7 @@ def test_off_prints_nothing() -> None:
         console.phase("generate")
         console.step(1, METRICS)
         console.summary("Result", [("a", "b")], ("", "c"), ["d"])
-    assert printed(output) == ""
+    assert read_output(output) == ""
 
 
 def test_auto_is_plain_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_auto_is_plain_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with refused(
+    with expect_error(
         ConfigError, field="logging.console", value="'fancy'", remedy=("auto", "rich", "plain", "json", "off")
     ):
         Console("fancy", 1, "grpo")

@@ -12,7 +12,7 @@ import torch
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.files import json_line, write_atomically
 from rlhf_mcore.own_files import check_output
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 def test_json_lines_are_strict() -> None:
@@ -31,10 +31,10 @@ def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     pipe, link = tmp_path / "pipe", tmp_path / "stdout"
     os.mkfifo(pipe)
     link.symlink_to("/dev/null")
-    with refused(ConfigError, field="pipe"):
+    with expect_error(ConfigError, field="pipe"):
         write_atomically(pipe, b"")
     for path in (pipe, link, tmp_path):
-        with refused(ConfigError, field="--out", value=path):
+        with expect_error(ConfigError, field="--out", value=path):
             check_output("--out", path)
     assert pipe.is_fifo() and link.is_symlink()
     check_output("--out", tmp_path / "new")

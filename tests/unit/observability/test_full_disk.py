@@ -13,7 +13,7 @@ from rlhf_mcore.observability.files import FullDiskError, keep_steps
 from rlhf_mcore.observability.run_directory import RunDirectory, write_rollouts
 from rlhf_mcore.observability.services.tensorboard import TensorboardTracker
 from rlhf_mcore.observability.trackers import JsonlTracker, TrackedRun
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.small_disk import small_disk
 
 SIZE = 256 * 1024
@@ -84,6 +84,6 @@ def test_fault_28_a_run_may_begin_on_a_full_disk(disk: Path) -> None:
             file.write(bytes(4096))
     assert os.statvfs(disk).f_bavail == 0
     run = RunDirectory.create(str(disk), "p", "e")
-    with refused(FullDiskError, field="config.yaml", value=(8, 0)):
+    with expect_error(FullDiskError, field="config.yaml", value=(8, 0)):
         run.write_config("seed: 1\n")
     run.close()

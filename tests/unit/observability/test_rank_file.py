@@ -168,13 +168,13 @@ def test_a_rank_that_left_while_the_others_wait_is_noticed() -> None:
     assert blamed == [1] and "ended in the middle of the run" in message
 
 
-def closed() -> RuntimeError:
+def make_closed_error() -> RuntimeError:
     return RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3")
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
-    [(ConfigError("seed=x"), USER, 2), (KeyError("x"), FAILURE, 1), (closed(), CONSEQUENCE, 1)],
+    [(ConfigError("seed=x"), USER, 2), (KeyError("x"), FAILURE, 1), (make_closed_error(), CONSEQUENCE, 1)],
 )
 def test_whose_mistake_it_was_is_told_with_the_cause(
     error: Exception, kind: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

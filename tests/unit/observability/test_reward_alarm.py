@@ -3,7 +3,7 @@ from __future__ import annotations
 from rlhf_mcore.observability.alarms import RewardAlarm
 
 
-def told(alarm: RewardAlarm, *means: float, name: str = "reward/mean", span: float = 1.0) -> list[int]:
+def find_alarms(alarm: RewardAlarm, *means: float, name: str = "reward/mean", span: float = 1.0) -> list[int]:
     """Return the numbers of the steps with an alarm."""
     made = ({name: mean, "reward/min": 0.0, "reward/max": span} for mean in means)
     return [number for number, metrics in enumerate(made) if list(alarm.lines(metrics))]
@@ -11,18 +11,18 @@ def told(alarm: RewardAlarm, *means: float, name: str = "reward/mean", span: flo
 
 def test_a_jump_is_told_once_and_noise_and_learning_are_not() -> None:
     noise = [0.50, 0.53, 0.47, 0.51, 0.49, 0.52, 0.48, 0.50]  # a deviation of 0.0187
-    assert told(RewardAlarm(5.0, 8), *noise, 0.58, 0.42) == []  # 4.3 deviations
-    assert told(RewardAlarm(5.0, 8), *noise, 0.60) == [8]  # 5.3
-    assert told(RewardAlarm(5.0, 8), *noise, 1.0, 1.0, 1.0) == [8]
-    assert told(RewardAlarm(5.0, 8), *noise, 0.0) == [8]
-    assert told(RewardAlarm(0.0, 8), *noise, 1.0) == []
-    assert told(RewardAlarm(5.0, 8), *(n / 40 for n in range(41))) == []  # from 0 to 1 in forty steps
+    assert find_alarms(RewardAlarm(5.0, 8), *noise, 0.58, 0.42) == []  # 4.3 deviations
+    assert find_alarms(RewardAlarm(5.0, 8), *noise, 0.60) == [8]  # 5.3
+    assert find_alarms(RewardAlarm(5.0, 8), *noise, 1.0, 1.0, 1.0) == [8]
+    assert find_alarms(RewardAlarm(5.0, 8), *noise, 0.0) == [8]
+    assert find_alarms(RewardAlarm(0.0, 8), *noise, 1.0) == []
+    assert find_alarms(RewardAlarm(5.0, 8), *(n / 40 for n in range(41))) == []  # from 0 to 1 in forty steps
 
 
 def test_steady_scores_have_no_deviation_to_compare_with() -> None:
-    assert told(RewardAlarm(5.0, 4), *[0.0] * 6, 0.04, 0.0) == []  # the first success of a hard task
-    assert told(RewardAlarm(5.0, 4), *[0.0] * 6, 0.06) == [6]
-    assert told(RewardAlarm(5.0, 4), 1.0, 0.0) == []  # too few steps before
+    assert find_alarms(RewardAlarm(5.0, 4), *[0.0] * 6, 0.04, 0.0) == []  # the first success of a hard task
+    assert find_alarms(RewardAlarm(5.0, 4), *[0.0] * 6, 0.06) == [6]
+    assert find_alarms(RewardAlarm(5.0, 4), 1.0, 0.0) == []  # too few steps before
 
 
 def test_sources_have_histories_of_their_own() -> None:

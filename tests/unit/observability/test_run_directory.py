@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.run_directory import RunDirectory
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 def test_paths_are_those_of_the_design(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_paths_are_those_of_the_design(tmp_path: Path) -> None:
 
 def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
     first = RunDirectory.create(str(tmp_path), "p", "e")
-    with refused(ConfigError, value=f"process {os.getpid()}", remedy="experiment"):
+    with expect_error(ConfigError, value=f"process {os.getpid()}", remedy="experiment"):
         RunDirectory.create(str(tmp_path), "p", "e")
     RunDirectory.create(str(tmp_path), "p", "other").close()
     first.close()
@@ -39,19 +39,19 @@ def test_a_file_system_without_locks_is_told_as_such(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with refused(ConfigError, field="output_dir", value="No locks available", remedy="choose"):
+    with expect_error(ConfigError, field="output_dir", value="No locks available", remedy="choose"):
         RunDirectory.create(str(tmp_path), "p", "e")
 
 
 def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with refused(ConfigError, field="output_dir", value="Not a directory", remedy="choose"):
+    with expect_error(ConfigError, field="output_dir", value="Not a directory", remedy="choose"):
         RunDirectory.create(str(tmp_path / "file"), "p", "e")
 
 
 @pytest.mark.parametrize("project, experiment", [("..", "e"), ("p", "../../e"), ("p", "/e"), ("", "e"), ("p", "")])
 def test_names_that_lead_elsewhere_are_refused(project: str, experiment: str, tmp_path: Path) -> None:
-    with refused(ConfigError, field=("project", "experiment", "output_dir"), remedy="plain names"):
+    with expect_error(ConfigError, field=("project", "experiment", "output_dir"), remedy="plain names"):
         RunDirectory.create(str(tmp_path / "out"), project, experiment)
     assert not list(tmp_path.iterdir())
 

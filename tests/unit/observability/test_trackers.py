@@ -29,7 +29,7 @@ from rlhf_mcore.observability.trackers import (
     TrackedRun,
     build_trackers,
 )
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 class FakeTracker:
@@ -71,7 +71,7 @@ def test_a_line_that_a_crash_cut_short_is_removed(whole: str, torn: str, tmp_pat
 def test_a_line_is_written_at_once_or_the_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
     monkeypatch.setattr(os, "write", lambda descriptor, data: len(data) - 3)
-    with refused(FullDiskError, field="metrics.jsonl", value="12 bytes"):
+    with expect_error(FullDiskError, field="metrics.jsonl", value="12 bytes"):
         tracker.log(7, {})
     monkeypatch.undo()
     tracker.close()

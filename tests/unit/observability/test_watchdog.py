@@ -20,7 +20,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def records(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Return the records for the file of a rank that our command started."""
     found: list[object] = []
     monkeypatch.setattr(rank_file, "is_read", lambda: True)
@@ -51,11 +51,11 @@ def test_zero_switches_it_off(calls: list[Any]) -> None:
     assert calls == ["cancel"]
 
 
-def test_the_launcher_is_told_and_no_clock_of_our_own_blames_this_rank(calls: list[Any], told: list[object]) -> None:
+def test_the_launcher_is_told_and_no_clock_of_our_own_blames_this_rank(calls: list[Any], records: list[object]) -> None:
     with Watchdog(30) as watchdog:
         watchdog.progress("update")
         watchdog.beat()
         watchdog.pause()
         watchdog.progress("generate")
-    assert told == [30, "start", "update", "beat", 0, 30, "generate", 0]
+    assert records == [30, "start", "update", "beat", 0, 30, "generate", 0]
     assert calls == []

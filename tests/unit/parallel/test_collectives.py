@@ -19,7 +19,7 @@ from rlhf_mcore.parallel.collectives import (
     on_every_rank,
     reduce_sums,
 )
-from tests.messages import refused
+from tests.messages import expect_error
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -102,7 +102,7 @@ def test_a_mistake_that_another_rank_finds_is_raised_here_too(monkeypatch: pytes
     done = []
     theirs = [["ConfigError", None, "tensor b is missing"], ["ConfigError", None, "tensor c is missing"]]
     monkeypatch.setattr(collectives, "all_gather_json", lambda mine, group: [mine, *theirs])
-    with refused(ConfigError, field="tensor b"):
+    with expect_error(ConfigError, field="tensor b"):
         on_every_rank(lambda: done.append("loaded"))
     assert done == ["loaded"]
 

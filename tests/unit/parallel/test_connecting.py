@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rlhf_mcore.parallel.addresses import LOOPBACK, listener
 from rlhf_mcore.parallel.joint_group import JointGroup, connect_device
 from rlhf_mcore.protocols import GroupSpec, PeersLost
-from tests.messages import refused
+from tests.messages import expect_error
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -33,7 +33,7 @@ def test_a_device_that_never_connects_is_not_waited_for(monkeypatch: pytest.Monk
     """Without the limit, the group's own timeout would apply. NCCL ignores that timeout while it connects."""
     forever = threading.Event()
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: forever.wait())
-    with refused(PeersLost, value=("1 ranks", "0.1 s")):
+    with expect_error(PeersLost, value=("1 ranks", "0.1 s")):
         connect_device(limit_s=0.1)
     forever.set()
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("world")  # a world of one, in which this p
 
 
 @contextmanager
-def forked(body: Callable[[], None]) -> Iterator[int]:
+def fork(body: Callable[[], None]) -> Iterator[int]:
     """Fork this process, and run ``body`` in the child. The child exits with code 0 if it succeeds."""
     pid = os.fork()
     if pid == 0:
@@ -57,7 +57,7 @@ def two(body: Callable[[dist.ProcessGroup], None], name: str) -> Iterator[JointG
         body(group.group)
         group.close()
 
-    with forked(other):
+    with fork(other):
         listening.close()
         joint = JointGroup(GroupSpec(name, LOOPBACK, port, 1, 2, 120))
         try:
@@ -95,7 +95,7 @@ def collectives(group: dist.ProcessGroup) -> list[object]:
 
 
 def test_functions_take_it_as_a_group_though_both_ends_are_rank_0_of_their_worlds() -> None:
-    def expected(rank: int) -> list[object]:
+    def expected_results(rank: int) -> list[object]:
         return [
             [rank, 2, rank, 2],
             [1.0 - rank] * 3,
@@ -110,11 +110,11 @@ def test_functions_take_it_as_a_group_though_both_ends_are_rank_0_of_their_world
         ]
 
     def other(group: dist.ProcessGroup) -> None:
-        assert collectives(group) == expected(0)
+        assert collectives(group) == expected_results(0)
 
     assert dist.get_rank() == 0
     with two(other, "functions") as joint:
-        assert collectives(joint.group) == expected(1)
+        assert collectives(joint.group) == expected_results(1)
         assert all_gather_json("mine") == ["mine"]  # the world is unchanged
 
 

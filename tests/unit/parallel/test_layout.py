@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rlhf_mcore.config.schema import LayoutConfig
 from rlhf_mcore.geometry import Shard
 from rlhf_mcore.parallel.layout import ParallelLayout
-from tests.messages import refused
+from tests.messages import expect_error
 
 SIZES = st.integers(1, 5)
 
@@ -68,11 +68,11 @@ def test_a_layout_that_does_not_begin_at_the_first_rank_by_hand() -> None:
 
 
 def test_a_world_that_the_layout_does_not_fill_is_refused() -> None:
-    with refused(ValueError, field=("world size", "tp", "pp", "cp"), value=(12, 2, 4, 1, 8)):
+    with expect_error(ValueError, field=("world size", "tp", "pp", "cp"), value=(12, 2, 4, 1, 8)):
         ParallelLayout(12, tp=2, pp=4)
-    with refused(ValueError, field=("etp", "ep"), value=(6, 2)):
+    with expect_error(ValueError, field=("etp", "ep"), value=(6, 2)):
         ParallelLayout(12, tp=2, pp=2, ep=2)
-    with refused(ValueError, field=("etp", "tp", "ep"), value=(1, 2)):
+    with expect_error(ValueError, field=("etp", "tp", "ep"), value=(1, 2)):
         ParallelLayout(4, tp=2, etp=1)
 
 
@@ -122,7 +122,7 @@ def test_stages_that_do_not_fit_the_layers_are_refused() -> None:
         ParallelLayout(2, pp=2).layers_of(7, 0)
     with pytest.raises(ValueError, match="layers_per_stage"):
         ParallelLayout(2, pp=2, layers_per_stage=(3, 3)).layers_of(7, 0)
-    with refused(ValueError, field="layers_per_stage", value=("(3, 4)", 4)):
+    with expect_error(ValueError, field="layers_per_stage", value=("(3, 4)", 4)):
         ParallelLayout(2, pp=2, vpp=2, layers_per_stage=(3, 4))
 
 
@@ -131,5 +131,5 @@ def test_a_layout_of_the_configuration_is_over_its_ranks_or_over_the_world() -> 
     expected = dict(tp=2, pp=2, vpp=2, sequence_parallel=True, ep=2, etp=1, layers_per_stage=(1, 2, 3, 1))
     assert ParallelLayout.of(cfg, None, 8) == ParallelLayout(8, **expected)
     assert ParallelLayout.of(cfg, [4, 12], 16) == ParallelLayout(8, **expected, first_rank=4)
-    with refused(ValueError, field=("world size", "tp", "pp", "cp"), value=(6, 4)):
+    with expect_error(ValueError, field=("world size", "tp", "pp", "cp"), value=(6, 4)):
         ParallelLayout.of(cfg, None, 6)

@@ -47,15 +47,15 @@ def test_rows_arrive_whole_and_in_the_order_that_is_wanted(lengths: list[int], d
     def tokens(row: int) -> Tensor:
         return 100 * row + torch.arange(int(sizes[row]), dtype=torch.int32)
 
-    def joined(rows: np.ndarray) -> Tensor:
+    def join_rows(rows: np.ndarray) -> Tensor:
         return torch.cat([torch.zeros(0, dtype=torch.int32), *(tokens(int(row)) for row in rows)])
 
     def body(group: ThreadGroup) -> dict[str, Tensor]:
-        ids = joined(np.flatnonzero(holders == group.rank()))
+        ids = join_rows(np.flatnonzero(holders == group.rank()))
         return move_rows({"token_ids": ids, "logprobs": -ids.float(), "mask": ids % 2 == 0}, sizes, holders, wanted)
 
     for rank, found in enumerate(run_ranks(world, body)):
-        expected = joined(wanted[rank])
+        expected = join_rows(wanted[rank])
         assert torch.equal(found["token_ids"], expected) and found["token_ids"].dtype == torch.int32
         assert torch.equal(found["logprobs"], -expected.float()) and torch.equal(found["mask"], expected % 2 == 0)
 

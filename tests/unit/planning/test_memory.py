@@ -159,19 +159,19 @@ LAYER = (128 + 64 + 256 + 128) * 64 + 2 * 64 + 2 * 16
 ADAPTERS = 2 * (8 * ((3 + 1 + 2) * 64 + 128) + 8 * (128 + 64 + 256 + 64))
 
 
-def adapted(targets: tuple[str, ...] = ("all-linear",), layout: ParallelLayout | None = None) -> PlannedRole:
+def build_adapted(targets: tuple[str, ...] = ("all-linear",), layout: ParallelLayout | None = None) -> PlannedRole:
     sizes = AdapterSizes(8, 16.0, targets)
     return PlannedRole("actor", MODEL, layout or ParallelLayout(1), True, adapters=replace(MODEL, adapter=sizes))
 
 
 def test_weights_with_adapters_have_no_gradients_and_no_state() -> None:
-    planned = adapted()
+    planned = build_adapted()
     assert planned.adapters is not None and num_parameters(planned.adapters) == ADAPTERS
     state = state_bytes(planned, 0)
     assert state.weights == 2 * (2 * LAYER + 128 * 64 + 64 + ADAPTERS)
     assert (state.gradients, state.masters, state.moments) == (4 * ADAPTERS, 4 * ADAPTERS, 8 * ADAPTERS)
     assert checkpoint_bytes(planned) == ADAPTERS * (2 + 4 + 8)
-    one = adapted(("model.layers.1.self_attn.o_proj",), ParallelLayout(2, pp=2))
+    one = build_adapted(("model.layers.1.self_attn.o_proj",), ParallelLayout(2, pp=2))
     assert [state_bytes(one, rank).gradients for rank in range(2)] == [0, 4 * 8 * (64 + 64)]
 
 
@@ -179,7 +179,7 @@ def test_ranks_share_the_part_of_adapters_that_is_split() -> None:
     """Each of two ranks holds the whole A of row-split matrices, half of the A of column-split matrices, and half or all of B."""
     a = 8 * ((3 + 2) * 64 + (64 + 128) // 2)
     b = 8 * ((128 + 256) // 2 + 64 + 64)
-    assert state_bytes(adapted(layout=ParallelLayout(2, tp=2)), 1).gradients == 4 * 2 * (a + b)
+    assert state_bytes(build_adapted(layout=ParallelLayout(2, tp=2)), 1).gradients == 4 * 2 * (a + b)
 
 
 # ---------------------------------------------------------------------------------------------------------------- engines

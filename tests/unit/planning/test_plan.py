@@ -36,16 +36,16 @@ def config(model: str, *overrides: str) -> Config:
     return resolve(load_config(ROOT / "configs" / "base.yaml", [*base, *overrides]))
 
 
-def planned(model: str, world_size: int, *overrides: str, gpu: str = "H100") -> RunPlan:
+def plan_run(model: str, world_size: int, *overrides: str, gpu: str = "H100") -> RunPlan:
     return make_plan(config(model, *overrides), world_size, GPUS[gpu])
 
 
 def test_routes_take_two_bytes_an_expert_of_every_layer_with_experts() -> None:
-    plan = planned("Qwen3-30B-A3B", 8, "actor.layout.ep=8", "actor.router_replay=rollout")
+    plan = plan_run("Qwen3-30B-A3B", 8, "actor.layout.ep=8", "actor.router_replay=rollout")
     assert plan.route_bytes == 48 * 8 * 2 and "768 bytes per token" in as_text(plan)
-    plan = planned("DeepSeek-V3", 256, "actor.layout.ep=64", "actor.router_replay=rollout")
+    plan = plan_run("DeepSeek-V3", 256, "actor.layout.ep=64", "actor.router_replay=rollout")
     assert plan.route_bytes == 58 * 8 * 2, "three of 61 layers are dense"
-    assert planned("Qwen3-30B-A3B", 8, "actor.layout.ep=8").route_bytes == 0
+    assert plan_run("Qwen3-30B-A3B", 8, "actor.layout.ep=8").route_bytes == 0
 
 
 def test_gradients_of_16_bits_take_half_and_are_copied_while_they_are_stepped() -> None:
@@ -55,7 +55,7 @@ def test_gradients_of_16_bits_take_half_and_are_copied_while_they_are_stepped() 
     """
     for ranks in (1, 8):
         usual, halved = (
-            planned("Qwen2.5-0.5B-Instruct", ranks, "trainer.max_tokens_per_microbatch=512", *more)
+            plan_run("Qwen2.5-0.5B-Instruct", ranks, "trainer.max_tokens_per_microbatch=512", *more)
             for more in ([], ["actor.megatron={grad_reduce_in_fp32: false}"])
         )
         gradients, masters = halved.roles[0].state.gradients, halved.roles[0].state.masters
@@ -67,13 +67,13 @@ def test_gradients_of_16_bits_take_half_and_are_copied_while_they_are_stepped() 
 
 def test_fields_of_megatron_whose_memory_is_not_counted_are_named() -> None:
     fields = "actor.megatron={moe_z_loss_coeff: 0.1, nccl_ub: true, moe_shared_expert_overlap: false}"
-    (warning,) = planned("Qwen3-30B-A3B", 8, "actor.layout.ep=8", fields).warnings
+    (warning,) = plan_run("Qwen3-30B-A3B", 8, "actor.layout.ep=8", fields).warnings
     assert warning == "actor: the memory that megatron.moe_z_loss_coeff, megatron.nccl_ub saves or takes is not counted"
-    assert not planned("Qwen3-30B-A3B", 8, "actor.layout.ep=8").warnings
+    assert not plan_run("Qwen3-30B-A3B", 8, "actor.layout.ep=8").warnings
 
 
 def test_every_model_of_a_ppo_run_is_planned() -> None:
-    plan = planned(
+    plan = plan_run(
         "Qwen2.5-0.5B-Instruct",
         4,
         "algorithm=ppo",
@@ -108,7 +108,7 @@ def test_every_model_of_a_ppo_run_is_planned() -> None:
     ],
 )
 def test_models_whose_experts_are_dealt_to_all_ranks(model: str, parameters: int, not_dealt: int) -> None:
-    plan = planned(model, 8, "actor.layout.ep=8", "actor.layout.etp=1", "algorithm.kl.coef=0")
+    plan = plan_run(model, 8, "actor.layout.ep=8", "actor.layout.etp=1", "algorithm.kl.coef=0")
     (actor,) = plan.roles
     assert actor.parameters == parameters
     held = not_dealt + (parameters - not_dealt) // 8
@@ -117,19 +117,19 @@ def test_models_whose_experts_are_dealt_to_all_ranks(model: str, parameters: int
 
 def test_offloaded_models_are_there_only_while_they_are_used() -> None:
     key = "reference weights"
-    kept = {p.phase: p for p in planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01").phases}
-    away = {p.phase: p for p in planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01", "reference.offload=always").phases}
+    kept = {p.phase: p for p in plan_run("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01").phases}
+    away = {p.phase: p for p in plan_run("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01", "reference.offload=always").phases}
     assert kept["actor update"].parts[key] == 2 * 7_615_616_512
     assert [phase for phase in away if key in away[phase].parts] == ["reference forward"]
     keys = ("algorithm.kl.coef=0.01", "reference.offload=by_layer")
-    by_layer = planned("Qwen2.5-7B", 8, *keys)
+    by_layer = plan_run("Qwen2.5-7B", 8, *keys)
     there = {phase.phase: phase.parts[key] for phase in by_layer.phases if key in phase.parts}
     # Embedding, output layer, last norm; two layers of 233,057,792.
     assert there == {"reference forward": 2 * (1_089_998_336 + 2 * 233_057_792)}
     assert "reference: weights layer by layer" in as_text(by_layer)
     # All weights are copied for each of three microbatches at 0.7 of 64 GB/s, if the computation takes less time.
     tokens = by_layer.work.tokens * by_layer.roles[0].computed_share / 8
-    slow = planned("Qwen2.5-7B", 8, *keys, f"trainer.forward_tokens={int(tokens / 2.5)}")
+    slow = plan_run("Qwen2.5-7B", 8, *keys, f"trainer.forward_tokens={int(tokens / 2.5)}")
     assert slow.seconds["reference forward"] == pytest.approx(3 * 2 * 7_615_616_512 / (0.7 * 64e9))
     assert slow.seconds["actor forward"] == by_layer.seconds["actor forward"] < slow.seconds["reference forward"]
 
@@ -144,53 +144,53 @@ def test_a_trained_model_leaves_the_device_as_far_as_is_necessary() -> None:
     state. If engines are separate or do not sleep, offloading helps no other model.
     """
     parameters = 7_615_616_512
-    phases = {p.phase: p for p in planned("Qwen2.5-7B", 8, *AUTO).phases}
-    plan = planned("Qwen2.5-7B", 8, *AUTO)
+    phases = {p.phase: p for p in plan_run("Qwen2.5-7B", 8, *AUTO).phases}
+    plan = plan_run("Qwen2.5-7B", 8, *AUTO)
     assert plan.fits and plan.roles[0].offload == ("gradients", "optimizer")
     assert plan.pinned_bytes == pytest.approx(12 * parameters / 8, rel=1e-3)
     assert "actor gradients" not in phases[GENERATE].parts and phases[GENERATE].parts["actor weights"] == 2 * parameters
     assert phases["actor update"].parts["actor gradients"] == pytest.approx(4 * parameters, rel=1e-3)
-    tight = planned("Qwen2.5-7B", 8, *AUTO[1:], "actor.offload=always", "rollout.gpu_memory_utilization=0.6")
+    tight = plan_run("Qwen2.5-7B", 8, *AUTO[1:], "actor.offload=always", "rollout.gpu_memory_utilization=0.6")
     assert tight.fits and "actor weights" not in tight.phases[0].parts
     assert tight.phases[-1].phase == "actor update"  # a save needs less, and the engine sleeps during it
     assert max(map(len, as_text(tight).splitlines())) <= 80
     assert "actor.offload" not in as_text(tight) and "actor: gradients, optimizer, weights" in as_text(tight)
     for key in ("rollout.sleep_level=0", "rollout.engine=hf", "rollout.placement=disaggregated"):
-        assert planned("Qwen2.5-7B", 8, *AUTO, key).roles[0].offload == (), key
+        assert plan_run("Qwen2.5-7B", 8, *AUTO, key).roles[0].offload == (), key
 
 
 def test_a_frozen_model_leaves_the_device_where_a_phase_would_not_fit_otherwise() -> None:
     """Qwen2.5-7B with its reference, replicated on eight devices: 2 + 2 bytes per parameter, and 0.75 of a device for the engine."""
     auto = (*AUTO, "algorithm.kl.coef=0.01", "reference.offload=auto")
-    roomy = planned("Qwen2.5-7B", 16, *auto, "trainer.max_tokens_per_microbatch=2048")
+    roomy = plan_run("Qwen2.5-7B", 16, *auto, "trainer.max_tokens_per_microbatch=2048")
     assert roomy.fits and {role.name: role.offload for role in roomy.roles} == {
         "actor": ("gradients", "optimizer"),
         "reference": (),
     }
-    tight = planned("Qwen2.5-7B", 8, *auto, "rollout.gpu_memory_utilization=0.69")
+    tight = plan_run("Qwen2.5-7B", 8, *auto, "rollout.gpu_memory_utilization=0.69")
     assert tight.fits and {role.name: role.offload for role in tight.roles} == {
         "actor": ("gradients", "optimizer"),
         "reference": ("weights",),
     }
-    refused = planned("Qwen2.5-7B", 8, *auto[:-1], "reference.offload=never", "rollout.gpu_memory_utilization=0.8")
+    refused = plan_run("Qwen2.5-7B", 8, *auto[:-1], "reference.offload=never", "rollout.gpu_memory_utilization=0.8")
     assert not refused.fits
-    by_layer = planned("Qwen2.5-7B", 8, *auto, "reference.offload=by_layer")
+    by_layer = plan_run("Qwen2.5-7B", 8, *auto, "reference.offload=by_layer")
     assert by_layer.roles[1].offload == ("weights layer by layer",)
 
 
 def test_a_reward_model_scores_beside_an_engine_that_is_awake() -> None:
     """The engine may have to sample more for the same step, so its cache stays."""
     reward = f"reward.model.path={ROOT / 'configs' / 'models' / 'Qwen2.5-0.5B-Instruct'}"
-    phases = {p.phase: p.parts for p in planned("Qwen2.5-7B", 8, reward).phases}
+    phases = {p.phase: p.parts for p in plan_run("Qwen2.5-7B", 8, reward).phases}
     awake = {"engine weights", "engine cache"}
     assert awake <= phases["reward forward"].keys() and not awake & phases["actor forward"].keys()
-    apart = planned("Qwen2.5-7B", 8, reward, "rollout.placement=disaggregated").phases
+    apart = plan_run("Qwen2.5-7B", 8, reward, "rollout.placement=disaggregated").phases
     assert not any(awake & p.parts.keys() for p in apart if p.phase == "reward forward")
 
 
 def test_a_teacher_has_a_layout_and_a_pass_of_its_own() -> None:
     teacher = f"teacher.path={ROOT / 'configs' / 'models' / 'Qwen2.5-7B'}"
-    made = planned("Qwen2.5-0.5B-Instruct", 8, "algorithm=distillation", teacher, "teacher.layout.tp=8")
+    made = plan_run("Qwen2.5-0.5B-Instruct", 8, "algorithm=distillation", teacher, "teacher.layout.tp=8")
     assert [(role.name, role.layout["tp"]) for role in made.roles] == [("actor", 1), ("teacher", 8)]
     (phase,) = (phase for phase in made.phases if phase.phase == "teacher forward")
     assert phase.parts["teacher weights"] == pytest.approx(2 * 7_615_616_512 / 8, rel=1e-3)
@@ -200,14 +200,14 @@ def test_teachers_of_data_sources_and_an_average_are_counted_and_the_policy_itse
     """An average is in fp32 and uses the actor's layout: 4 bytes for each of the 494,032,768 parameters, halved by tp=2."""
     small, large = (ROOT / "configs" / "models" / name for name in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-7B"))
     both = f"teacher.sources={{math: {large}}}"
-    made = planned("Qwen2.5-0.5B-Instruct", 8, "algorithm=distillation", f"teacher.path={small}", both)
+    made = plan_run("Qwen2.5-0.5B-Instruct", 8, "algorithm=distillation", f"teacher.path={small}", both)
     assert [role.name for role in made.roles] == ["actor", "teacher", "teacher[math]"]
-    average = planned(
+    average = plan_run(
         "Qwen2.5-0.5B-Instruct", 8, "algorithm=distillation", "teacher.weights=average", "actor.layout.tp=2"
     )
     (phase,) = (phase for phase in average.phases if phase.phase == "teacher forward")
     assert phase.parts["teacher weights"] == pytest.approx(4 * 494_032_768 / 2, rel=1e-2)
-    itself = planned(
+    itself = plan_run(
         "Qwen2.5-0.5B-Instruct", 8, "algorithm=distillation", "teacher.weights=actor", "teacher.context=a.py:b"
     )
     assert [role.name for role in itself.roles] == ["actor"]
@@ -215,7 +215,7 @@ def test_teachers_of_data_sources_and_an_average_are_counted_and_the_policy_itse
 
 def test_a_reference_that_is_run_once_is_gone_when_pairs_are_learned() -> None:
     for once, roles in ((False, ["actor", "reference"]), (True, ["actor"])):
-        made = planned("Qwen2.5-0.5B-Instruct", 8, "algorithm=dpo", f"reference.precompute={str(once).lower()}")
+        made = plan_run("Qwen2.5-0.5B-Instruct", 8, "algorithm=dpo", f"reference.precompute={str(once).lower()}")
         assert [role.name for role in made.roles] == roles
         assert any("reference" in phase.phase for phase in made.phases) == (not once)
 
@@ -223,7 +223,7 @@ def test_a_reference_that_is_run_once_is_gone_when_pairs_are_learned() -> None:
 def test_the_engine_hf_has_no_share_of_the_device_and_is_whole_on_every_rank() -> None:
     """The cache holds only decoded tokens: 8 ranks, 8 prompts with 8 samples each, 512 + 256 tokens of 28 layers, 4 heads of 128."""
     overrides = "rollout.engine=hf", "rollout.layout.tp=4", "rollout.gpu_memory_utilization=0.9"
-    phases = {p.phase: p for p in planned("Qwen2.5-0.5B-Instruct", 8, *overrides).phases}
+    phases = {p.phase: p for p in plan_run("Qwen2.5-0.5B-Instruct", 8, *overrides).phases}
     assert phases["actor update"].parts["engine weights"] == 2 * 494_032_768  # the engine hf does not sleep
     assert phases[GENERATE].parts["engine cache"] == 64 * 768 * (24 * 2 * 2 * 64 * 2)
     assert "engine cache" not in phases["actor update"].parts
@@ -232,7 +232,7 @@ def test_the_engine_hf_has_no_share_of_the_device_and_is_whole_on_every_rank() -
 def test_greedy_responses_take_room_and_time_of_the_engine_alone() -> None:
     few = "rollout.engine=hf", "rollout.sampling.n=1", "rollout.max_num_seqs=64"
     plain, remax = (
-        planned("Qwen2.5-0.5B-Instruct", 8, *few, f"algorithm={name}") for name in ("reinforce_plus_plus", "remax")
+        plan_run("Qwen2.5-0.5B-Instruct", 8, *few, f"algorithm={name}") for name in ("reinforce_plus_plus", "remax")
     )
     cache = [next(p.parts["engine cache"] for p in plan.phases if p.phase == GENERATE) for plan in (plain, remax)]
     assert cache[1] == 2 * cache[0]  # 8 samples, and 16 concurrent responses with the greedy ones
@@ -241,35 +241,35 @@ def test_greedy_responses_take_room_and_time_of_the_engine_alone() -> None:
 
 
 def test_pinned_memory_is_that_of_offloading_and_of_saves_in_the_background() -> None:
-    assert planned("Qwen2.5-7B", 8).pinned_bytes == 0
-    offloaded = planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01", "reference.offload=always")
+    assert plan_run("Qwen2.5-7B", 8).pinned_bytes == 0
+    offloaded = plan_run("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01", "reference.offload=always")
     assert offloaded.pinned_bytes == 2 * 7_615_616_512
-    saved = planned("Qwen2.5-7B", 8, "checkpoint.async_save=true")
+    saved = plan_run("Qwen2.5-7B", 8, "checkpoint.async_save=true")
     assert saved.pinned_bytes == pytest.approx(14 * 7_615_616_512 / 8, rel=1e-3)
     apart = ["rollout.placement=disaggregated", "trainer.max_staleness=1", "actor.layout.tp=4"]
-    in_order = planned("Qwen2.5-7B", 8, *apart, "rollout.deterministic_order=true")
-    assert planned("Qwen2.5-7B", 8, *apart).pinned_bytes == 0
+    in_order = plan_run("Qwen2.5-7B", 8, *apart, "rollout.deterministic_order=true")
+    assert plan_run("Qwen2.5-7B", 8, *apart).pinned_bytes == 0
     assert in_order.pinned_bytes == pytest.approx(2 * 7_615_616_512 / 4, rel=1e-3)  # copies of the last sent weights
 
 
 def test_a_sleeping_engine_leaves_its_memory_to_training() -> None:
-    asleep = {p.phase: p.total for p in planned("Qwen2.5-7B", 8).phases}
-    awake = {p.phase: p.total for p in planned("Qwen2.5-7B", 8, "rollout.sleep_level=0").phases}
+    asleep = {p.phase: p.total for p in plan_run("Qwen2.5-7B", 8).phases}
+    awake = {p.phase: p.total for p in plan_run("Qwen2.5-7B", 8, "rollout.sleep_level=0").phases}
     assert awake["actor update"] - asleep["actor update"] == int(0.5 * H100.memory_bytes)
     assert awake[GENERATE] == asleep[GENERATE]
 
 
 def test_during_a_sync_an_engine_that_sleeps_otherwise_holds_its_weights_and_no_cache() -> None:
     """The cache is allocated after the sync. Without sleep it is always allocated. Qwen2.5-7B has 7,615,616,512 parameters."""
-    phases = {p.phase: p for p in planned("Qwen2.5-7B", 8).phases}
+    phases = {p.phase: p for p in plan_run("Qwen2.5-7B", 8).phases}
     assert "engine cache" not in phases["sync"].parts and phases[GENERATE].parts["engine cache"] > 0
     assert phases["sync"].parts["engine weights"] == 2 * 7_615_616_512
-    awake = {p.phase: p for p in planned("Qwen2.5-7B", 8, "rollout.sleep_level=0").phases}
+    awake = {p.phase: p for p in plan_run("Qwen2.5-7B", 8, "rollout.sleep_level=0").phases}
     assert awake["sync"].parts["engine cache"] == int(0.5 * H100.memory_bytes) - 2 * 7_615_616_512
 
 
 def test_what_does_not_fit_is_named_with_its_biggest_parts() -> None:
-    plan = planned("Qwen2.5-7B", 1)  # 18 bytes per parameter are 128 GiB
+    plan = plan_run("Qwen2.5-7B", 1)  # 18 bytes per parameter are 128 GiB
     assert not plan.fits
     lines = refusal(plan).splitlines()
     assert lines[0].startswith("generate needs 1")
@@ -280,7 +280,7 @@ def test_what_does_not_fit_is_named_with_its_biggest_parts() -> None:
 
 
 def test_a_cache_that_cannot_hold_one_sequence_is_refused() -> None:
-    plan = planned("Qwen2.5-7B", 8, "rollout.gpu_memory_utilization=0.185")
+    plan = plan_run("Qwen2.5-7B", 8, "rollout.gpu_memory_utilization=0.185")
     generate = plan.phases[0]
     assert generate.total <= generate.available and not generate.fits
     assert "rollout.gpu_memory_utilization=0.185 leaves space for" in refusal(plan)
@@ -288,14 +288,14 @@ def test_a_cache_that_cannot_hold_one_sequence_is_refused() -> None:
 
 def test_microbatches_and_bubble() -> None:
     # 64 * 8 sequences of (512 + 256) / 2 tokens on two data-parallel ranks are 98304 tokens: 12 microbatches of 8192.
-    plan = planned("Qwen2.5-7B", 8, "actor.layout.pp=4", "trainer.share_prefixes=false")
+    plan = plan_run("Qwen2.5-7B", 8, "actor.layout.pp=4", "trainer.share_prefixes=false")
     cut = plan.roles[0].cut
     assert cut.num_microbatches == 12
     assert cut.bubble == pytest.approx(3 / 15)
-    halves = planned("Qwen2.5-7B", 8, "actor.layout.pp=4", "trainer.share_prefixes=false", "trainer.minibatch_size=32")
+    halves = plan_run("Qwen2.5-7B", 8, "actor.layout.pp=4", "trainer.share_prefixes=false", "trainer.minibatch_size=32")
     assert halves.roles[0].cut.num_microbatches == 6
     # With shared prompts they are (64 * 256 + 512 * 128) / 2 = 40960 tokens.
-    shared = planned("Qwen2.5-7B", 8, "actor.layout.pp=4")
+    shared = plan_run("Qwen2.5-7B", 8, "actor.layout.pp=4")
     assert shared.roles[0].cut.num_microbatches == 5
     assert shared.roles[0].computed_share == pytest.approx(81920 / 196608)
     assert "computed once: 42% of the tokens" in as_text(shared) and "computed once" not in as_text(plan)
@@ -316,20 +316,20 @@ def test_supervised_runs_have_one_model_and_generate_nothing(kind: str, rows: in
 
 
 def test_pairs_are_compared_by_a_reference_that_is_planned() -> None:
-    def made(*overrides: str) -> RunPlan:
+    def plan_pairs(*overrides: str) -> RunPlan:
         cfg = config("Qwen2.5-0.5B-Instruct", "data.max_tokens=1024", "rollout.sleep_level=0", *overrides)
         validate(cfg, 2, check_files=False)
         return make_plan(cfg, 2, H100)
 
-    plan = made("algorithm=dpo")
+    plan = plan_pairs("algorithm=dpo")
     assert [role.name for role in plan.roles] == ["actor", "reference"]
     assert [phase.phase for phase in plan.phases] == list(plan.seconds) == ["reference forward", "actor update"]
     assert plan.phases[1].parts["reference weights"] == 2 * 494_032_768, "in bf16, beside the update"
     assert plan.work.tokens == 64 * 2 * 512
-    away = made("algorithm=dpo", "reference.offload=always")
+    away = plan_pairs("algorithm=dpo", "reference.offload=always")
     assert "reference weights" not in away.phases[1].parts and away.pinned_bytes - plan.pinned_bytes == 2 * 494_032_768
-    assert [role.name for role in made("algorithm=simpo").roles] == ["actor"]
-    adapted = made("algorithm=dpo", "actor.lora.rank=8")
+    assert [role.name for role in plan_pairs("algorithm=simpo").roles] == ["actor"]
+    adapted = plan_pairs("algorithm=dpo", "actor.lora.rank=8")
     assert [role.name for role in adapted.roles] == ["actor"], "the reference is the actor without adapters"
     assert list(adapted.seconds) == ["actor forward", "actor update"]
 
@@ -347,18 +347,26 @@ def test_suggestions_fit_and_the_fastest_comes_first() -> None:
 
 
 def test_layouts_of_engines_that_are_tried() -> None:
-    def tried(*overrides: str) -> list[tuple[int, ...]]:
+    def list_engine_layouts(*overrides: str) -> list[tuple[int, ...]]:
         cfg = config("Qwen3-30B-A3B", *overrides)  # an expert has 768 columns, and a node has eight devices
         return list(dict.fromkeys(tuple(vars(each.rollout.layout).values()) for each in _engines(cfg, 16, H100)))
 
     by_tensor = [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (8, 1, 1, 1), (16, 1, 1, 1)]
-    assert tried() == [*by_tensor, (8, 2, 1, 1), (1, 1, 8, 8), (1, 1, 16, 16)]
-    assert tried("rollout.sampling.top_k=20") == by_tensor
-    assert tried("rollout.quantization=int8") == tried()
+    assert list_engine_layouts() == [*by_tensor, (8, 2, 1, 1), (1, 1, 8, 8), (1, 1, 16, 16)]
+    assert list_engine_layouts("rollout.sampling.top_k=20") == by_tensor
+    assert list_engine_layouts("rollout.quantization=int8") == list_engine_layouts()
     # An expert of 768 rows has blocks of 128 for two ranks. With whole experts, 16 ranks have two heads each.
     whole = [(tp, 1, 1, tp) for tp in (4, 8, 16)]
-    assert tried("rollout.quantization=fp8") == [*by_tensor[:2], *whole, (8, 2, 1, 8), (1, 1, 8, 8), (1, 1, 16, 16)]
-    assert tried("rollout.quantization=fp8", "rollout.engine=hf") == tried("rollout.engine=hf")
+    assert list_engine_layouts("rollout.quantization=fp8") == [
+        *by_tensor[:2],
+        *whole,
+        (8, 2, 1, 8),
+        (1, 1, 8, 8),
+        (1, 1, 16, 16),
+    ]
+    assert list_engine_layouts("rollout.quantization=fp8", "rollout.engine=hf") == list_engine_layouts(
+        "rollout.engine=hf"
+    )
     assert list(_engine_layouts(1, ExpertSizes(8, 6, per_token=2), 1))[2] == RolloutLayoutConfig(tp=4, ep=4)
 
 
@@ -392,7 +400,7 @@ APART = ("rollout.placement=disaggregated", "rollout.num_engines=3", "rollout.la
 
 
 def test_engines_of_their_own_share_no_memory_with_the_trainer() -> None:
-    apart = planned("Qwen2.5-7B", 4, *APART, "rollout.gpu_memory_utilization=0.9")
+    apart = plan_run("Qwen2.5-7B", 4, *APART, "rollout.gpu_memory_utilization=0.9")
     assert apart.engine_devices == 6
     assert as_text(apart).startswith("4 and 6 for engines x H100")
     phases = {phase.phase: phase for phase in apart.phases}
@@ -401,7 +409,7 @@ def test_engines_of_their_own_share_no_memory_with_the_trainer() -> None:
     assert engine.parts["engine weights"] + engine.parts["engine cache"] == int(0.9 * H100.memory_bytes)
     assert phases["sync"].rank == 4 and set(phases["sync"].parts) == {*engine.parts, "bridge buckets"}
     assert phases["sync"].parts["engine cache"] == engine.parts["engine cache"]  # the engine never sleeps
-    beside = planned("Qwen2.5-7B", 4, "actor.layout.tp=2", "rollout.layout.tp=2", "rollout.sleep_level=0")
+    beside = plan_run("Qwen2.5-7B", 4, "actor.layout.tp=2", "rollout.layout.tp=2", "rollout.sleep_level=0")
     update = next(phase for phase in beside.phases if phase.phase == "actor update")
     assert {name: size for name, size in update.parts.items() if not name.startswith("engine ")} == phases[
         "actor update"
@@ -410,7 +418,7 @@ def test_engines_of_their_own_share_no_memory_with_the_trainer() -> None:
 
 def test_a_sync_of_engines_apart_is_planned_for_its_worse_side() -> None:
     """A trainer of 32B on one of two ranks holds more than an engine that may use a tenth of a device."""
-    apart = planned("Qwen2.5-32B", 2, *APART, "rollout.gpu_memory_utilization=0.1")
+    apart = plan_run("Qwen2.5-32B", 2, *APART, "rollout.gpu_memory_utilization=0.1")
     sync = next(phase for phase in apart.phases if phase.phase == "sync")
     assert sync.rank == 0 and "engine weights" not in sync.parts and "actor moments" in sync.parts
 
@@ -429,7 +437,7 @@ def test_a_sync_takes_as_long_as_all_weights_of_an_engine_rank_over_its_slowest_
     assert nodes.crosses_nodes and nodes.seconds == pytest.approx(whole / 2 / 50e9, rel=0.01)
     # Six engine ranks share a machine with two trainer ranks. Each trainer rank sends three copies of a half.
     assert sync(2, *APART).seconds == pytest.approx(3 * whole / 2 / 450e9, rel=0.01)
-    assert "at most 15.0 GiB" in as_text(planned("Llama-3-8B", 8, "actor.layout.tp=2"))
+    assert "at most 15.0 GiB" in as_text(plan_run("Llama-3-8B", 8, "actor.layout.tp=2"))
     narrow = sync(8, "rollout.quantization=fp8", "actor.layout.tp=2").received
     assert narrow == pytest.approx(6_979_321_856 + 2 * (8_030_261_248 - 6_979_321_856), rel=0.01)
 
@@ -437,15 +445,15 @@ def test_a_sync_takes_as_long_as_all_weights_of_an_engine_rank_over_its_slowest_
 def test_engines_need_at_later_syncs_what_adapters_change() -> None:
     """For Llama-3-8B, only A and B if an engine applies adapters itself, otherwise the whole matrices of the layers."""
     lora = ("actor.lora.rank=8", "actor.layout.tp=2")
-    added, merged = (planned("Llama-3-8B", 8, *lora, *more) for more in ([], ["actor.lora.sync=merge"]))
+    added, merged = (plan_run("Llama-3-8B", 8, *lora, *more) for more in ([], ["actor.lora.sync=merge"]))
     inputs_and_outputs = 4096 + 4096 + 2 * (4096 + 1024) + 4096 + 4096 + 3 * (4096 + 14336)
     assert added.later_sync_bytes == 2 * 32 * 8 * inputs_and_outputs
     assert merged.later_sync_bytes == 2 * 6_979_321_856
-    assert planned("Llama-3-8B", 8, "actor.layout.tp=2").later_sync_bytes is None
+    assert plan_run("Llama-3-8B", 8, "actor.layout.tp=2").later_sync_bytes is None
 
 
 def test_time_of_a_step_that_generates_meanwhile_is_that_of_the_longer_side() -> None:
-    waiting, ahead = (planned("Qwen2.5-7B", 4, *APART, f"trainer.max_staleness={bound}") for bound in (0, 1))
+    waiting, ahead = (plan_run("Qwen2.5-7B", 4, *APART, f"trainer.max_staleness={bound}") for bound in (0, 1))
     assert waiting.seconds == ahead.seconds
     generate, sync = ahead.seconds["generate"], ahead.seconds["sync"]
     learning = sum(ahead.seconds.values()) - generate - sync
@@ -460,7 +468,7 @@ def test_ranks_that_share_long_sequences_keep_a_part_of_the_activations() -> Non
     whole, shared = (
         next(
             phase
-            for phase in planned("Qwen2.5-7B", 16, *long, f"actor.layout.cp={cp}").phases
+            for phase in plan_run("Qwen2.5-7B", 16, *long, f"actor.layout.cp={cp}").phases
             if "update" in phase.phase
         )
         for cp in (1, 4)
@@ -524,7 +532,7 @@ def test_the_default_of_decoded_responses_is_vllms_own(gpu: str, more: list[str]
 
 
 def test_keys_and_values_in_8_bits_take_half_the_cache() -> None:
-    plain, half = (planned("Llama-3-8B", 8, *more) for more in ([], ["rollout.vllm.kv_cache_dtype=fp8"]))
+    plain, half = (plan_run("Llama-3-8B", 8, *more) for more in ([], ["rollout.vllm.kv_cache_dtype=fp8"]))
     assert half.kv_tokens in (2 * plain.kv_tokens, 2 * plain.kv_tokens + 1)
 
 
@@ -544,7 +552,7 @@ def test_an_engine_under_ray_may_span_nodes_and_suggestions_keep_its_devices() -
 
 def test_products_in_8_bits_are_counted_of_the_policy_and_its_reference() -> None:
     overrides = ["algorithm=ppo", "algorithm.kl.coef=0.01", "actor.layout.tp=2"]
-    plain, plan = (planned("Llama-3-8B", 8, *overrides, *more) for more in ([], ["actor.fp8=blockwise"]))
+    plain, plan = (plan_run("Llama-3-8B", 8, *overrides, *more) for more in ([], ["actor.fp8=blockwise"]))
     before, after = ({phase.phase: phase.parts for phase in made.phases} for made in (plain, plan))
     copies = [after[f"{name} {phase}"][f"{name} weights in 8 bits"] for name, phase in
               (("actor", "update"), ("actor", "forward"), ("reference", "forward"))]  # fmt: skip
@@ -561,13 +569,13 @@ def test_a_phase_that_may_outlive_a_limit_of_the_run_is_named_but_not_generation
     Sampled tokens count as progress, however long they take.
     """
     partial = ("algorithm=ppo", "critic.ranks=[4,8]", "actor.ranks=[0,4]", "trainer.prompts_per_step=8192")
-    plan = planned("Qwen2.5-7B", 8, *partial, "trainer.watchdog_s=0", "trainer.collective_timeout_s=20")
+    plan = plan_run("Qwen2.5-7B", 8, *partial, "trainer.watchdog_s=0", "trainer.collective_timeout_s=20")
     assert plan.seconds[GENERATE] > 20
     assert {text.partition(" is estimated")[0] for text in plan.warnings} == {
         name for name, seconds in plan.seconds.items() if name.startswith(("actor", "critic")) and seconds > 20
     }
     assert "trainer.collective_timeout_s=20" in plan.warnings[0] and "warning     " in as_text(plan)
     limit = int(plan.seconds["critic update"]) - 1
-    slow = planned("Qwen2.5-7B", 8, *partial, f"trainer.watchdog_s={limit}", "trainer.collective_timeout_s=100000")
+    slow = plan_run("Qwen2.5-7B", 8, *partial, f"trainer.watchdog_s={limit}", "trainer.collective_timeout_s=100000")
     assert any(text.startswith("critic update") and f"trainer.watchdog_s={limit}" in text for text in slow.warnings)
-    assert not planned("Qwen2.5-7B", 8, *partial).warnings
+    assert not plan_run("Qwen2.5-7B", 8, *partial).warnings

@@ -190,7 +190,7 @@ def test_verdict_is_that_of_all_phases_and_totals_are_sums_of_parts(cfg: Config,
 def exhaustive(cfg: Config, world_size: int, count: int) -> list[tuple[float, tuple[str, ...]]]:
     """Return the suggestions of a search that validates and plans every candidate in full."""
 
-    def tried(candidates: list[Config]) -> list[tuple[Config, RunPlan]]:
+    def try_candidates(candidates: list[Config]) -> list[tuple[Config, RunPlan]]:
         found = []
         for candidate in candidates:
             try:
@@ -211,7 +211,7 @@ def exhaustive(cfg: Config, world_size: int, count: int) -> list[tuple[float, tu
 
     trained = [
         found
-        for found in tried(list(_actor_layouts(cfg, world_size, H100)))
+        for found in try_candidates(list(_actor_layouts(cfg, world_size, H100)))
         if all(phase.fits for phase in found[1].phases if phase.phase not in (GENERATE, SYNC))
     ]
     best: dict[tuple[int, ...], Config] = {}
@@ -220,7 +220,7 @@ def exhaustive(cfg: Config, world_size: int, count: int) -> list[tuple[float, tu
         best.setdefault((layout.tp, layout.pp, layout.cp, layout.ep), candidate)
     suggestions = []
     for candidate in best.values():
-        fitting = [found for found in tried(list(_engines(candidate, world_size, H100))) if found[1].fits]
+        fitting = [found for found in try_candidates(list(_engines(candidate, world_size, H100))) if found[1].fits]
         suggestions += sorted(fitting, key=rank)[:1]
         if len(suggestions) == 2 * count:
             break

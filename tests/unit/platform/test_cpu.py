@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not ON_CPU, reason="the CPU platform is for mach
 
 
 @pytest.fixture(scope="module", autouse=True)
-def prepared() -> None:
+def prepared_megatron() -> None:
     CpuPlatform().prepare_megatron()
 
 

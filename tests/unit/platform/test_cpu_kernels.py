@@ -14,16 +14,16 @@ from torch import Tensor
 from rlhf_mcore.platform import cpu_kernels
 
 
-def normed(x: Tensor, weight: Tensor) -> Tensor:
+def normalize(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
 
 
-def gated(x: Tensor, bias: Tensor, weights: Tensor) -> Tensor:
+def apply_gate(x: Tensor, bias: Tensor, weights: Tensor) -> Tensor:
     a, b = (x + bias).unflatten(-1, (2, -1)).unbind(-2)
     return a / (1 + (-a).exp()) * b * weights
 
 
-def rotated(x: Tensor, angles: Tensor) -> Tensor:
+def rotate_complex(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate pairs as complex numbers by their angles, and scale them by 1.5."""
     pairs = torch.complex(*x.unflatten(-1, (2, -1)).unbind(-2)) * torch.polar(torch.full_like(angles, 1.5), angles)
     return torch.cat([pairs.real, pairs.imag], dim=-1)
@@ -34,9 +34,9 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 CASES: list[tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]]]] = [
-    (lambda x, weight: cpu_kernels.rms_norm(x, weight, 1e-3), normed, [(130, 2, 40), (40,)]),
-    (cpu_kernels.weighted_swiglu, gated, [(130, 2, 40), (40,), (130, 2, 1)]),
-    (rotate, rotated, [(130, 2, 4, 24), (130, 1, 1, 12)]),
+    (lambda x, weight: cpu_kernels.rms_norm(x, weight, 1e-3), normalize, [(130, 2, 40), (40,)]),
+    (cpu_kernels.weighted_swiglu, apply_gate, [(130, 2, 40), (40,), (130, 2, 1)]),
+    (rotate, rotate_complex, [(130, 2, 4, 24), (130, 1, 1, 12)]),
 ]
 
 

@@ -21,7 +21,7 @@ from rlhf_mcore.platform.cpu import CpuPlatform
 from rlhf_mcore.platform.cuda import CudaPlatform
 from rlhf_mcore.platform.megatron_versions import PERMUTE_WAITS
 from rlhf_mcore.rewards.pool import default_workers
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.sysfs import make_sysfs
 
 
@@ -92,7 +92,7 @@ VARIABLES = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NCC
 
 
 @pytest.fixture
-def claimed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def claimed_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Claim devices without environment variables. Returns the claimed devices."""
     devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
@@ -103,11 +103,11 @@ def claimed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return devices
 
 
-def test_deterministic_asks_every_library_before_the_device_is_used(claimed: list[int]) -> None:
+def test_deterministic_asks_every_library_before_the_device_is_used(claimed_devices: list[int]) -> None:
     platform = CudaPlatform()
     platform.setup_process(3, 1, deterministic=True)
     assert [os.environ[name] for name in VARIABLES] == ["0", ":4096:8", "^NVLS,NVLSTree"]
-    assert (claimed, platform.varying()) == ([3], "")
+    assert (claimed_devices, platform.varying()) == ([3], "")
     assert not torch.are_deterministic_algorithms_enabled()
     with platform.megatron_region():
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
@@ -118,7 +118,7 @@ def test_deterministic_asks_every_library_before_the_device_is_used(claimed: lis
 
 
 def test_a_value_of_the_users_stays_and_one_that_leaves_the_order_open_is_told(
-    claimed: list[int], monkeypatch: pytest.MonkeyPatch
+    claimed_devices: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
@@ -131,7 +131,7 @@ def test_a_value_of_the_users_stays_and_one_that_leaves_the_order_open_is_told(
     )
 
 
-def test_without_it_nothing_is_asked(claimed: list[int]) -> None:
+def test_without_it_nothing_is_asked(claimed_devices: list[int]) -> None:
     platform = CudaPlatform()
     platform.setup_process(0, 1)
     assert not set(VARIABLES) & set(os.environ)
@@ -140,7 +140,7 @@ def test_without_it_nothing_is_asked(claimed: list[int]) -> None:
 
 
 def test_a_process_runs_on_the_cores_of_the_numa_node_of_its_device(
-    claimed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    claimed_devices: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every thread runs there. The process's share of cores for reward workers stays the same."""
     sysfs = make_sysfs(tmp_path, {"0000:1b:00.0": 0, "0001:ca:00.0": 1, "0000:cb:00.0": -1}, {0: "0-3", 1: "4-7,12"})
@@ -169,10 +169,10 @@ def test_a_process_runs_on_the_cores_of_the_numa_node_of_its_device(
     assert bind(1, 0xCA, range(16)) == set()
 
 
-def test_a_process_without_a_device_of_its_own_is_refused(claimed: list[int]) -> None:
-    with refused(ConfigError, field="LOCAL_RANK", value=4, remedy="start at most 4"):
+def test_a_process_without_a_device_of_its_own_is_refused(claimed_devices: list[int]) -> None:
+    with expect_error(ConfigError, field="LOCAL_RANK", value=4, remedy="start at most 4"):
         CudaPlatform().setup_process(4, 1)
-    assert claimed == []
+    assert claimed_devices == []
 
 
 def test_what_goes_to_the_device_goes_in_one_copy_and_comes_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,16 +184,16 @@ def test_what_goes_to_the_device_goes_in_one_copy_and_comes_as_it_was(monkeypatc
 
     empty, to = torch.empty, torch.Tensor.to
 
-    def pinned(*sizes: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+    def allocate_pinned(*sizes: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
         assert pin_memory
         return empty(*sizes, dtype=dtype)
 
-    def moved(tensor: torch.Tensor, *args: Any, non_blocking: bool = False) -> torch.Tensor:
+    def move(tensor: torch.Tensor, *args: Any, non_blocking: bool = False) -> torch.Tensor:
         copied.append((tensor.nbytes, non_blocking))
         return to(tensor, *args).clone()
 
-    monkeypatch.setattr(torch, "empty", pinned)
-    monkeypatch.setattr(torch.Tensor, "to", moved)
+    monkeypatch.setattr(torch, "empty", allocate_pinned)
+    monkeypatch.setattr(torch.Tensor, "to", move)
     sent = [
         torch.tensor([[True, False, True]]),
         torch.arange(6).view(2, 3).t(),  # not contiguous

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.readers.user_functions import function_problems, is_file_spec, load_function
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 def test_what_names_a_file() -> None:
@@ -38,6 +38,6 @@ def test_loading_shadows_nothing_and_names_the_key(workspace: Any) -> None:
     assert sys.modules.get("json") is before
     workspace.write("broken.py", "1 / 0\n")
     loaded = set(sys.modules)
-    with refused(ConfigError, field="some.key", value=("'broken.py:f'", "ZeroDivisionError"), remedy="correct"):
+    with expect_error(ConfigError, field="some.key", value=("'broken.py:f'", "ZeroDivisionError"), remedy="correct"):
         load_function("broken.py:f", "some.key")
     assert set(sys.modules) == loaded

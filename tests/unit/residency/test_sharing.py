@@ -43,12 +43,12 @@ class CountingDevice(LatePlatform):
         self.engine = dict(engine)
         self.log: list[str] = []
 
-    def used(self) -> int:
+    def used_bytes(self) -> int:
         return sum(storage.nbytes() for storage in self.storages) + sum(self.engine.values())
 
     def free_bytes(self) -> int:
-        assert self.used() <= self.room
-        return self.room - self.used()
+        assert self.used_bytes() <= self.room
+        return self.room - self.used_bytes()
 
     def peak_bytes(self) -> None:
         """Do nothing. It would report torch's allocations, but here the ledger is read."""
@@ -60,7 +60,7 @@ class CountingDevice(LatePlatform):
     def wake(self, tags: Sequence[str]) -> None:
         for tag in tags:
             self.engine[tag] = self.sizes[tag]
-            self.log.append(f"wake {tag} beside {self.used() - sum(self.engine.values())}")
+            self.log.append(f"wake {tag} beside {self.used_bytes() - sum(self.engine.values())}")
 
     def sleep(self, level: int = 2) -> None:
         self.engine.clear()
@@ -99,7 +99,7 @@ class Colocated:
     def sync(self, version: int) -> SyncStats:
         with self.models["actor"].use(WEIGHTS, beside=True):
             assert self.tensors["actor"][WEIGHTS].unique().tolist() == [version]
-            self.used_in_sync = self.device.used()
+            self.used_in_sync = self.device.used_bytes()
         return SyncStats(0.0, 0, 0, 0)
 
     def update(self, name: str) -> None:
@@ -110,11 +110,11 @@ class Colocated:
 
     def step(self, number: int) -> None:
         with self.phase("generate"):
-            assert self.device.used() == sum(self.device.sizes.values())
+            assert self.device.used_bytes() == sum(self.device.sizes.values())
         self.publisher.withdraw()
         for phase, name in (("reference", "reference"), ("values", "critic"), ("old_logprobs", "actor")):
             with self.phase(phase), self.models[name].use(WEIGHTS):
-                assert self.device.used() == self.sizes[name][WEIGHTS]
+                assert self.device.used_bytes() == self.sizes[name][WEIGHTS]
         with self.phase("update"):
             self.update("critic")
             self.update("actor")
@@ -240,7 +240,7 @@ class Layers(torch.nn.Module):
         self.device.storages = [tensor.untyped_storage() for tensor in self.parameters()]
         self.seen: list[int] = []
         for layer in self.layers:
-            layer.register_forward_hook(lambda *_: self.seen.append(self.device.used()))
+            layer.register_forward_hook(lambda *_: self.seen.append(self.device.used_bytes()))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -256,25 +256,25 @@ def test_of_layers_that_come_one_by_one_two_are_there_at_a_time() -> None:
     movable = Movable(sharing)
     movable.add_layers("reference", model.layers)
     movable.add(WEIGHTS, MovablePart("reference weights", [model.head.weight], model.device, lingers=False))
-    assert model.device.used() == 0
+    assert model.device.used_bytes() == 0
     sharing.pop()
     model.seen.clear()
     with sharing.phase("reference"), movable.passing():
         for _ in range(2):  # microbatches
             assert torch.equal(model(x), wanted)
-            assert model.device.used() == 40
+            assert model.device.used_bytes() == 40
     # The last layer has no next layer.
     assert model.seen == [840, 840, 840, 840, 440] * 2
     assert sharing.pop() == {"memory/reference_bytes": 840.0}
     with movable.use(WEIGHTS, writes=True):
-        assert model.device.used() == 2040
+        assert model.device.used_bytes() == 2040
         for parameter in model.parameters():
             parameter.mul_(-1)
         model(x)
-        assert model.device.used() == 2040  # parts used as a whole stay
+        assert model.device.used_bytes() == 2040  # parts used as a whole stay
     with movable.passing():
         assert torch.equal(model(x), wanted)  # an even number of signs: five layers and the head
-    assert model.device.used() == 0
+    assert model.device.used_bytes() == 0
 
 
 def test_a_pass_that_fails_leaves_no_layer_behind() -> None:
@@ -284,7 +284,7 @@ def test_a_pass_that_fails_leaves_no_layer_behind() -> None:
     movable.add(WEIGHTS, MovablePart("reference weights", [model.head.weight], model.device, lingers=False))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), movable.passing():
         model(torch.zeros(1, 9))
-    assert model.device.used() == 0
+    assert model.device.used_bytes() == 0
 
 
 def failures() -> dict[str, Callable[[Ledger], object]]:
@@ -321,8 +321,8 @@ def test_what_a_save_reads_does_not_stay_beside_an_engine_that_is_awake() -> Non
     run = Colocated()
     run.publisher.publish(0)
     with run.models["actor"].use(WEIGHTS, beside=True):
-        assert run.device.used() == sum(ENGINE.values()) + SIZES["actor"][WEIGHTS]
-    assert run.device.used() == sum(ENGINE.values())
+        assert run.device.used_bytes() == sum(ENGINE.values()) + SIZES["actor"][WEIGHTS]
+    assert run.device.used_bytes() == sum(ENGINE.values())
 
 
 def test_a_save_needs_less_than_an_update_and_leaves_the_engine_as_it_was() -> None:
@@ -331,8 +331,8 @@ def test_a_save_needs_less_than_an_update_and_leaves_the_engine_as_it_was() -> N
     run.step(1)
     run.device.log.clear()
     with run.publisher.asleep(), run.models["actor"].use(WEIGHTS, beside=True):
-        assert run.device.used() == SIZES["actor"][WEIGHTS]
-    assert run.device.used() == sum(ENGINE.values())
+        assert run.device.used_bytes() == SIZES["actor"][WEIGHTS]
+    assert run.device.used_bytes() == sum(ENGINE.values())
     assert run.device.log == ["sleep", f"wake weights beside {SIZES['actor'][WEIGHTS]}", "wake kv_cache beside 0"]
     run.step(2)
 
@@ -342,12 +342,12 @@ def test_the_canary_is_scored_when_the_engine_sleeps_and_before_anything_is_lear
 
     class Bird:
         def draw(self, version: int) -> list[str]:
-            assert run.device.used() == sum(ENGINE.values())
+            assert run.device.used_bytes() == sum(ENGINE.values())
             return [f"drawn of {version}"]
 
         def score(self, version: int, drawn: list[str]) -> None:
             with run.models["actor"].use(WEIGHTS):
-                scored.append((version, drawn, run.device.used(), run.tensors["actor"][WEIGHTS].unique().item()))
+                scored.append((version, drawn, run.device.used_bytes(), run.tensors["actor"][WEIGHTS].unique().item()))
 
     run.publisher.canary = Bird()  # type: ignore[assignment]
     run.publisher.publish(0)
@@ -365,7 +365,7 @@ def test_after_a_save_that_has_failed_the_engine_is_awake() -> None:
     run.publisher.publish(0)
     with pytest.raises(SaveError), run.publisher.asleep():
         raise SaveError("the disk is full")
-    assert run.device.used() == sum(ENGINE.values())
+    assert run.device.used_bytes() == sum(ENGINE.values())
 
 
 def test_where_no_model_moves_a_save_leaves_the_engine_awake() -> None:
@@ -373,7 +373,7 @@ def test_where_no_model_moves_a_save_leaves_the_engine_awake() -> None:
     run.device.wake(("weights", "kv_cache"))
     run.device.log.clear()
     with run.publisher.asleep():
-        assert run.device.used() == sum(ENGINE.values())
+        assert run.device.used_bytes() == sum(ENGINE.values())
     assert run.device.log == []
 
 

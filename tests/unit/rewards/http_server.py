@@ -51,7 +51,7 @@ class Scripted:
 
 
 @contextmanager
-def scripted(reply: Callable[[Request], bytes | None]) -> Iterator[Scripted]:
+def serve_script(reply: Callable[[Request], bytes | None]) -> Iterator[Scripted]:
     """Start a server at a free port of the loopback."""
     state = Scripted(reply)
 
@@ -104,7 +104,7 @@ def rows(count: int) -> list[Trajectory]:
     return [trajectory(str(number), number) for number in range(count)]
 
 
-def scored(
+def score_remotely(
     given: list[Trajectory],
     url: str,
     *,

@@ -14,7 +14,7 @@ from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.trainer.evaluation import is_correct
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.episodes import single_turn
-from tests.unit.rewards.http_server import Request, answer, scores_of, scripted
+from tests.unit.rewards.http_server import Request, answer, scores_of, serve_script
 
 
 def trajectory(text: str, index: int = 0) -> Trajectory:
@@ -26,7 +26,9 @@ def says(content: Any) -> bytes:
     return answer({"id": "x", "choices": [{"index": 0, "message": {"role": "assistant", "content": content}}]})
 
 
-def judged(given: list[Trajectory], url: str, rules: list[RuleConfig] | None = None, **settings: Any) -> list[Score]:
+def judge_responses(
+    given: list[Trajectory], url: str, rules: list[RuleConfig] | None = None, **settings: Any
+) -> list[Score]:
     judge = JudgeConfig(url=f"{url}/v1/", model="m", **{"timeout_s": 20.0, **settings})
     return scores_of(RewardConfig(rules=rules or [], judge=judge, on_error="zero"), given, 2, 30.0)
 
@@ -39,8 +41,8 @@ def test_its_weighted_grade_is_added_to_the_rules() -> None:
         content = request.json()["messages"][0]["content"]
         return says("A good one.\nScore: 7.5" if "#### 42" in content else "Score: 9, no.\n**Score:** 2")
 
-    with scripted(reply) as server:
-        found = judged(
+    with serve_script(reply) as server:
+        found = judge_responses(
             [trajectory("#### 42"), trajectory("#### 41", 1)], server.url, [RuleConfig(name="final_number")], weight=2.0
         )
     assert found == [Score(2.5, {"final_number": 1.0, "judge": 0.75}), Score(0.4, {"final_number": 0.0, "judge": 0.2})]
@@ -51,8 +53,8 @@ def test_its_weighted_grade_is_added_to_the_rules() -> None:
 def test_it_is_asked_once_for_each_response_at_temperature_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     rubric = "Of {data_source}: {prompt} -> {response} ({ground_truth}) {unknown} {{response}}"
-    with scripted(lambda request: says("score 3")) as server:
-        judged(
+    with serve_script(lambda request: says("score 3")) as server:
+        judge_responses(
             [trajectory("{ground_truth} \\1 é\ud800")],
             server.url,
             rubric=rubric,
@@ -74,8 +76,8 @@ def test_it_is_asked_once_for_each_response_at_temperature_zero(monkeypatch: pyt
 
 
 def test_a_rubric_of_our_own_shows_everything_and_the_scale() -> None:
-    with scripted(lambda request: says("Score: 5")) as server:
-        assert judged([trajectory("It is 42.")], server.url, max_score=5.0) == [Score(1.0, {"judge": 1.0})]
+    with serve_script(lambda request: says("Score: 5")) as server:
+        assert judge_responses([trajectory("It is 42.")], server.url, max_score=5.0) == [Score(1.0, {"judge": 1.0})]
         content = server.seen[0].json()["messages"][0]["content"]
     for words in ("What is 6 x 7?", "It is 42.", "<reference>\n42\n", "to 5 (right"):
         assert words in content
@@ -100,8 +102,8 @@ def test_an_answer_without_a_score_is_no_zero(content: Any, cause: str) -> None:
 
     There is no retry, because the answer at temperature 0 would be the same.
     """
-    with scripted(lambda request: says(content)) as server:
-        (score,) = judged([trajectory("x")], server.url, [RuleConfig(name="exact_match")])
+    with serve_script(lambda request: says(content)) as server:
+        (score,) = judge_responses([trajectory("x")], server.url, [RuleConfig(name="exact_match")])
         assert len(server.seen) == 1
     assert (score.value, score.failure, score.parts) == (0.0, "error", {"exact_match": 0.0})
     assert cause in score.cause and "reward.judge.url=" in score.cause and "prompt 'train-0'" in score.cause
@@ -109,15 +111,15 @@ def test_an_answer_without_a_score_is_no_zero(content: Any, cause: str) -> None:
 
 @pytest.mark.parametrize("value", [{}, {"choices": []}, [], {"choices": [{"message": None}]}, {"error": "overloaded"}])
 def test_what_is_no_chat_completion_is_asked_for_again(value: Any) -> None:
-    with scripted(lambda request: answer(value)) as server:
-        (score,) = judged([trajectory("x")], server.url)
+    with serve_script(lambda request: answer(value)) as server:
+        (score,) = judge_responses([trajectory("x")], server.url)
         assert score.failure == "error" and "is not a chat completion" in score.cause and len(server.seen) == 2
 
 
 def test_a_slow_expression_is_none(tmp_path: Path) -> None:
     """RE2 is linear in the answer. This answer stalls an expression that backtracks."""
-    with scripted(lambda request: says("a" * 100_000 + "!")) as server:
-        (score,) = judged([trajectory("x")], server.url, parse=r"(a+)+$|(\d+)")
+    with serve_script(lambda request: says("a" * 100_000 + "!")) as server:
+        (score,) = judge_responses([trajectory("x")], server.url, parse=r"(a+)+$|(\d+)")
     assert score.failure == "error"
 
 
@@ -143,9 +145,9 @@ def test_a_mistake_is_named(settings: dict[str, Any], problem: str) -> None:
 
 def test_a_rubric_may_be_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "rubric.txt").write_text("Wie gut ist {response}? Note: ", encoding="utf-8")
-    with scripted(lambda request: says("Note 1")) as server:
+    with serve_script(lambda request: says("Note 1")) as server:
         settings = {"rubric": str(tmp_path / "rubric.txt"), "parse": r"Note (\d)", "max_score": 2.0}
-        assert judged([trajectory("x")], server.url, **settings)[0].value == 0.5
+        assert judge_responses([trajectory("x")], server.url, **settings)[0].value == 0.5
         assert server.seen[0].json()["messages"][0]["content"] == "Wie gut ist x? Note: "
 
 
@@ -154,7 +156,7 @@ def test_a_judge_that_reads_images_is_shown_those_of_the_prompt(tmp_path: Path) 
     seen.prompt.images = ("a1", "b2")
     (tmp_path / "a1").write_bytes(b"\x89PNG1")
     (tmp_path / "b2").write_bytes(b"\xff\xd8\xff")
-    with scripted(lambda request: says("Score: 5")) as server:
+    with serve_script(lambda request: says("Score: 5")) as server:
         for images in (True, False):
             judge = JudgeConfig(url=f"{server.url}/v1", model="m", rubric="{prompt}|{response}", images=images)
             reward = build_reward(RewardConfig(rules=[], judge=judge), images=tmp_path)

@@ -12,7 +12,7 @@ from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.reward import build_reward, check_sources
 from rlhf_mcore.types import Prompt, Trajectory
 from tests.episodes import single_turn
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 def prompt(source: str, truth: object = "42") -> Prompt:
@@ -72,7 +72,7 @@ def test_a_wrong_table_is_refused_by_its_key() -> None:
         "c": [RuleConfig(name="math", max_chars=3), RuleConfig(name="length", min_chars=5, max_chars=3)],
     }
     problems = "\n".join(rule_problems(RewardConfig(sources=table)))
-    with refused(ConfigError, field="reward.sources.a[0].name", value="'mat'", remedy="did you mean 'math'?"):
+    with expect_error(ConfigError, field="reward.sources.a[0].name", value="'mat'", remedy="did you mean 'math'?"):
         Config({"reward.sources": {"a": "mat"}})
     assert "reward.sources[b] is empty" in problems
     assert "reward.sources[c][0].max_chars=3 is an option of the rule 'length', not of 'math'" in problems

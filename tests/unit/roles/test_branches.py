@@ -23,7 +23,7 @@ from tests.rows import rows_of_padded
 from tests.unit.pairs import pairwise
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles.lookup import Lookup
-from tests.unit.roles.test_turns import PROMPT, SCORES, WRITTEN, actor, completion, expected_gradient, sampled
+from tests.unit.roles.test_turns import PROMPT, SCORES, WRITTEN, actor, completion, expected_gradient, make_episode
 
 pytestmark = pytest.mark.usefixtures("world", "rank_threads")
 AGGREGATIONS = {
@@ -42,7 +42,7 @@ AGGREGATIONS = {
 }
 
 
-def forked(sample: int) -> Trajectory:
+def fork_episode(sample: int) -> Trajectory:
     """Return the episode of ``test_turns`` from a harness that restarts for the second turn: two sequences with the same tokens."""
     first, answer, second = WRITTEN[sample]
     one = episode(PROMPT, sample, [completion(first, 3, "stop")], "text")
@@ -81,8 +81,8 @@ def test_the_gradient_of_a_forked_episode_is_that_of_the_same_tokens_unforked(
     name: str, packing: bool, world_size: int
 ) -> None:
     algorithm = AGGREGATIONS[name]
-    plain = learn(world_size, algorithm, packing, sampled)
-    branched = learn(world_size, algorithm, packing, lambda k: forked(k) if k == 0 else sampled(k))
+    plain = learn(world_size, algorithm, packing, make_episode)
+    branched = learn(world_size, algorithm, packing, lambda k: fork_episode(k) if k == 0 else make_episode(k))
     gradients = [torch.stack([grad for grad, _ in ranks]).sum(0) for ranks in (plain, branched)]
     assert gradients[0].abs().max() > 1e-3
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)
@@ -133,13 +133,13 @@ def test_the_rows_of_a_step_know_their_branches() -> None:
 
 
 def test_ratios_of_whole_rows_need_a_pass_of_their_own_where_a_row_has_branches() -> None:
-    def exchanged(draw: Any) -> Any:
+    def exchange_rows(draw: Any) -> Any:
         scores = [Score(1.0), Score(0.0)]
         return run_ranks(
             1, lambda group: RowExchange(2)(sampled_batch([PROMPT], [0, 0], [draw(0), draw(1)], scores))[0]
         )[0]
 
-    batch, plain = exchanged(tree), exchanged(sampled)
+    batch, plain = exchange_rows(tree), exchange_rows(make_episode)
     needs = {
         name: AdvantageComputer(AGGREGATIONS[name]).needs_old_logprobs(batch)
         for name in ("token", "correction", "geometric")

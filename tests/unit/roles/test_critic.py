@@ -16,7 +16,7 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.types import TrainBatch
-from tests.rows import flat, padded, padded_batch
+from tests.rows import flat, pad_rows, padded_batch
 from tests.unit.parallel.world import Meeting, ThreadGroup, run_ranks
 from tests.unit.roles import lookup
 from tests.unit.roles.lookup import Lookup, descend, noise, stay
@@ -117,7 +117,7 @@ def test_values_of_the_states_before_each_token_and_after_the_last(model: Lookup
     assert bootstrap is not None
     outputs = model.table.detach().squeeze(1)
     assert values.shape == made.token_ids.shape and values.dtype == bootstrap.dtype == torch.float32
-    whole, by_row = padded_batch(made), padded(made, values)
+    whole, by_row = padded_batch(made), pad_rows(made, values)
     for row, length in enumerate(made.lengths.tolist()):
         for t in range(whole.token_ids.size(1)):
             before = outputs[whole.token_ids[row, t - 1]] if whole.loss_mask[row, t] else torch.tensor(0.0)

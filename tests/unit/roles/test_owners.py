@@ -22,7 +22,7 @@ from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles
 from rlhf_mcore.trainer.sampled import SampledBatch
 from rlhf_mcore.types import Prompt, RowSizes, Score
 from tests.episodes import sampled_batch, single_turn
-from tests.rows import padded
+from tests.rows import pad_rows
 from tests.unit.parallel.world import Meeting, ThreadGroup, run_ranks
 from tests.unit.roles.lookup import VOCAB, Lookup, descend
 from tools.row_movement import Setup, count_step
@@ -110,7 +110,7 @@ def run_step(layout: ParallelLayout, prompts_per_minibatch: int, *, owned: bool)
         results, found = learner.learn(1, batch)
         found = dict(found) | {name: value for result in results for name, value in result.metrics.items()}
         for name in ("old_logprobs", "ref_logprobs", "old_values", "advantages", "returns"):
-            found[name] = padded(batch, getattr(batch, name)).numpy()
+            found[name] = pad_rows(batch, getattr(batch, name)).numpy()
         weights = actor.model.model
         return found if weights is None else found | {"actor weights": weights.table.detach().numpy()}
 

@@ -16,17 +16,17 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.policy import Reference
 from rlhf_mcore.roles.preference import PreferenceActor
 from rlhf_mcore.trainer.example_learner import add_reference
-from tests.episodes import tokenized
+from tests.episodes import make_example
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles.lookup import Lookup
-from tests.unit.roles.test_supervised import trained
+from tests.unit.roles.test_supervised import build_model
 
 pytestmark = pytest.mark.usefixtures("world")
 
 PAIRS = [
-    tokenized([1, 2], [3, 4, 0], [5, 0]),
-    tokenized([6], [0], [1, 1, 2, 3, 0]),  # the chosen response contains only its end token
-    tokenized([2, 3, 4], [5, 6, 0], [5, 6, 0]),  # both are equal
+    make_example([1, 2], [3, 4, 0], [5, 0]),
+    make_example([6], [0], [1, 1, 2, 3, 0]),  # the chosen response contains only its end token
+    make_example([2, 3, 4], [5, 6, 0], [5, 6, 0]),  # both are equal
 ]
 BETA = 0.5
 CUTS = [(16, True), (64, True), (16, False), (64, False)]
@@ -42,8 +42,10 @@ def other(like: Lookup) -> Lookup:
 def actor(
     model: Any, max_tokens: int = 64, packing: bool = True, cfg: DpoConfig | None = None, frozen: Any = None
 ) -> PreferenceActor:
-    reference = Reference(trained(other(model) if frozen is None else frozen, "reference", max_tokens, packing), 1.0)
-    return PreferenceActor(trained(model, "actor", max_tokens, packing), cfg or DpoConfig(beta=BETA), reference)
+    reference = Reference(
+        build_model(other(model) if frozen is None else frozen, "reference", max_tokens, packing), 1.0
+    )
+    return PreferenceActor(build_model(model, "actor", max_tokens, packing), cfg or DpoConfig(beta=BETA), reference)
 
 
 def response_logprob(table: Tensor, prompt: Any, response: Any) -> Tensor:
@@ -153,7 +155,7 @@ def test_mismatched_rows_are_prompts_with_the_responses_to_the_one_before() -> N
 
 def test_without_a_reference_the_update_reads_none() -> None:
     bigram = Lookup()
-    which = PreferenceActor(trained(bigram, "actor", 64, True), DpoConfig(loss="simpo", beta=2.0))
+    which = PreferenceActor(build_model(bigram, "actor", 64, True), DpoConfig(loss="simpo", beta=2.0))
     metrics = which.deliver_update(example_batch(PAIRS))().metrics
     means = [
         [2 * response_logprob(bigram.table.detach(), p.prompt_ids, r).item() / len(r) for r in p.response_ids]

@@ -198,7 +198,7 @@ def test_all_passes_have_one_shape_where_communication_overlaps_computation(mode
 
 
 # -------------------------------------------------------------------------------------------------------------- results
-def expected(batch: TrainBatch) -> tuple[Tensor, Tensor]:
+def compute_expected(batch: TrainBatch) -> tuple[Tensor, Tensor]:
     """Return, row by row, the output one token earlier [N] and after the last token [B]."""
     outputs = Lookup(width=1).table.detach().squeeze(1).tolist()
     made = padded_batch(batch)
@@ -215,7 +215,7 @@ def expected(batch: TrainBatch) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("max_tokens", [8, 64])
 def test_values_by_token_and_by_row(model: Lookup, packing: bool, max_tokens: int) -> None:
     batch = lookup.batch()
-    tokens, rows = expected(batch)
+    tokens, rows = compute_expected(batch)
     which = role(model, packing=packing, max_tokens_per_microbatch=max_tokens)
     assert torch.equal(which.per_token(batch, scalar_outputs), tokens)
     assert torch.equal(which.per_row(batch, scalar_outputs), rows)
@@ -248,7 +248,7 @@ def test_every_owner_gets_the_results_of_its_rows_whoever_that_is(model: Lookup,
             mine = Lookup(width=1, layout=layout, tp_rank=place["tp"], is_last_stage=place["pp"] == layout.pp - 1)
         tokens, rows = role(mine, layout).per_token_and_row(batch, scalar_outputs)
         assert mine is None or len(mine.calls) == 1  # all ranks take part in the run
-        return torch.equal(tokens, expected(batch)[0]) and torch.equal(rows, expected(batch)[1])
+        return torch.equal(tokens, compute_expected(batch)[0]) and torch.equal(rows, compute_expected(batch)[1])
 
     assert run_ranks(world_size, body) == [True] * world_size
 

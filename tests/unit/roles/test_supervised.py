@@ -15,7 +15,7 @@ from rlhf_mcore.roles.policy import SupervisedActor
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.types import TrainBatch
-from tests.rows import padded, padded_batch
+from tests.rows import pad_rows, padded_batch
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles import lookup
 from tests.unit.roles.lookup import Lookup
@@ -31,14 +31,14 @@ def scorer() -> Lookup:
     return Lookup(width=1)
 
 
-def trained(model: Any, name: str, max_tokens: int, packing: bool, prompts: int = 3) -> TrainedModel:
+def build_model(model: Any, name: str, max_tokens: int, packing: bool, prompts: int = 3) -> TrainedModel:
     trainer, plan = TrainerConfig(max_tokens_per_microbatch=max_tokens, packing=packing), MinibatchPlan(prompts)
     cfg = OptimizerConfig(lr=0.5)
     return TrainedModel(model.layout, model, model.spec, trainer, optimizer=cfg, plan=plan, name=name)
 
 
 def reward_model(model: Lookup, max_tokens: int = 64, packing: bool = True) -> RewardModelTrainer:
-    return RewardModelTrainer(trained(model, "reward_model", max_tokens, packing), CENTERING)
+    return RewardModelTrainer(build_model(model, "reward_model", max_tokens, packing), CENTERING)
 
 
 def pair_oracle(table: Tensor, made: TrainBatch) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ def test_fine_tuning_is_the_mean_over_response_tokens(
 ) -> None:
     bigram = Lookup()
     made = lookup.batch(samples=1)
-    which = SupervisedActor(trained(bigram, "actor", max_tokens, packing, prompts=100))
+    which = SupervisedActor(build_model(bigram, "actor", max_tokens, packing, prompts=100))
     metrics = which.deliver_update(made)().metrics
     table = bigram.table.detach().double().requires_grad_()
     whole = padded_batch(made)
@@ -124,6 +124,6 @@ def test_fine_tuning_is_the_mean_over_response_tokens(
     assert metrics["loss/sft"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["actor/perplexity"] == pytest.approx(math.exp(loss.item()), rel=1e-5)
     logprobs = which.compute_logprobs(made)
-    by_row = padded(made, logprobs)
+    by_row = pad_rows(made, logprobs)
     assert [by_row[row, t].item() for row, t in at] == pytest.approx([-value.item() for value in losses], abs=1e-5)
     assert not logprobs[~made.loss_mask].any()

@@ -42,14 +42,14 @@ def completion(ids: list[int], version: int, reason: str) -> Completion:
     return Completion(0, np.array(ids, np.int32), logprobs, ((0, version),), reason)
 
 
-def sampled(sample: int) -> Trajectory:
+def make_episode(sample: int) -> Trajectory:
     first, answer, second = WRITTEN[sample]
     parts = [completion(first, 3, "stop"), np.array(answer, np.int32), completion(second, 4, "length")]
     return episode(PROMPT, sample, parts, "text")
 
 
 def test_the_record_tells_who_wrote_what_with_which_policy() -> None:
-    one = sampled(0)
+    one = make_episode(0)
     assert one.token_ids.tolist() == [1, 2, 3, 2, 4, 5, 6, 3, 1, 3] and one.token_ids.dtype == np.int32
     assert one.turns == (
         Turn("prompt", 0, 2),
@@ -75,7 +75,7 @@ def test_a_turn_may_have_a_reward_of_its_own(world_size: int) -> None:
     assert [turn.reward for turn in rewarded.turns] == [0.0, 0.5, 0.0, 0.0]
 
     def body(group: ThreadGroup) -> tuple[list[list[float]], list[list[float]]]:
-        drawn = [rewarded, sampled(1)] if group.rank() == world_size - 1 else []
+        drawn = [rewarded, make_episode(1)] if group.rank() == world_size - 1 else []
         batch, _ = RowExchange(2)(
             sampled_batch([PROMPT], [0] * len(drawn), drawn, [Score(2.0), Score(1.0)][: len(drawn)])
         )
@@ -121,7 +121,7 @@ def test_both_turns_of_the_policy_learn_and_what_the_environment_wrote_does_not(
 
     def body(group: ThreadGroup) -> tuple[Tensor, list[list[float]], Tensor]:
         mine = [sample for sample in range(2) if sample % world_size == group.rank()]
-        drawn = [sampled(sample) for sample in mine]
+        drawn = [make_episode(sample) for sample in mine]
         batch, _ = RowExchange(2)(
             sampled_batch([PROMPT], [0] * len(mine), drawn, [Score(SCORES[sample]) for sample in mine])
         )
@@ -155,7 +155,7 @@ def test_a_turn_that_an_older_policy_wrote_may_be_left_out(world_size: int) -> N
 
     def body(group: ThreadGroup) -> tuple[Tensor, dict[str, float]]:
         mine = [sample for sample in range(2) if sample % world_size == group.rank()]
-        drawn, scores = [sampled(sample) for sample in mine], [Score(SCORES[sample]) for sample in mine]
+        drawn, scores = [make_episode(sample) for sample in mine], [Score(SCORES[sample]) for sample in mine]
         batch, _ = RowExchange(2, asynchronous=True)(sampled_batch([PROMPT], [0] * len(mine), drawn, scores))
         batch.policy_version = 5
         model = Lookup(layout=ParallelLayout(world_size))

@@ -18,7 +18,7 @@ from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig, Specula
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.vllm.cpu import _repeat
 from rlhf_mcore.rollout.vllm.drafts import DraftedModel, DraftRecord, Drafts, learned_names
-from tests.messages import refused
+from tests.messages import expect_error
 
 OF_DRAFT = "model.layers.2.enorm.weight"
 SHAPES: dict[str, tuple[int, ...]] = {"model.norm.weight": (4,), OF_DRAFT: (4,)}
@@ -29,7 +29,7 @@ def engine_model(directory: Path, shapes: dict[str, tuple[int, ...]] | None) -> 
     return EngineModel(str(directory), str(directory), "fp32", 64, 0, shapes)
 
 
-def told(directory: Path, drafts: SpeculativeConfig, shapes: dict[str, tuple[int, ...]] | None = None) -> Any:
+def draft_settings(directory: Path, drafts: SpeculativeConfig, shapes: dict[str, tuple[int, ...]] | None = None) -> Any:
     made = Drafts(RolloutConfig(speculative=drafts), engine_model(directory, shapes), on_cuda=False)
     return made.options["speculative_config"]
 
@@ -43,14 +43,15 @@ def test_each_drafted_token_has_the_temperature_of_its_request() -> None:
 
 
 def test_what_vllm_is_told(tmp_path: Path) -> None:
-    found = told(tmp_path, SpeculativeConfig(method="ngram", num_tokens=4, ngram_tokens=2))
+    found = draft_settings(tmp_path, SpeculativeConfig(method="ngram", num_tokens=4, ngram_tokens=2))
     assert found == {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
     of_files = {"load_format": "safetensors"}  # the model itself starts with dummy weights
     for shapes in (None, {"model.norm.weight": (4,)}):
-        assert told(tmp_path, SpeculativeConfig(method="mtp"), shapes)["draft_load_config"] == of_files
-    assert told(tmp_path, SpeculativeConfig(method="mtp"), SHAPES) == {"method": "mtp", "num_speculative_tokens": 1}, (
-        "sent"
-    )
+        assert draft_settings(tmp_path, SpeculativeConfig(method="mtp"), shapes)["draft_load_config"] == of_files
+    assert draft_settings(tmp_path, SpeculativeConfig(method="mtp"), SHAPES) == {
+        "method": "mtp",
+        "num_speculative_tokens": 1,
+    }, "sent"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_a_sleep_on_cuda_does_not_discard_what_no_sync_brings_back(
 ) -> None:
     cfg, model = RolloutConfig(speculative=SpeculativeConfig(method="mtp"), **rollout), engine_model(tmp_path, shapes)
     if is_refused:
-        with refused(ConfigError, field="rollout.speculative.method", value="mtp", remedy="rollout.sleep_level=1"):
+        with expect_error(ConfigError, field="rollout.speculative.method", value="mtp", remedy="rollout.sleep_level=1"):
             Drafts(cfg, model, on_cuda=True)
     else:
         assert Drafts(cfg, model, on_cuda=True).options

@@ -22,7 +22,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.rules.rollout import rollout_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import unused_problems
-from tests.messages import refused
+from tests.messages import expect_error
 
 PACKAGE = Path(rlhf_mcore.__file__).parent
 # In converters, "hf" also names a file format.
@@ -90,7 +90,7 @@ def test_an_installed_package_adds_an_engine(server: str) -> None:
     cfg.rollout.engine = server
     cfg.bridge.method, cfg.rollout.speculative.method = "gather", "ngram"
     assert "rollout.engine" not in problems(cfg)
-    with refused(ConfigError, field="rollout.engine", value="'acmes'", remedy="vllm"):
+    with expect_error(ConfigError, field="rollout.engine", value="'acmes'", remedy="vllm"):
         cfg.rollout.engine = "acmes"
 
 

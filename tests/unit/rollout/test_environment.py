@@ -23,7 +23,7 @@ from rlhf_mcore.rollout.vllm.environment import (
     prepare_environment,
     unpinned_nccl,
 )
-from tests.messages import refused
+from tests.messages import expect_error
 
 NAMES = (
     "VLLM_ENABLE_V1_MULTIPROCESSING",
@@ -174,7 +174,7 @@ def test_warnings_about_kernels_are_kept_and_nothing_is_printed(capfd: pytest.Ca
 
 
 def test_an_unknown_engine_is_named() -> None:
-    with refused(ConfigError, field="rollout.engine", value="'sglang'", remedy="choose"):
+    with expect_error(ConfigError, field="rollout.engine", value="'sglang'", remedy="choose"):
         build_engine(
             RolloutConfig.model_construct(engine="sglang"), EngineModel("model", "tokenizer", "fp32", 8, seed=0)
         )

@@ -43,7 +43,7 @@ class Drawing(LLM):
     def _execute(self, scheduled: Any, non_block: bool = False) -> Any:
         if scheduled.total_num_scheduled_tokens:
             self.told.append("pass")
-        return done("nothing to sample")
+        return make_future("nothing to sample")
 
     def enqueue(self, prompts: Any, params: Any, use_tqdm: bool) -> list[str]:
         first = self.request_counter.counter
@@ -97,7 +97,7 @@ class DrawingAhead(Drawing):
             update_from_output=lambda scheduled, _: self.draw(scheduled.handles),
             set_pause_state=lambda state: setattr(self, "paused", state == PauseState.PAUSED_ALL),
         )
-        self.model_executor.sample_tokens = lambda *_, **__: done("tokens")
+        self.model_executor.sample_tokens = lambda *_, **__: make_future("tokens")
         self.core = mock.MagicMock(batch_queue=self.batch_queue, batch_queue_size=2, scheduler=self.scheduler)
         self.core.is_mm_encoder_only = self.core.is_pooling_model = False
         self.core.model_executor, self.core.use_spec_decode = self.model_executor, False
@@ -116,7 +116,7 @@ class DrawingAhead(Drawing):
         return ended or []
 
 
-def done(value: Any) -> Future[Any]:
+def make_future(value: Any) -> Future[Any]:
     future = Future[Any]()
     future.set_result(value)
     return future
@@ -138,7 +138,7 @@ class Meeting:
         return values
 
 
-def grouped(rank: int, size: int, kind: type[Drawing] = Drawing) -> Any:
+def build_engine(rank: int, size: int, kind: type[Drawing] = Drawing) -> Any:
     made = object.__new__(groups.GroupedVLLMEngine)
     made.__dict__ |= engine(kind()).__dict__
     made._size, made._own, made._peers, made._num_ranks = size, rank, rank, size
@@ -154,7 +154,7 @@ def requests(prompts: list[list[int]]) -> list[Request]:
 
 
 def test_requests_go_to_the_group_with_the_fewest_and_those_of_a_prompt_stay_together() -> None:
-    which = grouped(0, 2)
+    which = build_engine(0, 2)
     assert which._deal(requests([[1], [1], [2], [2]])) == [0, 0, 1, 1]
     assert which._deal(requests([[1], [1], [1], [2]])) == [0, 0, 1, 1]  # each share is two
     assert which._deal(requests([[1]] * 5)) == [0, 0, 0, 1, 1]
@@ -163,7 +163,7 @@ def test_requests_go_to_the_group_with_the_fewest_and_those_of_a_prompt_stay_tog
 
 
 def test_every_rank_sees_every_completion_and_how_far_the_others_are() -> None:
-    engines, completions, numbers = [grouped(rank, 2) for rank in range(2)], Meeting(2), Meeting(2)
+    engines, completions, numbers = [build_engine(rank, 2) for rank in range(2)], Meeting(2), Meeting(2)
     drawn: dict[int, list[Completion]] = {}
     counts: dict[int, list[int]] = {0: [], 1: []}
 
@@ -191,7 +191,7 @@ def test_every_rank_sees_every_completion_and_how_far_the_others_are() -> None:
 
 def test_groups_make_every_pass_together_if_they_begin_it_ahead() -> None:
     """The responses of the first group end earlier. New weights arrive while both groups run a pass that they began ahead."""
-    engines, meetings = [grouped(rank, 2, DrawingAhead) for rank in range(2)], (Meeting(2), Meeting(2))
+    engines, meetings = [build_engine(rank, 2, DrawingAhead) for rank in range(2)], (Meeting(2), Meeting(2))
     drawn: dict[int, list[int]] = {0: [], 1: []}
     passes: dict[int, list[int]] = {0: [], 1: []}
     left: dict[int, int] = {}
@@ -234,7 +234,7 @@ def test_the_drafts_of_a_response_are_known_in_all_groups() -> None:
 
 
 def test_a_cancelled_request_is_dropped_by_its_group() -> None:
-    which = grouped(1, 2)
+    which = build_engine(1, 2)
     which.submit(requests([[5, 5], [6, 6]]))
     which.cancel([0, 1])
     assert which._llm.told == [("abort", "40")] and which.num_in_flight == 0

@@ -27,7 +27,7 @@ def rotation() -> nn.Module:
     return made
 
 
-def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Neighbouring numbers as complex ones, times e^(i position base^(-2k/size)) (Su et al. 2021, arXiv 2104.09864, eq. 34)."""
     angles = positions.double()[:, None] * BASE ** (-torch.arange(0, SIZE, 2).double() / SIZE)
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
@@ -42,7 +42,7 @@ def test_heads_in_a_dimension_of_their_own_as_latent_attention_has_them(rotation
         torch.randn(TOKENS, 512 + SIZE),
         torch.arange(3, 8),
     )
-    expected = rotated(query[..., 128:], positions), rotated(latent[:, None, 512:], positions)
+    expected = rotate(query[..., 128:], positions), rotate(latent[:, None, 512:], positions)
     found = rotation(positions, query[..., 128:], latent[:, 512:].unsqueeze(1))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
@@ -50,5 +50,5 @@ def test_heads_in_a_dimension_of_their_own_as_latent_attention_has_them(rotation
 def test_heads_side_by_side(rotation: nn.Module) -> None:
     torch.manual_seed(0)
     query, key, positions = torch.randn(TOKENS, HEADS * SIZE), torch.randn(TOKENS, SIZE), torch.arange(3, 8)
-    expected = [rotated(x.unflatten(-1, (-1, SIZE)), positions).flatten(1) for x in (query, key)]
+    expected = [rotate(x.unflatten(-1, (-1, SIZE)), positions).flatten(1) for x in (query, key)]
     torch.testing.assert_close(list(rotation(positions, query, key)), expected, rtol=0, atol=1e-5)

@@ -24,7 +24,7 @@ from rlhf_mcore.config.schema.rollout import ServerConfig
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.server.engine import ServerEngine, ShardWriter
 from rlhf_mcore.types import Request, Sampling
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.parallel.world import world
 
 __all__ = ["world"]
@@ -129,7 +129,7 @@ def build(tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr("rlhf_mcore.rollout.engine.load_tokenizer", lambda _: SimpleNamespace(eos_token_id=2))
     with ExitStack() as stack:
 
-        def made(*servers: Server, token_env: str | None = None) -> ServerEngine:
+        def make(*servers: Server, token_env: str | None = None) -> ServerEngine:
             served = ServerConfig(
                 urls=[f"{server.url}/" for server in servers],
                 weights_dir=str(tmp_path / "weights"),
@@ -140,7 +140,7 @@ def build(tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch) -> Itera
             stack.callback(engine.close)
             return engine
 
-        yield made
+        yield make
 
 
 def weights(value: float) -> list[tuple[str, torch.Tensor]]:
@@ -189,34 +189,34 @@ def test_a_server_that_fails_is_left_out_until_the_next_weights(build: Any, serv
     assert servers[0].bodies  # the number depends on which of the two answers first
 
 
-def changed(**values: Any) -> Any:
+def replace_fields(**values: Any) -> Any:
     """Return a function that replaces fields of a choice."""
     return lambda answer: json.dumps({"choices": [answer["choices"][0] | values]}).encode()
 
 
 def logprobs(*values: Any) -> Any:
-    return changed(logprobs={"content": [{"token_id": 5, "logprob": value} for value in values]})
+    return replace_fields(logprobs={"content": [{"token_id": 5, "logprob": value} for value in values]})
 
 
 LIES = {
-    "id -1": changed(token_ids=[21, -1, 23]),
-    "id beyond the vocabulary": changed(token_ids=[21, 40, 23]),
-    "id of 40 bits": changed(token_ids=[21, 2**40, 23]),
-    "id 5.7": changed(token_ids=[21, 5.7, 23]),
-    "id true": changed(token_ids=[21, True, 23]),
-    "id null": changed(token_ids=[21, None, 23]),
-    "id as text": changed(token_ids=[21, "5", 23]),
-    "no ids": changed(token_ids=None),
-    "more than asked": changed(token_ids=[5] * 6, logprobs={"content": [{"logprob": -1.0}] * 6}),
+    "id -1": replace_fields(token_ids=[21, -1, 23]),
+    "id beyond the vocabulary": replace_fields(token_ids=[21, 40, 23]),
+    "id of 40 bits": replace_fields(token_ids=[21, 2**40, 23]),
+    "id 5.7": replace_fields(token_ids=[21, 5.7, 23]),
+    "id true": replace_fields(token_ids=[21, True, 23]),
+    "id null": replace_fields(token_ids=[21, None, 23]),
+    "id as text": replace_fields(token_ids=[21, "5", 23]),
+    "no ids": replace_fields(token_ids=None),
+    "more than asked": replace_fields(token_ids=[5] * 6, logprobs={"content": [{"logprob": -1.0}] * 6}),
     "logprob as text": logprobs("x", -1, -1),
     "logprob as list": logprobs([1], -1, -1),
     "logprob NaN": logprobs(float("nan"), -1, -1),
     "logprob -inf": logprobs(float("-inf"), -1, -1),
     "logprob above 0": logprobs(0.5, -1, -1),
-    "version 5": changed(weight_versions=[{"version": 5}]),
-    "versions null": changed(weight_versions=None),
-    "versions as text": changed(weight_versions="a"),
-    "a reason that is none": changed(finish_reason=["stop"]),
+    "version 5": replace_fields(weight_versions=[{"version": 5}]),
+    "versions null": replace_fields(weight_versions=None),
+    "versions as text": replace_fields(weight_versions="a"),
+    "a reason that is none": replace_fields(finish_reason=["stop"]),
     "no choice": lambda _: b"[]",
     "two choices": lambda answer: json.dumps({"choices": answer["choices"] * 2}).encode(),
     "no JSON": lambda _: b"\xff",
@@ -260,7 +260,7 @@ def test_a_server_that_lies_is_left_out(build: Any, servers: list[Server], tmp_p
 )
 def test_a_server_info_of_another_form_is_refused(build: Any, servers: list[Server], info: bytes) -> None:
     servers[0].info = info
-    with refused(ConfigError, field="rollout.server.urls", value=servers[0].url, remedy="start") as raised:
+    with expect_error(ConfigError, field="rollout.server.urls", value=servers[0].url, remedy="start") as raised:
         build(servers[0])
     assert len(str(raised.value)) < 600
 
@@ -314,7 +314,7 @@ def test_a_server_of_another_model_is_sent_nothing(build: Any, servers: list[Ser
     servers[0].declared["model"] = str(served)
     for name, layers in (("config.json", 2), ("served/config.json", 3)):
         (tmp_path / name).write_text(json.dumps({**config, "num_hidden_layers": layers}))
-    with refused(ConfigError, field="rollout.server.urls", value=str(served), remedy="start the server with"):
+    with expect_error(ConfigError, field="rollout.server.urls", value=str(served), remedy="start the server with"):
         build(servers[0])
     assert not {"/pause", "/collective_rpc"} & set(servers[0].asked)
     (served / "config.json").write_text(json.dumps(config))

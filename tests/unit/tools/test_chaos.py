@@ -63,11 +63,11 @@ def test_both_runs_begin_in_directories_of_their_own(workspace: Any) -> None:
 def test_a_run_is_killed_at_every_instant_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
 
-    def killed(run: Run, seconds: float, after_save: bool) -> bool:
+    def kill(run: Run, seconds: float, after_save: bool) -> bool:
         waited.append(seconds)
         return len(waited) < 3
 
-    monkeypatch.setattr(Run, "is_killed_after", killed)
+    monkeypatch.setattr(Run, "is_killed_after", kill)
     assert torment(Run([], tmp_path), [5.0, 1.0, 2.0, 3.0], [False] * 4) == 2
     assert waited == [5.0, 1.0, 2.0]
 

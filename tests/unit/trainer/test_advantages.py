@@ -14,7 +14,7 @@ from rlhf_mcore.config.schema import (
 )
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.types import TEACHER_LOGPROBS, TrainBatch
-from tests.rows import Row, batch_of, flat, padded
+from tests.rows import Row, batch_of, flat, pad_rows
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -36,18 +36,18 @@ def test_scores_become_advantages_of_every_response_token() -> None:
     made = batch([1.0, 0.0, 0.0, 3.0], [2, 1, 3, 1], [0, 0, 1, 1])
     estimate(made)
     assert made.rewards is not None and made.advantages is not None
-    assert padded(made, made.rewards).tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 3, 0, 0]]
+    assert pad_rows(made, made.rewards).tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 3, 0, 0]]
     # Group 0: mean 1/2, sample deviation sqrt(1/2); group 1: mean 3/2, deviation 3 sqrt(1/2).
     unit = math.sqrt(0.5)
     expected = [[0, unit, unit, 0], [0, -unit, 0, 0], [0, -unit, -unit, -unit], [0, unit, 0, 0]]
-    torch.testing.assert_close(padded(made, made.advantages), torch.tensor(expected), rtol=0, atol=3e-6)
+    torch.testing.assert_close(pad_rows(made, made.advantages), torch.tensor(expected), rtol=0, atol=3e-6)
 
 
 def test_without_the_standard_deviation() -> None:
     made = batch([1.0, 0.0, 0.0, 3.0], [2, 1, 3, 1], [0, 0, 1, 1])
     estimate(made, normalize_std=False)
     assert made.advantages is not None
-    found = padded(made, made.advantages).tolist()
+    found = pad_rows(made, made.advantages).tolist()
     assert found == [[0, 0.5, 0.5, 0], [0, -0.5, 0, 0], [0, -1.5, -1.5, -1.5], [0, 1.5, 0, 0]]
 
 
@@ -55,7 +55,7 @@ def test_rows_in_any_order_find_their_group() -> None:
     made = batch([3.0, 1.0, 0.0, 0.0], [1, 1, 1, 1], [1, 0, 1, 0])
     estimate(made, normalize_std=False)
     assert made.advantages is not None
-    assert padded(made, made.advantages)[:, 1].tolist() == [1.5, 0.5, -1.5, -0.5]
+    assert pad_rows(made, made.advantages)[:, 1].tolist() == [1.5, 0.5, -1.5, -0.5]
 
 
 def with_kl(placement: str, coef: float) -> tuple[TrainBatch, dict[str, float]]:
@@ -70,9 +70,9 @@ def test_kl_in_the_reward_is_charged_on_every_response_token() -> None:
     made, metrics = with_kl("reward", 0.1)
     # k1 = old - ref: 1/2 and 0 in the first row, -2 in the second. What stands outside of the responses does not count.
     assert made.rewards is not None and made.advantages is not None
-    torch.testing.assert_close(padded(made, made.rewards).float(), torch.tensor([[0, -0.05, 1.0], [0, 1.2, 0]]))
+    torch.testing.assert_close(pad_rows(made, made.rewards).float(), torch.tensor([[0, -0.05, 1.0], [0, 1.2, 0]]))
     # Outcomes 0.95 and 1.2, mean 1.075.
-    torch.testing.assert_close(padded(made, made.advantages), torch.tensor([[0, -0.125, -0.125], [0, 0.125, 0]]))
+    torch.testing.assert_close(pad_rows(made, made.advantages), torch.tensor([[0, -0.125, -0.125], [0, 0.125, 0]]))
     assert metrics["kl/mean"] == pytest.approx((0.5 + 0.0 - 2.0) / 3) and metrics["kl/coef"] == 0.1
     assert made.kl_coef == 0.0, "it is in the reward, not in the loss"
 
@@ -97,7 +97,7 @@ def test_one_far_token_does_not_outweigh_the_score() -> None:
     metrics = estimate(made, normalize_std=False, kl=kl)
     # k3 of d = 12 is 162741.8; at most 10 of it are charged, 0.02 each.
     assert made.rewards is not None
-    torch.testing.assert_close(padded(made, made.rewards).float(), torch.tensor([[0, -0.2, 1.0], [0, 1.0, 0]]))
+    torch.testing.assert_close(pad_rows(made, made.rewards).float(), torch.tensor([[0, -0.2, 1.0], [0, 1.0, 0]]))
     assert metrics["kl/mean"] == pytest.approx(10 / 3)
     estimate(made, normalize_std=False, kl=KLConfig(coef=0.02, estimator="k3", placement="reward", clip=None))
     assert made.rewards is not None and made.rewards[1] == pytest.approx(-3254.84, rel=1e-4)
@@ -107,7 +107,7 @@ def test_one_far_token_does_not_outweigh_the_score() -> None:
 def test_kl_elsewhere_leaves_rewards_alone(placement: str, coef: float) -> None:
     made, metrics = with_kl(placement, coef)
     assert made.rewards is not None and made.advantages is not None
-    assert padded(made, made.rewards).tolist() == [[0, 0, 1], [0, 1, 0]]
+    assert pad_rows(made, made.rewards).tolist() == [[0, 0, 1], [0, 1, 0]]
     assert made.kl_coef == (coef if placement == "loss" else 0.0) and metrics["kl/coef"] == coef
     assert not made.advantages.any()
 
@@ -145,7 +145,7 @@ def test_long_responses_lose_some_of_their_score() -> None:
     made = batch([1.0, 1.0, 1.0], [2, 3, 4], [0, 0, 0])
     overlong = OverlongConfig(enabled=True, max_tokens=4, cache_tokens=2, penalty=1.0)
     metrics = estimate(made, normalize_std=False, overlong=overlong)
-    assert made.rewards is not None and padded(made, made.rewards).sum(1).tolist() == [1.0, 0.5, 0.0]
+    assert made.rewards is not None and pad_rows(made, made.rewards).sum(1).tolist() == [1.0, 0.5, 0.0]
     assert metrics["reward/overlong_mean"] == pytest.approx(-0.5)
 
 
@@ -162,7 +162,7 @@ def test_a_teacher_alone() -> None:
     made = with_teacher(batch([1.0, 0.0], [2, 1], [0, 0]), [-0.5, -3.0, -1.0])
     metrics = AdvantageComputer(AlgorithmConfig(advantage="distillation"), teacher_coef=0.5)(made)
     assert made.advantages is not None
-    assert padded(made, made.advantages).tolist() == [[0, 0.25, -1.0], [0, 0, 0]], "scores do not count"
+    assert pad_rows(made, made.advantages).tolist() == [[0, 0.25, -1.0], [0, 0, 0]], "scores do not count"
     assert metrics["teacher/kl"] == pytest.approx((-0.5 + 2.0 + 0.0) / 3)
 
 
@@ -171,4 +171,4 @@ def test_a_teacher_beside_scores() -> None:
     computer = AdvantageComputer(AlgorithmConfig(normalize_std=False), teacher_coef=0.5)
     computer(made)
     assert computer.needs_old_logprobs(made) and made.advantages is not None
-    assert padded(made, made.advantages).tolist() == [[0, 0.75, -0.5], [0, -0.5, 0]]
+    assert pad_rows(made, made.advantages).tolist() == [[0, 0.75, -0.5], [0, -0.5, 0]]

@@ -20,7 +20,7 @@ from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.sampling.rollouts import single_turn_trajectory
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingAhead, SamplingSchedule
 from rlhf_mcore.types import Completion, Job, Ragged, Sampling, Score, Trajectory
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.trainer.records import prompt, resolved_future
 
 SAMPLES = 2
@@ -269,7 +269,7 @@ def test_fault_36_in_order_a_response_of_another_version_ends_the_run() -> None:
     ahead.fill(1)
     engines.publish(1)  # while the job runs
     engines.finish()
-    with refused(RuntimeError, field=("version 0", "versions"), value="((2, 0), (4, 1))"):
+    with expect_error(RuntimeError, field=("version 0", "versions"), value="((2, 0), (4, 1))"):
         ahead.wait(1.0)
 
 

@@ -21,7 +21,7 @@ from rlhf_mcore.checkpoint.triggers import SignalRequests, Triggers
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.trainer.checkpointer import RunCheckpointer
 from rlhf_mcore.trainer.divergence import DivergedError
-from tests.messages import refused
+from tests.messages import expect_error
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -169,7 +169,7 @@ def test_fault_23_weights_that_are_not_finite_are_never_saved(run: Run, in_backg
     made = run.make(save_steps=1, async_save=in_background, stop_on_failure=False)
     made.after_step(1, {})
     run.critic.finite = False
-    with refused(DivergedError, field=("critic", "checkpoint-2"), value="not finite"):
+    with expect_error(DivergedError, field=("critic", "checkpoint-2"), value="not finite"):
         made.after_step(2, {})
     with pytest.raises(DivergedError, match=r"critic"):
         made.save_to(run.directory, 3)
@@ -180,7 +180,7 @@ def test_fault_23_weights_that_are_not_finite_are_never_saved(run: Run, in_backg
 def test_one_part_that_fails_does_not_keep_the_others_waiting(run: Run, in_background: bool) -> None:
     made = run.make(save_steps=1, async_save=in_background)
     run.actor.errors = [OSError(28, "No space left on device")]
-    with refused(SaveError, field="checkpoint-1", value="No space left on device"):
+    with expect_error(SaveError, field="checkpoint-1", value="No space left on device"):
         made.after_step(1, {})
         made.drain()
     assert run.steps == [] and scan_transitional(run.directory) == []
@@ -305,7 +305,7 @@ def test_an_error_in_the_thread_is_raised_after_the_next_step(run: Run) -> None:
     made = run.make(save_steps=2, async_save=True)
     run.critic.errors = [ValueError("out of range")]
     made.after_step(2, {})
-    with refused(SaveError, field=("checkpoint-2", "rank 0"), value="ValueError: out of range"):
+    with expect_error(SaveError, field=("checkpoint-2", "rank 0"), value="ValueError: out of range"):
         for _ in range(1000):
             made.after_step(3, {})
             time.sleep(0.01)

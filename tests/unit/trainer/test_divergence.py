@@ -9,7 +9,7 @@ import pytest
 from rlhf_mcore.trainer import divergence
 from rlhf_mcore.trainer.divergence import DivergedError, share_results, stop_if_diverged
 from rlhf_mcore.types import UpdateResult
-from tests.messages import refused
+from tests.messages import expect_error
 
 
 def test_the_last_rank_that_has_a_model_tells_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_the_last_rank_that_has_a_model_tells_its_result(monkeypatch: pytest.Mon
 def test_names_of_metrics_decide_nothing() -> None:
     named = {"actor/not_finite": 1.0, "actor/bad_updates_in_a_row": 99.0}
     stop_if_diverged([UpdateResult("actor", named, bad_in_a_row=1)], max_bad_updates=2)
-    with refused(DivergedError, field="actor", value="2 updates"):
+    with expect_error(DivergedError, field="actor", value="2 updates"):
         stop_if_diverged([UpdateResult("actor", {}, bad_in_a_row=2)], max_bad_updates=2)
     with pytest.raises(DivergedError, match=r"state of critic are not finite"):
         stop_if_diverged([UpdateResult("actor", {}), UpdateResult("critic", {}, is_finite=False)], max_bad_updates=2)

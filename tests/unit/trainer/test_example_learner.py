@@ -25,17 +25,17 @@ from rlhf_mcore.trainer.example_learner import (
 from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.types import TrainBatch, UpdateResult
-from tests.episodes import tokenized
+from tests.episodes import make_example
 from tests.rows import padded_batch
 
 pytestmark = pytest.mark.usefixtures("world")
 
 EXAMPLES = [
-    tokenized([1], [2, 3]),
-    tokenized([1, 4], [5]),
-    tokenized([6], [7, 8, 9]),
+    make_example([1], [2, 3]),
+    make_example([1, 4], [5]),
+    make_example([6], [7, 8, 9]),
 ]
-PAIRS = [tokenized([1], [score], [other]) for score, other in ((3, 1), (2, 2), (1, 3), (5, 4))]
+PAIRS = [make_example([1], [score], [other]) for score, other in ((3, 1), (2, 2), (1, 3), (5, 4))]
 
 
 class Everything:

@@ -17,8 +17,8 @@ from rlhf_mcore.trainer.metrics import rollout_metrics
 from rlhf_mcore.trainer.scores import OnError, ScoreFacts
 from rlhf_mcore.types import Score, TrainBatch, Trajectory
 from tests.episodes import sampled_batch, single_turn
-from tests.messages import refused
-from tests.rows import padded
+from tests.messages import expect_error
+from tests.rows import pad_rows
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.trainer.records import prompt, rows_of, score, trajectory
 
@@ -151,7 +151,7 @@ def test_versions_of_tokens_do_not_depend_on_who_owns_them(world_size: int) -> N
         places = [positions[k] for k in mine]
         batch, _ = RowExchange(SAMPLES, asynchronous=True)(sampled_batch(PROMPTS, places, drawn, scores))
         assert batch.versions is not None and batch.versions.dtype == torch.int32
-        whole = padded(batch, batch.versions)
+        whole = pad_rows(batch, batch.versions)
         rows = [whole[row, :length].tolist() for row, length in enumerate(batch.lengths.tolist())]
         synchronous, _ = RowExchange(SAMPLES)(sampled_batch(PROMPTS, places, drawn, scores))
         return rows, synchronous.versions
@@ -189,14 +189,14 @@ def test_a_score_that_is_no_number_is_an_error(value: float) -> None:
     positions, trajectories = made()
     scores = [score(t) for t in trajectories]
     scores[7].value = value
-    with refused(RuntimeError, value="rows [7]"):
+    with expect_error(RuntimeError, value="rows [7]"):
         RowExchange(SAMPLES)(sampled_batch(PROMPTS, positions, trajectories, scores))
 
 
 def test_what_an_engine_must_not_give_is_refused() -> None:
-    with refused(ValueError, field=("prompt 'p3'", "sample 1"), value=("1 logprobs", "2 response tokens")):
+    with expect_error(ValueError, field=("prompt 'p3'", "sample 1"), value=("1 logprobs", "2 response tokens")):
         single_turn(prompt(3), 1, [5, 6], [-1.0], "", "stop", 0)
-    with refused(ValueError, field=("prompt 'p3'", "sample 0"), value="no tokens"):
+    with expect_error(ValueError, field=("prompt 'p3'", "sample 0"), value="no tokens"):
         single_turn(prompt(3, length=0), 0, [5], [-1.0], "", "stop", 0)
 
 
@@ -291,7 +291,7 @@ def test_parts_of_scores_arrive_by_row_on_every_rank() -> None:
 def test_a_part_that_no_score_has_is_refused_with_those_there_are() -> None:
     positions, trajectories = made()
     scores = [Score(0.0, {"boxed": 1.0, "format": 0.0}) for _ in trajectories]
-    with refused(ConfigError, field="algorithm.reward_weights", value="'boxd'", remedy=("boxed", "format")):
+    with expect_error(ConfigError, field="algorithm.reward_weights", value="'boxd'", remedy=("boxed", "format")):
         RowExchange(SAMPLES, parts=("boxed", "boxd"))(sampled_batch(PROMPTS, positions, trajectories, scores))
 
 
@@ -337,7 +337,7 @@ def test_a_greedy_response_that_is_missing_or_has_no_finite_score_ends_the_step(
         exchange(
             sampled_batch(PROMPTS, positions, trajectories, scores, (), {place: GREEDY[place] for place in range(7)})
         )
-    with refused(RuntimeError, field="prompt 'p2'"):
+    with expect_error(RuntimeError, field="prompt 'p2'"):
         exchange(sampled_batch(PROMPTS, positions, trajectories, scores, (), GREEDY | {2: Score(float("nan"))}))
 
 
@@ -350,7 +350,7 @@ def test_a_prompt_whose_greedy_response_has_no_score_can_leave_the_step() -> Non
     assert batch.baselines is not None and batch.prompts is not None
     assert [p.index for p in batch.prompts] == [0, 1, 3, 4, 5, 6, 7]
     assert batch.baselines[::SAMPLES].tolist() == [GREEDY[place].value for place in (0, 1, 3, 4, 5, 6, 7)]
-    with refused(ConfigError, field="reward.max_error_share", value="0.03", remedy="raise reward.max_error_share"):
+    with expect_error(ConfigError, field="reward.max_error_share", value="0.03", remedy="raise reward.max_error_share"):
         RowExchange(SAMPLES, on_error=OnError(max_share=0.03), baselines=True)(
             sampled_batch(PROMPTS, positions, trajectories, scores, (), greedy)
         )

@@ -19,7 +19,7 @@ from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.trainer import inputs as module
 from rlhf_mcore.trainer.inputs import fingerprints
 from rlhf_mcore.trainer.resume import changed_inputs, find_start, keys_of
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.trainer.test_resume import save
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1"
@@ -255,7 +255,7 @@ def test_a_checkpoint_without_fingerprints_is_resumed_and_that_is_said(place: Pa
     notes = find_start(place / "run", CheckpointConfig(), to_yaml(cfg), fingerprints(cfg)).notes
     assert "checkpoint-3 holds no fingerprints of data, code and models: the release that wrote it kept none" in notes
     cfg.data.train = ["more.jsonl", "train.jsonl"]  # then the paths are all that is known
-    with refused(ConfigError, field="data.train", remedy="restore"):
+    with expect_error(ConfigError, field="data.train", remedy="restore"):
         find_start(place / "run", CheckpointConfig(), to_yaml(cfg), fingerprints(cfg))
 
 
@@ -283,7 +283,7 @@ def test_another_reward_is_refused_as_other_data_are(place: Path, change: str) -
     save(place / "run", 100, cfg, inputs=before)
     REWARDS[change](cfg)
     now = fingerprints(cfg)
-    with refused(
+    with expect_error(
         ConfigError,
         field=("reward", "reward.rules"),
         value="[final_number]",

@@ -29,7 +29,7 @@ from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.reinforcement import ColocatedBatches, EnginePublisher, PolicyLearner, Roles
 from rlhf_mcore.trainer.sampled import Rollout, take_next_batch
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory, UpdateResult
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.trainer.records import Streaming, batch_sampler, completions, prompt, resolved_future
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -370,7 +370,7 @@ def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None
     counts = iter([0, 1, 2, 3])
     run.models["actor"].result = lambda: UpdateResult("actor", {}, bad_in_a_row=next(counts))
     run.trainer.max_bad_updates = 3
-    with refused(DivergedError, field="actor", value=3):
+    with expect_error(DivergedError, field="actor", value=3):
         run.trainer.run(9)
     assert ("sync", 3) in log and ("sync", 4) not in log, "weights are not handed on any more"
 
@@ -441,7 +441,7 @@ def test_fault_25_a_lost_response_ends_the_step_before_anything_learns_and_the_n
     run = make(set(), sampler=sampler, lose=2)
     saved: dict[str, Any] = {}
     run.watch.save = lambda: saved.update(sampler.state_dict())
-    with refused(LostTrajectory, field="prompt", value="no completion", remedy="trainer.max_restarts"):
+    with expect_error(LostTrajectory, field="prompt", value="no completion", remedy="trainer.max_restarts"):
         run.trainer.run(3)
     assert run.log.count(("update", "actor")) == 1 and ("sync", 1) in run.log and ("sync", 2) not in run.log
     again = PromptSampler(4, 2, seed=1, shuffle=True)

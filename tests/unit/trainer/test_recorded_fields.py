@@ -23,7 +23,7 @@ from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles
 from rlhf_mcore.types import Completion, Prompt, Ragged, Score, TrainBatch, Trajectory
 from tests.episodes import sampled_batch
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles import test_policy
 from tests.unit.roles.lookup import Lookup
@@ -185,7 +185,7 @@ def test_a_loss_gets_what_it_reads(packing: bool) -> None:
     actor._policy_loss = loss
     batch = test_policy.batch()
     batch.versions = batch.token_ids.clone()
-    with refused(
+    with expect_error(
         ConfigError, field=("algorithm.policy_loss", "'twins'"), remedy=("another function", "configure the role")
     ):
         test_policy.update(actor, batch)

@@ -23,7 +23,7 @@ from rlhf_mcore.trainer.inputs import Inputs
 from rlhf_mcore.trainer.resume import find_start
 from rlhf_mcore.trainer.run_state import Start
 from rlhf_mcore_contrib.deltas.write import choose_base, encode
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.checkpoint.saving import complete
 
 
@@ -108,7 +108,7 @@ def test_fault_10_and_11_a_damaged_one_is_named_and_passed_over(tmp_path: Path) 
 def test_falling_back_can_be_forbidden(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / "weights").write_text("")
-    with refused(ConfigError, field=("checkpoint-2", "weights"), value="truncated"):
+    with expect_error(ConfigError, field=("checkpoint-2", "weights"), value="truncated"):
         start(tmp_path, on_damaged="error")
     assert [checkpoint.step for checkpoint in scan(tmp_path)] == [1, 2], "nothing was touched"
 
@@ -127,7 +127,7 @@ def test_verification_can_be_left_to_sizes(tmp_path: Path) -> None:
 def test_never_refuses_to_mix_two_runs(tmp_path: Path) -> None:
     assert start(tmp_path, resume="never") == Start()
     save(tmp_path, 1)
-    with refused(ConfigError, field="checkpoint.resume", value=("'never'", 1), remedy="choose"):
+    with expect_error(ConfigError, field="checkpoint.resume", value=("'never'", 1), remedy="choose"):
         start(tmp_path, resume="never")
 
 
@@ -158,7 +158,7 @@ def test_going_back_to_an_earlier_one_sets_the_later_ones_aside(tmp_path: Path) 
 def test_one_that_was_asked_for_and_is_damaged_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / "weights").unlink()
-    with refused(ConfigError, field=("checkpoint-2", "weights"), value="missing"):
+    with expect_error(ConfigError, field=("checkpoint-2", "weights"), value="missing"):
         start(tmp_path, resume=str(tmp_path / "checkpoint-2"))
 
 
@@ -170,7 +170,7 @@ def test_what_has_changed_is_listed_and_what_cannot_change_is_refused(tmp_path: 
     assert "changed since: trainer.num_steps was 100 and is 7" in notes
     assert "changed since: actor.layout.tp was 1 and is 2" in notes
     changed.seed = 5
-    with refused(ConfigError, field="seed", value=(0, 5), remedy=("restore", "new experiment")):
+    with expect_error(ConfigError, field="seed", value=(0, 5), remedy=("restore", "new experiment")):
         start(tmp_path, changed)
 
 
@@ -237,7 +237,7 @@ def test_fault_11_a_damaged_base_takes_its_deltas_along(tmp_path: Path) -> None:
     assert found.weights["actor"] == tmp_path / "checkpoint-1" / "actor"
     assert "../checkpoint-2/actor/model.safetensors: truncated" in "".join(found.notes)
     assert [item.step for item in scan(tmp_path)] == [1]  # the others are in quarantine
-    with refused(ConfigError, field="checkpoint-3", value="damaged", remedy="choose"):
+    with expect_error(ConfigError, field="checkpoint-3", value="damaged", remedy="choose"):
         save_model(tmp_path, 3, Base("checkpoint-1", "another digest"))
         start(tmp_path, on_damaged="error")
 
@@ -249,5 +249,5 @@ def test_a_checkpoint_without_a_manifest_is_named(tmp_path: Path) -> None:
     found = start(tmp_path)
     assert found.step == 1 and "checkpoint-2 is not used: it has no readable manifest.json" in found.notes
     (tmp_path / "checkpoint-1" / "manifest.json").unlink()
-    with refused(ConfigError, field=("checkpoint-1", "manifest.json")):
+    with expect_error(ConfigError, field=("checkpoint-1", "manifest.json")):
         start(tmp_path)

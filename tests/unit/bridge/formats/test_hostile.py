@@ -36,7 +36,7 @@ class Bomb:
         return os.mkdir, (str(self.mark),)
 
 
-def refused(capsys: Capture, *arguments: object) -> str:
+def expect_refusal(capsys: Capture, *arguments: object) -> str:
     """Run convert, which must reject its input. Returns its message. ``DST`` is the last argument."""
     destination = Path(str(arguments[-1]))
     capsys.readouterr()
@@ -49,7 +49,7 @@ def refused(capsys: Capture, *arguments: object) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- safetensors
 @pytest.fixture
-def sharded(llama: Path) -> Path:
+def sharded_model(llama: Path) -> Path:
     """Write the model in two shards."""
     tensors = load_file(llama / SINGLE)
     (llama / SINGLE).unlink()
@@ -110,7 +110,7 @@ def overlapping_offsets(directory: Path) -> None:
     (directory / B).write_bytes(len(encoded).to_bytes(8, "little") + encoded + data[8 + size :])
 
 
-def truncated(directory: Path) -> None:
+def truncate(directory: Path) -> None:
     os.truncate(directory / B, (directory / B).stat().st_size - 10)
 
 
@@ -129,17 +129,17 @@ def pickle_as_safetensors(directory: Path) -> None:
         (path_through_a_link, "outside of the directory"),
         (oversized_header, "not a readable safetensors file"),
         (overlapping_offsets, "not a readable safetensors file"),
-        (truncated, "not a readable safetensors file"),
+        (truncate, "not a readable safetensors file"),
         (pickle_as_safetensors, "not a readable safetensors file"),
     ],
 )
-def test_shards(sharded: Path, capsys: Capture, damage: Callable[[Path], None], message: str) -> None:
-    damage(sharded)
-    assert message in refused(capsys, "--from", "hf", "--to", "hf", sharded, sharded.parent / "out")
-    assert not (sharded / "exploded").exists()
+def test_shards(sharded_model: Path, capsys: Capture, damage: Callable[[Path], None], message: str) -> None:
+    damage(sharded_model)
+    assert message in expect_refusal(capsys, "--from", "hf", "--to", "hf", sharded_model, sharded_model.parent / "out")
+    assert not (sharded_model / "exploded").exists()
 
 
-def changed(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
     tensors = load_file(directory / SINGLE)
     change(tensors)
     save_file(tensors, directory / SINGLE)
@@ -166,13 +166,15 @@ NORM = "model.norm.weight"
 def test_tensors_that_are_not_the_configs(
     llama: Path, capsys: Capture, target: str, change: Callable[[dict[str, Tensor]], object], message: str
 ) -> None:
-    assert message in refused(capsys, "--from", "hf", "--to", target, changed(llama, change), llama.parent / "out")
+    assert message in expect_refusal(
+        capsys, "--from", "hf", "--to", target, change_tensors(llama, change), llama.parent / "out"
+    )
 
 
 def test_pickle_where_safetensors_are_expected(llama: Path, capsys: Capture) -> None:
     (llama / SINGLE).unlink()
     (llama / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(llama / "exploded")))
-    assert "pytorch_model.bin, which is pickle and is not read" in refused(
+    assert "pytorch_model.bin, which is pickle and is not read" in expect_refusal(
         capsys, "--from", "hf", "--to", "hf", llama, llama.parent / "out"
     )
     assert not (llama / "exploded").exists()
@@ -192,13 +194,15 @@ def test_pickle_where_safetensors_are_expected(llama: Path, capsys: Capture) -> 
 def test_configs(llama: Path, capsys: Capture, change: dict[str, Any], message: str) -> None:
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps({**config, **change}))
-    assert message in refused(capsys, "--from", "hf", "--to", "hf", llama, llama.parent / "out")
-    assert message in refused(capsys, "--from", "hf", "--to", "hf", "--hf-config", llama, llama, llama.parent / "out")
+    assert message in expect_refusal(capsys, "--from", "hf", "--to", "hf", llama, llama.parent / "out")
+    assert message in expect_refusal(
+        capsys, "--from", "hf", "--to", "hf", "--hf-config", llama, llama, llama.parent / "out"
+    )
 
 
 def test_values_that_fp16_does_not_hold(llama: Path, capsys: Capture) -> None:
-    changed(llama, lambda t: t[NORM].fill_(1e6))
-    assert f"{NORM} has values outside the range of fp16" in refused(
+    change_tensors(llama, lambda t: t[NORM].fill_(1e6))
+    assert f"{NORM} has values outside the range of fp16" in expect_refusal(
         capsys, "--from", "hf", "--to", "hf", "--dtype", "fp16", llama, llama.parent / "out"
     )
 
@@ -240,14 +244,16 @@ def first_stored(index: Any) -> Any:
 )  # fmt: skip
 def test_an_index_that_lies(megatron: Path, capsys: Capture, edit: Callable[[Any], object], message: str) -> None:
     edit_index(megatron, edit)
-    assert message in refused(capsys, "--from", "megatron", "--to", "hf", megatron, megatron.parent / "out")
+    assert message in expect_refusal(capsys, "--from", "megatron", "--to", "hf", megatron, megatron.parent / "out")
 
 
 def test_an_index_that_runs_code(megatron: Path, capsys: Capture) -> None:
     mark = megatron / "exploded"
     for content in (pickle.dumps(Bomb(mark)), pickle.dumps({"x": Bomb(mark)}, protocol=0), b"", b"\x80\x05N."):
         (megatron / "release" / ".metadata").write_bytes(content)
-        assert "refused" in refused(capsys, "--from", "megatron", "--to", "hf", megatron, megatron.parent / "out")
+        assert "refused" in expect_refusal(
+            capsys, "--from", "megatron", "--to", "hf", megatron, megatron.parent / "out"
+        )
         assert not mark.exists()
 
 
@@ -294,7 +300,7 @@ def test_a_part_that_is_pickle_and_no_tensor(megatron: Path, capsys: Capture) ->
     edit_index(
         megatron, lambda i: (setattr(first_stored(i), "offset", 0), setattr(first_stored(i), "length", len(content)))
     )
-    assert "no tensor at byte 0" in refused(
+    assert "no tensor at byte 0" in expect_refusal(
         capsys, "--from", "megatron", "--to", "hf", megatron, megatron.parent / "out"
     )
     assert not (megatron / "exploded").exists()
@@ -303,13 +309,15 @@ def test_a_part_that_is_pickle_and_no_tensor(megatron: Path, capsys: Capture) ->
 def test_directories_that_are_no_torch_dist_checkpoint(megatron: Path, capsys: Capture) -> None:
     out = megatron.parent / "out"
     (megatron / "latest_checkpointed_iteration.txt").write_text("../../x")
-    assert "is neither a step nor 'release'" in refused(capsys, "--from", "megatron", "--to", "hf", megatron, out)
+    assert "is neither a step nor 'release'" in expect_refusal(
+        capsys, "--from", "megatron", "--to", "hf", megatron, out
+    )
     (megatron / "latest_checkpointed_iteration.txt").write_text("1000")
-    assert "iter_0001000: not a torch_dist checkpoint (no .metadata)" in refused(
+    assert "iter_0001000: not a torch_dist checkpoint (no .metadata)" in expect_refusal(
         capsys, "--from", "megatron", "--to", "hf", megatron, out
     )
     (megatron / "release" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    assert "only 'torch_dist' is supported" in refused(
+    assert "only 'torch_dist' is supported" in expect_refusal(
         capsys, "--from", "megatron", "--to", "hf", megatron / "release", out
     )
 
@@ -318,10 +326,10 @@ def test_a_checkpoint_of_another_model(megatron: Path, capsys: Capture) -> None:
     config = json.loads((megatron / "huggingface" / "config.json").read_text())
     for change in ({"num_hidden_layers": 3}, {"hidden_size": 32}, {"num_key_value_heads": 4}, {"vocab_size": 300}):
         (megatron / "huggingface" / "config.json").write_text(json.dumps({**config, **change}))
-        message = refused(capsys, "--from", "megatron", "--to", "hf", megatron, megatron.parent / "out")
+        message = expect_refusal(capsys, "--from", "megatron", "--to", "hf", megatron, megatron.parent / "out")
         assert "does not belong to this model" in message
     (megatron / "huggingface" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    message = refused(capsys, "--from", "megatron", "--to", "hf", megatron, megatron.parent / "out")
+    message = expect_refusal(capsys, "--from", "megatron", "--to", "hf", megatron, megatron.parent / "out")
     assert "model.embed_tokens.weight is stored twice" in message and "tie_word_embeddings" in message
 
 
@@ -344,15 +352,15 @@ def edit_rank(directory: Path, rank: int, edit: Callable[[dict[str, Any]], objec
 def test_every_ranks_files_are_needed(fsdp: Path, capsys: Capture) -> None:
     out = fsdp.parent / "out"
     (fsdp / "extra_state_world_size_3_rank_1.pt").unlink()
-    assert "1 files are missing: extra_state_world_size_3_rank_1.pt" in refused(
+    assert "1 files are missing: extra_state_world_size_3_rank_1.pt" in expect_refusal(
         capsys, "--from", "fsdp", "--to", "hf", fsdp, out
     )
     (fsdp / "model_world_size_3_rank_2.pt").unlink()
-    assert "2 files are missing: model_world_size_3_rank_2.pt" in refused(
+    assert "2 files are missing: model_world_size_3_rank_2.pt" in expect_refusal(
         capsys, "--from", "fsdp", "--to", "hf", fsdp, out
     )
     (fsdp / "model_world_size_4_rank_0.pt").write_bytes(b"")
-    assert "files of world sizes [3, 4] are mixed" in refused(capsys, "--from", "fsdp", "--to", "hf", fsdp, out)
+    assert "files of world sizes [3, 4] are mixed" in expect_refusal(capsys, "--from", "fsdp", "--to", "hf", fsdp, out)
 
 
 @pytest.mark.parametrize(
@@ -367,15 +375,15 @@ def test_ranks_that_disagree(
     fsdp: Path, capsys: Capture, edit: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     edit_rank(fsdp, 1, edit)
-    assert message in refused(capsys, "--from", "fsdp", "--to", "hf", fsdp, fsdp.parent / "out")
+    assert message in expect_refusal(capsys, "--from", "fsdp", "--to", "hf", fsdp, fsdp.parent / "out")
 
 
 def test_a_shard_that_runs_code_or_is_cut_short(fsdp: Path, capsys: Capture) -> None:
     edit_rank(fsdp, 1, lambda content: content.update(x=Bomb(fsdp / "exploded")))
-    assert "rank_1.pt: refused" in refused(capsys, "--from", "fsdp", "--to", "hf", fsdp, fsdp.parent / "out")
+    assert "rank_1.pt: refused" in expect_refusal(capsys, "--from", "fsdp", "--to", "hf", fsdp, fsdp.parent / "out")
     assert not (fsdp / "exploded").exists()
     os.truncate(fsdp / "model_world_size_3_rank_0.pt", 1000)
-    assert "rank_0.pt: refused" in refused(capsys, "--from", "fsdp", "--to", "hf", fsdp, fsdp.parent / "out")
+    assert "rank_0.pt: refused" in expect_refusal(capsys, "--from", "fsdp", "--to", "hf", fsdp, fsdp.parent / "out")
 
 
 @pytest.mark.parametrize(
@@ -395,7 +403,9 @@ def test_a_dimension_is_never_guessed(
     for rank, shape in enumerate(shards):
         foreign.save_rank(tmp_path / "fsdp", {**tensors, "lm_head.weight": torch.zeros(shape)}, rank, len(shards))
     config = ("--hf-config", source)
-    assert message in refused(capsys, "--from", "fsdp", "--to", "hf", *config, tmp_path / "fsdp", tmp_path / "out")
+    assert message in expect_refusal(
+        capsys, "--from", "fsdp", "--to", "hf", *config, tmp_path / "fsdp", tmp_path / "out"
+    )
 
 
 def test_whole_tensors_must_be_the_same_on_all_ranks(hf_model: Get, tmp_path: Path, capsys: Capture) -> None:
@@ -403,7 +413,7 @@ def test_whole_tensors_must_be_the_same_on_all_ranks(hf_model: Get, tmp_path: Pa
     (tmp_path / "fsdp").mkdir()
     for rank in range(2):
         foreign.save_rank(tmp_path / "fsdp", {**tensors, NORM: tensors[NORM] + rank}, rank, 2)
-    message = refused(
+    message = expect_refusal(
         capsys, "--from", "fsdp", "--to", "hf", "--hf-config", source, tmp_path / "fsdp", tmp_path / "out"
     )
     assert f"{NORM} is whole on every rank, but ranks hold different values" in message
@@ -411,9 +421,11 @@ def test_whole_tensors_must_be_the_same_on_all_ranks(hf_model: Get, tmp_path: Pa
 
 def test_no_config_and_no_directory(fsdp: Path, capsys: Capture) -> None:
     shutil.rmtree(fsdp / "huggingface")
-    assert "--hf-config DIR" in refused(capsys, "--from", "fsdp", "--to", "hf", fsdp, fsdp.parent / "out")
-    assert "nowhere is not a directory" in refused(
+    assert "--hf-config DIR" in expect_refusal(capsys, "--from", "fsdp", "--to", "hf", fsdp, fsdp.parent / "out")
+    assert "nowhere is not a directory" in expect_refusal(
         capsys, "--from", "hf", "--to", "hf", fsdp / "nowhere", fsdp.parent / "out"
     )
     (fsdp.parent / "empty").mkdir()
-    assert "no config.json" in refused(capsys, "--from", "hf", "--to", "hf", fsdp.parent / "empty", fsdp.parent / "out")
+    assert "no config.json" in expect_refusal(
+        capsys, "--from", "hf", "--to", "hf", fsdp.parent / "empty", fsdp.parent / "out"
+    )

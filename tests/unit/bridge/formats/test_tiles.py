@@ -14,7 +14,7 @@ FULL = torch.arange(24.0).view(4, 6)
 Rectangle = tuple[int, int, int, int]  # row, column, rows, columns
 
 
-def tiled(*rectangles: Rectangle) -> Tiled:
+def build_tiled(*rectangles: Rectangle) -> Tiled:
     def tile(row: int, column: int, rows: int, columns: int) -> Tile:
         part = FULL[row : row + rows, column : column + columns]
         return Tile((row, column), (rows, columns), "file", lambda inside: part[inside])
@@ -33,7 +33,7 @@ def tiled(*rectangles: Rectangle) -> Tiled:
     ],
 )
 def test_tilings(rectangles: list[Rectangle]) -> None:
-    tensor = tiled(*rectangles)
+    tensor = build_tiled(*rectangles)
     check_tiles("x", tensor, Path("here"))
     for row, column, rows, columns in [(0, 0, 4, 6), (1, 2, 3, 3), (3, 5, 1, 1)]:
         out = torch.empty(rows, columns)
@@ -59,4 +59,4 @@ def test_tilings(rectangles: list[Rectangle]) -> None:
 )
 def test_what_is_no_tiling(rectangles: list[Rectangle], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_tiles("x", tiled(*rectangles), Path("here"))
+        check_tiles("x", build_tiled(*rectangles), Path("here"))

@@ -20,7 +20,7 @@ from rlhf_mcore.bridge.map.rules import parameter_names
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.readers.model_files import read_geometry
-from tests.messages import refused
+from tests.messages import expect_error
 from tests.unit.bridge.formats.conftest import HFModel
 from tests.unit.bridge.geometry import mcore_tensors
 
@@ -37,7 +37,7 @@ def read_all(directory: Path, model: Path, geometry: ModelGeometry) -> dict[str,
     return {name: source.read(name, 0, shape[0]) for name, (_, shape) in source.types.items()}
 
 
-def fused(geometry: ModelGeometry, hf: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def fuse(geometry: ModelGeometry, hf: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Build Megatron's tensors of a dense model slowly, independently of the rules."""
     tensors = mcore_tensors(geometry, dict(hf), 0, 1)
     if geometry.tied_embeddings:
@@ -45,7 +45,7 @@ def fused(geometry: ModelGeometry, hf: Mapping[str, Tensor]) -> dict[str, Tensor
     return tensors
 
 
-def stacked(geometry: ModelGeometry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def stack_layers(geometry: ModelGeometry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {name: t for name, t in tensors.items() if not name.startswith("decoder.layers.")}
     prefix = "decoder.layers.0."
     for name in [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]:
@@ -72,10 +72,10 @@ def with_junk(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 FORMS: dict[str, Callable[[ModelGeometry, Mapping[str, Tensor]], Mapping[str, Tensor]]] = {
-    "stacked": stacked,
+    "stacked": stack_layers,
     "apart": lambda geometry, tensors: tensors,
     "gate and up apart": lambda geometry, tensors: gate_and_up_apart(tensors),
-    "junk": lambda geometry, tensors: with_junk(stacked(geometry, tensors)),
+    "junk": lambda geometry, tensors: with_junk(stack_layers(geometry, tensors)),
 }
 
 
@@ -84,7 +84,7 @@ FORMS: dict[str, Callable[[ModelGeometry, Mapping[str, Tensor]], Mapping[str, Te
 def test_dense_models(hf_model: Get, tmp_path: Path, name: str, form: str) -> None:
     model, expected, _ = hf_model(name)
     geometry = read_geometry(model)
-    save(tmp_path / "m", FORMS[form](geometry, fused(geometry, expected)))
+    save(tmp_path / "m", FORMS[form](geometry, fuse(geometry, expected)))
     found = read_all(tmp_path / "m", model, geometry)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -101,7 +101,7 @@ def test_experts(hf_model: Get, tmp_path: Path, apart: bool) -> None:
     }
     stand_in |= {name: tensor.t() for name, tensor in stand_in.items() if "down" in name}
     tensors = {
-        n: t for n, t in fused(dense, {**expected, **stand_in}).items() if ".mlp.linear_fc" not in n or "norm" in n
+        n: t for n, t in fuse(dense, {**expected, **stand_in}).items() if ".mlp.linear_fc" not in n or "norm" in n
     }
     for i in range(geometry.num_layers):
         hf, megatron = f"model.layers.{i}.block_sparse_moe.", f"decoder.layers.{i}.mlp."
@@ -115,7 +115,7 @@ def test_experts(hf_model: Get, tmp_path: Path, apart: bool) -> None:
                 }
             else:
                 tensors[f"{megatron}experts.experts.{linear}.weight"] = torch.stack(experts)
-    save(tmp_path / "m", tensors if apart else stacked(geometry, tensors))
+    save(tmp_path / "m", tensors if apart else stack_layers(geometry, tensors))
     found = read_all(tmp_path / "m", model, geometry)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -142,7 +142,7 @@ def test_torch_itself_reads_what_is_written_and_finds_megatrons_tensors(
     assert {target.key for target in targets(geometry)} == set(empty)
     assert [target.parameter for target in targets(geometry)] == parameter_names(geometry)
     if not geometry.num_experts:
-        apart = fused(geometry, expected)
+        apart = fuse(geometry, expected)
         for target in targets(geometry):
             local = apart[local_name(target.parameter)]
             held = empty[target.key][target.lead]
@@ -181,7 +181,7 @@ def test_parts_of_one_parameter_in_two_dtypes_are_refused(hf_model: Get, tmp_pat
     source = HFSource(model, model)
     types = {n: (torch.bfloat16 if "k_proj" in n else dtype, shape) for n, (dtype, shape) in source.types.items()}
     writer = TorchDistWriter(tmp_path, read_geometry(model), types, block_bytes=3000, file_bytes=10**9)
-    with refused(
+    with expect_error(
         ConfigError, field="decoder.layers.0.self_attention.linear_qkv.weight", value="2 dtypes", remedy="--dtype"
     ):
         writer.write(source.read)

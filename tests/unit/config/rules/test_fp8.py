@@ -15,7 +15,7 @@ from rlhf_mcore.config.rules import fp8
 from rlhf_mcore.config.rules.fp8 import fp8_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, LatentSizes, ModelGeometry
-from tests.messages import assert_names, refused
+from tests.messages import assert_names, expect_error
 from tests.unit.config.checking import check, only
 
 LLAMA = ModelGeometry("llama", 32, 4096, GroupedSizes(32, 8, 128), 14336, 128256, False)
@@ -100,7 +100,7 @@ def test_a_machine_without_the_means_is_told_so_before_processes_start(
     monkeypatch.setattr(fp8, "has_gpu", lambda: gpu)
     monkeypatch.setattr(fp8, "find_spec", lambda name: object() if package else None)
     if lacks:
-        with refused(ConfigError, field=ON, value=lacks, remedy="null"):
+        with expect_error(ConfigError, field=ON, value=lacks, remedy="null"):
             preflight.check_packages(cfg)
     else:
         preflight.check_packages(cfg)

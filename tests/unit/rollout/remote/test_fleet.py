@@ -17,7 +17,7 @@ from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import EnginesLost, FleetPlan
 from rlhf_mcore.rollout.remote.host import EngineReport, Location, Outcome, RankRendezvous, Work, without_rows
 from rlhf_mcore.types import Completion, EngineWork, Job, Prompt, Request, Sampling, Trajectory
-from tests.messages import refused
+from tests.messages import expect_error
 
 TIMEOUT_S = 10.0
 SLOTS = 4  # turns that an engine draws at a time
@@ -497,7 +497,7 @@ def test_an_engine_that_fails_too_often_ends_the_run(start: Start) -> None:
         for _ in range(5):
             run.turn()
     lose(run.engine("0.2.0"))
-    with refused(
+    with expect_error(
         EnginesLost,
         field="engine 0",
         value=(3, 2, "the process is gone"),
@@ -531,7 +531,7 @@ def test_fault_32_without_ray_the_run_ends_with_one_message(start: Start) -> Non
 def test_fault_33_engines_come_and_go(start: Start) -> None:
     run = start(engines=1)
     run.begin(jobs(1, 2))
-    with refused(ConfigError, field="engine '0'", remedy="add another"):
+    with expect_error(ConfigError, field="engine '0'", remedy="add another"):
         run.fleet.drain("0")
     assert run.fleet.add(2) == ["1", "2"]
     with pytest.raises(ConfigError, match="no room"):
@@ -546,7 +546,7 @@ def test_fault_33_engines_come_and_go(start: Start) -> None:
     assert sorted(run.engine("0.0.0").drawing) == [10, 11, 20, 21]
     run.fleet.remove("1")  # others draw its requests
     assert sorted(run.engine("2.0.0").drawing) == [30, 31, 40, 41, 50, 51, 60, 61]
-    with refused(ConfigError, field="engine '1'", remedy=(0, 2)):
+    with expect_error(ConfigError, field="engine '1'", remedy=(0, 2)):
         run.fleet.remove("1")
     run.engine("0.0.0").draw(10, 11, 20, 21)
     run.turn(), run.turn()
@@ -715,7 +715,7 @@ def test_fault_36_in_order_requests_wait_for_their_version(start: Start) -> None
     run.begin(jobs(1, 2))
     assert begun(run.engine("0.0.0")) == [[10, 11]]
     run.fleet.pause()
-    with refused(RuntimeError, field="version", value=4):
+    with expect_error(RuntimeError, field="version", value=4):
         run.fleet.resume(4)
     run.publish(3)  # again, also to the one that was lost
     assert begun(run.engine("1.1.0")) == [[20, 21]]
@@ -750,7 +750,7 @@ def test_a_share_on_which_engines_fail_again_and_again_ends_the_run(start: Start
         run.engine(f"0.{attempt + 1}.0").draw(10)
         run.turn()
     lose(run.engine("0.2.0"))
-    with refused(EnginesLost, field="engine 0", value=3, remedy="same command"):
+    with expect_error(EnginesLost, field="engine 0", value=3, remedy="same command"):
         run.turn()
 
 
