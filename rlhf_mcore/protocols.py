@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling, Score, TrainBatch, Trajectory, UpdateResult
+    from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score, TrainBatch, Trajectory, UpdateResult
 
 
 MEMORY = ("weights", "kv_cache")  # memory of an engine, in the order in which it is needed after a sleep
@@ -92,14 +92,6 @@ class StepwiseEngine(Protocol):
 
     def sampled_tokens(self, request_ids: Collection[int]) -> Mapping[int, Sequence[int]]:
         """Return the tokens sampled so far for the requests in flight; {} if the engine does not report them."""
-        ...
-
-
-class Player(Protocol):
-    """Runs rollouts on engines."""
-
-    def begin(self, jobs: Sequence[Job]) -> Sequence[Awaitable[Trajectory]]:
-        """Start the rollouts of jobs, and return a future of each trajectory. An engine starts with all jobs of a call."""
         ...
 
 

@@ -61,14 +61,14 @@ class RolloutSetup:
 
 @dataclass(frozen=True, slots=True)
 class LocalPlayer:
-    """Runs rollouts in the process of their engine: a :class:`rlhf_mcore.protocols.Player`."""
+    """Runs rollouts in the process of their engine."""
 
     engine: EngineLoop
     decode: Decode
     setup: RolloutSetup = field(default_factory=RolloutSetup)
 
     def begin(self, jobs: Sequence[Job]) -> list[asyncio.Task[Trajectory]]:
-        """See :class:`rlhf_mcore.protocols.Player`."""
+        """Start the rollouts of jobs, and return a task of each trajectory. The engine starts with all jobs of a call."""
         return [self.engine.begin(self._run(job)) for job in jobs]
 
     async def _run(self, job: Job) -> Trajectory:
