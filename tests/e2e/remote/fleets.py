@@ -92,7 +92,7 @@ def publish(fleet: Fleet, version: int, *directories: Path, name: str = "group")
     specs = [GroupSpec(name, "", 0, rank + 1, len(members) + 1, 60.0) for rank in range(len(members))]
     fleet.join(specs, ":".join(map(str, directories)))
     assert fleet.finish(60.0) == []
-    fleet.begin_sync(version, None)
+    fleet.begin_sync(version)
     assert fleet.finish(60.0) == []
     fleet.resume(version)
     return [member.process for member in members]
