@@ -58,7 +58,7 @@ def evaluate(
     compare: str | Path | None = None,
     *,
     reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
-    rollout: Rollout | str | None = None,
+    rollout: Rollout | str | Mapping[str, Any] | None = None,
     prompts: Rows | None = None,
 ) -> Evaluation:
     """Score a model on held-out prompts, like ``rlhf-mcore evaluate``. Collective over the world.

@@ -129,6 +129,8 @@ def run_config(
     Raises:
         ConfigError: an argument is invalid.
     """
+    if isinstance(rollout, Mapping):  # the group ``rollout``
+        settings, rollout = {**settings, "rollout": rollout}, None
     if cfg is None:
         result = checked_config(Config(settings))
     else:

@@ -96,7 +96,7 @@ class Trainer:
             Or the name of a rule, such as "math"; or a list of functions and rules, each alone or as a pair with its weight; or a
             dict with the group ``reward``.
         rollout: coroutine function of (policy, prompt, ctx) that samples the turns of a rollout, instead of ``rollout.function``.
-            It runs in this process and has no time limit.
+            It runs in this process and has no time limit. Or a dict with the group ``rollout``.
         algorithm: preset of the algorithm.
         num_steps: ``trainer.num_steps``.
         callbacks: ``Callback`` objects, or functions of a step and its metrics that are called after each step on the first rank.
@@ -115,7 +115,7 @@ class Trainer:
         prompts: Rows | None = None,
         eval_prompts: Rows | None = None,
         reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
-        rollout: Rollout | str | None = None,
+        rollout: Rollout | str | Mapping[str, Any] | None = None,
         algorithm: str | None = None,
         num_steps: int | None = None,
         callbacks: Sequence[Callback | OnStep] = (),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import rlhf_mcore as rm
+from rlhf_mcore.api.inputs import run_config
 from rlhf_mcore.config.schema import Config
 from tests.messages import expect_error
 
@@ -198,3 +199,8 @@ def test_a_result_is_a_table_whose_texts_are_escaped() -> None:
     comparison = {"accuracy": {"difference": {"value": 0.125, "low": 0.0, "high": 0.25}}}
     shown = rm.Evaluation(results, [], comparison, Path("x"))._repr_html_()
     assert "0.5 (0.25 to 0.75)" in shown and "accuracy, difference" in shown and "0.125 (0 to 0.25)" in shown
+
+
+def test_a_dict_as_rollout_sets_keys_of_the_group() -> None:
+    cfg = run_config(None, {"model": "m"}, rollout={"sampling": {"n": 3}})
+    assert cfg.rollout.sampling.n == 3 and cfg.rollout.function is None
