@@ -76,17 +76,16 @@ class Setting:
     notes: list[str]
 
     def train(self) -> None:
-        """Other weights, in Megatron's tensors and in Hugging Face's."""
+        """Change the weights, in Megatron's tensors and in Hugging Face's."""
         for tensors in (self.hf, self.held):
             for tensor in tensors.values():
                 tensor *= 1.1
 
     def drawn(self) -> list[list[list[int]]]:
-        """What the fleet says, and what the engine in this process says with the trainer's weights."""
+        """Return the tokens of the fleet, and of the engine in this process with the trainer's weights."""
         self.reference.load_weights(iter(self.hf.items()), version=1)
         wanted = jobs(6, 1, 12, temperature=0.0)
-        drawn = self.fleet.begin(wanted)(600)
-        assert drawn is not None
+        drawn = [future.result(600) for future in self.fleet.begin(wanted)]
         here = self.reference.generate([request_of(job) for job in wanted])
         return [[found.sampled_ids.tolist() for found in drawn], [found.token_ids.tolist() for found in here]]
 
