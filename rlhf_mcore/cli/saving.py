@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedModel:
+class ModelToSave:
     """A model with its name in checkpoints. ``path``: the directory with its other files, such as the tokenizer."""
 
     name: str
@@ -59,7 +59,7 @@ class SavedModel:
 
 def build_checkpointer(
     run: RunContext,
-    models: Sequence[SavedModel],
+    models: Sequence[ModelToSave],
     holders: Mapping[str, Stateful],
     sampler: Sampler,
     ahead: SamplingAhead | None = None,
@@ -114,7 +114,7 @@ def build_checkpointer(
     return checkpointer
 
 
-def _role_files(run: RunContext, saved: SavedModel) -> RoleFiles:
+def _role_files(run: RunContext, saved: ModelToSave) -> RoleFiles:
     """Build the writer of a model's files. Collective over the world."""
     # MTP layers predict tokens, which a model with a scalar head does not use.
     has_tokens = saved.model.spec.geometry.head == "lm" and saved.model.adapter is None
@@ -161,7 +161,7 @@ def _run_state(
     )
 
 
-def _exporter(cfg: Config, saved: SavedModel, carried: CarriedTensors | None) -> Exporter:
+def _exporter(cfg: Config, saved: ModelToSave, carried: CarriedTensors | None) -> Exporter:
     spec, adapters = saved.model.spec, saved.model.adapter_geometry
     with saved.model.on_device():  # the exporter makes views of the tensors on the device
         return Exporter(
@@ -220,7 +220,7 @@ class Restorer:
     directory: Path  # the run directory
     state: RunState
     files: Sequence[RoleFiles]
-    models: Sequence[SavedModel]
+    models: Sequence[ModelToSave]
     room: Callable[[], AbstractContextManager[None]]
 
     def resume(self, checkpoint: Path) -> list[str]:

@@ -18,7 +18,7 @@ from rlhf_mcore.cli.models import ModelBuilder, build_teacher
 from rlhf_mcore.cli.preflight import load_environment
 from rlhf_mcore.cli.reward_pools import build_graders, reward_pools
 from rlhf_mcore.cli.run_context import Data, RunContext, load_example_data, load_prompt_data
-from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
+from rlhf_mcore.cli.saving import ModelToSave, build_checkpointer
 from rlhf_mcore.config.choices import PREFERENCE_LOSSES
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.questions import has_teacher, needs_critic, needs_reference
@@ -93,15 +93,15 @@ class PolicyModels:
             reward=models.reward_model() if cfg.reward.model.path is not None else None,
         )
 
-    def saved(self, cfg: Config) -> list[SavedModel]:
+    def saved(self, cfg: Config) -> list[ModelToSave]:
         """List the models whose weights change, which checkpoints contain."""
-        saved = [SavedModel("actor", self.actor.model, cfg.model.path)]
+        saved = [ModelToSave("actor", self.actor.model, cfg.model.path)]
         if self.critic is not None:
-            saved.append(SavedModel("critic", self.critic.model, cfg.critic.path or cfg.model.path))
+            saved.append(ModelToSave("critic", self.critic.model, cfg.critic.path or cfg.model.path))
         if self.reference is not None and cfg.reference.refresh_steps:
-            saved.append(SavedModel("reference", self.reference.model, cfg.reference.path or cfg.model.path))
+            saved.append(ModelToSave("reference", self.reference.model, cfg.reference.path or cfg.model.path))
         if self.teacher is not None and self.teacher.average is not None:
-            saved.append(SavedModel("teacher", self.teacher.average.model, cfg.model.path))
+            saved.append(ModelToSave("teacher", self.teacher.average.model, cfg.model.path))
         return saved
 
     def work(self, cfg: Config, throughput: Throughput) -> StepWork:
@@ -356,7 +356,7 @@ def _example_trainer(
     if compared is not None:
         work = replace(work, reference=model_flops(compared.reference.model.spec.geometry))
         learner = ExampleLearner(role, record, work, compared.compute)
-    saved = [SavedModel(run.kind.saved_as, role.model, cfg.model.path)]
+    saved = [ModelToSave(run.kind.saved_as, role.model, cfg.model.path)]
     return TrainingLoop(
         source=ExampleBatches(data.train, sampler, build),
         learner=learner,

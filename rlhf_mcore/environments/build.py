@@ -29,7 +29,7 @@ from rlhf_mcore.readers.data_columns import row_limits
 from rlhf_mcore.readers.data_rows import mapping
 from rlhf_mcore.readers.model_files import sees_images
 from rlhf_mcore.readers.user_functions import OwnFunction
-from rlhf_mcore.sampling.policy import Limits
+from rlhf_mcore.sampling.policy import RolloutLimits
 from rlhf_mcore.sampling.rollouts import RolloutSetup
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class EpisodeSpec:
         if own.function in ASKING:
             return self._agents(tokenizer)
         text = TurnText(tokenizer, self.chat_template, keep=own.rewritten_history == "keep")
-        limits = Limits(own.max_turns, own.max_tokens, own.max_seconds, self.max_total)
+        limits = RolloutLimits(own.max_turns, own.max_tokens, own.max_seconds, self.max_total)
         if own.function == ROLLOUT:
             return RolloutSetup(self._function(text), limits, in_order=not self.overlap)
         rules: dict[str, Any] = {"fails": self.fails, "pays": own.score != "reward"}
@@ -134,7 +134,7 @@ class EpisodeSpec:
             from rlhf_mcore.environments.agents.images import RequestImages
 
             images = RequestImages(self.make_reader())
-        limits = Limits(own.max_turns, own.max_tokens, own.max_seconds, self.max_total)
+        limits = RolloutLimits(own.max_turns, own.max_tokens, own.max_seconds, self.max_total)
         rules = AgentRules(self.fails, own.score != "reward", own.branches)
         os.environ.update(self.variables)
         sessions = sessions_of(own, self.num_engines, self.folder)

@@ -12,7 +12,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.agents.program import NO_TURN
 from rlhf_mcore.environments.agents.tree import Node, TokenTree, cut_at_stop, tree_record
 from rlhf_mcore.environments.environment import row_of
-from rlhf_mcore.environments.function_worker import RolloutFunction
+from rlhf_mcore.environments.function_worker import FunctionEnvironment
 from rlhf_mcore.environments.sessions import StepResult
 from rlhf_mcore.environments.worker import Environments
 from rlhf_mcore.types import Completion, Score
@@ -33,7 +33,7 @@ PART = "rollout"  # part of a score: the reward that the function returned
 class FunctionRollout:
     """Runs a user's function: a :data:`rlhf_mcore.sampling.rollouts.RolloutFunction`.
 
-    ``sessions`` are sessions of :class:`rlhf_mcore.environments.function_worker.RolloutFunction`. ``fails``: whether a function
+    ``sessions`` are sessions of :class:`rlhf_mcore.environments.function_worker.FunctionEnvironment`. ``fails``: whether a function
     without a result ends the run. Otherwise the score of its rollout is a failure. ``branches``: as in :class:`TokenTree`.
     ``images`` is None if the model reads no images.
     """
@@ -217,7 +217,7 @@ class InProcessSession:
     """A session of a function that was passed from Python. It runs in this process, without deadline or memory limit."""
 
     def __init__(self, sessions: InProcessSessions, row: Mapping[str, Any], seed: int) -> None:
-        self._environment = RolloutFunction(**sessions.options)
+        self._environment = FunctionEnvironment(**sessions.options)
         self._environments = Environments(lambda: self._environment, sessions.name)
         self._row, self._seed = row, seed
 
@@ -237,7 +237,7 @@ class InProcessSession:
 
 @dataclass(frozen=True, slots=True)
 class InProcessSessions:
-    """The sessions of a function that was passed from Python. ``options``: arguments of ``RolloutFunction``."""
+    """The sessions of a function that was passed from Python. ``options``: arguments of ``FunctionEnvironment``."""
 
     name: str
     options: Mapping[str, Any]

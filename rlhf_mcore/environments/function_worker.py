@@ -24,7 +24,7 @@ from rlhf_mcore.rewards.user_function import number_problem, shorten
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    Rollout = Callable[["Policy", "Prompt", "Context"], Coroutine[Any, Any, Any]]
+    Rollout = Callable[["FunctionPolicy", "FunctionPrompt", "FunctionContext"], Coroutine[Any, Any, Any]]
 
 KEY = "rollout.function"
 # Coroutines of a function that start together reach their requests within this number of passes of the event loop.
@@ -36,7 +36,7 @@ class LimitReached(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class FunctionTurn:
     """A sampled turn. ``text`` has no special tokens. ``finish_reason``: "stop", or "length" if a token limit ended the turn."""
 
     tokens: list[int]
@@ -51,7 +51,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class FunctionPrompt:
     """A row of the data. ``row`` has its other columns. ``images`` are files, in the order of their tokens in ``tokens``."""
 
     tokens: list[int]
@@ -62,7 +62,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class FunctionContext:
     """Helpers for a function. ``seed`` is equal for all rollouts of a prompt in a step; ``options`` is ``environment.options``."""
 
     seed: int
@@ -80,7 +80,7 @@ class Context:
         assert self._text is not None
         return self._text.plain_tokens(text)
 
-    def tokenize_messages(self, messages: Sequence[Mapping[str, Any]], after: Turn | None = None) -> list[int]:
+    def tokenize_messages(self, messages: Sequence[Mapping[str, Any]], after: FunctionTurn | None = None) -> list[int]:
         """Return the tokens of a conversation in the chat template, up to the start of the policy's next turn.
 
         ``after``: the last turn of the policy, which the messages follow. The result starts after its tokens.
@@ -92,7 +92,7 @@ class Context:
         return self._text.conversation_tokens(checked) if after is None else self._text.after(after, checked)
 
 
-class Policy:
+class FunctionPolicy:
     """Samples turns."""
 
     LimitReached = LimitReached
@@ -100,16 +100,16 @@ class Policy:
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []  # requests that were not sent yet
         self.changed = asyncio.Event()
-        self._waiting: list[asyncio.Future[Turn]] = []
+        self._waiting: list[asyncio.Future[FunctionTurn]] = []
 
     async def sample(
         self, tokens: Sequence[int], max_tokens: int | None = None, stop: Sequence[str] = (), images: Sequence[Any] = ()
-    ) -> Turn:
+    ) -> FunctionTurn:
         """Sample a turn after ``tokens``: the prompt, earlier turns and your own tokens.
 
         Args:
             max_tokens: limit of this turn, in addition to the limits of the run.
-            stop: texts after which the turn ends. ``Turn.text`` contains the text that was found.
+            stop: texts after which the turn ends. The turn's ``text`` contains the text that was found.
             images: the images of the tokens that follow the last known turn, as paths, URLs of data, or bytes.
 
         Raises:
@@ -142,10 +142,10 @@ class Policy:
             elif "error" in answer:
                 future.set_exception(ValueError(answer["error"]))
             else:
-                future.set_result(Turn(**answer))
+                future.set_result(FunctionTurn(**answer))
 
 
-class RolloutFunction:
+class FunctionEnvironment:
     """An environment that runs a function.
 
     Args:
@@ -161,15 +161,15 @@ class RolloutFunction:
     def __init__(
         self, function: str, tokenizer: str | None, template: str, keep: bool, options: Mapping[str, Any] | None = None
     ) -> None:
-        self._function, self._options, self._policy = load_rollout(function), options or {}, Policy()
+        self._function, self._options, self._policy = load_rollout(function), options or {}, FunctionPolicy()
         self._text = None if tokenizer is None else _text_of(tokenizer, template, keep)
         self._task: asyncio.Task[Any] | None = None
 
     async def reset(self, row: dict[str, Any], seed: int) -> None:
         """Start the function. It runs until its first request, which the first step returns."""
         tokens, messages, images = (row.pop(name) for name in ("tokens", "messages", "images"))
-        prompt = Prompt(tokens, messages, row["ground_truth"], row, images)
-        context = Context(seed, self._options, self._text)
+        prompt = FunctionPrompt(tokens, messages, row["ground_truth"], row, images)
+        context = FunctionContext(seed, self._options, self._text)
         self._task = asyncio.ensure_future(self._run(prompt, context))
         self._task.add_done_callback(lambda _: self._policy.changed.set())
 
@@ -193,7 +193,7 @@ class RolloutFunction:
         if self._task is not None:
             self._task.cancel()
 
-    async def _run(self, prompt: Prompt, context: Context) -> Any:
+    async def _run(self, prompt: FunctionPrompt, context: FunctionContext) -> Any:
         try:
             return await self._function(self._policy, prompt, context)
         except SystemExit as error:  # it would end the event loop

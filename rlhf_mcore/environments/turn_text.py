@@ -16,7 +16,7 @@ from rlhf_mcore.environments.control_tokens import ControlTokens, UnreadableText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_mcore.environments.function_worker import Turn
+    from rlhf_mcore.environments.function_worker import FunctionTurn
     from rlhf_mcore.types import Completion, Prompt
 
 Messages = Sequence[Mapping[str, Any]]  # a message with images has "texts", the texts around the images
@@ -93,7 +93,7 @@ class TurnText:
         pieces = [before + pieces[0], *pieces[1:]]
         return self._encode(pieces, messages, special), _fill(*self._with_images(pieces, messages))
 
-    def after(self, completion: Completion | Turn, messages: Messages, *, special: bool = False) -> list[int]:
+    def after(self, completion: Completion | FunctionTurn, messages: Messages, *, special: bool = False) -> list[int]:
         """Encode the tokens between two turns of the policy: ``messages``, and before them the turn's end if it was not sampled.
 
         ``special``: whether names of special tokens in the messages are encoded as these tokens.

@@ -31,7 +31,7 @@ KEY = "environment.function"
 BUILT_IN = {
     "tools": "rlhf_mcore.environments.tools:Tools",
     AGENT: "rlhf_mcore.environments.agents.program:AgentEnvironment",
-    ROLLOUT: "rlhf_mcore.environments.function_worker:RolloutFunction",
+    ROLLOUT: "rlhf_mcore.environments.function_worker:FunctionEnvironment",
 }
 _RECEIVE_BYTES = 2**16
 _MESSAGES = 'None, a text, a message {"role", "content"} whose role is a word, or a list of messages; content may be parts with images'

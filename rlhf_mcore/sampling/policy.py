@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RolloutLimits:
     """Limits of a rollout.
 
     ``max_tokens`` counts all tokens after the prompt, including tokens that the policy has not sampled. ``max_total`` limits a whole
@@ -36,7 +36,7 @@ class Policy:
     ``num_turns`` counts the requested turns. ``log`` stores their times.
     """
 
-    def __init__(self, engine: EngineLoop, job: Job, limits: Limits) -> None:
+    def __init__(self, engine: EngineLoop, job: Job, limits: RolloutLimits) -> None:
         self._engine, self._job, self._limits = engine, job, limits
         self._began = time.monotonic()
         self._first = request_of(job)

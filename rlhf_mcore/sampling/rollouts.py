@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.data.episodes import episode
-from rlhf_mcore.sampling.policy import Limits, Policy
+from rlhf_mcore.sampling.policy import Policy, RolloutLimits
 from rlhf_mcore.sampling.seeds import task_seed
 from rlhf_mcore.types import Completion, Job, Prompt, Trajectory
 
@@ -25,7 +25,7 @@ class Context:
 
     job: Job
     seed: int
-    limits: Limits
+    limits: RolloutLimits
     decode: Decode
 
 
@@ -54,7 +54,7 @@ class RolloutSetup:
     """
 
     rollout: RolloutFunction = sample_single_turn
-    limits: Limits = field(default_factory=Limits)
+    limits: RolloutLimits = field(default_factory=RolloutLimits)
     in_order: bool = True
     moves_turns: bool = False
 

@@ -26,7 +26,7 @@ _MAX_THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredPiece:
     """A tensor of a file: a weight, or a rectangle of the optimizer's state. ``kind`` is "" for a weight."""
 
     file: Path
@@ -65,13 +65,13 @@ class SavedModel:
             check_scalars(self._state.scalars)
             self._state.check_whole()
         self.tensors = [
-            StoredTensor(self._reader.directory / self._reader.shard(name), name, whole(shape))
+            StoredPiece(self._reader.directory / self._reader.shard(name), name, whole(shape))
             for name, shape in sorted(hf_shapes(geometry).items())
         ]
         if self._state is not None:
             directory = self._state.directory
             self.tensors += [
-                StoredTensor(directory / f, name, part, kind) for f, kind, name, part in self._state.regions()
+                StoredPiece(directory / f, name, part, kind) for f, kind, name, part in self._state.regions()
             ]
 
     def find_problem(self, numbers: Sequence[int]) -> tuple[int, str] | None:
@@ -86,7 +86,7 @@ class SavedModel:
             finally:  # after the first problem, and on Ctrl-C: cancel the reads that have not started
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def _problem(self, stored: StoredTensor) -> str | None:
+    def _problem(self, stored: StoredPiece) -> str | None:
         name, kind = stored.name, stored.kind
         if not kind:
             values = self._reader.read(name, stored.rectangle.slices())

@@ -26,7 +26,7 @@ from rlhf_mcore.types import Completion, Prompt, Score, Trajectory
 if TYPE_CHECKING:
     from rlhf_mcore.environments.agents.dialects import ClientRequest
     from rlhf_mcore.environments.agents.endpoint import OnText
-    from rlhf_mcore.sampling.policy import Limits, Policy
+    from rlhf_mcore.sampling.policy import Policy, RolloutLimits
     from rlhf_mcore.sampling.rollouts import Context
 
 T = TypeVar("T")
@@ -169,7 +169,7 @@ class AgentEpisode:
     ``limit`` is the key of ``_LIMITS`` that the episode has reached, or "".
     """
 
-    def __init__(self, policy: Policy, talk: Conversation, places: PlaceFinder, limits: Limits) -> None:
+    def __init__(self, policy: Policy, talk: Conversation, places: PlaceFinder, limits: RolloutLimits) -> None:
         self.policy, self._talk, self._places, self._limits = policy, talk, places, limits
         self.tree, self.limit = TokenTree(), ""
         self._context = copy_context()  # context of the rollout

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rlhf_mcore.rollout.remote.fleet_state import FleetEngine, Share
 
 if TYPE_CHECKING:
-    from rlhf_mcore.rollout.remote.host import Outcome, Work
+    from rlhf_mcore.rollout.remote.host import JobOutcome, Work
     from rlhf_mcore.types import Job, Trajectory
 
 
@@ -40,7 +40,7 @@ class FreeBacklog:
             engine.jobs |= _by_number(jobs)
         return [(engine, jobs) for engine, jobs in zip(serving, shares, strict=True) if jobs]
 
-    def take(self, engine: FleetEngine, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    def take(self, engine: FleetEngine, outcomes: Sequence[JobOutcome]) -> list[JobOutcome]:
         """Return the outcomes of an engine's jobs. Call this for each report, even without outcomes."""
         return _take_own(engine, outcomes)
 
@@ -81,13 +81,13 @@ class SharedBacklog:
                 dealt.append((engine, list(share.jobs.values())))
         return dealt
 
-    def take(self, engine: FleetEngine, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    def take(self, engine: FleetEngine, outcomes: Sequence[JobOutcome]) -> list[JobOutcome]:
         """Return outcomes. A repeated share returns all its outcomes together, when its engine has finished every job."""
         share, drawn = engine.share, _take_own(engine, outcomes)
         if share is None:
             return []
         share.held += [outcome for outcome in drawn if outcome.number not in share.answered]
-        answers: list[Outcome] = []
+        answers: list[JobOutcome] = []
         if not (share.is_repeated and engine.jobs):
             answers, share.held = share.held, []
         share.answered |= {outcome.number for outcome in answers}
@@ -159,7 +159,7 @@ class OpenJobs:
                 self._num_lost -= each.is_lost
         self._report()
 
-    def close(self, outcome: Outcome) -> OpenJob | None:
+    def close(self, outcome: JobOutcome) -> OpenJob | None:
         """Close a finished job and return it. None if it is not open."""
         if (each := self._open.pop(outcome.number, None)) is not None and each.is_lost:
             self._num_lost -= 1
@@ -196,6 +196,6 @@ def _by_number(jobs: Iterable[Work]) -> dict[int, Work]:
     return {job.number: job for job in jobs}
 
 
-def _take_own(engine: FleetEngine, outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _take_own(engine: FleetEngine, outcomes: Sequence[JobOutcome]) -> list[JobOutcome]:
     """Return the outcomes of the engine's jobs and close these jobs. Other outcomes are of cancelled jobs."""
     return [outcome for outcome in outcomes if engine.jobs.pop(outcome.number, None) is not None]

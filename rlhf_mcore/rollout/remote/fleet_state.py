@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlhf_mcore.rollout.remote.cluster import RayCall, RayProcess
-    from rlhf_mcore.rollout.remote.host import EngineReport, EngineSpec, Outcome, Work
+    from rlhf_mcore.rollout.remote.host import EngineReport, EngineSpec, JobOutcome, Work
 
 
 class EnginesLost(RuntimeError):
@@ -63,7 +63,7 @@ class Share:
     version: int  # version of the weights that sample them
     answered: set[int] = field(default_factory=set)
     is_repeated: bool = False  # an engine was lost while it sampled this share
-    held: list[Outcome] = field(default_factory=list)  # outcomes that are not yet returned
+    held: list[JobOutcome] = field(default_factory=list)  # outcomes that are not yet returned
 
     def drop(self, numbers: Collection[int]) -> None:
         """Remove these jobs."""

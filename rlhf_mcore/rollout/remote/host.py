@@ -125,7 +125,7 @@ def without_rows(work: Sequence[Work]) -> list[Work]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class JobOutcome:
     """The trajectory of the job ``number``, the completion of a borrowed turn, or the error that ended it."""
 
     number: int
@@ -146,7 +146,7 @@ class EngineReport:
     ``lent``: turns that another engine shall sample.
     """
 
-    outcomes: list[Outcome]
+    outcomes: list[JobOutcome]
     tokens_drawn: int
     num_in_flight: int
     version: int
@@ -172,7 +172,7 @@ class EngineHost:
         self._passes: asyncio.Task[None] | None = None  # the passes since the last ``resume``
         self._tasks: dict[int, asyncio.Task[Any]] = {}  # jobs and turns in progress, by number
         self._news = threading.Condition()  # its lock protects the following fields
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[JobOutcome] = []
         self._lent: list[Request] = []
         self._error: BaseException | None = None
         self._progress = EngineReport([], 0, 0, -1)
@@ -289,7 +289,7 @@ class EngineHost:
             without_prompt: Any = {"prompt": None}
             result = replace(result, **without_prompt)
         with self._news:
-            self._outcomes.append(Outcome(work.number, result))
+            self._outcomes.append(JobOutcome(work.number, result))
             self._news.notify_all()
 
     def cancel(self, numbers: Collection[int]) -> None:

@@ -11,7 +11,7 @@ from rlhf_mcore.rollout.remote.fleet_state import FleetEngine
 from rlhf_mcore.rollout.remote.host import BorrowedTurn
 
 if TYPE_CHECKING:
-    from rlhf_mcore.rollout.remote.host import EngineReport, Outcome
+    from rlhf_mcore.rollout.remote.host import EngineReport, JobOutcome
 
 _FIRST_NUMBER = -(2**50)  # number of the first lent turn; other negative numbers count down from -1
 
@@ -73,7 +73,7 @@ class Lending:
             return 0
         return self._slots - report.num_in_flight - report.num_held - sum(self._given.get(engine.key, (0, 0)))
 
-    def answer(self, outcome: Outcome, engines: Iterable[FleetEngine]) -> bool:
+    def answer(self, outcome: JobOutcome, engines: Iterable[FleetEngine]) -> bool:
         """Send a sampled lent turn to the engine that runs its episode. Return False if the outcome is not of a lent turn."""
         lent = self._lent.pop(outcome.number, None)
         if lent is None:

@@ -16,7 +16,7 @@ from rlhf_mcore.environments.function import FunctionRollout
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.rewards.pool import WorkerLimits
-from rlhf_mcore.sampling.policy import Limits
+from rlhf_mcore.sampling.policy import RolloutLimits
 from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import Scripted, play_jobs, tokenizer
@@ -78,7 +78,7 @@ def play(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest
         ids = tokenizer("<user>q<end><assistant>", add_special_tokens=False)["input_ids"]
         prompts = [Prompt(f"p{place}", place, ids, "q", ground_truth=kind) for place, kind in enumerate(kinds)]
         jobs = [Job(place, prompt, 0, Sampling(max_new_tokens=20, seed=7), 1) for place, prompt in enumerate(prompts)]
-        setup = RolloutSetup(FunctionRollout(sessions, TurnText(tokenizer), fails), Limits(5, 200, None, 400))
+        setup = RolloutSetup(FunctionRollout(sessions, TurnText(tokenizer), fails), RolloutLimits(5, 200, None, 400))
         return play_jobs(play.engine, setup, jobs)  # type: ignore[attr-defined]
 
     yield play

@@ -16,7 +16,7 @@ from rlhf_mcore.environments.function import FunctionRollout, InProcessSessions
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.sampling.engine_loop import EngineLoop
-from rlhf_mcore.sampling.policy import Limits
+from rlhf_mcore.sampling.policy import RolloutLimits
 from rlhf_mcore.sampling.rollouts import LocalPlayer, RolloutSetup
 from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling, Trajectory
 
@@ -130,7 +130,7 @@ def play(tokenizer: PreTrainedTokenizerBase, tokenizer_dir: str) -> Play:
         rollout = FunctionRollout(
             InProcessSessions("rollout.function=f", options), TurnText(tokenizer), fails, branches
         )
-        setup = RolloutSetup(rollout, Limits(**{"max_turns": 5, "max_tokens": 100, "max_total": 200, **limits}))
+        setup = RolloutSetup(rollout, RolloutLimits(**{"max_turns": 5, "max_tokens": 100, "max_total": 200, **limits}))
         sampling = Sampling(n=n, max_new_tokens=new, seed=7)
         jobs = []
         for place, text in enumerate(texts):

@@ -30,7 +30,7 @@ from rlhf_mcore.environments.agents.program import AgentEnvironment
 from rlhf_mcore.environments.control_tokens import ControlTokens
 from rlhf_mcore.environments.sessions import StepResult
 from rlhf_mcore.sampling import policy
-from rlhf_mcore.sampling.policy import Limits
+from rlhf_mcore.sampling.policy import RolloutLimits
 from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.types import Completion, Job, Prompt, Sampling, Trajectory
 from tests.messages import expect_error
@@ -111,7 +111,7 @@ def run(tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint) -> Iterator[Call
         sessions: Any = Clients(play)
         run.sessions = sessions  # type: ignore[attr-defined]
         rollout = AgentRollout(sessions, endpoint, Conversation(tokenizer, parse), rules)
-        bounds = Limits(**{"max_turns": 8, "max_total": total, **limits})
+        bounds = RolloutLimits(**{"max_turns": 8, "max_total": total, **limits})
         setup = RolloutSetup(rollout, bounds, in_order=False)
         sampling = Sampling(n=n, max_new_tokens=new, seed=5)
         found = play_jobs(engine, setup, [Job(k, PROMPT, k, sampling, 3) for k in range(n)], slots)

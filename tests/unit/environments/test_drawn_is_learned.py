@@ -27,7 +27,7 @@ from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.hf.engine import HFEngine
 from rlhf_mcore.sampling.engine_loop import EngineLoop
 from rlhf_mcore.sampling.followers import EnginePass, run_pass
-from rlhf_mcore.sampling.policy import Limits
+from rlhf_mcore.sampling.policy import RolloutLimits
 from rlhf_mcore.sampling.rollouts import LocalPlayer, RolloutSetup
 from rlhf_mcore.types import Completion, Job, Prompt, Sampling, Trajectory
 
@@ -66,7 +66,7 @@ class Episode:
         self.engine, self.weights, self.desk = engine, weights, Desk()
         desk: Any = self.desk
         rollout = AgentRollout(desk, desk, Conversation(tokenizer), AgentRules())
-        setup = RolloutSetup(rollout, Limits(max_turns=60, max_total=200), in_order=False)
+        setup = RolloutSetup(rollout, RolloutLimits(max_turns=60, max_total=200), in_order=False)
         self.histories: list[list[dict[str, Any]]] = [[user("q")]]
         self.asked: list[asyncio.Task[None]] = []
         self.heard: list[tuple[str, float]] = []

@@ -22,7 +22,7 @@ from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.sampling import followers
-from rlhf_mcore.sampling.policy import Limits
+from rlhf_mcore.sampling.policy import RolloutLimits
 from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.sampling.seeds import request_seed
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
@@ -74,7 +74,7 @@ def run(sessions: Sessions, turn_text: TurnText, tokenizer: PreTrainedTokenizerB
     ) -> list[Trajectory]:
         turns = says if callable(says) else lambda text, seed: says[text.count("<assistant>") - 1]
         run.engine = Scripted(tokenizer, turns)  # type: ignore[attr-defined]
-        bounds = Limits(**{"max_turns": 5, "max_tokens": 100, **limits})
+        bounds = RolloutLimits(**{"max_turns": 5, "max_tokens": 100, **limits})
         setup = RolloutSetup(EnvironmentRollout(sessions, turn_text, fails=fails), bounds)
         sampler = BatchSampler(run.engine, EngineRank(), lambda rows: [], setup=setup)  # type: ignore[attr-defined]
         return sampler.sample(prompts, Sampling(n=n, max_new_tokens=new, seed=5), step=2)
@@ -197,7 +197,7 @@ def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
     def says(text: str, seed: int) -> str:
         return str(seed % 1000) if text.count("<assistant>") < 3 else "bye"
 
-    setup = RolloutSetup(EnvironmentRollout(sessions, turn_text), Limits(5, 100))
+    setup = RolloutSetup(EnvironmentRollout(sessions, turn_text), RolloutLimits(5, 100))
     lead, follower = Scripted(tokenizer, says), Scripted(tokenizer, says)
     prompts, sampling = [prompt(tokenizer, index=index) for index in range(2)], Sampling(n=2, max_new_tokens=20)
     ranks: Any = "lead", "follower"

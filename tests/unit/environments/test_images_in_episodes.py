@@ -32,7 +32,7 @@ from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.environments.worker import messages_of_observation
 from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.rewards.pool import WorkerLimits
-from rlhf_mcore.sampling.policy import Limits
+from rlhf_mcore.sampling.policy import RolloutLimits
 from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import SPECIAL, Scripted, character_tokenizer, play_jobs
@@ -125,7 +125,7 @@ class Played:
         ids = reader.expand(tokenizer(text, add_special_tokens=False)["input_ids"], self.own, "row 0")
         prompt = Prompt("p", 0, ids, text, ground_truth=first, images=self.own)
         self.engine = Scripted(tokenizer, lambda text, seed: says[text.count("<assistant>") - 1])
-        setup = RolloutSetup(EnvironmentRollout(sessions, TurnText(tokenizer), images=reader), Limits(5, 200))
+        setup = RolloutSetup(EnvironmentRollout(sessions, TurnText(tokenizer), images=reader), RolloutLimits(5, 200))
         self.prompt = prompt
         self.found: Trajectory
         [self.found] = play_jobs(self.engine, setup, [Job(0, prompt, 0, Sampling(max_new_tokens=20, seed=5), 1)])
@@ -182,7 +182,7 @@ def test_a_rollout_function_adds_images_to_those_of_the_prompt(
         "p", 0, reader.expand(tokenizer(text, add_special_tokens=False)["input_ids"], own, "row"), text, images=own
     )
     engine = Scripted(tokenizer, lambda text, seed: "said")
-    setup = RolloutSetup(rollout, Limits(5, 200))
+    setup = RolloutSetup(rollout, RolloutLimits(5, 200))
     [found] = play_jobs(engine, setup, [Job(0, prompt, 0, Sampling(max_new_tokens=20, seed=5), 1)])
     assert [("image tokens" in error, "absent.png" in error) for error in errors] == [(True, False), (False, True)]
     wide = found.prompt.images[1]
@@ -314,7 +314,7 @@ class Asking:
         sessions: Any = Clients(agent)
         talk = Conversation(tokenizer, images=None if reader is None else RequestImages(reader))
         rollout = AgentRollout(sessions, endpoint, talk, AgentRules())
-        setup = RolloutSetup(rollout, Limits(9, max_total=400), in_order=False)
+        setup = RolloutSetup(rollout, RolloutLimits(9, max_total=400), in_order=False)
         job = Job(0, prompt or Prompt("p", 0, [1], "q"), 0, Sampling(max_new_tokens=20, seed=5), 1)
         self.found: Trajectory
         [self.found] = play_jobs(self.engine, setup, [job])

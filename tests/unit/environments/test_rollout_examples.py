@@ -65,14 +65,14 @@ def test_the_other_code_of_the_page_runs(play: Play) -> None:
 def test_every_helper_is_on_the_page() -> None:
     from dataclasses import fields
 
-    from rlhf_mcore.environments.function_worker import Context, Policy, Prompt, Turn
+    from rlhf_mcore.environments.function_worker import FunctionContext, FunctionPolicy, FunctionPrompt, FunctionTurn
 
     section = PAGE.partition("## Arguments")[2].partition("\n## ")[0]
-    for name, kind in {"prompt": Prompt, "ctx": Context}.items():
+    for name, kind in {"prompt": FunctionPrompt, "ctx": FunctionContext}.items():
         documented = set(re.findall(rf"`{name}\.(\w+)", section))
         assert {each for each in dir(kind) if not each.startswith("_")} == documented
-    assert {each.name for each in fields(Turn)} == set(re.findall(r"`\.(\w+)`", section))
-    assert "policy.LimitReached" in PAGE and Policy.LimitReached
+    assert {each.name for each in fields(FunctionTurn)} == set(re.findall(r"`\.(\w+)`", section))
+    assert "policy.LimitReached" in PAGE and FunctionPolicy.LimitReached
 
 
 def test_the_example_with_a_tool_finds_documents(play: Play, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -16,7 +16,7 @@ from rlhf_mcore.coroutines import run
 from rlhf_mcore.sampling.checks import LostTrajectory
 from rlhf_mcore.sampling.engine_loop import EngineLoop
 from rlhf_mcore.sampling.followers import EnginePass, follow, run_pass
-from rlhf_mcore.sampling.policy import Limits, Policy
+from rlhf_mcore.sampling.policy import Policy, RolloutLimits
 from rlhf_mcore.sampling.requests import request_of
 from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling
 from tests.unit.parallel.world import ThreadGroup, rank_threads, run_ranks
@@ -77,7 +77,7 @@ def jobs() -> list[Job]:
 
 def of_three_turns(delay: Callable[[], float]) -> Callable[[EngineLoop, Job], Coroutine[Any, Any, list[int]]]:
     async def rollout(engine: EngineLoop, job: Job) -> list[int]:
-        policy, tokens = Policy(engine, job, Limits()), list(job.prompt.prompt_ids)
+        policy, tokens = Policy(engine, job, RolloutLimits()), list(job.prompt.prompt_ids)
         for _ in range(3):
             tokens += (await policy.sample(list(tokens))).token_ids.tolist()
             await asyncio.sleep(delay())  # an environment
@@ -104,7 +104,7 @@ def test_tokens_do_not_depend_on_the_time_that_rollouts_take() -> None:
 
 def test_a_rollout_that_samples_twice_at_once_is_waited_for_as_a_whole() -> None:
     async def rollout(engine: EngineLoop, job: Job) -> list[int]:
-        policy = Policy(engine, job, Limits())
+        policy = Policy(engine, job, RolloutLimits())
         pair = await asyncio.gather(policy.sample([1]), policy.sample([2]))
         await asyncio.sleep(0.001 * (job.number % 3))
         return [token for completion in pair for token in completion.token_ids.tolist()]
@@ -144,10 +144,10 @@ def test_ranks_of_an_engine_make_the_same_passes() -> None:
 @pytest.mark.usefixtures("rank_threads")
 def test_an_error_of_a_rollout_ends_the_others_and_lets_the_other_ranks_go() -> None:
     async def rollout(engine: EngineLoop, job: Job) -> None:
-        completion = await Policy(engine, job, Limits()).sample(job.prompt.prompt_ids)
+        completion = await Policy(engine, job, RolloutLimits()).sample(job.prompt.prompt_ids)
         if job.number == 3:
             raise ValueError(f"no good: {len(completion.token_ids)}")
-        await Policy(engine, replace(job, number=job.number + 100), Limits()).sample([1])
+        await Policy(engine, replace(job, number=job.number + 100), RolloutLimits()).sample([1])
 
     def rank(group: ThreadGroup) -> int:
         engine = BatchDependent()
@@ -167,7 +167,7 @@ def test_a_response_that_the_engine_loses_is_named() -> None:
             return [found for found in super().step() if found.request_id != 7]
 
     with pytest.raises(LostTrajectory, match=r"no completion for prompt 'p3', sample 1\. .*max_restarts"):
-        all_of(lambda engine, job: Policy(engine, job, Limits()).sample(job.prompt.prompt_ids), Losing())
+        all_of(lambda engine, job: Policy(engine, job, RolloutLimits()).sample(job.prompt.prompt_ids), Losing())
 
 
 def test_a_pass_arrives_as_it_was_sent() -> None:
@@ -196,7 +196,7 @@ def test_coroutines_run_inside_of_a_running_loop() -> None:
 
 def test_limits_of_turns_and_tokens_bound_what_a_policy_samples() -> None:
     async def rollout(engine: EngineLoop, job: Job) -> tuple[int, list[str]]:
-        policy, reached = Policy(engine, job, Limits(max_turns=2)), []
+        policy, reached = Policy(engine, job, RolloutLimits(max_turns=2)), []
         longest = 0
         for _ in range(3):
             reached.append(policy.reached_limit())
@@ -205,7 +205,7 @@ def test_limits_of_turns_and_tokens_bound_what_a_policy_samples() -> None:
         return longest, [*reached, policy.reached_limit(2), policy.reached_limit(3)]
 
     assert all_of(rollout, BatchDependent()) == [(1, ["", "", "turns", "", "turns"])] * 12
-    late = Policy(EngineLoop(BatchDependent()), jobs()[0], Limits(max_seconds=0.0))
+    late = Policy(EngineLoop(BatchDependent()), jobs()[0], RolloutLimits(max_seconds=0.0))
     assert late.reached_limit() == "seconds"
 
 

@@ -15,7 +15,7 @@ from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import EnginesLost, FleetPlan
-from rlhf_mcore.rollout.remote.host import EngineReport, Location, Outcome, RankRendezvous, Work, without_rows
+from rlhf_mcore.rollout.remote.host import EngineReport, JobOutcome, Location, RankRendezvous, Work, without_rows
 from rlhf_mcore.types import Completion, EngineWork, Job, Prompt, Request, Sampling, Trajectory
 from tests.messages import expect_error
 
@@ -55,7 +55,7 @@ class Engine:
     draws: bool = True
     raises: dict[str, Exception] = field(default_factory=dict)
     location: Location = field(default_factory=lambda: Location("127.0.0.1", 1))
-    finished: list[Outcome] = field(default_factory=list)
+    finished: list[JobOutcome] = field(default_factory=list)
     held: list[Request] = field(default_factory=list)  # turns of episodes that wait for room
     lent: list[Request] = field(default_factory=list)
     came_back: list[tuple[int, Completion]] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Engine:
         version = self.told("sync")[-1][1] if self.told("sync") else 0
         for number in request_ids:
             work = self.drawing.pop(number)
-            self.finished.append(Outcome(number, result_of(work, version)))
+            self.finished.append(JobOutcome(number, result_of(work, version)))
             self.tokens += 1
 
     def look(self) -> None:
@@ -566,7 +566,7 @@ def test_numbers_of_jobs_may_repeat(start: Start) -> None:
 def test_an_error_of_a_job_ends_the_run(start: Start) -> None:
     run = start()
     run.begin(jobs(1, 2))
-    run.engine("0.0.0").finished.append(Outcome(10, ConfigError("environment.function raises")))
+    run.engine("0.0.0").finished.append(JobOutcome(10, ConfigError("environment.function raises")))
     run.turn()
     with pytest.raises(ConfigError, match=r"environment\.function raises"):
         run.fleet.needs_weights()
