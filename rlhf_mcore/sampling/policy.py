@@ -8,12 +8,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.sampling.episode_log import EpisodeLog
-from rlhf_mcore.sampling.requests import request_of
-from rlhf_mcore.sampling.seeds import turn_seed
+from rlhf_mcore.sampling.seeds import request_seed, turn_seed
+from rlhf_mcore.types import Completion, Job, Request
 
 if TYPE_CHECKING:
     from rlhf_mcore.sampling.engine_loop import EngineLoop, OnTokens
-    from rlhf_mcore.types import Completion, Job, Request
+
+
+def request_of(job: Job) -> Request:
+    """Build the request for the first turn of a job."""
+    prompt, sampling = job.prompt, job.sampling
+    # Repeated occurrences of a prompt use the seeds of further samples. The second occurrence starts at sample ``sampling.n``.
+    seed = request_seed(sampling.seed, job.step, prompt.index, prompt.occurrence * sampling.n + job.sample)
+    return Request(job.number, job.name, prompt.prompt_ids, sampling.of_sample(job.sample), seed, images=prompt.images)
 
 
 @dataclass(frozen=True, slots=True)

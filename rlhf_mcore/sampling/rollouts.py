@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.sampling.policy import Policy, RolloutLimits
 from rlhf_mcore.sampling.seeds import task_seed
-from rlhf_mcore.types import Completion, Job, Prompt, Trajectory
+from rlhf_mcore.types import Completion, Job, Prompt, Sampling, Trajectory
 
 if TYPE_CHECKING:
     from rlhf_mcore.sampling.engine_loop import EngineLoop
@@ -31,6 +31,12 @@ class Context:
 
 # (policy, prompt, context) -> the trajectory of the context's job.
 RolloutFunction = Callable[["Policy", "Prompt", Context], Awaitable[Trajectory]]
+
+
+def jobs_of(place: int, prompt: Prompt, sampling: Sampling, step: int) -> list[Job]:
+    """Return the jobs of the prompt at index ``place``. Job numbers increase with the index, then with the sample."""
+    count = sampling.num_drawn
+    return [Job(place * count + sample, prompt, sample, sampling, step) for sample in range(count)]
 
 
 async def sample_single_turn(policy: Policy, prompt: Prompt, ctx: Context) -> Trajectory:

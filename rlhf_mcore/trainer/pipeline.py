@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.sampling.requests import jobs_of
+from rlhf_mcore.sampling.rollouts import jobs_of
 from rlhf_mcore.trainer.reinforcement import AddScores, keep_scores, scored_batch
 from rlhf_mcore.trainer.sampled import FillStep, Rollout, SampledBatch, take_next_batch
 from rlhf_mcore.types import EngineWork

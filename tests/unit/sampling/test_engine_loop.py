@@ -16,8 +16,7 @@ from rlhf_mcore.coroutines import run
 from rlhf_mcore.sampling.checks import LostTrajectory
 from rlhf_mcore.sampling.engine_loop import EngineLoop
 from rlhf_mcore.sampling.followers import EnginePass, follow, run_pass
-from rlhf_mcore.sampling.policy import Policy, RolloutLimits
-from rlhf_mcore.sampling.requests import request_of
+from rlhf_mcore.sampling.policy import Policy, RolloutLimits, request_of
 from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling
 from tests.unit.parallel.world import ThreadGroup, rank_threads, run_ranks
 

@@ -12,7 +12,7 @@ import pytest
 from rlhf_mcore.data.sampler import WeightedSampler
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.sampling.checks import LostTrajectory, check_completion
-from rlhf_mcore.sampling.requests import request_of
+from rlhf_mcore.sampling.policy import request_of
 from rlhf_mcore.sampling.seeds import request_seed
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling
