@@ -21,7 +21,7 @@ from rlhf_mcore.environments.agents.conversation import Conversation
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.episode import AgentRollout, AgentRules
 from rlhf_mcore.environments.sessions import sessions_of
-from rlhf_mcore.sampling.policy import Limits
+from rlhf_mcore.sampling.policy import RolloutLimits
 from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 from tests.commands import ROOT, run_command
@@ -141,7 +141,7 @@ class Played:
         self.sessions, endpoint = sessions_of(own, 1, str(Path.cwd())), Endpoint("127.0.0.1")
         rollout = AgentRollout(self.sessions, endpoint, Conversation(tokenizer, parse), AgentRules(fails=False))
         self.engine = Scripted(tokenizer, says)
-        self.setup = RolloutSetup(rollout, Limits(max_turns=8, max_total=4000), in_order=False)
+        self.setup = RolloutSetup(rollout, RolloutLimits(max_turns=8, max_total=4000), in_order=False)
 
     def play(self, *rows: dict[str, Any]) -> list[Trajectory]:
         """Run an episode for each row."""
