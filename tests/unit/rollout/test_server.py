@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,7 @@ class Server:
     asked: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     loaded: dict[str, torch.Tensor] = field(default_factory=dict)
+    is_ready: Callable[[], bool] = lambda: True  # responses wait until it returns true
     url: str = ""
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -71,6 +72,8 @@ class Server:
             self.label = body["new_version"]
         if path == "/inference/v1/generate":
             self.bodies.append(body)
+            while not self.is_ready():
+                await asyncio.sleep(0.01)
             answer = {"choices": [self.choice(body["token_ids"][-1])]}
             return web.json_response(answer) if self.lie is None else web.Response(body=self.lie(answer))
         return web.json_response({})
@@ -159,6 +162,8 @@ def test_responses_come_from_all_servers_by_the_weights_that_they_were_given(
     with pytest.raises(RuntimeError, match="no weights were ever loaded"):
         engine.generate(requests(1))
     engine.load_weights(weights(2.0), version=4)
+    for server in servers:  # an early answer would make its server the one with the fewest requests
+        server.is_ready = lambda: sum(len(server.bodies) for server in servers) == 6
     drawn = engine.generate(requests(6))
     assert [completion.request_id for completion in drawn] == [10, 11, 12, 13, 14, 15]
     assert [completion.token_ids.tolist() for completion in drawn] == [[21 + n, 22 + n, 23 + n] for n in range(6)]
