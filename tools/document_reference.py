@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the pages of docs/reference/ from the code: keys (also of other trainers), commands, metrics, exit codes, faults, Python.
+"""Write the pages of docs/reference/ from the code: keys (also of other trainers), commands, metrics, exit codes, faults, APIs.
 
     .venv/bin/python tools/document_reference.py
 
@@ -14,10 +14,11 @@ import re
 import runpy
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -25,6 +26,10 @@ sys.path.insert(0, str(ROOT))
 from rlhf_mcore.cli.exit_codes import EPILOG, TOOL_EPILOG  # noqa: E402
 from rlhf_mcore.cli.main import COMMANDS, PLUGINS, module_of  # noqa: E402
 from rlhf_mcore.config.choices import PRESETS  # noqa: E402
+from rlhf_mcore.environments.agents import endpoint  # noqa: E402
+from rlhf_mcore.environments.agents.calls import RequestError, TurnOutput  # noqa: E402
+from rlhf_mcore.environments.agents.dialects import Dialect  # noqa: E402
+from rlhf_mcore.environments.agents.openai_api import MAX_N  # noqa: E402
 from rlhf_mcore.metrics.catalogue import GROUPS, Metric  # noqa: E402
 from rlhf_mcore.metrics.rules import MEASURES, RULES, MetricRule  # noqa: E402
 from rlhf_mcore_contrib.migrate.pages import PAGES as TRAINERS  # noqa: E402
@@ -48,6 +53,7 @@ def pages() -> dict[str, str]:
         "presets.md": presets_page(),
         "exit-codes.md": exit_codes_page(),
         "faults.md": faults_page(),
+        "agent-protocol.md": agent_protocol_page(),
         "python.md": python_page(),
     }
     made |= {f"migration/{name}.md": migration_page(name) for name in TRAINERS}
@@ -200,6 +206,68 @@ def faults_page() -> str:
     return _page("Faults", intro, _table(("#", "injected", "expected", "tests"), rows))
 
 
+class _RecordedBody(dict[str, Any]):
+    """A request that records the names of the fields that are read."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
+# A request that every API of the endpoint accepts, and values of which each supported field accepts one.
+_REQUEST = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x"}
+_TOOL = {"type": "function", "name": "f", "function": {"name": "f"}}
+_VALUES = (True, 1, "x", "auto", {"type": "auto"}, {"include_usage": True}, [_TOOL])
+
+
+def agent_protocol_page() -> str:
+    """List the requests of the agent endpoint with their fields, and its limits."""
+    dialects = {path: endpoint.dialect_at(path) for path in endpoint.served_paths()}
+    requests = [
+        (f"`POST {path}`", *_fields(dialect))
+        for path, dialect in dialects.items()
+        if type(dialect).__module__.startswith(OURS)
+    ]
+    requests += [(f"`POST {endpoint.BEGIN}`", "none; the episode starts over", ""), ("`GET /v1/models`", "none", "")]
+    limits = [
+        ("size of a request, including its images", f"{endpoint.MAX_BYTES >> 20} MiB"),
+        ("concurrent turns of an episode", str(endpoint.MAX_WAITING)),
+        ("turns per request (`n`)", str(MAX_N)),
+    ]
+    intro = (
+        "[Agents](guide/agents/index.md#endpoint) send these requests to the policy. The key of the episode is the bearer token, "
+        "or the header `x-api-key`. All other fields, such as `model` and `temperature`, are ignored."
+    )
+    head = ("request", "supported fields", "rejected fields")
+    return _page("Agent protocol", intro, _table(head, requests), "## Limits", _table(("limit", "value"), limits))
+
+
+def _fields(dialect: Dialect) -> tuple[str, str]:
+    """Return the supported and the rejected fields of an API."""
+    body = _RecordedBody(_REQUEST)
+    dialect.read(body)
+    dialect.write(body, [TurnOutput({"content": ""}, (), "stop", 0)])
+    supported = {name for name in body.read if any(_accepts(dialect, {name: value}) for value in _VALUES)}
+    supported |= body.read & _REQUEST.keys()
+    return _names(supported), _names(body.read - supported)
+
+
+def _names(fields: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(fields))
+
+
+def _accepts(dialect: Dialect, fields: Mapping[str, Any]) -> bool:
+    try:
+        dialect.read({**_REQUEST, **fields})
+    except RequestError:
+        return False
+    return True
+
+
 def python_page() -> str:
     """Let mkdocstrings describe the public names of the package."""
     names = re.findall(r" as (\w+)$", (ROOT / "rlhf_mcore/api/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
@@ -231,6 +299,7 @@ def index_page() -> str:
             (f"[Keys of {TRAINERS[name][0].name}](reference/migration/{name}.md)", "and our counterparts")
             for name in TRAINERS
         ),
+        ("[Agent protocol](reference/agent-protocol.md)", "requests, fields and limits of the agent endpoint"),
         ("[Python API](reference/python.md)", "`import rlhf_mcore as rm`"),
     ]
     return _page(

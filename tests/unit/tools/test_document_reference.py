@@ -24,3 +24,10 @@ def test_command_page_lists_the_options_of_subcommands() -> None:
 
 def test_command_page_of_a_plugin_links_to_its_readme() -> None:
     assert "(../../../contrib/simulate/README.md)" in document_reference.pages()["cli/simulate.md"]
+
+
+def test_agent_protocol_separates_supported_from_rejected_fields() -> None:
+    line = next(line for line in document_reference.agent_protocol_page().splitlines() if "/chat/completions" in line)
+    supported, rejected = line.split("|")[2:4]
+    assert {"`messages`", "`n`", "`tools`"} <= set(supported.replace(",", "").split())
+    assert rejected.replace(",", "").split() == ["`response_format`", "`top_logprobs`"]
