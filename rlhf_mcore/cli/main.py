@@ -16,14 +16,16 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 import rlhf_mcore
-from rlhf_mcore.cli.exit_codes import DONE, EPILOG, INTERRUPTED, OF_OUTPUT, USER_ERROR, report_of_tool
+from rlhf_mcore.cli.exit_codes import DONE, EPILOG, INTERRUPTED, OF_OUTPUT, USER_ERROR, report, report_of_tool
 from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import shorten
-from rlhf_mcore.plugins import find_plugins
+from rlhf_mcore.plugins import find_plugins, missing_plugin
 
-COMMANDS = {
+SUMMARIES = {
     "train": "train a policy, with one process per rank on this machine",
     "completion": "make TAB complete commands, options, keys and values in bash and zsh",
     "config": "show a resolved configuration, compare two, explain a key",
@@ -41,9 +43,16 @@ COMMANDS = {
     "watch": "show the page of report in a browser during a run",
 }
 ASKED = "_ARGCOMPLETE"  # the shell sets this variable when it asks for completions
-PLUGINS = {name: point.value for name, point in find_plugins("commands").items()}  # commands of other packages
-COMMANDS |= {name: import_module(package).SUMMARY for name, package in PLUGINS.items()}
-COMMANDS = dict(sorted(COMMANDS.items(), key=lambda item: (item[0] != "train", item[0])))
+CONTRIB = {  # the commands of contrib/, each with the folder that contains it
+    "migrate": "migrate",
+    "multinode": "ssh",
+    "serve-containers": "containers",
+    "serve-reward": "serve_reward",
+    "simulate": "simulate",
+}
+# Packages of the installed plug-ins. A plug-in is imported for the help of all commands, and when its command is named.
+PLUGINS = {name: point.value for name, point in find_plugins("commands").items()}
+COMMANDS = sorted((*SUMMARIES, *PLUGINS), key=lambda name: (name != "train", name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,12 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args:
         _parser().print_help(sys.stderr)
         return USER_ERROR
-    if not args[0].startswith("-") and args[0] not in COMMANDS:
-        meant = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.5)
-        hint = f"did you mean {meant[0]}?" if meant else f"there are: {', '.join(COMMANDS)}"
-        say(f"error: there is no command {shorten(args[0])}; {hint}", file=sys.stderr)
+    if args[0].startswith("-"):
+        _parser().parse_args(args[:1])  # prints the help, the version or an error, and ends the process
+    if args[0] not in COMMANDS:
+        say(f"error: {_explain_missing(args[0])}", file=sys.stderr)
         return USER_ERROR
-    command = _parser().parse_args(args[:1]).command
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path may contain bytes that are not text
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -68,8 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("error: the working directory has been removed; change into another one", file=sys.stderr)
         return USER_ERROR
     try:
-        code = int(import_module(module_of(command)).main(args[1:]))
+        code = int(_import_command(args[0]).main(args[1:]))
         sys.stdout.flush()
+    except ConfigError as error:
+        return report(error)
     except KeyboardInterrupt:
         say("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
@@ -83,6 +93,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _explain_missing(name: str) -> str:
+    """Describe why there is no command of this name: its plug-in is not installed, or the name is wrong."""
+    if name in CONTRIB:
+        return str(missing_plugin("commands", name, f"rlhf-mcore {name}", CONTRIB[name]))
+    meant = difflib.get_close_matches(name, [*COMMANDS, *CONTRIB], n=1, cutoff=0.5)
+    hint = f"did you mean {meant[0]}?" if meant else f"there are: {', '.join(COMMANDS)}"
+    return f"there is no command {shorten(name)}; {hint}"
+
+
 def _answer_shell() -> None:
     """Answer the shell's request for completions, and end the process.
 
@@ -93,12 +112,12 @@ def _answer_shell() -> None:
     parser = argparse.ArgumentParser(prog="rlhf-mcore")
     parser.add_argument("--version", action="store_true")
     chosen = parser.add_subparsers()
-    for name, summary in COMMANDS.items():
-        chosen.add_parser(name, help=summary)
+    for name in COMMANDS:
+        chosen.add_parser(name, help=SUMMARIES.get(name))
     words = os.environ.get("COMP_LINE", "").split()
     command = next((word for word in words[1:] if word in COMMANDS), None)
     if command is not None:
-        chosen.choices[command] = import_module(module_of(command))._parser()
+        chosen.choices[command] = _import_command(command)._parser()
     argcomplete.autocomplete(parser, default_completer=argcomplete.FilesCompleter())
     sys.exit(DONE)  # reached only if the shell asked for nothing
 
@@ -113,8 +132,35 @@ def module_of(command: str) -> str:
     return f"{module}.command" if is_package else module
 
 
+def _import_command(command: str) -> ModuleType:
+    """Import the module of a command.
+
+    Raises:
+        ConfigError: a package that the command's plug-in imports is missing.
+    """
+    try:
+        return import_module(module_of(command))
+    except ModuleNotFoundError as error:
+        if command not in PLUGINS:
+            raise
+        missing = (error.name or "").partition(".")[0]
+        raise ConfigError(
+            f"rlhf-mcore {command} needs {PLUGINS[command]} and the package {missing}: pip install {missing}"
+        ) from error
+
+
+def _summary(command: str) -> str:
+    """Return the summary of a command, or the error of a plug-in that cannot be imported."""
+    if command in SUMMARIES:
+        return SUMMARIES[command]
+    try:
+        return str(import_module(PLUGINS[command]).SUMMARY)
+    except Exception as error:  # the plug-in is someone else's code, and the help must list the other commands
+        return f"(broken) {PLUGINS[command]}: {shorten(f'{type(error).__name__}: {error}')}"
+
+
 def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:<18} {summary}" for name, summary in COMMANDS.items())
+    listed = "\n".join(f"  {name:<18} {_summary(name)}" for name in COMMANDS)
     parser = argparse.ArgumentParser(
         prog="rlhf-mcore",
         description=f"Reinforcement learning on Megatron-core with vLLM rollouts.\n\ncommands:\n{listed}",

@@ -177,6 +177,40 @@ def test_no_command_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) ->
     assert "\n  verify-checkpoint " in shown.err and shown.out == ""
 
 
+def test_a_broken_plugin_is_listed_and_does_not_stop_other_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "acme_cmd").mkdir()
+    (tmp_path / "acme_cmd" / "__init__.py").write_text("import acme_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(main_module.PLUGINS, "acme", "acme_cmd")
+    monkeypatch.setattr(main_module, "COMMANDS", [*main_module.COMMANDS, "acme"])
+    assert main_module.main(["config", "explain", "seed"]) == 0
+    assert capsys.readouterr().err == ""
+    with pytest.raises(SystemExit) as ended:
+        main_module.main(["--help"])
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  acme ")]
+    assert ended.value.code == 0 and "acme_cmd: ModuleNotFoundError: No module named 'acme_dependency'" in line
+    assert main_module.main(["acme"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        error == "error: rlhf-mcore acme needs acme_cmd and the package acme_dependency: pip install acme_dependency\n"
+    )
+
+
+@pytest.mark.parametrize(("command", "folder"), main_module.CONTRIB.items())
+def test_a_command_of_contrib_without_contrib_names_its_plugin(
+    command: str, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_module.PLUGINS[command].split(".")[:2] == ["rlhf_mcore_contrib", folder]
+    monkeypatch.setattr("rlhf_mcore.plugins.find_plugins", lambda kind: {})
+    monkeypatch.setattr(main_module, "COMMANDS", list(main_module.SUMMARIES))
+    assert main_module.main([command, "run.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: rlhf-mcore {command} needs rlhf_mcore_contrib.{folder}: pip install ")
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", ["train", "evaluate", "plan"])
 def test_overrides_are_not_required(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
