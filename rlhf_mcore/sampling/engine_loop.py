@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -64,6 +66,7 @@ class EngineLoop:
         in_order: whether the engine waits for busy coroutines.
         until_finished: whether a pass ends when a response has finished, instead of after one step. Nothing can interrupt it.
         slots: maximum number of requests in the engine. Further requests are held back. None: no limit.
+        places: maximum number of coroutines in a block of ``place``, for a loop in order. None: no limit.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class EngineLoop:
         in_order: bool = True,
         until_finished: bool = False,
         slots: int | None = None,
+        places: int | None = None,
     ) -> None:
         self._engine, self._slots = engine, slots
         self._run_pass: RunPass = run_pass or partial(followers.run_pass, engine, None)
@@ -85,6 +89,8 @@ class EngineLoop:
         self._cancelled: list[int] = []  # to be cancelled in the next pass
         self._forgets = self._pauses = False
         self._pass_waits: list[tuple[asyncio.Future[None], _Worker]] = []
+        self._free_places = places
+        self._place_waits: list[tuple[int, asyncio.Future[None], _Worker]] = []  # a heap, by the number of the worker
         self._num_begun = self._num_live = self._num_busy = 0
         self._changed = asyncio.Event()
         self._next_tokens = 0.0  # time of the next report of sampled tokens
@@ -130,6 +136,7 @@ class EngineLoop:
             LostTrajectory: same conditions as in ``run``.
         """
         while not self._pauses:
+            self._give_places()
             if self._can_pass:
                 self._make_pass()
                 await asyncio.sleep(0)  # coroutines with a completion continue
@@ -277,6 +284,32 @@ class EngineLoop:
         worker = _CURRENT.get()
         self._pass_waits.append((future, worker))
         await self._wait(future, worker)
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Hold one of ``places`` during the block. Coroutines get places in their order, when no coroutine is busy."""
+        if self._free_places is None:
+            yield
+            return
+        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        worker = _CURRENT.get()
+        heappush(self._place_waits, (worker.number, given, worker))
+        try:
+            await self._wait(given, worker)
+            yield
+        finally:
+            if given.done() and not given.cancelled():  # it got the place, even if it was cancelled immediately after
+                self._free_places += 1
+
+    def _give_places(self) -> None:
+        """Give free places to waiting coroutines. While a coroutine is busy, the number of free places depends on timing."""
+        if self._num_busy:
+            return
+        while self._place_waits and self._free_places:
+            _, given, worker = heappop(self._place_waits)
+            if not given.done():  # else its coroutine was cancelled
+                self._free_places -= 1
+                self._resolve(given, None, worker)
 
     # ------------------------------------------------------------------------------------------ other engines
     def move_held(self, most: int) -> list[Request]:

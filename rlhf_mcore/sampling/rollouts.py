@@ -56,13 +56,14 @@ class RolloutSetup:
     """How an engine runs its rollouts.
 
     ``in_order``: whether the engine waits until all rollouts wait for it. ``moves_turns``: whether other engines may sample turns for
-    which the engine has no free slot.
+    which the engine has no free slot. ``places``: maximum number of concurrent rollouts, for an engine in order; None: no limit.
     """
 
     rollout: RolloutFunction = sample_single_turn
     limits: RolloutLimits = field(default_factory=RolloutLimits)
     in_order: bool = True
     moves_turns: bool = False
+    places: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,11 @@ class LocalPlayer:
         return [self.engine.begin(self._run(job)) for job in jobs]
 
     async def _run(self, job: Job) -> Trajectory:
-        setup = RolloutSetup() if job.is_single_turn else self.setup
+        if job.is_single_turn:
+            return await self._play(job, RolloutSetup())
+        async with self.engine.place():
+            return await self._play(job, self.setup)
+
+    async def _play(self, job: Job, setup: RolloutSetup) -> Trajectory:
         context = Context(job, task_seed(job), setup.limits, self.decode)
         return await setup.rollout(Policy(self.engine, job, setup.limits), job.prompt, context)

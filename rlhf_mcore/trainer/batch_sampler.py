@@ -103,7 +103,8 @@ class BatchSampler:
         """Run ``sample`` on the engine's lead rank while its other ranks follow. Returns [] on the other ranks."""
         in_order = self.setup.in_order
         passes = partial(run_pass, self.engine, self.ranks)
-        engine = EngineLoop(self.engine, passes, in_order=in_order, until_finished=in_order)
+        places = self.setup.places
+        engine = EngineLoop(self.engine, passes, in_order=in_order, until_finished=in_order, places=places)
         with preserved_rng():  # vLLM's sampler also uses torch's global generator
             if self.rank.is_lead:
                 return run(engine.run(sample(engine)))

@@ -216,7 +216,7 @@ class EngineHost:
         self._build(order, meeting, threads)
         setup = self._setup or RolloutSetup()
         slots = self._slots if setup.moves_turns else None
-        self._loop = EngineLoop(self._engine, self._run_pass, in_order=setup.in_order, slots=slots)
+        self._loop = EngineLoop(self._engine, self._run_pass, in_order=setup.in_order, slots=slots, places=setup.places)
         self._player = LocalPlayer(self._loop, self._engine.decode, setup)
 
     def _build(self, order: EngineSpec, meeting: RankRendezvous, threads: int) -> None:

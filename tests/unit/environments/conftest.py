@@ -46,7 +46,9 @@ def character_tokenizer(special: Sequence[str], end: str, template: str) -> PreT
 
 def play_jobs(engine: Scripted, setup: RolloutSetup, jobs: Sequence[Job], slots: int | None = None) -> list[Trajectory]:
     """Run the rollouts of jobs on an engine."""
-    loop = engine.loop = EngineLoop(engine, in_order=setup.in_order, until_finished=setup.in_order, slots=slots)
+    loop = engine.loop = EngineLoop(
+        engine, in_order=setup.in_order, until_finished=setup.in_order, slots=slots, places=setup.places
+    )
 
     async def play() -> list[Trajectory]:
         return await loop.join(LocalPlayer(loop, lambda rows: [""] * len(rows), setup).begin(jobs))

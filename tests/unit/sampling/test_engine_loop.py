@@ -85,11 +85,16 @@ def of_three_turns(delay: Callable[[], float]) -> Callable[[EngineLoop, Job], Co
     return rollout
 
 
-def all_of(rollout: Callable[[EngineLoop, Job], Coroutine[Any, Any, Any]], engine: Any, ranks: Any = None) -> list[Any]:
+def all_of(
+    rollout: Callable[[EngineLoop, Job], Coroutine[Any, Any, Any]],
+    engine: Any,
+    ranks: Any = None,
+    places: int | None = None,
+) -> list[Any]:
     async def together() -> list[Any]:
         return await loop.join([loop.begin(rollout(loop, job)) for job in jobs()])
 
-    loop = EngineLoop(engine, partial(run_pass, engine, ranks), until_finished=True)
+    loop = EngineLoop(engine, partial(run_pass, engine, ranks), until_finished=True, places=places)
     return run(loop.run(together()))
 
 
@@ -99,6 +104,66 @@ def test_tokens_do_not_depend_on_the_time_that_rollouts_take() -> None:
     assert len({tuple(found) for found in wanted}) == 12
     for _ in range(3):
         assert all_of(of_three_turns(lambda: chance.random() / 200), BatchDependent()) == wanted
+
+
+def test_rollouts_get_places_in_their_order_whatever_the_time_that_others_take() -> None:
+    chance, most = random.Random(0), 0
+
+    def in_places(delay: Callable[[], float]) -> list[Any]:
+        rollout, inside, begun = of_three_turns(delay), set[int](), list[int]()
+
+        async def wait_and_play(engine: EngineLoop, job: Job) -> list[int]:
+            nonlocal most
+            await asyncio.sleep(delay())  # rollouts ask for their places in any order
+            async with engine.place():
+                inside.add(job.number)
+                begun.append(job.number)
+                most = max(most, len(inside))
+                tokens = await rollout(engine, job)
+                await asyncio.sleep(delay())
+                inside.discard(job.number)
+                return tokens
+
+        return [all_of(wait_and_play, BatchDependent(), places=5), begun]
+
+    wanted = in_places(lambda: 0)
+    assert wanted[1] == list(range(12)) and most == 5
+    for _ in range(3):
+        assert in_places(lambda: chance.random() / 200) == wanted
+    assert all_of(of_three_turns(lambda: 0), BatchDependent()) != wanted[0]
+
+
+def test_a_rollout_that_is_cancelled_gives_its_place_to_the_next() -> None:
+    async def cancel() -> list[str]:
+        ended: list[str] = []
+
+        async def hold(name: str) -> None:
+            async with loop.place():
+                ended.append(name)
+                await asyncio.sleep(60)
+
+        loop = EngineLoop(BatchDependent(), places=1)
+        serving = asyncio.create_task(loop.serve())
+        tasks = {name: loop.begin(hold(name)) for name in ("waits", "got it", "holds", "last")}
+        await asyncio.sleep(0)
+        tasks["waits"].cancel()
+        await asyncio.sleep(0)
+        while loop._free_places != 0:
+            await asyncio.sleep(0)
+        tasks["got it"].cancel()  # it has the place, but has not continued yet
+        while not ended:
+            await asyncio.sleep(0)
+        tasks["holds"].cancel()
+        while len(ended) < 2:
+            await asyncio.sleep(0)
+        tasks["last"].cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        loop.pause()
+        await serving
+        assert loop._free_places == 1 and loop._num_busy == loop._num_live == 0
+        return ended
+
+    assert run(cancel()) == ["holds", "last"]
 
 
 def test_a_rollout_that_samples_twice_at_once_is_waited_for_as_a_whole() -> None:
