@@ -181,42 +181,6 @@ class EngineProcess:
     process: str
 
 
-class RemoteEngines(Protocol):
-    """The engines of other processes, which the trainer's first rank controls during a weight transfer.
-
-    The order of calls is: ``pause``; ``join`` and ``finish`` if the processes or their group have changed; ``begin_sync`` and
-    ``finish``; ``resume``. After a failure, the sequence starts again with ``pause``.
-    """
-
-    def pause(self) -> list[EngineProcess]:
-        """Stop all engines between two steps. Returns the healthy processes, in the order of their ranks in a group.
-
-        The ranks of an engine are consecutive. Started or restarted engines that are ready are included. After a failed transfer,
-        this is called again while the remaining engines are paused.
-        """
-        ...
-
-    def join(self, specs: Sequence[GroupSpec], bridge: str) -> None:
-        """Make the k-th process that ``pause`` returned call :meth:`WeightReceiver.join` with ``specs[k]``. Returns at once."""
-        ...
-
-    def begin_sync(self, version: int) -> None:
-        """Make every joined process call :meth:`WeightReceiver.sync`. Returns at once."""
-        ...
-
-    def finish(self, timeout_s: float) -> list[str]:
-        """Wait for the last call of ``join`` or ``begin_sync``. Returns the errors of all processes with their engines; [] on success.
-
-        An engine has failed if one of its processes has ended, does not answer in time, or has raised an error other than
-        :class:`PeersLost`. ``pause`` skips a failed engine until it has restarted. An engine that raised PeersLost is kept.
-        """
-        ...
-
-    def resume(self, version: int) -> None:
-        """Let the engines generate again. Engines that took part have complete weights of this version."""
-        ...
-
-
 class WeightReceiver(Protocol):
     """A process of a remote engine that receives weights. One thread calls it, between two steps of the engine."""
 

@@ -9,10 +9,13 @@ import heapq
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.types import Prompt
+
+if TYPE_CHECKING:
+    from rlhf_mcore.parallel.shared_store import StoreClaims
 
 IN_ORDER, LONGEST_FIRST, SHARED_QUEUE = "in_order", "longest_first", "shared_queue"
 _ROWS = 65536  # limit of stored lengths, because a checkpoint stores them as JSON
@@ -66,31 +69,6 @@ def _mean(length: tuple[int, int]) -> float:
     return length[0] / length[1]
 
 
-class Claims(Protocol):
-    """A counter shared by all engines. Only the lead ranks of engines call it."""
-
-    def begin(self) -> None:
-        """Restart from 0. Every engine must call it the same number of times."""
-        ...
-
-    def claim(self, count: int) -> int:
-        """Reserve ``count`` consecutive numbers for this engine, and return the first number."""
-        ...
-
-
-class PromptShare(Protocol):
-    """The prompts of a step that an engine samples responses to."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no prompt remains for the engine."""
-        ...
-
-    def take(self, num_in_flight: int) -> list[int]:
-        """Return the indices of the prompts to start now. ``num_in_flight``: the engine's unfinished responses."""
-        ...
-
-
 @dataclass(slots=True)
 class FixedShare:
     """A share that is fixed in advance. The engine starts all of its prompts at once."""
@@ -99,11 +77,11 @@ class FixedShare:
 
     @property
     def is_empty(self) -> bool:
-        """See :class:`PromptShare`."""
+        """Whether no prompt remains for the engine."""
         return not self.places
 
     def take(self, num_in_flight: int) -> list[int]:
-        """See :class:`PromptShare`."""
+        """Return the indices of the prompts to start now. ``num_in_flight``: the engine's unfinished responses."""
         taken, self.places = self.places, []
         return taken
 
@@ -113,18 +91,21 @@ class QueuedShare:
     """A queue of all prompts. The first engine with free slots takes the next prompts. ``slots``: limit of responses in flight."""
 
     waiting: deque[int]
-    claims: Claims
+    claims: StoreClaims
     num_samples: int
     slots: int
     first: int = 0  # the number of ``waiting[0]``
 
     @property
     def is_empty(self) -> bool:
-        """See :class:`PromptShare`."""
+        """Whether no prompt remains for the engine."""
         return not self.waiting
 
     def take(self, num_in_flight: int) -> list[int]:
-        """See :class:`PromptShare`. Claims the number of prompts that fit into the free slots; an idle engine claims at least one."""
+        """Return the indices of the prompts to start now. ``num_in_flight``: the engine's unfinished responses.
+
+        The engine claims the number of prompts that fit into its free slots. An idle engine claims at least one.
+        """
         free = (self.slots - num_in_flight) // self.num_samples
         count = free if num_in_flight else max(free, 1)
         if count < 1 or not self.waiting:
@@ -147,14 +128,14 @@ class Dealer:
     order: str = IN_ORDER
     max_in_flight: int = 1
     lengths: ExpectedLengths = field(default_factory=ExpectedLengths)
-    claims: Claims | None = None
+    claims: StoreClaims | None = None
 
     def note(self, prompts: Sequence[Prompt], group_ids: Sequence[int], lengths: Sequence[int]) -> None:
         """See :meth:`ExpectedLengths.note`."""
         if self.order != IN_ORDER:
             self.lengths.note(prompts, group_ids, lengths)
 
-    def share(self, prompts: Sequence[Prompt], num_samples: int, engine: EngineRank) -> PromptShare:
+    def share(self, prompts: Sequence[Prompt], num_samples: int, engine: EngineRank) -> FixedShare | QueuedShare:
         """Return this engine's share of a step. The lead rank of every engine calls it with the same prompts."""
         if self.order == IN_ORDER:
             return FixedShare(list(range(engine.engine_index, len(prompts), engine.num_engines)))

@@ -166,7 +166,7 @@ class _Channel:
 
 
 class EngineProcesses:
-    """The control of the engines, a :class:`RemoteEngines`. ``answers`` contains the engines' answers to ``finish``."""
+    """The control of the engines, a stand-in for :class:`Fleet`. ``answers`` contains the engines' answers to ``finish``."""
 
     def __init__(self, directory: Path, shapes: dict[str, list[int]] | None = None) -> None:
         """Start the engines. ``shapes``: shapes of their tensors; None: the caller starts their processes."""
@@ -219,7 +219,7 @@ class EngineProcesses:
             self._starter.wait()
         self._listening.close()
 
-    # ------------------------------------------------------------------------------------------ RemoteEngines
+    # ------------------------------------------------------------------------------------------ transfers of weights
     def pause(self) -> list[EngineProcess]:
         self.log.append("pause")
         return [EngineProcess(name.partition(".")[0], str(self._channels[name].pid)) for name in self.names]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 from pydantic import TypeAdapter
@@ -28,7 +28,10 @@ from rlhf_mcore.parallel.addresses import listener
 from rlhf_mcore.parallel.collectives import all_gather_json, broadcast_json, on_every_rank
 from rlhf_mcore.parallel.joint_group import JointGroup, connections
 from rlhf_mcore.plugins import load_plugin
-from rlhf_mcore.protocols import EngineProcess, GroupSpec, LiveWeights, PeersLost, RemoteEngines, SyncStats
+from rlhf_mcore.protocols import EngineProcess, GroupSpec, LiveWeights, PeersLost, SyncStats
+
+if TYPE_CHECKING:
+    from rlhf_mcore.rollout.remote.fleet import Fleet
 
 ATTEMPTS = 3  # per set of processes
 MARGIN_S = 5.0  # additional time for engines to notice a failed transfer
@@ -178,7 +181,7 @@ class RemoteBridge:
         side: Side,
         job: BridgeJob,
         trainers: dist.ProcessGroup,
-        engines: RemoteEngines | None,
+        engines: Fleet | None,
         *,
         address: str,
         timeout_s: float,
@@ -247,7 +250,7 @@ class RemoteBridge:
         if end is not None:
             end.close()
 
-    def _on_first(self, action: Callable[[RemoteEngines], T]) -> T | None:
+    def _on_first(self, action: Callable[[Fleet], T]) -> T | None:
         """Run an action on the engines from the first rank. Return None on the others. All ranks raise its error."""
         engines = self._engines
         return on_every_rank(lambda: None if engines is None else action(engines), self._trainers)
@@ -292,7 +295,7 @@ class RemoteBridge:
         if result is None:
             self.leave()  # peers that wait for this rank get an error
 
-        def end(engines: RemoteEngines) -> list[str]:
+        def end(engines: Fleet) -> list[str]:
             remaining_s = max(began + self._timeout_s - time.monotonic(), 0) + MARGIN_S
             return engines.finish(self._timeout_s if result is not None else remaining_s)
 

@@ -34,13 +34,16 @@ _ROOM_S = 120.0  # wait for nodes that have not joined the cluster yet
 
 
 class Fleet:
-    """Runs jobs on all engines, and is RemoteEngines for the bridge.
+    """Runs jobs on all engines, and controls them for the bridge during a weight transfer.
 
     A separate thread starts the engines, checks them, reads their reports and resolves the futures of jobs. The caller's thread starts
     jobs and transfers weights. ``clock`` returns seconds.
 
     Every job has one outcome. If an engine fails, another engine runs its jobs again from the start, with the same seeds. The
     backlog assigns these jobs. An engine that starts or restarts receives weights at the next sync, and jobs only after that.
+
+    A transfer calls ``pause``; ``join`` and ``finish`` if the processes or their group have changed; ``begin_sync`` and ``finish``;
+    ``resume``. After a failure, the sequence starts again with ``pause``.
     """
 
     def __init__(
@@ -338,7 +341,11 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------ weights
     def pause(self) -> list[EngineProcess]:
-        """See :class:`rlhf_mcore.protocols.RemoteEngines`, also for the next methods. The first call waits for all engines."""
+        """Stop all engines between two steps. Returns the healthy processes, in the order of their ranks in a group.
+
+        The ranks of an engine are consecutive. Started or restarted engines that are ready are included. The first call waits for all
+        engines. After a failed transfer, this is called again while the remaining engines are paused.
+        """
         if not self._begun:
             self.wait_until_ready()
         with self._check_and_lock():
@@ -357,13 +364,13 @@ class Fleet:
             return [EngineProcess(engine.name, process.process) for engine, process in self._participants]
 
     def join(self, specs: Sequence[GroupSpec], bridge: str) -> None:
-        """Start joining every paused process to its group."""
+        """Make the k-th process that ``pause`` returned call ``WeightReceiver.join`` with ``specs[k]``. Returns at once."""
         with self._check_and_lock():
             assert self._participants is not None and len(specs) == len(self._participants), "of the last pause"
             self._begin(self._participants, "join", [(spec, bridge) for spec in specs])
 
     def begin_sync(self, version: int) -> None:
-        """Start receiving weights on every paused process."""
+        """Make every joined process call ``WeightReceiver.sync``. Returns at once."""
         with self._check_and_lock():
             assert self._participants is not None, "pause comes first"
             self._begin(self._participants, "sync", [(version,)] * len(self._participants))
@@ -381,7 +388,11 @@ class Fleet:
         ]
 
     def finish(self, timeout_s: float) -> list[str]:
-        """Wait for the calls that were started last. Return the problems, each with the name of its engine."""
+        """Wait for the last call of ``join`` or ``begin_sync``. Returns the errors of all processes with their engines; [] on success.
+
+        An engine has failed if one of its processes has ended, does not answer in time, or has raised an error other than
+        :class:`PeersLost`. ``pause`` skips a failed engine until it has restarted. An engine that raised PeersLost is kept.
+        """
         end, problems = self._clock() + timeout_s, []
         with self._changed:
             calls, self._calls = self._calls, []

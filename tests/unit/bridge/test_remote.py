@@ -30,7 +30,7 @@ JOIN, SYNC = ["pause", "join", "finish", "begin_sync", "finish"], ["pause", "beg
 
 @dataclass
 class Engines:
-    """A :class:`RemoteEngines` that records its calls. ``problems``: results of ``finish``, call by call."""
+    """A stand-in for :class:`Fleet` that records its calls. ``problems``: results of ``finish``, call by call."""
 
     processes: list[EngineProcess] = field(default_factory=lambda: [EngineProcess("a", "a1"), EngineProcess("b", "b1")])
     problems: list[list[str]] = field(default_factory=list)
