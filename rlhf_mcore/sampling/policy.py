@@ -81,7 +81,7 @@ class Policy:
         turn, self.num_turns = self.num_turns, self.num_turns + 1
         request = replace(self._first, prompt_ids=tokens, images=images)
         if turn:
-            request = replace(request, name=f"{request.name}, turn {turn}", seed=turn_seed(request.seed, turn))
+            request = replace(request, name=f"{request.name}, turn {turn}", seed=self.seed_of(turn))
         if max_tokens is not None:
             most = min(request.sampling.max_new_tokens, max_tokens)
             request = replace(request, sampling=replace(request.sampling, max_new_tokens=most))
@@ -93,6 +93,10 @@ class Policy:
         completion = await self._engine.sample(request, on_tokens, num_cached)
         self.log.end_turn(turn)
         return completion
+
+    def seed_of(self, turn: int) -> int:
+        """Return the seed of a turn."""
+        return turn_seed(self._first.seed, turn) if turn else self._first.seed
 
     def restart(self) -> None:
         """Begin again at turn 0 with an empty log. ``max_seconds`` still counts from the first start."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
@@ -251,7 +250,7 @@ class AgentEpisode:
                 self._failed.exception()  # the rollout may have ended
             raise
         # Read all turns before the first is added. If reading fails, the client gets an error, and no turn is trained on.
-        read = [self._read(asked, order, place, turn) for turn in drawn]
+        read = [self._read(asked, order, place, turn, number) for number, turn in zip(numbers, drawn, strict=True)]
         for number, (cut, said, end, answer) in zip(numbers, read, strict=True):
             more: dict[str, Any] = {"reply": comparable(answer.message), "num_messages": place.num_messages}
             more |= {"shown": place.shown, "images": place.images}
@@ -329,16 +328,19 @@ class AgentEpisode:
             await cancel_all(turns)
 
     def _read(
-        self, asked: TurnInput, order: ClientRequest, place: Continuation, drawn: Completion
+        self, asked: TurnInput, order: ClientRequest, place: Continuation, drawn: Completion, number: int
     ) -> tuple[Completion, str, str, TurnOutput]:
         """Return the kept part of a completion, its text, the text of its end token, and the turn for the client."""
         cut, stop = cut_at_stop(drawn, order.stop, self._talk.tokenizer)
         said, end, message = self._talk.read(cut, asked.tools)
         if stop is not None:
             message = {**message, "content": message["content"].partition(stop)[0]}
-        # Parsers number the calls of each turn from 0. Ids must be unique in the episode.
+        # Parsers number the calls of each turn from 0. Ids must be unique in the episode, and equal in a repeated run, because
+        # templates may write them.
         if calls := message.get("tool_calls"):
-            message = {**message, "tool_calls": [{**call, "id": f"call_{secrets.token_hex(8)}"} for call in calls]}
+            prefix = f"call_{self.policy.seed_of(number):016x}"
+            numbered = [{**call, "id": f"{prefix}{position}"} for position, call in enumerate(calls)]
+            message = {**message, "tool_calls": numbered}
         decode = self._talk.tokenizer.decode
         tokens = [
             (str(decode([token])), float(value))

@@ -154,6 +154,7 @@ def test_openai_chat_with_a_tool_is_one_sequence_of_sampled_tokens(
                 said = events.get_final_completion().choices[0]
         assert said.finish_reason == "tool_calls" and said.message.tool_calls[0].function.name == "add"
         assert json.loads(said.message.tool_calls[0].function.arguments) == {"b": 2, "a": 1}
+        assert said.message.tool_calls[0].id == f"call_{run.engine.requests[0].seed:016x}0"  # equal in a repeated run
         messages += [said.message.model_dump(exclude_none=True)]
         messages += [{"role": "tool", "tool_call_id": said.message.tool_calls[0].id, "content": "3"}]
         last = client.chat.completions.create(model="any", messages=messages, tools=TOOLS, logprobs=True)
