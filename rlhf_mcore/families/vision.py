@@ -102,22 +102,22 @@ class Vision:
 @cache
 def _rules(vision: Vision, sizes: VisionSizes, hidden_size: int) -> tuple[Rule, ...]:
     return tuple(
-        Rule(TOWER + name, "replicated", {vision.prefix + name: tuple(map(_fixed, shape))})
+        Rule(TOWER + name, "replicated", {vision.prefix + name: tuple(map(_fixed_dim, shape))})
         for name, shape in vision.tensors(sizes, hidden_size).items()
     )
 
 
-def _fixed(number: int) -> Dim:
+def _fixed_dim(number: int) -> Dim:
     return Dim(str(number), lambda _: number)
 
 
 def within(rules: tuple[Rule, ...], inner: str) -> tuple[Rule, ...]:
     """Return rules of a language model whose tensors in files have the prefix ``inner`` instead of ``model.``."""
 
-    def moved(tensors: Mapping[str, tuple[Dim, ...]]) -> dict[str, tuple[Dim, ...]]:
+    def rename(tensors: Mapping[str, tuple[Dim, ...]]) -> dict[str, tuple[Dim, ...]]:
         return {inner + name.removeprefix("model."): dims for name, dims in tensors.items()}
 
-    return tuple(replace(rule, tensors=moved(rule.tensors)) for rule in rules)
+    return tuple(replace(rule, tensors=rename(rule.tensors)) for rule in rules)
 
 
 def linear(name: str, outputs: int, inputs: int) -> Tensors:

@@ -333,13 +333,13 @@ def gated_delta_rule(
     places, sizes = _chunk_places(lengths)
     places, count = places.to(q.device), sum(sizes)
 
-    def chunked(x: Tensor) -> Tensor:
+    def split_into_chunks(x: Tensor) -> Tensor:
         """Map [N, H, ...] to [chunks, H, CHUNK, ...]. Positions without a token are zero and have no effect."""
         rows = x.new_zeros(count * CHUNK, *x.shape[1:]).index_copy(0, places, x)
         return rows.unflatten(0, (count, CHUNK)).transpose(1, 2)
 
-    q, k, v, beta = (chunked(x.float()) for x in (q * q.size(-1) ** -0.5, k, v, beta[..., None]))
-    total = chunked(decay).cumsum(dim=-1)  # sum since the start of the chunk
+    q, k, v, beta = (split_into_chunks(x.float()) for x in (q * q.size(-1) ** -0.5, k, v, beta[..., None]))
+    total = split_into_chunks(decay).cumsum(dim=-1)  # sum since the start of the chunk
     before = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     faded = (total[..., :, None] - total[..., None, :]).masked_fill(~before, -torch.inf).exp()
     since = total.exp()[..., None]

@@ -144,7 +144,7 @@ class MatrixExchange:
                 target = matrices[name][down, across]
                 target.copy_(values.view_as(target))
             for name, matrix in matrices.items():
-                matrices[name] = orthogonalized(matrix) * update_scale(*matrix.shape)
+                matrices[name] = orthogonalize(matrix) * update_scale(*matrix.shape)
             back = [matrices[name][down, across].reshape(-1) for name, down, across in bucket.pieces]
             values_back = self._travel(back, bucket.taken, bucket.given)
             for (number, part), values in zip(
@@ -196,7 +196,7 @@ _STEPS = 5
 _RMS = 0.2
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
+def orthogonalize(matrix: Tensor) -> Tensor:
     """Approximate U V^T of matrix = U S V^T [m, n] by five Newton-Schulz iterations.
 
     The singular values of the result are 0.7 to 1.2.

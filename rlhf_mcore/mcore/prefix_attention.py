@@ -55,7 +55,7 @@ class TreePart:
             )
             for begin, end in chunks:
                 queries = (place, place := place + end - begin)
-                pieces.append((queries, _joined([*path, (first, end)])))
+                pieces.append((queries, _join_adjacent([*path, (first, end)])))
                 own.append((queries, (begin, end), True))
                 if begin > first:
                     own.append((queries, (first, begin), False))
@@ -81,7 +81,7 @@ class TreePart:
         return max(end - begin for (begin, end), _ in self.pieces)
 
 
-def _joined(spans: list[Span]) -> list[Span]:
+def _join_adjacent(spans: list[Span]) -> list[Span]:
     """Join adjacent spans, such as a segment and its first child."""
     joined = spans[:1]
     for begin, end in spans[1:]:

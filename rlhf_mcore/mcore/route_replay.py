@@ -127,7 +127,9 @@ class Routing:
         places = [self._places(microbatch, inputs) for microbatch in microbatches]
         columns = [layer.column for layer in layers]
         given = {
-            id(microbatch): self._cut(_computed(microbatch, microbatch.fields.pop(ROUTES)), own, columns)
+            id(microbatch): self._select_local(
+                _to_computed_tokens(microbatch, microbatch.fields.pop(ROUTES)), own, columns
+            )
             for microbatch, own in zip(microbatches, places, strict=True)
             if ROUTES in microbatch.fields
         }
@@ -156,7 +158,7 @@ class Routing:
         layout = self.groups.layout
         return places.chunk(layout.tp)[self.groups.tp_rank] if layout.sequence_parallel else places
 
-    def _cut(self, routes: Tensor, places: Tensor, columns: Sequence[int]) -> Tensor:
+    def _select_local(self, routes: Tensor, places: Tensor, columns: Sequence[int]) -> Tensor:
         """Select this rank's layers and tokens from routes [b, T, L, k]: [layers, n * b, k]."""
         if routes.shape[2:] != (self.num_layers, self.per_token):
             raise RuntimeError(
@@ -190,7 +192,7 @@ class Routing:
             return {}
         return {"route_mismatch": sums["changed"] / sums["known"], "unshared_rows": round(sums["unshared"])}
 
-    def recorded(self) -> tuple[list[Tensor], list[Microbatch]]:
+    def pop_recorded(self) -> tuple[list[Tensor], list[Microbatch]]:
         """Return the routes of the recorded pass, one tensor per microbatch, and the microbatches.
 
         Routes are [b, T, layers, k] int32 on the host. Collective over the ranks that run them together.
@@ -217,7 +219,7 @@ class Routing:
         return whole if microbatch.tree is None else whole[:, microbatch.tree.sources]
 
 
-def _computed(microbatch: Microbatch, routes: Tensor) -> Tensor:
+def _to_computed_tokens(microbatch: Microbatch, routes: Tensor) -> Tensor:
     """Convert routes [b, T, L, k] from the row layout to the computed tokens.
 
     For a token that several rows share, prefer a row with known routes.

@@ -222,7 +222,7 @@ class ModelVision:
     def insert(self, _module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         """Replace the embeddings of image tokens by features (a hook of the embedding)."""
         assert self._current is not None
-        return self._changed(self._current, output, 0)
+        return self._add_features(self._current, output, 0)
 
     def add(self, level: int) -> Callable[..., tuple[Tensor, ...]]:
         """Return a hook that adds the features of a DeepStack level to a layer's output.
@@ -235,11 +235,11 @@ class ModelVision:
             _module: torch.nn.Module, _inputs: Any, given: dict[str, Any], output: tuple[Tensor, ...]
         ) -> tuple[Tensor, ...]:
             hidden, *rest = output
-            return self._changed(self._by_angles[given["rotary_pos_emb"].data_ptr()], hidden, level), *rest
+            return self._add_features(self._by_angles[given["rotary_pos_emb"].data_ptr()], hidden, level), *rest
 
         return hook
 
-    def _changed(self, run: _Pass, hidden: Tensor, level: int) -> Tensor:
+    def _add_features(self, run: _Pass, hidden: Tensor, level: int) -> Tensor:
         """Return hidden states [T, b, hidden] with the features of a level.
 
         They are inserted at level 0 and added at other levels.

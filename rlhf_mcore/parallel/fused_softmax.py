@@ -35,7 +35,7 @@ def can_compile() -> bool:
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     # The numbers of tokens and columns are kernel arguments, so one kernel serves all chunks.
     return torch.compile(function, dynamic=True)
 
@@ -45,7 +45,7 @@ def forward_chunk(logits: Tensor, labels: Tensor, columns: _Columns, with_entrop
 
     The logits do not change.
     """
-    compute = _compiled(_sums_with_entropy if with_entropy else _sums)
+    compute = _compile(_sums_with_entropy if with_entropy else _sums)
     peak, *sums = compute(columns.width, columns.temperature, logits)
     if columns.is_shared(logits):
         own = peak.clone()
@@ -80,24 +80,24 @@ def compute_gradient(
     if grad_entropy is not None:
         arguments += (grad_entropy, entropy)  # type: ignore[assignment]
     function = _gradient if grad_entropy is None else _gradient_with_entropy
-    gradient: Tensor = _compiled(function)(columns.width, columns.temperature, *arguments)
+    gradient: Tensor = _compile(function)(columns.width, columns.temperature, *arguments)
     return gradient
 
 
-def _scaled(logits: Tensor, width: int, temperature: float) -> tuple[Tensor, Tensor]:
+def _scale(logits: Tensor, width: int, temperature: float) -> tuple[Tensor, Tensor]:
     """Return scaled logits in fp32, -inf for padding, and the column numbers."""
     numbers = torch.arange(logits.size(1), device=logits.device)
     return torch.where(numbers < width, logits.float() / temperature, -torch.inf), numbers
 
 
 def _sums(width: int, temperature: float, logits: Tensor) -> tuple[Tensor, Tensor]:
-    z, _ = _scaled(logits, width, temperature)
+    z, _ = _scale(logits, width, temperature)
     peak = z.amax(1).clamp_min(torch.finfo(z.dtype).min)  # finite even if all columns are padding
     return peak, (z - peak[:, None]).exp().sum(1)
 
 
 def _sums_with_entropy(width: int, temperature: float, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    z, _ = _scaled(logits, width, temperature)
+    z, _ = _scale(logits, width, temperature)
     peak = z.amax(1).clamp_min(torch.finfo(z.dtype).min)
     relative = z - peak[:, None]
     weights = relative.exp()
@@ -107,7 +107,7 @@ def _sums_with_entropy(width: int, temperature: float, logits: Tensor) -> tuple[
 def _gradient(
     width: int, temperature: float, logits: Tensor, peak: Tensor, log_sum: Tensor, at_label: Tensor, of_logprobs: Tensor
 ) -> Tensor:
-    z, numbers = _scaled(logits, width, temperature)
+    z, numbers = _scale(logits, width, temperature)
     # Subtract in this order, so that an offset that all logits share costs no precision.
     p = ((z - peak[:, None]) - log_sum[:, None]).exp()
     grad = torch.where(numbers == at_label[:, None], of_logprobs[:, None], 0.0) - p * of_logprobs[:, None]
@@ -125,7 +125,7 @@ def _gradient_with_entropy(
     of_entropy: Tensor,
     entropy: Tensor,
 ) -> Tensor:
-    z, numbers = _scaled(logits, width, temperature)
+    z, numbers = _scale(logits, width, temperature)
     log_p = (z - peak[:, None]) - log_sum[:, None]
     p = log_p.exp()
     # Padding has p = 0 and log p = -inf, whose product must be 0.

@@ -108,7 +108,7 @@ def _logits(hidden: Tensor, weight: Tensor, low: Tensor | None, rows: Tensor | N
     return logits if low is None or rows is None else logits.addmm_(low, rows.t())
 
 
-def _fused(hidden: Tensor, wanted: Wanted) -> ModuleType | None:
+def _find_kernels(hidden: Tensor, wanted: Wanted) -> ModuleType | None:
     """Return the module of kernels that compute the softmax on a GPU.
 
     Return None to use plain torch, for example if sums need a fixed order.
@@ -147,7 +147,7 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.columns, ctx.block, ctx.wanted, ctx.main_grad = columns, block, wanted, main_grad
-        ctx.fused, ctx.chunk, kept = _fused(hidden, wanted), block, None
+        ctx.fused, ctx.chunk, kept = _find_kernels(hidden, wanted), block, None
         if len(hidden) <= block:
             kept = _logits(hidden, weight, low, rows)
             if ctx.fused is None:
@@ -161,7 +161,7 @@ class _Linear(torch.autograd.Function):
                 part = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
             else:
                 part = kept[a:b]
-            return part if ctx.fused is not None else columns.scaled(part)
+            return part if ctx.fused is not None else columns.scale(part)
 
         of_chunk = None if ctx.fused is None else ctx.fused.forward_chunk
         results, sums = _forward(logits, labels, ctx.chunk, columns, wanted, keeps=kept is not None, of_chunk=of_chunk)
@@ -206,7 +206,7 @@ class _Linear(torch.autograd.Function):
         and torch rejects a second backward pass.
         """
         if has_peak:
-            z = ctx.columns.scaled(z)
+            z = ctx.columns.scale(z)
         else:
             sums = [None, *sums[1:]]
         for a, b in _chunks(len(z), ctx.chunk):
@@ -271,7 +271,7 @@ class _Columns:
         first = group.rank() * columns
         return cls(group, first, vocab_size - first, temperature)
 
-    def scaled(self, logits: Tensor) -> Tensor:
+    def scale(self, logits: Tensor) -> Tensor:
         """Divide logits by the temperature in fp32, and set padding columns to -inf.
 
         The logits may be overwritten.

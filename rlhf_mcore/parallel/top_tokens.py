@@ -50,7 +50,7 @@ def top_tokens(
     parts = []
     for a, b in _chunks(len(hidden), chunk_tokens or chunk_tokens_of(len(weight))):
         logits = _logits(hidden[a:b].to(weight.dtype), weight, None if low is None else low[a:b], rows)
-        parts.append(_top_of_chunk(columns.scaled(logits), count, columns))
+        parts.append(_top_of_chunk(columns.scale(logits), count, columns))
     return torch.cat(parts)
 
 
@@ -58,7 +58,7 @@ def _top_of_chunk(z: Tensor, count: int, columns: _Columns) -> Tensor:
     largest = z.topk(min(count, z.size(1)))
     values, ids = largest.values, largest.indices + columns.first
     if columns.is_shared(z):
-        values, ids = _joined(values, columns), _joined(ids, columns)
+        values, ids = _gather_columns(values, columns), _gather_columns(ids, columns)
         values, places = values.topk(count)
         ids = ids.gather(1, places)
     rest = _log_rest(z, ids, columns)
@@ -67,7 +67,7 @@ def _top_of_chunk(z: Tensor, count: int, columns: _Columns) -> Tensor:
     return torch.stack([torch.cat([ids.float(), -torch.ones_like(rest)[:, None]], dim=1), logprobs], dim=1)
 
 
-def _joined(values: Tensor, columns: _Columns) -> Tensor:
+def _gather_columns(values: Tensor, columns: _Columns) -> Tensor:
     """Concatenate values [n, k] of all ranks along dimension 1. Collective over the columns' group."""
     parts = [torch.empty_like(values) for _ in range(columns.group.size())]
     dist.all_gather(parts, values.contiguous(), group=columns.group)

@@ -125,16 +125,16 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+        return _rotate(x, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
+        return _rotate(grad, cos, -sin), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = x.new_empty(x.shape)
     for rows, to, c, s in _blocks(x, out, cos, sin):
         (a, b), (to_a, to_b) = rows.chunk(2, dim=-1), to.chunk(2, dim=-1)

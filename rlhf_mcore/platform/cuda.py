@@ -190,14 +190,14 @@ class CudaPlatform(Platform):
     def in_thread(self, work: Callable[[], None]) -> Future[None]:
         device, so_far = self.device(), torch.cuda.current_stream().record_event()
 
-        def beside() -> None:
+        def run_on_own_stream() -> None:
             stream = torch.cuda.Stream(device)  # each thread has its own current device
             stream.wait_event(so_far)
             with torch.cuda.stream(stream):
                 work()
             stream.synchronize()
 
-        return super().in_thread(beside)
+        return super().in_thread(run_on_own_stream)
 
 
 def _permute(

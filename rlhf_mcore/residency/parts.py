@@ -53,7 +53,7 @@ class MovablePart:
             offset += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._host_bytes, self._allocate = offset, platform.host_buffer
 
-    def changed(self) -> None:
+    def mark_modified(self) -> None:
         """Mark the device's tensors as modified."""
         self._is_stored = False
 

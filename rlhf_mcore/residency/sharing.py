@@ -62,7 +62,7 @@ class DeviceSharing:
             for part in parts:
                 part.users -= 1
                 if writes:
-                    part.changed()
+                    part.mark_modified()
                 if not part.users:
                     part.ready()
                     part.begin_storing()

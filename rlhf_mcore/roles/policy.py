@@ -283,7 +283,7 @@ def recorded_routes(model: RoleModel, batch: TrainBatch) -> Iterator[None]:
     yield
     experts = model.spec.geometry.experts
     assert experts is not None, "config.validate refuses dense models"
-    found = RowOutputs(model.deal(batch), *(routing.recorded() if routing is not None else ()))
+    found = RowOutputs(model.deal(batch), *(routing.pop_recorded() if routing is not None else ()))
     shape = len(model.spec.geometry.moe_layers), experts.per_token
     batch.fields[ROUTES] = model.to_owners(batch, found, shape, torch.int16)
 

@@ -196,24 +196,24 @@ class StateReader:
     def _parse(self, name: str, entry: Any, shape: tuple[int, ...]) -> _StoredTensor:
         """Parse an entry of the index, and check everything that needs no tensor file."""
 
-        def damaged(problem: str) -> ConfigError:
+        def damage_error(problem: str) -> ConfigError:
             return self._damage_error(f"tensor {name}: {problem}")
 
         if not isinstance(entry, dict) or entry.keys() != {"shape", "kinds", "regions"}:
-            raise damaged("its entry does not consist of shape, kinds and regions")
+            raise damage_error("its entry does not consist of shape, kinds and regions")
         kinds, listed = entry["kinds"], entry["regions"]
         if entry["shape"] != list(shape):
-            raise damaged(f"shape {entry['shape']}, but config.json requires {list(shape)}")
+            raise damage_error(f"shape {entry['shape']}, but config.json requires {list(shape)}")
         if not isinstance(kinds, list) or not set(map(str, kinds)) <= set(KINDS):
-            raise damaged(f"kinds {kinds} are not all in {list(KINDS)}")
+            raise damage_error(f"kinds {kinds} are not all in {list(KINDS)}")
         if not isinstance(listed, list):
-            raise damaged("regions is not a list")
+            raise damage_error("regions is not a list")
         full, parsed = whole(shape), []
         for region in listed:
             if (rectangle := _rectangle_of(region)) is None or not full.contains(rectangle):
-                raise damaged(f"{region} is not a valid region")
+                raise damage_error(f"{region} is not a valid region")
             if type(region[0]) is not int or not 0 <= region[0] < len(self._files):
-                raise damaged(f"{region} is not a valid region")
+                raise damage_error(f"{region} is not a valid region")
             parsed.append((region[0], rectangle))
         return _StoredTensor(kinds, parsed)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rules import Shapes
-from rlhf_mcore.bridge.map.strided import covered, unfilled
+from rlhf_mcore.bridge.map.strided import covered_rectangles, find_padding
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, Recorder, recorded_layout, trace
 from rlhf_mcore.families.adapters import hf_module, pairs_of
 from rlhf_mcore.families.quantised import quantisation as quantisation_of
@@ -91,7 +91,7 @@ def _trace_slots(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Engi
     parameters = []
     for name, tensor in slots.items():
         pieces, shape = recorder.of((name,))[0], tuple(tensor.shape)
-        padding = unfilled(shape, tuple(box for piece in pieces for box in covered(piece, shape)))
+        padding = find_padding(shape, tuple(box for piece in pieces for box in covered_rectangles(piece, shape)))
         parameters.append(EngineParameter(name, shape, tensor.dtype, tuple(pieces), padding))
     reached = {hf_module(piece.hf_name) for parameter in parameters for piece in parameter.pieces}
     assert reached == {hf_module(name) for name in shapes}, "declared by the engine's kind"

@@ -59,7 +59,7 @@ class QuantisedNames:
             return scale_pieces(self._names.pieces(weight), self.kind)
         return self._names.pieces(parameter)
 
-    def sent(self, parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
+    def describe_sent(self, parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
         """Describe the sent tensors of a rank. Quantised weights and their scales are meta tensors."""
         sent = []
         for parameter in parameters:
@@ -73,7 +73,7 @@ class QuantisedNames:
             sent.append(replace(parameter, name=parameter.name + SCALES, tensor=scales))
         return sent
 
-    def cut(self, sources: Sequence[Place]) -> list[str]:
+    def find_split_tensors(self, sources: Sequence[Place]) -> list[str]:
         """Name the tensors with blocks that no single rank holds whole, in network order."""
         # Pieces cover each tensor: if one piece ends within a block, another piece begins within it.
         starts = {(piece.hf_name, piece.start) for place in sources for piece in place.pieces}

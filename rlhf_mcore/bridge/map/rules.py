@@ -236,7 +236,7 @@ def _of_stack(name: str, shape: tuple[int, ...], expert: int) -> Piece:
     return Piece(name, (expert, *(0 for _ in shape[1:])), (1, *shape[1:]), 0, strides)
 
 
-def _replicated(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
+def _describe_replicated(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
     """Describe tensors that every rank stores whole. Several tensors (adapters' As) are stacked by rows."""
     position = 0
     for name, shape in shapes.items():
@@ -269,7 +269,7 @@ def _vocab_parallel(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[
             yield _rows(name, shape, first, count, 0)
 
 
-def _transposed(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
+def _describe_transposed(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
     """Describe a matrix that every rank stores whole and transposed."""
     for name, shape in shapes.items():
         yield Piece(name, (0, 0), shape, 0, (1, shape[0]))
@@ -367,13 +367,13 @@ def _delta_by_head(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[P
 
 
 _SPLITS: dict[str, Callable[[Shapes, ModelGeometry, Shard], Iterator[Piece]]] = {
-    "replicated": _replicated,
+    "replicated": _describe_replicated,
     "column_parallel": _column_parallel,
     "row_parallel": _row_parallel,
     "vocab_parallel": _vocab_parallel,
     "qkv": _qkv,
     "gated_qkv": _gated_qkv,
-    "transposed": _transposed,
+    "transposed": _describe_transposed,
     "vocab_columns": _vocab_columns,
     "delta": _delta,
     "delta_by_head": _delta_by_head,

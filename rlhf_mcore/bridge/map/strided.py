@@ -36,7 +36,7 @@ def copied_pieces(hf_name: str, hf_shape: tuple[int, ...], source: View, destina
     return [Piece(hf_name, *where) for where in _list_copies(hf_shape, source, destination)]
 
 
-def covered(piece: Piece, shape: tuple[int, ...]) -> list[Rectangle]:
+def covered_rectangles(piece: Piece, shape: tuple[int, ...]) -> list[Rectangle]:
     """List the parts of a contiguous local tensor of ``shape`` that a piece fills, in the local tensor's coordinates."""
     local = View(piece.offset, piece.shape, piece.strides)
     return [Rectangle(start, extent) for start, extent, _, _ in _list_copies(shape, local, local)]
@@ -58,14 +58,14 @@ def _list_copies(hf_shape: tuple[int, ...], source: View, destination: View) -> 
         start = _unravel(offset, hf_shape)
         placed = _place(start, todo, hf_shape)
         if isinstance(placed, int):
-            work.extend(_cut(offset, target, todo, placed, start, hf_shape))
+            work.extend(_split_step(offset, target, todo, placed, start, hf_shape))
         else:
             copies.append(_rectangle(start, placed, target))
     return sorted(copies, key=lambda piece: piece[2])
 
 
 @cache
-def unfilled(shape: tuple[int, ...], filled: tuple[Rectangle, ...]) -> tuple[Interval, ...]:
+def find_padding(shape: tuple[int, ...], filled: tuple[Rectangle, ...]) -> tuple[Interval, ...]:
     """List the elements of a contiguous tensor outside some rectangles, as maximal ascending intervals.
 
     Raises:
@@ -106,7 +106,7 @@ def _place(start: tuple[int, ...], dims: list[_Dim], shape: tuple[int, ...]) -> 
     return placed
 
 
-def _cut(
+def _split_step(
     offset: int, target: int, dims: list[_Dim], number: int, start: tuple[int, ...], shape: tuple[int, ...]
 ) -> Iterator[tuple[int, int, list[_Dim]]]:
     """Make one step towards rectangles: split a dimension that spans whole rows in two, enumerate any other."""

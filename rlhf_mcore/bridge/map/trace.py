@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import Interval, Rectangle
-from rlhf_mcore.bridge.map.strided import View, copied_pieces, covered, unfilled
+from rlhf_mcore.bridge.map.strided import View, copied_pieces, covered_rectangles, find_padding
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import ADAPTER_SLOTS
 
@@ -172,7 +172,7 @@ def _padding(
     """
     shape = tuple(layout.shape)
     try:
-        padding = unfilled(shape, tuple([box for piece in pieces for box in covered(piece, shape)]))
+        padding = find_padding(shape, tuple([box for piece in pieces for box in covered_rectangles(piece, shape)]))
     except ValueError as error:
         raise ValueError(f"engine parameter {names[0]}: {error}") from error
     missing = sum(end - begin for begin, end in padding)
@@ -256,7 +256,7 @@ class Recorder(TorchDispatchMode):
         target = View(int(destination.storage_offset() - base), tuple(destination.shape), destination.stride())
         origin = View(int(source.storage_offset()), tuple(source.shape), source.stride())
         for piece in copied_pieces(hf_name, self._hf_shapes[hf_name], origin, target):
-            for box in covered(piece, tuple(self._layouts[name].shape)):
+            for box in covered_rectangles(piece, tuple(self._layouts[name].shape)):
                 self._pieces[name][box] = piece  # if two writes hit the same place, the last one counts
 
     def of(self, names: tuple[str, ...]) -> tuple[list[Piece], Tensor]:

@@ -173,14 +173,14 @@ class Schedule:
         key = (tensor.item_bytes, tensor.sources.tiling(), tensor.destinations.tiling())
         pattern = self._pattern(name, key)
         if not pattern.windows:
-            pattern.windows = list(self._cut(name, tensor, pattern))
+            pattern.windows = list(self._split_into_windows(name, tensor, pattern))
         units = []
         for window in pattern.windows:
             units.append(Unit(name, tensor, window, window.pattern.count))
             window.pattern.count += 1
         return units
 
-    def _cut(self, name: str, tensor: TensorPieces, pattern: Pattern) -> Iterator[Window]:
+    def _split_into_windows(self, name: str, tensor: TensorPieces, pattern: Pattern) -> Iterator[Window]:
         """Cut a tensor into windows that fit a bucket each."""
         if self._worst(pattern) <= self.bucket_bytes:
             sources, destinations = tensor.sources.pieces, tensor.destinations.pieces

@@ -113,7 +113,7 @@ class SeparateAdapterSources(_AdapterSources):
         tensor = self._adapter(name)
         if base_name(name)[1] != B:
             return tensor
-        return scaled(tensor, self._sizes.scale)
+        return scale_b(tensor, self._sizes.scale)
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def merge(
     return merged
 
 
-def scaled(b: Tensor, scale: float) -> Tensor:
+def scale_b(b: Tensor, scale: float) -> Tensor:
     """Multiply an adapter's scale into its B, for layers that add B A without a scale."""
     return (b.to(_product_dtype(b)) * scale).to(b.dtype)
 

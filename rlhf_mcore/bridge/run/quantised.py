@@ -61,14 +61,14 @@ def largest_magnitudes(part: Tensor, start: Sequence[int], kind: Quantisation) -
     first, shape = kind.blocks(tuple(start), tuple(part.shape))
     largest = part.new_zeros(shape, dtype=torch.float32)
     for rows, chunk in _chunks(part, kind.block[0]):
-        grouped = _grouped(chunk, (start[0] + rows, start[1]), kind)
+        grouped = _view_as_blocks(chunk, (start[0] + rows, start[1]), kind)
         low = (start[0] + rows) // kind.block[0] - first[0]
         table = largest[low : low + grouped.shape[0]]
         torch.maximum(table, grouped.abs().amax(dim=(1, 3)).float(), out=table)
     return largest
 
 
-def _grouped(part: Tensor, start: Sequence[int], kind: Quantisation) -> Tensor:
+def _view_as_blocks(part: Tensor, start: Sequence[int], kind: Quantisation) -> Tensor:
     """View a rectangle as [blocks, rows per block, blocks, columns per block]. Pad partial blocks with zeros."""
     padding, shape = list[int](), list[int]()
     for begin, count, size in zip(start, part.shape, kind.block, strict=True):
@@ -167,7 +167,7 @@ class QuantisedSources(BuiltSources):
         self._pieces = {name: pieces for name, pieces in of_rank.items() if are_quantised(pieces, names.kind)}
         self._cut: dict[str, tuple[int, tuple[int, ...]]] = {}  # tensors with blocks on several ranks: offset and shape
         self._cut_numel, shapes = 0, names.shapes()
-        for name in names.cut(places):
+        for name in names.find_split_tensors(places):
             shape = shapes[name + self._kind.suffix]
             self._cut[name] = self._cut_numel, shape
             self._cut_numel += prod(shape)

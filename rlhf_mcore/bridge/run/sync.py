@@ -212,7 +212,7 @@ class PlannedBridge:
         of_8_bits = None if sent.quantisation is None else QuantisedNames(sent.names(), sent.quantisation)
         stores_8_bits = of_8_bits is not None and getattr(torch, of_8_bits.kind.dtype) in engine_dtypes.values()
         if of_8_bits is not None and stores_8_bits:
-            names, parameters = of_8_bits, of_8_bits.sent(parameters)
+            names, parameters = of_8_bits, of_8_bits.describe_sent(parameters)
         pieces_of, shapes = names.pieces, names.shapes()
         self._aliases = {"lm_head.weight": embedding_name(sent.geometry)} if sent.geometry.tied_embeddings else {}
         self._last: _Transfer | None = None  # the transfer whose values the receivers hold

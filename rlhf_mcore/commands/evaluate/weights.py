@@ -15,7 +15,7 @@ from rlhf_mcore.bridge.files.formats.convert import checked_types
 from rlhf_mcore.bridge.files.formats.source import AdaptedSource, ModelSource
 from rlhf_mcore.bridge.files.hf_files import COMPANIONS, HFReader, open_adapters
 from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes
-from rlhf_mcore.bridge.run.merged import scaled
+from rlhf_mcore.bridge.run.merged import scale_b
 from rlhf_mcore.commands.evaluate.checkpoints import EvaluatedModel
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
@@ -122,7 +122,7 @@ class EngineAdapters:
         reader, geometry = open_adapters(self.directories[number], read_geometry(self.base))
         assert geometry.adapter is not None
         tensors = {name: reader.read(name, (slice(None),) * 2) for name in hf_shapes(geometry)}
-        return {module: (a, scaled(b, geometry.adapter.scale)) for module, (a, b) in pairs_of(tensors).items()}
+        return {module: (a, scale_b(b, geometry.adapter.scale)) for module, (a, b) in pairs_of(tensors).items()}
 
 
 def engine_adapters(cfg: Config, models: Sequence[EvaluatedModel]) -> EngineAdapters | None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
-from rlhf_mcore.bridge.map.strided import View, copied_pieces, covered
+from rlhf_mcore.bridge.map.strided import View, copied_pieces, covered_rectangles
 
 
 def as_view(tensor: torch.Tensor) -> View:
@@ -120,6 +120,6 @@ def test_a_scalar() -> None:
 
 def test_what_a_piece_covers_in_local_coordinates() -> None:
     piece = Piece("w", (8, 0), (2, 4), 24, (4, 1))
-    assert covered(piece, (10, 4)) == [((6, 0), (2, 4))]
+    assert covered_rectangles(piece, (10, 4)) == [((6, 0), (2, 4))]
     expert = Piece("w", (0, 0), (2, 3), 6, (3, 1))
-    assert covered(expert, (4, 2, 3)) == [((1, 0, 0), (1, 2, 3))]
+    assert covered_rectangles(expert, (4, 2, 3)) == [((1, 0, 0), (1, 2, 3))]

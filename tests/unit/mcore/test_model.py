@@ -29,7 +29,7 @@ from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups, use_groups
 from rlhf_mcore.mcore.model import MegatronModel, Metrics, rng_tracker_states, scalar_outputs, set_rng_tracker_states
 from rlhf_mcore.mcore.model_spec import load_spec
-from rlhf_mcore.mcore.momentum import orthogonalized, update_scale
+from rlhf_mcore.mcore.momentum import orthogonalize, update_scale
 from rlhf_mcore.mcore.weights import _global_name, unwrap
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
@@ -250,7 +250,7 @@ def test_muon_steps_the_fp32_masters_of_matrices_and_adamw_the_rest(tmp_path: Pa
     for hf_name in ("q_proj", "k_proj", "v_proj"):
         parts = [p for p in matrices_of(geometry)(name, held[name].shard, 0, after.numel()) if hf_name in p.name]
         was, moved, given = (torch.cat([p.of(flat) for p in parts]) for flat in (before, after, gradient))
-        direction = orthogonalized((given + 0.95 * given).bfloat16()) * update_scale(*parts[0].shape)  # Nesterov
+        direction = orthogonalize((given + 0.95 * given).bfloat16()) * update_scale(*parts[0].shape)  # Nesterov
         torch.testing.assert_close(moved, was * 0.95 - 0.1 * direction.float())
     assert model.optimizer.unrounded_masters() == [] and model.optimizer.scalars()["step"] == 1
 

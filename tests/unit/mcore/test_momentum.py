@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.mcore import momentum
-from rlhf_mcore.mcore.momentum import MatrixExchange, MatrixPart, MomentumSteps, MuonRange, orthogonalized, update_scale
+from rlhf_mcore.mcore.momentum import MatrixExchange, MatrixPart, MomentumSteps, MuonRange, orthogonalize, update_scale
 from tests.unit.parallel.world import ThreadGroup, rank_threads, run_ranks
 
 __all__ = ["rank_threads"]
@@ -52,8 +52,7 @@ def test_every_rank_gets_its_parts_of_whole_matrices(
     torch.manual_seed(0)
     before = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     after = {
-        name: (orthogonalized(matrix.to(dtype)) * update_scale(*matrix.shape)).float()
-        for name, matrix in before.items()
+        name: (orthogonalize(matrix.to(dtype)) * update_scale(*matrix.shape)).float() for name, matrix in before.items()
     }
 
     def rank(group: ThreadGroup) -> None:

@@ -167,11 +167,6 @@ class AdaptedSource:
         self._modules = {f"{module}.weight": module for module in adapted_modules(geometry)}
         self._product: tuple[str, Tensor] = ("", torch.empty(0))  # the tensor of the last read, and its product
 
-    @property
-    def adapted(self) -> list[str]:
-        """Names of the tensors that have an adapter."""
-        return list(self._modules)
-
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Read rows of a tensor, with the adapters added."""
         if name in self._whole:
