@@ -146,7 +146,7 @@ def metrics_page() -> str:
 
 
 def _metric(metric: Metric) -> tuple[str, ...]:
-    return f"`{metric.name}`", _text(metric.meaning), metric.unit, _text(metric.range), _text(metric.what_to_do)
+    return f"`{metric.name}`", _text(metric.meaning), metric.unit, _text(metric.range), _text(metric.advice)
 
 
 def health_page() -> str:

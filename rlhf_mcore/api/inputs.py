@@ -33,10 +33,10 @@ _NOT_THE_RUN = (*FREE, "trainer.num_steps", "data.train", "data.eval")
 
 def refusal(name: str, value: Any, remedy: str) -> ConfigError:
     """Return the error for an invalid argument."""
-    return ConfigError(f"{name}={shown(value)} is not valid; {remedy}")
+    return ConfigError(f"{name}={shorten_value(value)} is not valid; {remedy}")
 
 
-def shown(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """Return a shortened value for a message."""
     return shorten(repr(value) if isinstance(value, str) else value)
 
@@ -230,12 +230,12 @@ def rows_of(name: str, given: Any, prompt_key: Any) -> list[str] | bytes:
     if hasattr(given, "to_dict") and hasattr(given, "columns"):
         given = given.to_dict("records")
     if isinstance(given, str | Mapping):
-        raise ConfigError(f"{name}={shown(given)} is one prompt; {wanted}")
+        raise ConfigError(f"{name}={shorten_value(given)} is one prompt; {wanted}")
     if isinstance(given, bytes) or not isinstance(given, Iterable):
         raise refusal(name, given, wanted)
     rows = list(given)
     if not rows:
-        raise ConfigError(f"{name}={shown(given)} has no rows; {wanted}")
+        raise ConfigError(f"{name}={shorten_value(given)} has no rows; {wanted}")
     if all(isinstance(row, os.PathLike) or _is_data_file(row) for row in rows):
         return [str(checked_path(name, row)) for row in rows]
     key = prompt_key if isinstance(prompt_key, str) else "prompt"
@@ -251,9 +251,9 @@ def _line(name: str, row: Any, prompt_key: str, wanted: str) -> bytes:
     if isinstance(row, str) or is_conversation:
         row = {prompt_key: row}
     if not isinstance(row, Mapping):
-        raise ConfigError(f"{name}: {shown(row)} is not a prompt; {wanted}")
+        raise ConfigError(f"{name}: {shorten_value(row)} is not a prompt; {wanted}")
     if wrong := [column for column in row if not isinstance(column, str)]:
-        raise ConfigError(f"{name}: the column name {shown(wrong[0])} of a row is not a text; {wanted}")
+        raise ConfigError(f"{name}: the column name {shorten_value(wrong[0])} of a row is not a text; {wanted}")
     extra = {column: value for column, value in row.items() if column not in (prompt_key, *_COLUMNS)}
     if extra and isinstance(row.get("extra_info") or {}, Mapping):  # rewards read further columns from extra_info
         row = {**row, "extra_info": {**extra, **(row.get("extra_info") or {})}}
@@ -261,7 +261,7 @@ def _line(name: str, row: Any, prompt_key: str, wanted: str) -> bytes:
         return json_line(row)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{name}: {shown(row)} cannot be written as JSON ({error}); store such values as texts or numbers"
+            f"{name}: {shorten_value(row)} cannot be written as JSON ({error}); store such values as texts or numbers"
         ) from error
 
 

@@ -36,7 +36,7 @@ from rlhf_mcore.checkpoint.manifest import (
     hash_file,
     read_manifest,
 )
-from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.foreign import INDEX, parse_json, read_json, shorten
 from rlhf_mcore.own_files import own_directory, refuse_link
 
@@ -145,7 +145,7 @@ def checked_model(
     """
     problems = verify_chain(checkpoint, hashes=hashes, model=role)
     if damage := [problem for problem in problems if problem.is_damage]:
-        raise ConfigError(f"{checkpoint} is damaged ({shortened(damage, 3)}); choose another checkpoint")
+        raise ConfigError(f"{checkpoint} is damaged ({join_first(damage, 3)}); choose another checkpoint")
     if problems:
         report(problems)
     return readable(checkpoint, role, scratch)

@@ -162,7 +162,7 @@ class Expected:
             return longest[0]
         return longest[-1] if longest else None
 
-    def measured(self, seconds: float) -> None:
+    def add(self, seconds: float) -> None:
         """Add a measurement."""
         self.recent = [*self.recent, seconds][-WINDOW:]
 
@@ -225,7 +225,7 @@ class Triggers:
             ConfigError: the evaluation does not have the configured metric.
         """
         now = self.clock()
-        self.step_s.measured(now - self._mark)
+        self.step_s.add(now - self._mark)
         self._mark = now
         earlier, self._epoch_mark = self._epoch_mark, self._count_epochs()
         best = self._update_best(step, metrics)
@@ -254,7 +254,7 @@ class Triggers:
 
     def record_save(self, step: int, seconds: float) -> None:
         """Note that a checkpoint of ``step`` was committed. Blocking or in the background, its save took ``seconds``."""
-        self.save_s.measured(seconds)
+        self.save_s.add(seconds)
         self._saved_step = step
         self._mark = self._last_save = self.clock()
         # Remove the request, unless it was repeated after it was observed.

@@ -130,7 +130,7 @@ def report_errors(main: Callable[P, int]) -> Callable[P, int]:
     """Decorate a command to report user errors and invalid paths in one message, and to return their exit code."""
 
     @functools.wraps(main)
-    def reported(*args: P.args, **kwargs: P.kwargs) -> int:
+    def call_main(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
             return main(*args, **kwargs)
         except (ConfigError, OSError) as error:
@@ -138,7 +138,7 @@ def report_errors(main: Callable[P, int]) -> Callable[P, int]:
                 raise  # ``cli.main`` discards the rest of the output
             return report_of_tool(error)
 
-    return reported
+    return call_main
 
 
 def kind_of(error: BaseException) -> str:

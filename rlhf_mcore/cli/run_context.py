@@ -29,7 +29,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.yaml_text import to_yaml
 from rlhf_mcore.data.examples import TokenizedExample, load_examples
 from rlhf_mcore.data.image_rows import ImageReader
-from rlhf_mcore.data.rendering import shown
+from rlhf_mcore.data.rendering import preview_prompt
 from rlhf_mcore.data.source import image_reader, load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.parallel.collectives import on_every_rank
@@ -118,7 +118,7 @@ def _load_data(
             f"a step would hold {one} twice. Lower it, or add data."
         )
     first = train[0].prompt_ids
-    note(shown(tokenizer.decode(first), len(first)))
+    note(preview_prompt(tokenizer.decode(first), len(first)))
     return Data(tokenizer, train, held_out[: cfg.evaluate.max_prompts])
 
 

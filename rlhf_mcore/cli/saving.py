@@ -25,7 +25,7 @@ from rlhf_mcore.checkpoint.registry import Registry, Stateful
 from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.saved_checkpoint import SharedChecker, serve
-from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.config.rules.run import ARCHIVE, DELTAS
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import time_left
@@ -263,7 +263,7 @@ class Restorer:
         problems = checker.verify(checkpoint, hashes=hashes)
         if damage := [problem for problem in problems if problem.is_damage]:
             raise ConfigError(
-                f"checkpoint.load_best_model_at_end: checkpoint-{step}, the best one, is damaged ({shortened(damage, 3)}); "
+                f"checkpoint.load_best_model_at_end: checkpoint-{step}, the best one, is damaged ({join_first(damage, 3)}); "
                 "the last one is whole, use that"
             )
         names = [model.name for model in self.models]

@@ -129,7 +129,7 @@ def _run_ranks(args: argparse.Namespace, supervisor: Supervisor, port: int) -> i
         logs_specs=_logs_specs(args),
         log_line_prefixes=dict.fromkeys(local_ranks, ""),
     )
-    supervisor.ranks.watch(supervisor.stalled)
+    supervisor.ranks.watch(supervisor.end_stalled_run)
     try:
         result = context.wait(period=POLL_S)
     except SignalException as ended:
@@ -250,7 +250,7 @@ class Supervisor:
                 failure.local_rank,
                 tail=True,
             )
-        elif left := [number for number in self._unfinished() if number not in failures]:
+        elif left := [number for number in self._list_unfinished() if number not in failures]:
             self._say(_LEFT.format(left[0]), left[0])
         else:
             self._say(errors[rank]["message"], rank)
@@ -258,16 +258,16 @@ class Supervisor:
 
     def check_done(self) -> int:
         """Return exit code 0 only if all ranks have finished the run."""
-        if unfinished := self._unfinished():
+        if unfinished := self._list_unfinished():
             self._say(_LEFT.format(unfinished[0]), unfinished[0])
             return FAILED
         return DONE
 
-    def _unfinished(self) -> list[int]:
+    def _list_unfinished(self) -> list[int]:
         """List the ranks that have started and have not reported the end of the run."""
         return sorted(number for number, told in self.ranks.read().items() if not told.get("done"))
 
-    def stalled(self, message: str, blamed: list[int]) -> None:
+    def end_stalled_run(self, message: str, blamed: list[int]) -> None:
         """End a run that makes no progress. Does not return."""
         for pid in children():
             with contextlib.suppress(OSError):

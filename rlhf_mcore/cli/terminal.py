@@ -26,7 +26,7 @@ def say(text: object = "", *, file: TextIO | None = None, end: str = "\n", flush
     print(for_terminal(str(text)), file=sys.stdout if file is None else file, end=end, flush=flush)
 
 
-def aligned(rows: Iterable[Sequence[str]], indent: str = "") -> Iterator[str]:
+def align_columns(rows: Iterable[Sequence[str]], indent: str = "") -> Iterator[str]:
     """Yield one line per row, with the cells aligned in columns."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -86,7 +86,7 @@ def working(what: str, total: int | None = None, console: Console | None = None)
         yield begin
 
 
-def counted(rows: Iterable[T], what: str) -> Iterator[T]:
+def show_progress(rows: Iterable[T], what: str) -> Iterator[T]:
     """Yield ``rows``, and show the number of rows so far."""
     with working(what) as begin:
         for number, row in enumerate(rows):

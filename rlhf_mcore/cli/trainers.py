@@ -93,7 +93,7 @@ class PolicyModels:
             reward=models.reward_model() if cfg.reward.model.path is not None else None,
         )
 
-    def saved(self, cfg: Config) -> list[ModelToSave]:
+    def models_to_save(self, cfg: Config) -> list[ModelToSave]:
         """List the models whose weights change, which checkpoints contain."""
         saved = [ModelToSave("actor", self.actor.model, cfg.model.path)]
         if self.critic is not None:
@@ -157,7 +157,7 @@ def rl_trainer(run: RunContext) -> TrainingLoop:
     if models.critic is not None and models.critic.normalizer is not None:
         holders["return_normalizer"] = models.critic.normalizer
     checkpointer = build_checkpointer(
-        run, models.saved(cfg), holders, sampler, generation.ahead, generation.lengths, generation.room
+        run, models.models_to_save(cfg), holders, sampler, generation.ahead, generation.lengths, generation.room
     )
     if cfg.environment.function is not None:
         record.episodes = episode_files(cfg.logging.episode_traces)

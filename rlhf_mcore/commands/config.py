@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import add_completed, add_overrides, command_parser
-from rlhf_mcore.cli.terminal import aligned, say
+from rlhf_mcore.cli.terminal import align_columns, say
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import (
@@ -93,7 +93,7 @@ def _diff(args: argparse.Namespace) -> Iterator[str]:
     if not keys:
         yield "the same"
         return
-    yield from aligned((key, _show_value(first.get(key)), _show_value(second.get(key))) for key in keys)
+    yield from align_columns((key, _show_value(first.get(key)), _show_value(second.get(key))) for key in keys)
 
 
 def _read(name: str, overrides: Sequence[str] = ()) -> Config:
@@ -130,7 +130,9 @@ def _explain(name: str) -> Iterator[str]:
 def _group(key: str) -> Iterator[str]:
     yield f"{key}: {_meaning(key)}"
     inside = [known for known in KEYS if known.startswith(f"{key}.") and "." not in known[len(key) + 1 :]]
-    yield from aligned(((key, f"{_meaning(key)}{' ...' if is_group(key) else ''}") for key in inside), indent="  ")
+    yield from align_columns(
+        ((key, f"{_meaning(key)}{' ...' if is_group(key) else ''}") for key in inside), indent="  "
+    )
 
 
 def _meaning(key: str) -> str:
@@ -148,7 +150,7 @@ def _key(key: str) -> Iterator[str]:
         allowed = filter(None, (type_name(KEYS[key]), described.range, str(described.choices or "")))
         yield f"  type     {', '.join(allowed)}"
     inner = list(walk(item)) if is_group_type(item) else []
-    yield from aligned(((name, _plain(about.help)) for name, _, about in inner), indent="    ")
+    yield from align_columns(((name, _plain(about.help)) for name, _, about in inner), indent="    ")
     shown = f"{len(default)} of them" if inner else "has to be set" if default == "???" else _show_value(default)
     yield f"  default  {shown}"
     of_algorithm = key.removeprefix("algorithm.")

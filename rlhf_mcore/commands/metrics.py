@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import add_completed, command_parser
-from rlhf_mcore.cli.terminal import aligned, say
+from rlhf_mcore.cli.terminal import align_columns, say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.metrics.catalogue import GROUPS, matching, nearest_metric
@@ -44,7 +44,7 @@ def _lines(name: str | None) -> Iterator[str]:
     if name is None:
         for title, group in GROUPS.items():
             yield f"{title}:"
-            yield from aligned(((metric.name, metric.meaning) for metric in group), indent="  ")
+            yield from align_columns(((metric.name, metric.meaning) for metric in group), indent="  ")
         return
     metrics = list(matching(name))
     if not metrics:
@@ -53,6 +53,6 @@ def _lines(name: str | None) -> Iterator[str]:
         raise ConfigError(f"there is no metric {shorten(name)}; {hint}")
     for metric in metrics:
         yield f"{metric.name}: {metric.meaning}"
-        for label, text in (("unit", metric.unit), ("healthy", metric.range), ("else", metric.what_to_do)):
+        for label, text in (("unit", metric.unit), ("healthy", metric.range), ("else", metric.advice)):
             if text:
                 yield f"  {label:<8} {text}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.terminal import aligned, say, working
+from rlhf_mcore.cli.terminal import align_columns, say, working
 from rlhf_mcore.config.choices import ASKING, ROLLOUT
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
@@ -131,7 +131,7 @@ def as_text(report: TrialReport) -> str:
         right = f"{len(tried) - len(wrong)} of {len(tried)}" if tried else "not known"
         without = sum(score.failure is not None for score in scores)
         table.append((source, *map(str, (len(all_rows), right, len(empty), len(others), without))))
-    lines = [f"{report.key}: {len(report.rows)} of {report.seen} rows", "", *aligned(table)]
+    lines = [f"{report.key}: {len(report.rows)} of {report.seen} rows", "", *align_columns(table)]
     if warning := answered_text(report.rows, report.key):
         lines += ["", f"warning: {warning}"]
     if report.tops and not report.is_sound:

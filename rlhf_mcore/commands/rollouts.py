@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.terminal import aligned, say
+from rlhf_mcore.cli.terminal import align_columns, say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.rollout.remote.control import ask
 
@@ -75,4 +75,4 @@ def _ask(directory: Path, command: str, argument: str | None) -> list[dict[str, 
 def _table(engines: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield a header and one line per engine. An engine without weights has the version -1."""
     shown = [{**engine, "version": "none" if engine["version"] < 0 else engine["version"]} for engine in engines]
-    return aligned([[*_COLUMNS.values()], *([str(engine[key]) for key in _COLUMNS] for engine in shown)])
+    return align_columns([[*_COLUMNS.values()], *([str(engine[key]) for key in _COLUMNS] for engine in shown)])

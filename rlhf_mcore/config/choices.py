@@ -19,7 +19,7 @@ F = TypeVar("F")
 def registering(table: dict[str, F], declared: Collection[str]) -> Callable[[str], Callable[[F], F]]:
     """Return a decorator that adds objects to ``table``: ``@decorator("name")``."""
 
-    def named(name: str) -> Callable[[F], F]:
+    def decorate(name: str) -> Callable[[F], F]:
         assert name in declared, f"{name!r} is not declared in rlhf_mcore/config, so no configuration can choose it"
         assert name not in table, f"{name!r} is registered twice"
 
@@ -29,7 +29,7 @@ def registering(table: dict[str, F], declared: Collection[str]) -> Callable[[str
 
         return register
 
-    return named
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)

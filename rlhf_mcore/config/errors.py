@@ -15,7 +15,7 @@ _CONTROL = re.compile(
 _SHOWN = 40  # problems in one message, because a file of another format has thousands
 
 
-def shortened(items: Sequence[object], most: int = 5, separator: str = "; ") -> str:
+def join_first(items: Sequence[object], most: int = 5, separator: str = "; ") -> str:
     """Return the first ``most`` items as text, and the number of the others."""
     more = f"{separator}and {len(items) - most} more" if len(items) > most else ""
     return separator.join(map(str, items[:most])) + more

@@ -118,14 +118,14 @@ def _resolve_references(values: dict[str, Any], places: Mapping[str, str]) -> It
         try:
             OmegaConf.create({"value": value})
         except OmegaConfBaseException as error:
-            yield key, _unresolved(key, value, places, error)
+            yield key, _explain_unresolved(key, value, places, error)
             del written[key], values[key]
     tree = OmegaConf.create(merge(defaults, nest(values)))
     for key in sorted(written, key=lambda key: key != _PRESET):
         try:
             value = resolve(key)
         except (OmegaConfBaseException, RecursionError, ValueError) as error:
-            yield key, _unresolved(key, written[key], places, error)
+            yield key, _explain_unresolved(key, written[key], places, error)
             continue
         values[key] = value
         if key == _PRESET:  # other values may refer to keys of the preset
@@ -134,7 +134,7 @@ def _resolve_references(values: dict[str, Any], places: Mapping[str, str]) -> It
         values[key] = _mark(values[key], written[key])
 
 
-def _unresolved(key: str, value: Any, places: Mapping[str, str], error: Exception) -> str:
+def _explain_unresolved(key: str, value: Any, places: Mapping[str, str], error: Exception) -> str:
     reason, remedy = str(error).partition("\n")[0], "write ${seed} for a key, ${oc.env:NAME,default} for a variable"
     if (variable := re.search(r"Environment variable '(\w+)' not found", reason)) is not None:
         reason, remedy = variable[0], f"export it, or give a default, as in ${{oc.env:{variable[1]},default}}"

@@ -281,7 +281,7 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         records = json.loads(header["__metadata__"]["records"])
         lengths = [record["length"] for record in records]
-        supports = _cut(Ragged(*(flat.pop(name) for name in _SUPPORT)), lengths) if _SUPPORT[0] in flat else []
+        supports = _split_rows(Ragged(*(flat.pop(name) for name in _SUPPORT)), lengths) if _SUPPORT[0] in flat else []
         recorded = _take_recorded(flat, lengths)
         groups: dict[int, list[Trajectory]] = {}
         start = 0
@@ -325,11 +325,11 @@ def _take_recorded(flat: dict[str, NDArray[Any]], lengths: Sequence[int]) -> dic
             recorded[name.removeprefix(_FIELD)] = np.split(flat[name], np.cumsum(lengths)[:-1])
         elif name.startswith(_COUNTS):
             own = name.removeprefix(_COUNTS)
-            recorded[own] = _cut(Ragged(flat.pop(name), flat.pop(_VALUES + own)), lengths)
+            recorded[own] = _split_rows(Ragged(flat.pop(name), flat.pop(_VALUES + own)), lengths)
     return recorded
 
 
-def _cut(values: Ragged[NDArray[Any]], lengths: Sequence[int]) -> list[Ragged[NDArray[Any]]]:
+def _split_rows(values: Ragged[NDArray[Any]], lengths: Sequence[int]) -> list[Ragged[NDArray[Any]]]:
     """Split values into rows of ``lengths`` tokens.
 
     Raises:

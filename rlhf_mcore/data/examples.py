@@ -176,12 +176,12 @@ def _batch_of(examples: Sequence[TokenizedExample]) -> TrainBatch:
         loss_mask=torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *masks])),
         rollout_logprobs=torch.zeros(len(flat_ids)),
         images={row: [digests] for row, digests in enumerate(seen) if digests},
-        computed=_computed(tokens),
+        computed=_computed_tokens(tokens),
         ref_logprobs=_at_last_tokens([known[row] for row in rows], lengths[rows]) if known else None,
     )
 
 
-def _computed(tokens: Sequence[tuple[Any, Any]]) -> Tensor:
+def _computed_tokens(tokens: Sequence[tuple[Any, Any]]) -> Tensor:
     """Return ``TrainBatch.computed`` for rows that consist of a prompt and a response."""
     shared = [len(prompt) if len(prompt) >= prefixes.SHORTEST else 0 for prompt, _ in tokens]
     return torch.tensor(

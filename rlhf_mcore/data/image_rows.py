@@ -89,7 +89,7 @@ def take_images(content: Any, column: Any, place: str) -> RowImages:
     Raises:
         ConfigError: the numbers of images and marks differ, or a message part has an unknown type.
     """
-    given = _listed(column, place)
+    given = _to_list(column, place)
     if not isinstance(content, list) and (not isinstance(content, str) or MARK not in content):
         return RowImages(content, content, given)  # the text is already rendered with the model's own image tokens
     turns = content if isinstance(content, list) else [{"role": "user", "content": content}]
@@ -116,7 +116,7 @@ def take_images(content: Any, column: Any, place: str) -> RowImages:
     return RowImages(asked, written if isinstance(content, list) else content, sources)
 
 
-def _listed(column: Any, place: str) -> list[Any]:
+def _to_list(column: Any, place: str) -> list[Any]:
     if column is None:
         return []
     if isinstance(column, (list, tuple)):

@@ -142,7 +142,7 @@ def _render_one(apply: Any, item: Any) -> dict[str, str]:
     return {"text": text}
 
 
-def shown(text: str, num_tokens: int) -> str:
+def preview_prompt(text: str, num_tokens: int) -> str:
     """Return the start of a prompt for the terminal, on a few lines. Repeated image tokens are shown once with their number."""
     text = re.sub(r"(<[^<>\s]{1,60}>)\1{3,}", lambda run: f"{run[1]} x {len(run[0]) // len(run[1])} ", text)
     lines = [line[:160] + ("..." if len(line) > 160 else "") for line in text[:1200].splitlines()]

@@ -26,7 +26,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.families.base import Dim, Family, Kind, Rule
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 
@@ -199,7 +199,7 @@ def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
         if not any(_matches(target, module) for module in linear):
             known = sorted({module.rpartition(".")[2] for module in linear})
             raise ConfigError(
-                f"{field}: {target!r} is not a linear layer of the model; use names from {shortened(known, 20, ', ')}, "
+                f"{field}: {target!r} is not a linear layer of the model; use names from {join_first(known, 20, ', ')}, "
                 f"a pattern such as *.layers.0.*, or {ALL_LINEAR}"
             )
     tied = next((module for module in (EMBEDDING, OUTPUT) if is_target(module, geometry)), None)

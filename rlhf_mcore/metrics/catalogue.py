@@ -41,7 +41,7 @@ class Metric:
         return f"{of} {side[0]} {rule.shown(rule.watch)}; bad {side[1]} {rule.shown(rule.bad)}{alarm}"
 
     @property
-    def what_to_do(self) -> str:
+    def advice(self) -> str:
         """Return the remedy for an unhealthy value."""
         return self.rule.remedy if self.rule is not None else self.remedy
 

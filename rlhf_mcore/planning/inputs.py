@@ -121,7 +121,7 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
     geometry = read_geometry(cfg.model.path, run_kind(cfg).head)
     if cfg.actor.mtp.mode in MTP_TRAINED:
         geometry = replace(geometry, mtp_layers=num_mtp_layers(read_config(cfg.model.path, "model.path")))
-    actor = _trained("actor", cfg.actor, geometry, world_size, dtype, cfg.actor.vision.train)
+    actor = _plan_trained_role("actor", cfg.actor, geometry, world_size, dtype, cfg.actor.vision.train)
     if generates:  # otherwise a step is one update of one model
         updates = _updates(trainer.prompts_per_step, trainer.minibatch_size, trainer.ppo_epochs)
         parts = offloaded_parts(cfg.actor.offload)
@@ -138,7 +138,7 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
         valued = read_geometry(critic.path or cfg.model.path, "token")
         epochs = critic.ppo_epochs or trainer.ppo_epochs
         updates = _updates(trainer.prompts_per_step, critic.minibatch_size or trainer.minibatch_size, epochs)
-        role = _trained("critic", critic, valued, world_size, _dtype(critic.dtype, dtype), "none")
+        role = _plan_trained_role("critic", critic, valued, world_size, _dtype(critic.dtype, dtype), "none")
         roles.append(replace(role, offload=offloaded_parts(critic.offload), epochs=epochs, updates=updates))
     if reward.path is not None:
         own = parallel_layout(reward.layout, reward.ranks, world_size, "reward.model.layout")
@@ -162,7 +162,7 @@ def _teachers(cfg: Config, actor: PlannedRole, world_size: int, dtype: str) -> l
     ]
 
 
-def _trained(
+def _plan_trained_role(
     name: str, group: ActorConfig | CriticConfig, geometry: ModelGeometry, world_size: int, dtype: str, tower: str
 ) -> PlannedRole:
     """Describe a trained model. ``tower`` names the part of its vision tower that is trained."""
@@ -279,16 +279,16 @@ class Workload:
     microbatch_tokens: int
     responses_per_prompt: int = 1  # responses that share one computed prompt; 1: prefixes are not shared
 
-    def spared(self, role: PlannedRole) -> float:
+    def shared_prompts(self, role: PlannedRole) -> float:
         """Return the number of prompts per step that a model need not compute again."""
         is_short = self.prompt_tokens < SHORTEST_PREFIX
         if is_short or why_unshared(role.geometry, role.layout.cp, has_gpu=True) is not None:
             return 0.0
         return self.sequences * (1 - 1 / self.responses_per_prompt)
 
-    def computed(self, role: PlannedRole) -> float:
+    def computed_tokens(self, role: PlannedRole) -> float:
         """Return the number of tokens per step that a model computes, over all ranks."""
-        return self.tokens - self.spared(role) * self.prompt_tokens
+        return self.tokens - self.shared_prompts(role) * self.prompt_tokens
 
     def copied_keys(self, role: PlannedRole) -> float:
         """Return the number of keys that attention copies per computed token, if the model shares prefixes.
@@ -296,7 +296,7 @@ class Workload:
         One kernel reads the paths of all segments one after another, so it reads a prompt once more for each of its
         responses. With context parallelism, a rank has two pieces of every segment, and reads the keys of all ranks.
         """
-        if not self.spared(role):
+        if not self.shared_prompts(role):
             return 0.0
         cp, n = role.layout.cp, self.responses_per_prompt
         own, above = self.prompt_tokens + n * self.response_tokens, n * self.prompt_tokens
@@ -337,7 +337,7 @@ def rank_share(work: Workload, role: PlannedRole) -> RankShare:
     The bubble is (p - 1) / (v m + p - 1) (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
     """
     layout, share = role.layout, role.epochs / role.updates / role.layout.dp
-    count = max(1, -(-int(work.computed(role) * share) // work.microbatch_tokens))
+    count = max(1, -(-int(work.computed_tokens(role) * share) // work.microbatch_tokens))
     if layout.vpp:
         count = -(-count // layout.pp) * layout.pp
     waiting = layout.pp - 1

@@ -240,16 +240,16 @@ def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumption
     """
     *ways, last = _ways_to_offload(cfg)
     for trained, frozen in ways:
-        candidate = _offloaded(cfg, trained, frozen)
+        candidate = _set_offload(cfg, trained, frozen)
         inputs = plan_inputs(candidate, world_size, gpu, assumed)
         if models_fit(inputs) and engines_fit(inputs):
             return candidate
-    return _offloaded(cfg, *last)
+    return _set_offload(cfg, *last)
 
 
 def with_least_memory(cfg: Config) -> Config:
     """Offload every model with ``offload=auto``. A configuration that still does not fit cannot fit."""
-    return _offloaded(cfg, *_ways_to_offload(cfg)[-1])
+    return _set_offload(cfg, *_ways_to_offload(cfg)[-1])
 
 
 def _ways_to_offload(cfg: Config) -> list[tuple[str, str]]:
@@ -262,7 +262,7 @@ def _ways_to_offload(cfg: Config) -> list[tuple[str, str]]:
     return list(product(("never", "state", "always") if is_open else ("never",), frozen))
 
 
-def _offloaded(cfg: Config, trained: str, frozen: str) -> Config:
+def _set_offload(cfg: Config, trained: str, frozen: str) -> Config:
     """Set ``offload`` of the models with ``offload=auto``."""
     choices = {"actor": trained, "critic": trained, "reference": frozen, "teacher": frozen, "reward.model": frozen}
     keys = {f"{name}.offload": choice for name, choice in choices.items()}
@@ -282,7 +282,7 @@ def _role_plan(role: PlannedRole, inputs: PlanInputs) -> RolePlan:
         checkpoint_bytes(role) if role.trained else 0,
         rank_share(inputs.work, role),
         ("weights layer by layer",) if role.by_layer else role.offload,
-        inputs.work.computed(role) / inputs.work.tokens,
+        inputs.work.computed_tokens(role) / inputs.work.tokens,
     )
 
 

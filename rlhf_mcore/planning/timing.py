@@ -142,7 +142,7 @@ def _pass(inputs: PlanInputs, role: PlannedRole, passes: int) -> float:
         mtp, length = mtp_flops(role.geometry), work.prompt_tokens + work.response_tokens
         flops += TRAIN * (mtp.token + mtp.logits + mtp.pair * length / 2) * work.tokens
     compute_s = flops / (layout.world_size * gpu.bf16_flops * efficiency)
-    exchange_s = passes * sum(_exchanges(inputs, role, work.computed(role) / (layout.dp * layout.cp)))
+    exchange_s = passes * sum(_exchanges(inputs, role, work.computed_tokens(role) / (layout.dp * layout.cp)))
     return (compute_s + exchange_s) / (1 - rank_share(work, role).bubble)
 
 
@@ -152,17 +152,17 @@ def _copies_s(inputs: PlanInputs, role: PlannedRole) -> float:
         return 0.0
     trainer, weights = inputs.cfg.trainer, state_bytes(role, role.layout.first_rank).weights
     limit = trainer.forward_tokens or 2 * trainer.max_tokens_per_microbatch
-    count = max(1, -(-int(inputs.work.computed(role) / role.layout.dp) // limit))
+    count = max(1, -(-int(inputs.work.computed_tokens(role) / role.layout.dp) // limit))
     return count * weights / (inputs.gpu.host_bytes_per_s * inputs.assumed.link_efficiency)
 
 
 def _forward_flops(role: PlannedRole, work: Workload) -> float:
     """Count the operations of a forward pass over a step's rows (prompt and response), with logits for all computed tokens."""
     flops, prompt, whole = model_flops(role.geometry), work.prompt_tokens, work.prompt_tokens + work.response_tokens
-    pairs = work.sequences * flops.attention(np.float64(whole)) - work.spared(role) * flops.attention(
+    pairs = work.sequences * flops.attention(np.float64(whole)) - work.shared_prompts(role) * flops.attention(
         np.float64(prompt)
     )
-    return float((flops.token + flops.logits) * work.computed(role) + pairs)
+    return float((flops.token + flops.logits) * work.computed_tokens(role) + pairs)
 
 
 def _exchanges(inputs: PlanInputs, role: PlannedRole, tokens: float) -> Iterator[float]:

@@ -12,7 +12,7 @@ from os.path import exists, isdir, isfile
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.families import hf_shapes
 from rlhf_mcore.families.adapters import (
     ALL_LINEAR,
@@ -140,7 +140,7 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
     named, config = settings.modules, Path(directory) / ADAPTER_CONFIG
     ignored = [m for m in modules if named and not any(m == name or m.endswith(f".{name}") for name in named)]
     if ignored:
-        absent = f"target_modules do not name {shortened(sorted(ignored), 3, ', ')}"
+        absent = f"target_modules do not name {join_first(sorted(ignored), 3, ', ')}"
         raise ConfigError(f"{config}: {absent}, whose tensors are in {ADAPTER_WEIGHTS}; {_REMEDY}")
     if settings.use_dora and (module := without_dora(sorted(modules))):
         remedy = "train without it, or without adapters of experts, embedding and output layer"
@@ -189,8 +189,8 @@ def check_same(directory: str | Path, saved: ModelGeometry, wanted: ModelGeometr
     if hf_shapes(saved) != hf_shapes(wanted) or not math.isclose(theirs.scale, ours.scale):
         raise ConfigError(
             f"{directory}: its adapters have rank {theirs.rank}, a scale of {theirs.scale:g} and the targets "
-            f"{shortened(theirs.targets, 8)}, but {field} asks for rank {ours.rank}, {ours.scale:g} and "
-            f"{shortened(ours.targets, 8)}; set {field}.rank, alpha, targets, use_rslora and use_dora as {ADAPTER_CONFIG} has them"
+            f"{join_first(theirs.targets, 8)}, but {field} asks for rank {ours.rank}, {ours.scale:g} and "
+            f"{join_first(ours.targets, 8)}; set {field}.rank, alpha, targets, use_rslora and use_dora as {ADAPTER_CONFIG} has them"
         )
 
 

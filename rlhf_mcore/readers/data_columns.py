@@ -61,11 +61,13 @@ def example_contents(row: dict[str, Any], columns: Mapping[str, str], place: str
     else:
         prompt = require_column(row, prompt_column, place, setting=prompt_key)
         answers = {column: require_column(row, column, place, setting=key) for key, column in responses}
-    texts = [checked_response(_joined(text), f"{place}, column {column!r}") for column, text in answers.items()]
+    texts = [
+        checked_response(_join_text_parts(text), f"{place}, column {column!r}") for column, text in answers.items()
+    ]
     return place, prompt, texts
 
 
-def _joined(response: Any) -> Any:
+def _join_text_parts(response: Any) -> Any:
     """Join the texts of a response that is a list of text parts. Return other values unchanged."""
     parts = response if isinstance(response, list) else []
     texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]

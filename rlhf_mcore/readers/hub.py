@@ -111,7 +111,7 @@ def local_model(
         return None
     hub_id = _pin(hub_id, begun)
     is_whole = _has_tokenizer if key == "model.tokenizer_path" else _has_weights
-    snapshot = hub_id.cached()
+    snapshot = hub_id.find_snapshot()
     if snapshot is not None and is_whole(snapshot):
         return str(snapshot)
     return str(_download_model(hub_id, key, needs_weights=is_whole is _has_weights)) if may_download else None
@@ -174,7 +174,7 @@ def _local_files(path: str, key: str, begun: Mapping[tuple[str, str], str], may_
     if hub_id is None:
         return None
     hub_id = _pin(hub_id, begun)
-    snapshot = hub_id.cached()
+    snapshot = hub_id.find_snapshot()
     if snapshot is not None:
         names = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*") if file.is_file()]
         chosen = _of_split(names, hub_id, key)

@@ -33,7 +33,7 @@ class HubId:
 
         return Path(HF_HUB_CACHE, f"{self.kind}s--{self.repo.replace('/', '--')}")
 
-    def cached(self) -> Path | None:
+    def find_snapshot(self) -> Path | None:
         """Return the revision's snapshot in the local cache, or None. The snapshot may be incomplete."""
         commit = self.revision
         if not re.fullmatch(r"[0-9a-f]{40}", commit):

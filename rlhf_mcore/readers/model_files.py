@@ -11,7 +11,7 @@ from os.path import exists, isdir, isfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
+from rlhf_mcore.config.errors import ConfigError, FileProblem, join_first
 from rlhf_mcore.families import ARCHITECTURES, FAMILIES, UNSUPPORTED, embedding_name
 from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.families.sizes import size
@@ -190,7 +190,7 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
         elif (stored := tensors[name].shape) != shape:
             different.append(f"{name} is {list(stored[:8])}, but config.json requires {list(shape)}")
     if different:
-        yield f"{prefix}: the weights do not match config.json: {shortened(different, _SHOWN)}; {_REMEDY}"
+        yield f"{prefix}: the weights do not match config.json: {join_first(different, _SHOWN)}; {_REMEDY}"
     elif geometry.tied_embeddings and _HEAD in tensors:
         contents = [_content(tensors[name].path, name) for name in (embedding, _HEAD)]
         if any(one != other for one, other in zip_longest(*contents)):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.files.hf_files import load, open_adapters
 from rlhf_mcore.bridge.map.rules import adapter_names, blocks, hf_shapes, pieces
-from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.families.adapters import EMBEDDING, B, M, base_name, hf_module, is_trained_whole
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 from rlhf_mcore.mcore.ends import require_gradient
@@ -57,7 +57,7 @@ def add_adapters(
                 matrices = _matrices(full_name, geometry, layout, rank)
                 if not matrices:
                     raise ConfigError(
-                        f"{role}.lora.targets={shortened(geometry.adapter.targets)}: a tensor-parallel rank holds no row of these "
+                        f"{role}.lora.targets={join_first(geometry.adapter.targets)}: a tensor-parallel rank holds no row of these "
                         f"targets in {full_name}, which joins queries, keys and values; name all three, or lower {role}.layout.tp"
                     )
                 adapters.add(module, matrices, num_a, full_name, weight.group(2))
@@ -69,7 +69,7 @@ def add_adapters(
             require_gradient(chunk.embedding)
     if not count:
         raise ConfigError(
-            f"{role}.lora.targets={shortened(geometry.adapter.targets)} leaves a pipeline stage without adapters; name more layers"
+            f"{role}.lora.targets={join_first(geometry.adapter.targets)} leaves a pipeline stage without adapters; name more layers"
         )
     return adapters
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.state_files import Region, regions
 from rlhf_mcore.bridge.map.rules import hf_shapes, holds_matrices, pieces
-from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.families import embedding_name
 from rlhf_mcore.geometry import ModelGeometry, Shard
 from rlhf_mcore.mcore.ends import require_gradient
@@ -30,7 +30,7 @@ def trained_names(geometry: ModelGeometry, patterns: Sequence[str]) -> list[str]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"actor.freeze: {pattern!r} matches no tensor of the model; correct it. The tensors are {shortened(names, 8)}"
+                f"actor.freeze: {pattern!r} matches no tensor of the model; correct it. The tensors are {join_first(names, 8)}"
             )
     trained = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
     if not trained:
@@ -55,7 +55,7 @@ def freeze(
             names = {piece.hf_name for piece in pieces(full_name, geometry, layout.shard_of(name, rank))}
             if len(names & trained) not in (0, len(names)):
                 raise ConfigError(
-                    f"actor.freeze: {shortened(sorted(names - trained))} and {shortened(sorted(names & trained))} are one tensor in "
+                    f"actor.freeze: {join_first(sorted(names - trained))} and {join_first(sorted(names & trained))} are one tensor in "
                     "Megatron; freeze all of them, or none"
                 )
             parameter.requires_grad_(bool(names & trained))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.data.images import ImageStore
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.foreign import Fields, read_json
@@ -511,7 +511,7 @@ class ExpectedTensors:
             yield name, tensor
         missing = sorted(min(group) for group in self.groups if not group & names)
         if missing:
-            shown = shortened(missing, separator=", ")
+            shown = join_first(missing, separator=", ")
             raise ValueError(f"{len(missing)} tensors of the model were not sent to the engine: {shown}")
 
     def _check(self, name: str, tensor: Tensor, seen: set[str]) -> None:

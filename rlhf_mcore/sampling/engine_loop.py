@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlhf_mcore.config.errors import shortened
+from rlhf_mcore.config.errors import join_first
 from rlhf_mcore.coroutines import cancel_all
 from rlhf_mcore.sampling import followers
 from rlhf_mcore.sampling.checks import REMEDY, LostTrajectory, check_completion
@@ -178,7 +178,7 @@ class EngineLoop:
         are_valid = [self._take(completion) for completion in self._run_pass(made)]
         if self._running and not self._engine.num_in_flight and all(are_valid):
             missing = [each.request.name for each in self._running.values()]
-            raise LostTrajectory(f"the engine returned no completion for {shortened(missing)}. {REMEDY}")
+            raise LostTrajectory(f"the engine returned no completion for {join_first(missing)}. {REMEDY}")
         waits, self._pass_waits = self._pass_waits, []
         for future, worker in waits:
             self._resolve(future, None, worker)

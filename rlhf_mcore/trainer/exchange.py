@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields, token_versions, turn_rewards
 from rlhf_mcore.data.prefixes import computed_of_row
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
@@ -244,4 +244,4 @@ def _describe_miscount(rows: Sequence[int], num_rows: int, name: Callable[[int],
     counts = Counter(rows)
     wrong = [f"none for {name(row)}" for row in range(num_rows) if not counts[row]]
     wrong += [f"{count} for {name(row)}" for row, count in counts.items() if count > 1 and 0 <= row < num_rows]
-    return f"the engines returned {len(rows)} trajectories, {num_rows} different ones were asked for: {shortened(wrong)}. {REMEDY}"
+    return f"the engines returned {len(rows)} trajectories, {num_rows} different ones were asked for: {join_first(wrong)}. {REMEDY}"

@@ -13,7 +13,7 @@ from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.housekeeping import best_rule, recover, set_aside, steps_after
 from rlhf_mcore.checkpoint.layout import CONFIG, MANIFEST, linked_checkpoints, scan, without_manifest
 from rlhf_mcore.checkpoint.manifest import Problem, library_versions, read_manifest
-from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.config.schema.run import AUTO, NEVER
 from rlhf_mcore.foreign import SMALL, read_text
@@ -105,7 +105,7 @@ def _continue_run(
         chosen, weights, extra, passed_over = _newest_intact(run, cfg, checker)
         notes = notes + passed_over
     if extra:
-        notes.append(f"not loaded from {chosen.name}: {shortened(extra, MAX_NOTED)}")
+        notes.append(f"not loaded from {chosen.name}: {join_first(extra, MAX_NOTED)}")
     notes += [*_compare(chosen, cfg, config_yaml, inputs), *_other_libraries(chosen)]
     step, inside = read_step(chosen), chosen.parent == run.resolve() or chosen.parent == run
     if inside:
@@ -148,7 +148,7 @@ def _check(
     problems = checker.verify(checkpoint, hashes=cfg.verify)
     damaged = [problem for problem in problems if problem.is_damage]
     if damaged:
-        raise ConfigError(f"{checkpoint} is damaged: {shortened(damaged, MAX_NOTED)}.")
+        raise ConfigError(f"{checkpoint} is damaged: {join_first(damaged, MAX_NOTED)}.")
     check_counts(checkpoint)
     models = model_names(read_manifest(checkpoint).files)
     weights = {model: checker.readable(checkpoint, model, run) for model in models}

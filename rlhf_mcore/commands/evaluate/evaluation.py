@@ -28,7 +28,7 @@ from rlhf_mcore.commands.evaluate.weights import (
     engine_adapters,
     weight_sketches,
 )
-from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.data.tokenizer import load_tokenizer
@@ -170,7 +170,7 @@ def checked_folder(folder: Path, *, hashes: bool) -> str:
         return str(folder)
 
     def report(problems: Sequence[Problem]) -> None:
-        names = shortened([problem.path for problem in problems], 3, ", ")
+        names = join_first([problem.path for problem in problems], 3, ", ")
         say(f"{checkpoint}: not in the manifest, so not loaded: {names}", file=sys.stderr)
 
     return str(checked_model(checkpoint, folder.resolve().name, hashes=hashes, report=report))

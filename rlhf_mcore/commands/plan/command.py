@@ -131,9 +131,9 @@ def _trace(cfg: Config, plan: RunPlan, assumed: Assumptions) -> str:
     warnings.filterwarnings("ignore")  # Megatron warns about kernels, which a trace does not run
     update = next(phase for phase in plan.phases if phase.phase == "actor update")
     with working(f"an update of rank {update.rank} on fake tensors"):
-        from rlhf_mcore.commands.plan.trace import traced  # imports torch and Megatron
+        from rlhf_mcore.commands.plan.trace import compare_with_trace  # imports torch and Megatron
 
-        return traced(cfg, plan.world_size, update.rank, plan.dtype, assumed)
+        return compare_with_trace(cfg, plan.world_size, update.rank, plan.dtype, assumed)
 
 
 def _measured_reserve(directory: Path) -> int:

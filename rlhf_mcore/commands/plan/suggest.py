@@ -109,7 +109,7 @@ class _Search:
 
     def trained_layouts(self) -> Iterator[_Candidate]:
         """Yield the layouts of the trained models that fit, the fastest first, each with its fastest recomputation."""
-        candidates = map(self._timed, _actor_layouts(self.cfg, self.world_size, self.gpu))
+        candidates = map(self._find_candidate, _actor_layouts(self.cfg, self.world_size, self.gpu))
         taken: set[tuple[int, ...]] = set()
         for candidate in sorted(filter(None, candidates), key=_Candidate.train_rank):
             if candidate.layouts not in taken and models_fit(candidate.inputs) and self._is_valid(candidate):
@@ -118,13 +118,13 @@ class _Search:
 
     def best_engines(self, layout: _Candidate) -> _Candidate | None:
         """Return the candidate with the fastest engines that fit with a layout of the trained models, or None."""
-        engines = map(self._timed, _engines(layout.cfg, self.world_size, self.gpu))
+        engines = map(self._find_candidate, _engines(layout.cfg, self.world_size, self.gpu))
         for candidate in sorted(filter(None, engines), key=_Candidate.rank):
             if engines_fit(candidate.inputs) and models_fit(candidate.inputs) and self._is_valid(candidate):
                 return candidate
         return None
 
-    def _timed(self, cfg: Config) -> _Candidate | None:
+    def _find_candidate(self, cfg: Config) -> _Candidate | None:
         """Return the candidate for a configuration, or None if its layout does not divide the models or the world."""
         least = with_least_memory(cfg)
         try:

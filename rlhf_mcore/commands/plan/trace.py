@@ -24,7 +24,7 @@ from rlhf_mcore.roles.trained_weights import matrices_of
 from rlhf_mcore.types import Microbatch
 
 
-def traced(cfg: Config, world_size: int, rank: int, dtype: str, assumed: Assumptions) -> str:
+def compare_with_trace(cfg: Config, world_size: int, rank: int, dtype: str, assumed: Assumptions) -> str:
     """Return a table that compares the bytes of the actor's update on ``rank``: the formulas' and Megatron's allocations."""
     started, role = time.monotonic(), roles_of(cfg, world_size, dtype)[0]
     layout = role.layout

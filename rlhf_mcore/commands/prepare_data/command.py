@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.terminal import counted, say
+from rlhf_mcore.cli.terminal import say, show_progress
 from rlhf_mcore.commands.prepare_data.prepare import TASKS, Options, prepare, read_source, write_splits
 from rlhf_mcore.commands.prepare_data.recipes import RECIPES
 from rlhf_mcore.config.errors import ConfigError
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     options = Options(**{option.name: getattr(args, option.name) for option in fields(Options)})
     rows = chain.from_iterable(read_source(source, subset=args.subset, split=args.split) for source in args.sources)
-    splits, report = prepare(counted(rows, "reading row"), options, tokenizer)
+    splits, report = prepare(show_progress(rows, "reading row"), options, tokenizer)
     say("\n".join(report.lines()))
     for path in write_splits(splits, args.out):
         say(f"wrote {path}")

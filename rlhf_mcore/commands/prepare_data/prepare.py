@@ -23,7 +23,7 @@ from rlhf_mcore.commands.prepare_data.recipes import (
     RowError,
     recognise,
 )
-from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.tokenizer import token_ids
 from rlhf_mcore.foreign import read_bytes
@@ -128,7 +128,7 @@ def _usable(rows: Iterable[PlacedRow], options: Options, report: PreparationRepo
             usable.append(example)
     report.counts["unusable"] = len(report.bad)
     if report.bad and not options.skip_bad:
-        listed = shortened(report.bad, SHOWN, "\n  ")
+        listed = join_first(report.bad, SHOWN, "\n  ")
         raise ConfigError(
             f"{len(report.bad)} rows cannot be used:\n  {listed}\nCorrect them, or skip them with --skip-bad"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
+from rlhf_mcore.config.errors import ConfigError, FileProblem, join_first
 from rlhf_mcore.config.questions import adapter_sizes, balanced_stages, is_offloaded, needs_critic, needs_reference
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, LayoutConfig, LoraConfig
@@ -163,7 +163,7 @@ def _mtp_model_problems(path: str, geometry: ModelGeometry, setting: str, keep: 
             for tensor in rule.shapes(whole, layer, expert)
         }
         if missing := sorted(needed - names) if names is not None else []:
-            lacks = f"{len(missing)} of their tensors are missing ({shortened(missing, 2)})"
+            lacks = f"{len(missing)} of their tensors are missing ({join_first(missing, 2)})"
             yield FileProblem(
                 f"{prefix} names {_layers(count)} in config.json, but {lacks}, as in directories saved by transformers; "
                 f"use the original directory, or {keep}"

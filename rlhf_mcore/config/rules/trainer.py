@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rlhf_mcore.config.errors import shortened
+from rlhf_mcore.config.errors import join_first
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.questions import (
     in_fp8,
@@ -30,7 +30,7 @@ def schedule_problems(cfg: Config) -> Iterator[str]:
             yield f"{role}.optimizer.schedule.min_lr={min_lr:g} is above {role}.optimizer.lr={lr:g}; lower it"
     last = num_steps(cfg)
     if beyond := [step for step in cfg.trainer.profile.steps if not 1 <= step <= last]:
-        steps = shortened(beyond, separator=", ")
+        steps = join_first(beyond, separator=", ")
         yield f"trainer.profile.steps: {steps} is not a step of the run; choose steps from 1 to trainer.num_steps={last}"
 
 

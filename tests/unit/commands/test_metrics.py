@@ -68,7 +68,7 @@ def test_a_name_is_found_by_itself_or_by_its_family() -> None:
 def test_every_rule_is_of_a_metric_and_remedies_name_keys_and_metrics_that_exist() -> None:
     assert {rule.metric for rule in RULES} <= set(METRICS)
     for metric in METRICS.values():
-        text = re.sub(r"docs/[\w/-]+\.md", "", f"{metric.meaning} {metric.what_to_do}")
+        text = re.sub(r"docs/[\w/-]+\.md", "", f"{metric.meaning} {metric.advice}")
         for key in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", text):
             assert any(known.startswith(f"{key}.") for known in DESCRIPTIONS) or key in DESCRIPTIONS, key
         for name in re.findall(r"see ((?:\w+/\w+(?: and )?)+)", text):

@@ -26,7 +26,7 @@ from rlhf_mcore.planning.memory import Pass, forward_activations, head_bytes, st
 from rlhf_mcore.planning.phases import GENERATE, SYNC, phases
 from rlhf_mcore.planning.plan import (
     RunPlan,
-    _offloaded,
+    _set_offload,
     _ways_to_offload,
     make_plan,
     with_least_memory,
@@ -171,7 +171,7 @@ def test_every_further_way_to_offload_takes_no_more_memory_than_less_of_it(cfg: 
     """The search for layouts relies on this. A layout that does not fit with everything offloaded never fits."""
     least = {phase.phase: phase.total for phase in phases(plan_inputs(with_least_memory(cfg), 16, H100, ASSUMED))}
     for trained, frozen in _ways_to_offload(cfg):
-        for phase in phases(plan_inputs(_offloaded(cfg, trained, frozen), 16, H100, ASSUMED)):
+        for phase in phases(plan_inputs(_set_offload(cfg, trained, frozen), 16, H100, ASSUMED)):
             assert least[phase.phase] <= phase.total
 
 

@@ -26,7 +26,7 @@ from rlhf_mcore.bridge.files.formats.torch_dist_writer import TorchDistWriter, w
 from rlhf_mcore.bridge.files.hf_files import copy_companions
 from rlhf_mcore.bridge.files.tensor_files import CODES, ShardFiles, TensorTypes, bytes_of, cut_into_shards, write_index
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.families import embedding_name
 from rlhf_mcore.families.mtp import MTP_KEY, mtp_tensors, num_mtp_layers
 from rlhf_mcore.geometry import ModelGeometry
@@ -237,7 +237,7 @@ def checked_types(source: ModelSource, geometry: ModelGeometry) -> dict[str, tup
         ],
     }
     if any(problems_by_kind.values()):
-        lines = [f"{kind}: {shortened(names, separator=', ')}" for kind, names in problems_by_kind.items() if names]
+        lines = [f"{kind}: {join_first(names, separator=', ')}" for kind, names in problems_by_kind.items() if names]
         raise ConfigError.many([f"{where}: {line}" for line in lines])
     return {name: types[name] for name in (*expected, *mtp)}
 
