@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# A private-use character. ``ControlTokens.cut`` inserts it after the first character of a control token's name, so that
+# A private-use character. ``ControlTokens.mark`` inserts it after the first character of a control token's name, so that
 # the tokenizer does not encode the name as the token.
 CUT = "\ue0ff"
 
@@ -70,12 +70,12 @@ class ControlTokens:
         except (ConfigError, TypeError, ValueError) as error:
             raise UnreadableText(f"returned an observation that cannot be encoded: {error}") from error
 
-    def cut(self, content: str) -> str:
-        """Mark the names of control tokens in a content, before a template writes it; ``encode_cut`` removes the marks."""
+    def mark(self, content: str) -> str:
+        """Mark the names of control tokens in a content, before a template writes it; ``encode_marked`` removes the marks."""
         return self._pattern.sub(lambda name: name[0][:1] + CUT + name[0][1:], content.replace(CUT, "\ufffd"))
 
-    def encode_cut(self, text: str) -> list[int]:
-        """Encode a text with marks of ``cut``. Unmarked names of control tokens become these tokens.
+    def encode_marked(self, text: str) -> list[int]:
+        """Encode a text with marks of ``mark``. Unmarked names of control tokens become these tokens.
 
         Raises:
             UnreadableText: the tokenizer cannot split it.

@@ -73,7 +73,7 @@ class TurnText:
             UnreadableText: the tokenizer cannot split the messages.
         """
         [text] = self._render(([{**message, "content": self._content(message)} for message in messages], True))
-        return self._control.encode_cut(text)
+        return self._control.encode_marked(text)
 
     def opening(self, prompt: Prompt, messages: Messages, *, special: bool = False) -> tuple[list[int], str]:
         """Render a prompt followed by a first observation. Returns its tokens and its text.
@@ -126,7 +126,7 @@ class TurnText:
 
     def _content(self, message: Mapping[str, Any]) -> Any:
         """Return the content of a message for a template. Names of control tokens in it are marked."""
-        first, *others = [self._control.cut(text) for text in message.get("texts") or [message["content"]]]
+        first, *others = [self._control.mark(text) for text in message.get("texts") or [message["content"]]]
         if not others:
             return first
         parts = [{"type": "text", "text": first}]
@@ -159,7 +159,9 @@ class TurnText:
         prompt = [{"role": "user", "content": _stand_in(0)}]
         closed, asked, whole = self._render((prompt, False), (prompt, True), ([*prompt, *added], True))
         if not asked.startswith(closed) or not whole.startswith(closed):
-            raise ConfigError(f"{self._named}: it changes the text of a prompt when messages follow it; {REMEDY}")
+            raise ConfigError(
+                f"{self._template_name}: it changes the text of a prompt when messages follow it; {REMEDY}"
+            )
         return asked.removeprefix(closed), self._split(whole.removeprefix(closed), roles)
 
     def _following(self, roles: tuple[str, ...]) -> tuple[str, list[str]]:
@@ -171,7 +173,7 @@ class TurnText:
             asked, closed, whole = self._render(([prompt], True), (turns, False), ([*turns, *added], True))
             if not self._keep and not (closed.startswith(asked + said) and whole.startswith(closed)):
                 raise ConfigError(
-                    f"{self._named}: it changes the text of earlier turns when messages of {', '.join(roles) or 'no role'} "
+                    f"{self._template_name}: it changes the text of earlier turns when messages of {', '.join(roles) or 'no role'} "
                     f"follow ({said!r} became {whole!r:.400}), so the policy would train on a history that it never sees; {REMEDY}"
                 )
             endings.append(whole.rpartition("turnofpolicy")[2])
@@ -183,8 +185,8 @@ class TurnText:
             if "error" in answer:
                 roles = ", ".join(message["role"] for message in messages)
                 raise ConfigError(
-                    f"{self._named} rejects messages of the roles {roles}: {answer['error']}. Return messages of roles that the "
-                    "template supports"
+                    f"{self._template_name} rejects messages of the roles {roles}: {answer['error']}. Return messages of roles that "
+                    "the template supports"
                 )
         return [answer["text"] for answer in answers]
 
@@ -198,13 +200,13 @@ class TurnText:
             before, mark, text = text.partition(_stand_in(place))
             if not mark:
                 raise ConfigError(
-                    f"{self._named} leaves out a message of the role {roles[place - 1]}; use another role"
+                    f"{self._template_name} leaves out a message of the role {roles[place - 1]}; use another role"
                 )
             pieces.append(before)
         return [*pieces, text]
 
     @property
-    def _named(self) -> str:
+    def _template_name(self) -> str:
         return f"the chat template of {self.tokenizer.name_or_path}"
 
 

@@ -17,7 +17,7 @@ from rlhf_mcore.rewards.latex import (
     parse_number,
     plain,
     read_number,
-    unwrapped,
+    unwrap,
     without_percent,
     without_unit,
 )
@@ -145,7 +145,7 @@ def _read(text: str) -> AnswerForm:
 
 def _quantity(text: str) -> AnswerForm | None:
     """Return the number that plain text gives, with a percent sign or a unit, or None."""
-    rest, is_percent = without_percent(unwrapped(text))
+    rest, is_percent = without_percent(unwrap(text))
     number, factor = without_unit(rest)
     value = read_number(number)
     if value is None and "," not in number:
@@ -178,7 +178,7 @@ def _leaf(text: str) -> AnswerForm:
         lines = tuple(_collection("()", row, "", ("(", ")")) for row in rows)
         return AnswerForm("collection", "".join(text.split()), text, parts=lines, brackets=MATRIX)
     is_worded = any(len(each[1].strip()) > 1 for each in WRAPPED.finditer(text))
-    flat = unwrapped(text).removeprefix("+")
+    flat = unwrap(text).removeprefix("+")
     core, factor = without_unit(without_percent(flat)[0])
     if factor != 1:
         core = flat

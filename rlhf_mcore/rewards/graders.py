@@ -175,7 +175,7 @@ def final_number(response: str, ground_truth: Any) -> float:
 
 
 @grader("boxed")
-def boxed(response: str, ground_truth: Any) -> float:
+def boxed_answer(response: str, ground_truth: Any) -> float:
     r"""Grade 1 if the last balanced ``\boxed{}`` contains the ground truth in any spelling (see ``canonical``).
 
     An empty box matches nothing.

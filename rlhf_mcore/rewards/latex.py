@@ -179,7 +179,7 @@ def _ascii_letter(letter: str) -> str:
     return letter
 
 
-def unwrapped(text: str) -> str:
+def unwrap(text: str) -> str:
     """Return plain text without the wrappers around its words."""
     return re.sub(r"\s+(?=\^)", "", " ".join(WRAPPED.sub(r" \1 ", text).split())) if "\\" in text else text
 

@@ -498,7 +498,7 @@ class ExpectedTensors:
         with torch.device("meta"):
             return cls.of_model(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
 
-    def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def check_each(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield ``weights`` unchanged, and check that each tensor of the model occurs exactly once, in its full shape.
 
         Raises:

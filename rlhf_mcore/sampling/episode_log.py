@@ -111,11 +111,11 @@ class EpisodeLog:
         """Return the times of a node and of its tool calls."""
         times = self.nodes[node]
         calls = [
-            {"name": call.name, "arguments": call.arguments, "begun_s": call.begun, "ended_s": _known(call.ended)}
+            {"name": call.name, "arguments": call.arguments, "begun_s": call.begun, "ended_s": _none_if_nan(call.ended)}
             for call in self.calls.values()
             if call.node == node
         ]
-        return {"asked_s": times.asked, "begun_s": times.begun, "ended_s": _known(times.ended), "calls": calls}
+        return {"asked_s": times.asked, "begun_s": times.begun, "ended_s": _none_if_nan(times.ended), "calls": calls}
 
 
 def node_texts(context: str, said: str, num_context: int, turn: Completion) -> dict[str, Any]:
@@ -166,5 +166,5 @@ def _length(intervals: Sequence[Interval]) -> float:
     return total
 
 
-def _known(value: float) -> float | None:
+def _none_if_nan(value: float) -> float | None:
     return value if value == value else None

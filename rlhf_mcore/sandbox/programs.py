@@ -142,7 +142,7 @@ def _serve(text: str, order: dict[str, Any]) -> None:
         lent.append(value)
         return {"lent": len(lent) - 1}
 
-    def kept(name: str, content: Any) -> Any:
+    def decode(name: str, content: Any) -> Any:
         return lent[content] if name == "lent" else _unknown(name, content)
 
     namespace = _execute(text, "solution", order)
@@ -153,7 +153,7 @@ def _serve(text: str, order: dict[str, Any]) -> None:
                 defined = {name: namespace[name] for name in parts if name in namespace}
                 channel.send({"value": to_json(defined, keep)})
                 continue
-            arguments, named = from_json(parts[-2], kept), from_json(parts[-1], kept)
+            arguments, named = from_json(parts[-2], decode), from_json(parts[-1], decode)
             target = lent[parts[0]]
             value = target(*arguments, **named) if verb == "call" else _operate(verb, target, arguments)
             channel.send({"value": to_json(value, keep), "arguments": to_json([*arguments, *named.values()], keep)})
@@ -188,7 +188,7 @@ def _test(text: str, order: dict[str, Any]) -> None:
 def _answer(channel: Channel, arguments: list[Any] | None = None) -> Any:
     message = channel.receive()
 
-    def kept(name: str, content: Any) -> Any:
+    def decode(name: str, content: Any) -> Any:
         return Remote(channel, int(content)) if name == "lent" else _unknown(name, content)
 
     if "error" in message:
@@ -196,8 +196,8 @@ def _answer(channel: Channel, arguments: list[Any] | None = None) -> Any:
         raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)(message["text"])
     if arguments:
         for before, now in zip(arguments, message.get("arguments", ()), strict=False):
-            update(before, from_json(now, kept))
-    return from_json(message["value"], kept)
+            update(before, from_json(now, decode))
+    return from_json(message["value"], decode)
 
 
 class Remote:

@@ -243,7 +243,10 @@ class SamplingAhead:
             return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the prompts that are read but not trained on, as plain JSON values. ``finished`` returns their tokens."""
+        """Return the prompts that are read but not trained on, as plain JSON values.
+
+        ``finished_trajectories`` returns their tokens.
+        """
         described = [
             {name: getattr(group, name) for name in _KEPT} | {"occurrence": group.prompt.occurrence}
             for group in self._groups
@@ -261,7 +264,7 @@ class SamplingAhead:
             for group in state["groups"]
         ]
 
-    def finished(self) -> dict[int, list[Trajectory]]:
+    def finished_trajectories(self) -> dict[int, list[Trajectory]]:
         """Return the finished responses that are not trained on, by group number, in finishing order."""
         with self._changed:
             return {group.number: group.trajectories for group in self._finished}
@@ -271,7 +274,7 @@ class SamplingAhead:
         return {group.number: group.prompt for group in self._groups}
 
     def load_finished(self, finished: Mapping[int, list[Trajectory]]) -> None:
-        """Restore the responses that ``finished`` returned. Call it after ``load_state_dict``.
+        """Restore the responses that ``finished_trajectories`` returned. Call it after ``load_state_dict``.
 
         Updates of this run may need data that the earlier run did not record, such as the support or the routes. Responses without
         this data are sampled again.

@@ -89,7 +89,7 @@ def grade(
     trajectories = sampler.sample(prompts, sampling, step=SEED_STEP) if prompts else []
     sampler.wait()
     scores = run(reward.score(trajectories))
-    return [(t, s, graded(t, s)) for t, s in zip(trajectories, scores, strict=True)]
+    return [(t, s, to_graded(t, s)) for t, s in zip(trajectories, scores, strict=True)]
 
 
 def without_score(what: str, count: int, causes: Sequence[Sequence[str]]) -> str:
@@ -161,7 +161,7 @@ def missing_batches(
             yield missing
 
 
-def graded(trajectory: Trajectory, verdict: Score) -> Graded:
+def to_graded(trajectory: Trajectory, verdict: Score) -> Graded:
     """Extract the fields of a scored response that the statistics use."""
     prompt = trajectory.prompt
     return Graded(

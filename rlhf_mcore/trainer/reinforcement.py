@@ -96,7 +96,7 @@ class ColocatedBatches:
         begun: dict[int, Future[list[Score]]] = {}  # prompt index -> scores of its trajectories
         longest = count = 0
 
-        def finished(place: int, trajectories: Sequence[Trajectory], waiting: int) -> None:
+        def on_finish(place: int, trajectories: Sequence[Trajectory], waiting: int) -> None:
             nonlocal longest, count
             begun[place] = self.begin_scores(trajectories)
             count += len(trajectories)
@@ -106,7 +106,7 @@ class ColocatedBatches:
         with self.recorder.phase("generate"):
             self.recorder.progress(f"{len(prompts) * self.sampling.num_drawn} responses to {len(prompts)} prompts")
             sampling = sampling_of_batch(self.sampling, number)
-            placed = self.sampler.sample_step(prompts, sampling, step=step, finished=finished)
+            placed = self.sampler.sample_step(prompts, sampling, step=step, finished=on_finish)
         with self.recorder.phase("score"):
             scores = [score for place in sorted(begun) for score in begun[place].result()]
             scores = self.add_model([trajectory for _, trajectory in placed], scores)

@@ -70,7 +70,7 @@ class RunState:
         more = {"recent": list(self.recent()), "inputs": self.inputs}
         waiting = {}
         if self.ahead is not None:
-            waiting[ROLLOUTS] = encode_trajectories(self.ahead.finished())
+            waiting[ROLLOUTS] = encode_trajectories(self.ahead.finished_trajectories())
         return {
             **waiting,
             TRAINER_STATE: _encode({**head, "state": self.registry.state_dict(), **more}),

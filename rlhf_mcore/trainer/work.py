@@ -69,7 +69,7 @@ def counts(lengths: Tensor, num_sampled: Tensor) -> RowCounts:
 
 def _drawn_counts(batch: TrainBatch, rows: RowCounts) -> RowCounts:
     """Count the tokens that an engine computes. It computes the prompt of a group once for all responses."""
-    return _sparing(rows, (batch.lengths - batch.num_sampled).numpy()[_repeated(batch)])
+    return _sparing(rows, (batch.lengths - batch.num_sampled).numpy()[_is_repeated(batch)])
 
 
 def _computed_counts(batch: TrainBatch, rows: RowCounts) -> RowCounts:
@@ -81,14 +81,14 @@ def _computed_counts(batch: TrainBatch, rows: RowCounts) -> RowCounts:
     if batch.computed is None:
         return rows
     computed, shared = batch.computed.numpy().T
-    spared = [shared[_repeated(batch)]]
+    spared = [shared[_is_repeated(batch)]]
     for row, sizes in batch.sequences.items():  # assume that all branches start at the same fork
         branches = len(sizes) - 1
         spared.append(np.full(branches, (sum(sizes) - computed[row]) / branches))
     return _sparing(rows, np.concatenate(spared))
 
 
-def _repeated(batch: TrainBatch) -> NDArray[np.bool_]:
+def _is_repeated(batch: TrainBatch) -> NDArray[np.bool_]:
     """Return a mask of the rows that are not the first of their group, [B]."""
     again = np.ones(batch.num_rows, bool)
     again[np.unique(batch.group_ids.numpy(), return_index=True)[1]] = False

@@ -52,7 +52,7 @@ class Channels:
             "tool_calls": [{"id": "", "type": "function", "function": function}],
         }
 
-    def marked(self, mark: str) -> dict[str, Any]:
+    def to_message(self, mark: str) -> dict[str, Any]:
         """Return the turn as a message for a template, with marks that begin with ``mark`` instead of its parts."""
         told: dict[str, Any] = {"role": "assistant", "content": f"{mark}words;" if self.called is None else ""}
         if self.thoughts:
@@ -73,7 +73,7 @@ class Channels:
         found = _ENDS.search(text, words)
         return found.start() if found is not None and found[0] == end else None
 
-    def unmarked(self, text: str, mark: str) -> str:
+    def replace_marks(self, text: str, mark: str) -> str:
         """Replace the marks in a text by the sampled parts."""
         for name, said in (("words", self.words), ("thoughts", self.thoughts)):
             own = f"{mark}{name};"
@@ -84,5 +84,5 @@ class Channels:
 def unmark(text: str, turns: Mapping[str, Channels]) -> str:
     """Replace all marks in a text by the sampled parts. ``turns`` maps marks to turns."""
     for mark, turn in turns.items():
-        text = turn.unmarked(text, mark)
+        text = turn.replace_marks(text, mark)
     return text

@@ -110,7 +110,7 @@ class Conversation:
             if broken:
                 places.append(f"the chat template rejects these messages: {broken}")
             else:
-                places.append(_contain(self._rendered, tree, asked, each.nodes, answer["text"]))
+                places.append(_contain(self._place_rendered, tree, asked, each.nodes, answer["text"]))
         return places
 
     def _begin(self, tree: TokenTree, asked: TurnInput) -> Continuation | str | _ToRender:
@@ -119,7 +119,7 @@ class Conversation:
         A text explains why the request is rejected.
         """
         if asked.prompt is not None:
-            return self._continued(tree, asked.prompt)
+            return self._place_prompt(tree, asked.prompt)
         if self.tokenizer.chat_template is None:
             return _NO_TEMPLATE
         if asked.tools and self.parse is not None:
@@ -137,10 +137,12 @@ class Conversation:
         nodes = tree.follow(_replies(asked))
         return _ToRender(nodes, self._render_messages(asked, nodes))
 
-    def _rendered(self, tree: TokenTree, asked: TurnInput, nodes: Sequence[Node], text: str) -> Continuation | str:
-        node, start = tree.shared(text, nodes, self._end_of)
+    def _place_rendered(
+        self, tree: TokenTree, asked: TurnInput, nodes: Sequence[Node], text: str
+    ) -> Continuation | str:
+        node, start = tree.find_shared(text, nodes, self._end_of)
         channels = {self._mark_of(each): Channels.read(each.said) for each in nodes if CHANNEL in each.said}
-        return self._placed(Continuation(node, text[start:], [], len(asked.messages)), channels, tree)
+        return self._encode(Continuation(node, text[start:], [], len(asked.messages)), channels, tree)
 
     def _mark_of(self, node: Node) -> str:
         return f"{self._mark}{node.place}-"
@@ -151,7 +153,7 @@ class Conversation:
             return after(text, place, node.said)
         return Channels.read(node.said).end_in(text, place, self._mark_of(node), node.end)
 
-    def _continued(self, tree: TokenTree, prompt: str | Sequence[int]) -> Continuation | str:
+    def _place_prompt(self, tree: TokenTree, prompt: str | Sequence[int]) -> Continuation | str:
         if not isinstance(prompt, str):
             node, start = tree.shared_tokens(prompt)
             context = list(prompt[start:])
@@ -159,14 +161,14 @@ class Conversation:
             if unknown is not None:
                 return f"token {unknown} is not in the vocabulary of the policy"
             text = str(self.tokenizer.decode(context, skip_special_tokens=False))
-            return self._checked(Continuation(node, text, context))
+            return self._check(Continuation(node, text, context))
         node, start = tree.shared_text(prompt)
         try:
-            return self._checked(Continuation(node, prompt[start:], self.control.encode_cut(prompt[start:])))
+            return self._check(Continuation(node, prompt[start:], self.control.encode_marked(prompt[start:])))
         except UnreadableText as error:
             return str(error)
 
-    def _checked(self, place: Continuation) -> Continuation | str:
+    def _check(self, place: Continuation) -> Continuation | str:
         """Return the place if an engine can continue it, else the reason.
 
         It needs at least one token, and an image for each image token.
@@ -177,24 +179,24 @@ class Conversation:
             return STRAY
         return place
 
-    def _placed(self, place: Continuation, channels: Mapping[str, Channels], tree: TokenTree) -> Continuation | str:
+    def _encode(self, place: Continuation, channels: Mapping[str, Channels], tree: TokenTree) -> Continuation | str:
         """Return the place with the tokens of its text, or the reason why the request is rejected."""
         told, node = unmark(place.text, channels), place.parent
         images: tuple[str, ...] = ()
         if self.images is not None:
             told, images = self.images.unmark(told)
         try:
-            context = self.control.encode_cut(told)
+            context = self.control.encode_marked(told)
         except UnreadableText as error:
             return str(error)
         if node is not None and node.end and context[:1] == [int(node.turn.token_ids[-1])]:
             context = context[1:]  # the end token was sampled, and is part of the node
         place = replace(place, context=context, shown=told.replace(CUT, ""), images=images)
         if self.images is None or not images:
-            return self._checked(place)
+            return self._check(place)
         try:
             if node is None or self.images.are_of(node.tokens(), node.seen()):
-                return self._checked(replace(place, context=self.images.expand(context, images)))
+                return self._check(replace(place, context=self.images.expand(context, images)))
             problem = STRAY
         except ConfigError as error:
             problem = str(error)
@@ -211,7 +213,7 @@ class Conversation:
             if number in said:
                 node = said[number]
                 if CHANNEL in node.said:
-                    messages.append(Channels.read(node.said).marked(self._mark_of(node)))
+                    messages.append(Channels.read(node.said).to_message(self._mark_of(node)))
                     continue
                 thought = node.text[node.text.rindex(_THOUGHT) :] if node.text.rstrip().endswith(_THOUGHT) else ""
                 messages.append({"role": "assistant", "content": thought + node.said})
@@ -219,9 +221,9 @@ class Conversation:
                 messages.append(dict(message))
             elif self.images is not None and "images" in message:
                 own = {key: value for key, value in message.items() if key not in ("texts", "images")}
-                messages.append({**own, "content": self.images.parts(message, self.control.cut)})
+                messages.append({**own, "content": self.images.parts(message, self.control.mark)})
             else:
-                messages.append({**message, "content": self.control.cut(message["content"])})
+                messages.append({**message, "content": self.control.mark(message["content"])})
         return {"messages": messages, "tools": list(asked.tools)}
 
     def _apply(self, item: Mapping[str, Any]) -> str:

@@ -65,12 +65,12 @@ class RequestImages:
         except ConfigError as error:
             raise RequestError(400, str(error)) from error
 
-    def parts(self, message: Mapping[str, Any], cut: Callable[[str], str]) -> list[dict[str, str]]:
+    def parts(self, message: Mapping[str, Any], mark: Callable[[str], str]) -> list[dict[str, str]]:
         """Return the content of a message with images for a template, with a mark before each image.
 
-        ``cut`` marks the names of control tokens in the texts.
+        ``mark`` marks the names of control tokens in the texts.
         """
-        texts = [cut(text) for text in message["texts"]]
+        texts = [mark(text) for text in message["texts"]]
         parts = []
         for text, digest in zip(texts, message["images"], strict=False):
             parts += [{"type": "text", "text": f"{text}{self._mark}{digest};"}, {"type": "image"}]
@@ -104,11 +104,11 @@ class RequestImages:
         if messages is None:
             return {"images": files}
         urls = iter([_data_url(Path(file).read_bytes()) for file in files])
-        shown = [{**message, "content": _shown(message["content"], urls)} for message in messages]
+        shown = [{**message, "content": _to_content_parts(message["content"], urls)} for message in messages]
         return {"images": files, "messages": shown}
 
 
-def _shown(content: str, urls: Iterator[str]) -> Any:
+def _to_content_parts(content: str, urls: Iterator[str]) -> Any:
     """Return a text with image marks as content parts of OpenAI's API; a text without marks unchanged."""
     first, *others = content.split(MARK)
     if not others:

@@ -183,7 +183,7 @@ class AgentEnvironment:
         told = {"base_url": base_url, "api_key": api_key}
         if self._workplaces is None:
             return await self._in_time(self._play(web, told, None))
-        async with self._workplaces.opened(self._needs) as workplace:
+        async with self._workplaces.open(self._needs) as workplace:
             try:
                 result = await self._in_time(self._play(web, told, workplace))
             except Exception as error:
@@ -272,7 +272,7 @@ class AgentEnvironment:
         )
         _keeper().keep(process.pid)
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        readers = [asyncio.ensure_future(self._printed(stream)) for stream in (process.stdout, process.stderr)]
+        readers = [asyncio.ensure_future(self._read_output(stream)) for stream in (process.stdout, process.stderr)]
         try:
             with suppress(ConnectionError):  # a program may end without reading its task
                 process.stdin.write(json.dumps(self._task).encode() + b"\n")
@@ -298,7 +298,7 @@ class AgentEnvironment:
                 return result
         return Ungraded(last[-_SHOWN_CHARS:])
 
-    async def _printed(self, stream: asyncio.StreamReader) -> str:
+    async def _read_output(self, stream: asyncio.StreamReader) -> str:
         printed = b""
         while part := await stream.read(2**16):
             printed += part

@@ -113,7 +113,7 @@ class TokenTree:
                 nodes.append(max(same, key=lambda node: (node.parent is before, node.place)))
         return nodes
 
-    def shared(
+    def find_shared(
         self, text: str, nodes: Iterable[Node], end_of: Callable[[Node, str, int], int | None]
     ) -> tuple[Node | None, int]:
         """Return the deepest of ``nodes`` whose complete path is at the start of ``text``, and the position in ``text`` after it.
@@ -271,13 +271,13 @@ def cut_turn(drawn: Completion, count: int) -> Completion:
     """Return the first ``count`` tokens of a turn, with all values recorded for them."""
     dropped = len(drawn.token_ids) - count
 
-    def cut(values: Recorded) -> Recorded:
+    def shorten(values: Recorded) -> Recorded:
         if isinstance(values, Ragged):
             counts = values.counts[:count]
             return Ragged(counts, values.values[: int(np.sum(counts))])
         return values[: len(values) - dropped]  # may also contain values of tokens before the turn
 
-    support = cut(drawn.support) if drawn.support is not None else None
+    support = shorten(drawn.support) if drawn.support is not None else None
     assert support is None or isinstance(support, Ragged)
     return replace(
         drawn,
@@ -286,7 +286,7 @@ def cut_turn(drawn: Completion, count: int) -> Completion:
         versions=tuple((first, version) for first, version in drawn.versions if first < count),
         finish_reason=drawn.finish_reason if count == len(drawn.token_ids) else "length",
         support=support,
-        fields={name: cut(values) for name, values in drawn.fields.items()},
+        fields={name: shorten(values) for name, values in drawn.fields.items()},
     )
 
 

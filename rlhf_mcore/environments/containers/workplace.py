@@ -52,7 +52,7 @@ class Workplaces:
             self._lender = lender(options["host"])
 
     @asynccontextmanager
-    async def opened(self, task: Task) -> AsyncIterator[Workplace]:
+    async def open(self, task: Task) -> AsyncIterator[Workplace]:
         """Open a container for a task, and close it at the end of the block."""
         async with self._containers.opened(task) as container:
             if self._lender is None:

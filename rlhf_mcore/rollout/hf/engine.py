@@ -125,7 +125,7 @@ class HFEngine(LiveEngine):
             ValueError: a tensor is unknown, repeated, missing, or has a wrong shape. The engine is then unusable.
         """
         self.begin_load()
-        for name, tensor in self._expected.checked(weights):
+        for name, tensor in self._expected.check_each(weights):
             self._targets[name].copy_(tensor)
         self.commit_load(version)
 

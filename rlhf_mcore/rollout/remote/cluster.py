@@ -210,15 +210,15 @@ class Cluster:
         end = time.monotonic() + (0.0 if self.address is None else wait_s)
         while True:
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            self._share = _ranks_per_machine(engines, size, self._needed, nodes)
+            self._share = _ranks_per_machine(engines, size, self._rank_resources, nodes)
             if self._share:
                 return None
             if time.monotonic() > end:
-                return _room_problem(engines, size, self._needed, nodes)
+                return _room_problem(engines, size, self._rank_resources, nodes)
             time.sleep(1.0)
 
     @property
-    def _needed(self) -> dict[str, int]:
+    def _rank_resources(self) -> dict[str, int]:
         """The resources that a rank of an engine requests from Ray."""
         return {"CPU": self.cores} | ({"GPU": self.gpus} if self.gpus else {})
 
@@ -233,7 +233,7 @@ class Cluster:
 
         share = self._share or size
         bundle = {
-            name: float(count * share) for name, count in self._needed.items()
+            name: float(count * share) for name, count in self._rank_resources.items()
         }  # Ray places a bundle on one machine
         group = self._groups[name] = placement_group([bundle] * (size // share), strategy="PACK")
         host = ray.remote(concurrency_groups=dict.fromkeys(set(_GROUP_OF.values()), 1))(EngineHost)

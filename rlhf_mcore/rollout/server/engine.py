@@ -251,7 +251,7 @@ class ServerEngine(Engine):
         self.begin_load()
         folder = self._folder / str(version)
         writer = ShardWriter(folder) if self.rank.is_lead else None
-        for name, tensor in self._expected.checked(weights):  # all ranks iterate, because gathering is collective
+        for name, tensor in self._expected.check_each(weights):  # all ranks iterate, because gathering is collective
             if writer is not None:
                 writer.add(name, tensor)
         on_every_rank(partial(self._bring, writer, version))

@@ -59,7 +59,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
     _drafts: Drafts | None = None
     _adapters: Sequence[Any] = ()  # vLLM's names of the adapters in requests
     _named: Mapping[str, Any] = {}  # the adapter for new requests
-    _counted: Any = nullcontext  # a context manager around the start
+    _set_group_number: Any = nullcontext  # a context manager around the start
 
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
         """Start the engine (seconds to a minute).
@@ -95,7 +95,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             self._drafts = Drafts(cfg, model, on_cuda=self._on_cuda)
         options = self._options(cfg, model)
         start = engine_start(rank, world_size, eager=not self._on_cuda)
-        with start as warnings, private_shared_memory(), self._counted(), caches_by_engine_rank(size):
+        with start as warnings, private_shared_memory(), self._set_group_number(), caches_by_engine_rank(size):
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
             if self._drafts is not None:
                 self._drafts.attach(self._worker(), self._llm.llm_engine.engine_core.engine_core)
@@ -377,7 +377,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         self._settle()
         self.begin_load()
         with preserved_rng(), self._base_layers():
-            checked, drafted = self._expected.checked(weights), self._drafts and self._drafts.model
+            checked, drafted = self._expected.check_each(weights), self._drafts and self._drafts.model
             [unwritten] = self._llm.collective_rpc(reload.reload, args=(checked, drafted))
         if self._adapter_shapes:
             self._open_slots()  # vLLM's reload has closed the slots

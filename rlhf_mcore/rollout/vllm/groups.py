@@ -61,7 +61,7 @@ class GroupedVLLMEngine(VLLMEngine):
         return self._llm.llm_engine.engine_core.engine_core
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _set_group_number(self) -> Iterator[None]:
         """Let vLLM compute the number of this rank's group. vLLM derives it from RANK, which counts the ranks of all engines."""
         from vllm.engine.arg_utils import EngineArgs
 

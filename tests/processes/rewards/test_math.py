@@ -11,7 +11,7 @@ import pytest
 from rlhf_mcore.config.schema import RuleConfig
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards import mathematics
-from rlhf_mcore.rewards.graders import answer_format, boxed
+from rlhf_mcore.rewards.graders import answer_format, boxed_answer
 from rlhf_mcore.rewards.mathematics import MathGrader
 from rlhf_mcore.rewards.reward import RuleReward
 from rlhf_mcore.types import Prompt, Score, Trajectory
@@ -82,7 +82,7 @@ def grader() -> Iterator[MathGrader]:
 
 @pytest.mark.parametrize(("truth", "answer"), EQUAL)
 def test_what_is_equal_passes_in_all_notations(grader: MathGrader, truth: str, answer: str) -> None:
-    assert boxed(f"\\boxed{{{answer}}}", truth) == 0.0  # mathematical equality
+    assert boxed_answer(f"\\boxed{{{answer}}}", truth) == 0.0  # mathematical equality
     assert grader(f"So \\[\\boxed{{{answer}}}\\]", truth) == 1.0
     assert grader(f"So\nAnswer: ${answer}$", f"Because of this and that, \\boxed{{{truth}}}.") == 1.0
     assert grader(f"So\n#### {answer}", truth) == 1.0

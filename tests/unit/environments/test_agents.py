@@ -596,13 +596,13 @@ def test_an_exception_is_the_answer_of_its_request(run: Any, tokenizer: PreTrain
 
 
 def test_a_request_that_cannot_fit_is_refused_before_it_is_tokenised(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = ControlTokens.encode_cut
+    encode = ControlTokens.encode_marked
 
     def short(self: ControlTokens, text: str) -> list[int]:
         assert len(text) < 70_000, "it is tokenised"
         return encode(self, text)
 
-    monkeypatch.setattr(ControlTokens, "encode_cut", short)
+    monkeypatch.setattr(ControlTokens, "encode_marked", short)
 
     def play(base_url: str, api_key: str) -> float:
         assert post(base_url, "chat/completions", json.dumps({"messages": HI}).encode(), api_key)[0] == 200

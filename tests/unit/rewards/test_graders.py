@@ -11,7 +11,7 @@ from rlhf_mcore.rewards.graders import (
     answer_format,
     answer_line,
     answer_of,
-    boxed,
+    boxed_answer,
     exact_match,
     final_number,
 )
@@ -180,7 +180,7 @@ def test_boxed() -> None:
         ("\\fbox{5}", "5", 1.0),
         ("\\boxed{None}", None, 0.0),
     ]:
-        assert boxed(response, truth) == expected
+        assert boxed_answer(response, truth) == expected
 
 
 def test_answer_line() -> None:
@@ -247,7 +247,7 @@ def test_numbers_are_capped():
 
 def test_a_ground_truth_too_long_to_print_matches_nothing():
     huge = 10**5000  # its str() raises
-    assert [grade("#### 1 \\boxed{1}", huge) for grade in (exact_match, final_number, boxed)] == [0.0] * 3
+    assert [grade("#### 1 \\boxed{1}", huge) for grade in (exact_match, final_number, boxed_answer)] == [0.0] * 3
 
 
 def test_nested_boxes_open_last():
@@ -292,15 +292,15 @@ def test_hostile_text_raises_nothing_and_earns_nothing_undue() -> None:
 
 def test_nul_and_surrogates_are_ordinary_characters():
     assert final_number("#### 5\x00", "5") == 1.0
-    assert boxed("\\boxed{5\x00}", "5") == 0.0
-    assert boxed("\\boxed{\ud800}", "\ud800") == 1.0
+    assert boxed_answer("\\boxed{5\x00}", "5") == 0.0
+    assert boxed_answer("\\boxed{\ud800}", "\ud800") == 1.0
     assert answer_format("\ud800 \\boxed{\ud800}") == 1.0
 
 
 def test_a_response_beyond_the_cap_scores_zero():
     for mark in ("#### 5", "\\boxed{5}"):
         fits = mark.rjust(MAX_RESPONSE_CHARS)
-        assert max(final_number(fits, "5"), boxed(fits, "5")) == 1.0
+        assert max(final_number(fits, "5"), boxed_answer(fits, "5")) == 1.0
         assert [grade(" " + fits, "5") for grade in GRADERS.values()] == [0.0] * len(GRADERS)
 
 
@@ -341,7 +341,7 @@ def test_any_number_survives_its_notations(value, noise: str):
     for written in (f"{value}", f"{value:,}", f"{value}0", f"${abs(value)}" if value >= 0 else f"-${abs(value)}"):
         assert final_number(f"{noise}#### {written}\n{noise}", str(value)) == 1.0
         assert final_number(f"{noise}\\boxed{{{written}}}{noise}", str(value)) == 1.0
-        assert boxed(f"{noise}\\boxed{{{written}}}{noise}", str(value)) == 1.0
+        assert boxed_answer(f"{noise}\\boxed{{{written}}}{noise}", str(value)) == 1.0
         assert final_number(f"#### {written}", str(value + 1)) == 0.0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import combinations
 
 from rlhf_mcore.rewards.forms import canonical
-from rlhf_mcore.rewards.graders import boxed
+from rlhf_mcore.rewards.graders import boxed_answer
 from tests.graders import GRADERS
 
 # The answer first, then what means the same.
@@ -250,7 +250,7 @@ ANSWERS: list[list[str]] = [
 def test_every_spelling_of_an_answer_scores_the_maximum() -> None:
     for row, spelling in ((answer, spelling) for answer in ANSWERS for spelling in answer):
         response = f"Let us see. \\[ \\boxed{{{spelling}}} \\]"
-        assert boxed(response, row[0]) == 1.0, spelling
+        assert boxed_answer(response, row[0]) == 1.0, spelling
         assert GRADERS["math"](response, row[0]) == 1.0, spelling
         assert GRADERS["answer_line"](f"Let us see.\nAnswer: ${spelling}$", row[0]) == 1.0, spelling
 

@@ -25,7 +25,7 @@ EMBED, NORM, HEAD = (("embed.weight", (5, 3)), ("norm.weight", (3,)), ("head.wei
 
 def load(*tensors: tuple[str, tuple[int, ...]]) -> list[str]:
     pairs = ((name, torch.zeros(shape)) for name, shape in tensors)
-    return [name for name, _ in ExpectedTensors.of_model(Tied()).checked(pairs)]
+    return [name for name, _ in ExpectedTensors.of_model(Tied()).check_each(pairs)]
 
 
 def test_a_whole_model_passes_with_its_tied_tensor_under_either_name_or_both() -> None:

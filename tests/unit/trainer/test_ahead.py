@@ -190,7 +190,7 @@ def test_a_run_that_was_killed_goes_on_with_what_has_finished(in_order: bool) ->
     ahead, sampler = ahead_of(engines, schedule)
     for step in (1, 2, 3):
         step_with(ahead, engines, step)
-    state, data, cursor = ahead.state_dict(), encode_trajectories(ahead.finished()), sampler.state_dict()
+    state, data, cursor = ahead.state_dict(), encode_trajectories(ahead.finished_trajectories()), sampler.state_dict()
     further = [told(step_with(ahead, engines, step)) for step in (4, 5, 6)]
 
     again = Engines(random.Random(2))
@@ -224,7 +224,7 @@ def test_greedy_responses_are_drawn_ahead_and_wait_in_a_checkpoint_with_the_samp
         future.set_result(with_support(job, versions))
     waiting = told(ahead.take(2))
     assert [len(samples) for *_, samples in waiting] == [2, 2]
-    state, data = ahead.state_dict(), encode_trajectories(ahead.finished())
+    state, data = ahead.state_dict(), encode_trajectories(ahead.finished_trajectories())
     resumed, _ = ahead_of(Engines(random.Random(2)), SamplingSchedule(2, 1), sampling)
     resumed.load_state_dict(state)
     resumed.load_finished(decode_trajectories(data, resumed.prompts_by_number()))
@@ -259,7 +259,7 @@ def test_a_wait_ends_when_a_group_finishes_or_the_engines_fail() -> None:
     while ahead.num_in_flight > 6:  # the group may finish before the wait begins
         ahead.wait(0.1)
     thread.join()
-    assert len(ahead.finished()) == 1 and ahead.num_in_flight == 6
+    assert len(ahead.finished_trajectories()) == 1 and ahead.num_in_flight == 6
     for *_, future in engines.running().values():
         future.set_exception(RuntimeError("all engines are lost"))
     with pytest.raises(RuntimeError, match="all engines are lost"):
@@ -280,7 +280,7 @@ def test_damaged_rollouts_are_refused() -> None:
     engines = Engines(random.Random(0))
     ahead, _ = ahead_of(engines, SamplingSchedule(2, 1, drain=True))
     step_with(ahead, engines, 1)
-    content, prompts = encode_trajectories(ahead.finished()), ahead.prompts_by_number()
+    content, prompts = encode_trajectories(ahead.finished_trajectories()), ahead.prompts_by_number()
     for wrong in (b"", content[:-8], content.replace(b'"records"', b'"recordz"')):
         with pytest.raises(ValueError, match="it contains no trajectories"):
             decode_trajectories(wrong, prompts)

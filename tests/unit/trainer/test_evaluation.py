@@ -17,13 +17,13 @@ from rlhf_mcore.trainer.evaluation import (
     Record,
     batches,
     grade,
-    graded,
     graded_of,
     is_correct,
     metrics,
     missing_batches,
     sample_record,
     score_records,
+    to_graded,
     with_tokens,
 )
 from rlhf_mcore.trainer.model_reward import PART
@@ -193,7 +193,7 @@ def test_ranks_that_do_not_lead_grade_nothing() -> None:
 def test_a_record_is_what_statistics_need() -> None:
     response = replace(trajectory(prompt(2), 1, 5, "length"), response_text="so #### 12.0")
     verdict = Score(0.5, {"answer": 1.0, "format": 0.0})
-    row = graded(response, verdict)
+    row = to_graded(response, verdict)
     assert row == Graded("p2", 2, "set", 1, 0.5, False, "12", 5, True)
     record = sample_record(response, verdict, row)
     assert graded_of(record) == row
@@ -237,7 +237,7 @@ def records() -> list[Record]:
         for sample in range(2):
             drawn = trajectory(made_of, sample, 3, "length")
             verdict = Score(10.0 * sample, {"format": 1.0})
-            record = with_tokens(sample_record(drawn, verdict, graded(drawn, verdict)), drawn)
+            record = with_tokens(sample_record(drawn, verdict, to_graded(drawn, verdict)), drawn)
             found.append(json.loads(json.dumps(record)))
     return found
 

@@ -133,7 +133,7 @@ def test_fault_18_and_36_engines_that_replace_all_others_get_weights_again(in_or
         source.first.ahead.fill(1)  # in flight, so that publishing has to wait for it
         publisher.publish(1)
         assert bridge.synced == [0, 0, 0 if in_order else 1, 1]
-        waiting = source.first.ahead.finished().values()
+        waiting = source.first.ahead.finished_trajectories().values()
         versions = {version for found in waiting for each in found for _, version in each.versions}
         assert versions == ({0} if in_order else {0, 1})
 

@@ -110,7 +110,7 @@ def test_what_an_older_run_sampled_without_is_drawn_again(needed: dict[str, Any]
     for step in (1, 2):
         step_with(ahead, engines, step)
     engines.finish()
-    state, finished, cursor = ahead.state_dict(), ahead.finished(), sampler.state_dict()
+    state, finished, cursor = ahead.state_dict(), ahead.finished_trajectories(), sampler.state_dict()
     assert finished
     asked = []
     for sampling in (plain, replace(plain, **needed)):
