@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.algorithms.interfaces import AdvantageInputs
-from rlhf_mcore.algorithms.masking import row_weights
-from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.algorithms.masking import OwnedRows, row_weights
 from rlhf_mcore.data.prefixes import computed_of_row
 from rlhf_mcore.parallel.rows import merge_rows, owners_of
 from rlhf_mcore.types import TrainBatch

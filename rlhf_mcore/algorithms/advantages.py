@@ -19,7 +19,7 @@ from rlhf_mcore.algorithms.interfaces import AdvantageInputs, Advantages, advant
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf_mcore.algorithms.rows import OwnedRows
+    from rlhf_mcore.algorithms.masking import OwnedRows
     from rlhf_mcore.config.schema import AlgorithmConfig
 
 
@@ -139,6 +139,25 @@ def group_relative(outcomes: Tensor, group_ids: Tensor, normalize_std: bool, eps
         deviations = deviations / (stds[index] + eps)
     dtype = torch.promote_types(outcomes.dtype, torch.float32)
     return torch.where((spread <= ROUNDING[dtype] * largest)[index], 0.0, deviations).to(dtype)
+
+
+def groups_that_differ(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """Mark the groups whose responses have different scores, because group-relative advantages are zero in other groups.
+
+    This is the condition of DAPO's dynamic sampling (arXiv 2503.14476, eq. 11) for scores of any kind.
+
+    Args:
+        scores: [B]; group_ids: [B] int64.
+
+    Returns:
+        [B] bool, equal for the members of a group.
+    """
+    _, index = torch.unique(group_ids, return_inverse=True)
+    empty = scores.new_zeros(int(index.max()) + 1 if index.numel() else 0)
+    smallest = empty.scatter_reduce(0, index, scores, "amin", include_self=False)
+    largest = empty.scatter_reduce(0, index, scores, "amax", include_self=False)
+    # A NaN differs from itself, so its group is kept and can be reported.
+    return (largest != smallest)[index]
 
 
 def broadcast_to_tokens(advantages: Tensor, inputs: AdvantageInputs) -> Tensor:

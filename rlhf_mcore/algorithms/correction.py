@@ -13,7 +13,7 @@ from rlhf_mcore.algorithms.policy_loss import find_divergent
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf_mcore.algorithms.rows import OwnedRows
+    from rlhf_mcore.algorithms.masking import OwnedRows
     from rlhf_mcore.config.schema import RolloutCorrectionConfig
 
 

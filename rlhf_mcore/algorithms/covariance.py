@@ -25,7 +25,7 @@ from rlhf_mcore.algorithms.policy_loss import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf_mcore.algorithms.rows import OwnedRows
+    from rlhf_mcore.algorithms.masking import OwnedRows
     from rlhf_mcore.types import TrainBatch
 
 CHOSEN = "high_covariance"  # the field [N] bool that both losses read

@@ -19,7 +19,7 @@ from rlhf_mcore.config.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf_mcore.algorithms.rows import OwnedRows
+    from rlhf_mcore.algorithms.masking import OwnedRows
     from rlhf_mcore.config.schema import AlgorithmConfig
     from rlhf_mcore.config.schema.group import Group
     from rlhf_mcore.types import Field, TrainBatch

@@ -6,7 +6,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, TypeVar
 
 # Importing a module adds its functions to the tables.
-from rlhf_mcore.algorithms import advantages, covariance, distillation, policy_loss, returns  # noqa: F401
+from rlhf_mcore.algorithms import advantages, covariance, kl, policy_loss, returns  # noqa: F401
 from rlhf_mcore.algorithms.interfaces import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,

@@ -1,4 +1,4 @@
-"""Advantages from discounted sums over later tokens or turns: one function per paper, registered as in ``advantages``."""
+"""Rewards per token, and advantages from their discounted sums: one function per paper, registered as in ``advantages``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,64 @@ from rlhf_mcore.algorithms.interfaces import AdvantageInputs, Advantages, advant
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlhf_mcore.algorithms.masking import OwnedRows
     from rlhf_mcore.config.schema import AlgorithmConfig
+
+
+def token_rewards(
+    scores: Tensor,
+    loss_mask: Tensor,
+    rows: OwnedRows,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    turn_rewards: Tensor | None = None,
+) -> Tensor:
+    """Add each score at its row's last trainable token, and subtract the KL penalty at every trainable token.
+
+    rewards_k = turn reward_k + [k is the last trainable token of its row] * (score - turn rewards of the row) - kl_coef * kl_k
+    (InstructGPT, arXiv 2203.02155, eq. 2, written per token). Without the KL, the rewards of a row add up to its score.
+
+    Args:
+        scores: [B] raw reward per response.
+        loss_mask: [N] bool, for the rows that this rank owns.
+        rows: the rows that this rank owns.
+        kl: [N] per-token KL to the reference; values outside the mask are ignored.
+        kl_coef: not negative; 0 ignores ``kl``.
+        turn_rewards: [N] rewards of single turns at the last token of each turn. They are part of the scores. None: no turn rewards.
+
+    Returns:
+        [N] float64, so that different scores stay different; zero outside the mask. A row without a trainable token has only zeros, so
+        its score is lost.
+
+    Raises:
+        ValueError: ``kl_coef`` is not 0, but ``kl`` is None.
+    """
+    if turn_rewards is None:
+        rewards = torch.where(rows.last(loss_mask), rows.to_tokens(scores.double()), 0.0)
+    else:
+        rest = rows.to_tokens(scores.double() - rows.local_sums(turn_rewards, loss_mask))
+        rewards = torch.where(rows.last(loss_mask), rest, 0.0) + torch.where(loss_mask, turn_rewards, 0.0)
+    if kl_coef == 0.0:
+        return rewards
+    if kl is None:
+        raise ValueError(f"kl_coef is {kl_coef}, but kl is missing; pass the per-token KL, or kl_coef=0")
+    return rewards - torch.where(loss_mask, kl_coef * kl.float(), 0.0)
+
+
+def overlong_penalty(response_lengths: Tensor, max_tokens: int, cache_tokens: int, penalty: float = 1.0) -> Tensor:
+    """Compute the soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), which the caller adds to the scores.
+
+    For a response of length n, it is 0 up to max_tokens - cache_tokens, falls linearly to -penalty at max_tokens, and stays at
+    -penalty beyond. The paper's penalty is 1.
+
+    Args:
+        response_lengths: [B] tokens.
+
+    Returns:
+        [B] float32, at most 0.
+    """
+    excess = response_lengths.float() - (max_tokens - cache_tokens)
+    return -penalty * (excess / cache_tokens).clamp(0.0, 1.0)
 
 
 @advantage_estimator("gae")

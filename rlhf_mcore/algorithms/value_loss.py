@@ -16,7 +16,7 @@ from rlhf_mcore.config.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf_mcore.algorithms.rows import OwnedRows
+    from rlhf_mcore.algorithms.masking import OwnedRows
 
 
 def value_loss(

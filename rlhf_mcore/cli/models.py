@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rich.filesize import decimal
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mcore.algorithms.distillation import Divergence
+from rlhf_mcore.algorithms.kl import Divergence
 from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.bridge.files.hf_files import HFReader, load
 from rlhf_mcore.config.choices import MTP_TRAINED

@@ -55,7 +55,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLoss:
-    """A loss over pairs of responses (``algorithms/preference.py``)."""
+    """A loss over pairs of responses (``algorithms/supervised.py``)."""
 
     needs_reference: bool = True  # compares the policy with a frozen reference
     needs_mismatched: bool = False  # also compares responses to other prompts, to estimate the divergence

@@ -39,7 +39,7 @@ from rlhf_mcore.residency.sharing import DeviceSharing, Movable
 from rlhf_mcore.types import TEACHER_TOP, Microbatch
 
 if TYPE_CHECKING:
-    from rlhf_mcore.algorithms.distillation import Divergence
+    from rlhf_mcore.algorithms.kl import Divergence
     from rlhf_mcore.mcore.lora import Adapters
     from rlhf_mcore.mcore.mixture import Router
     from rlhf_mcore.mcore.momentum import Locate

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf_mcore.parallel.logprobs import _chunks, _Columns, _logits, chunk_tokens_of
 
 if TYPE_CHECKING:
-    from rlhf_mcore.algorithms.distillation import Divergence
+    from rlhf_mcore.algorithms.kl import Divergence
 
 LOWEST = -1e4  # replaces the log of zero in differences of logs
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.algorithms.value_loss import MAX_DEVIATIONS, ReturnNormalizer, value_loss
 from rlhf_mcore.mcore.model import MegatronModel, Metrics, scalar_outputs
 from rlhf_mcore.parallel.rows import merge_rows

@@ -14,9 +14,8 @@ from rlhf_mcore.algorithms.correction import RATIO_MODES, factors_of_microbatch
 from rlhf_mcore.algorithms.covariance import CHOSEN, choose_tokens
 from rlhf_mcore.algorithms.interfaces import LossInputs, PolicyLoss, fields_read, pick_fields
 from rlhf_mcore.algorithms.kl import kl_penalty
-from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
+from rlhf_mcore.algorithms.masking import OwnedRows, masked_sum, weighted_sum
 from rlhf_mcore.algorithms.registry import find_policy_loss
-from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.supervised import perplexity, sft_loss
 from rlhf_mcore.config.choices import POLICY_LOSSES
 from rlhf_mcore.config.schema import AlgorithmConfig
@@ -30,7 +29,7 @@ from rlhf_mcore.roles.trained_model import Objective, TrainedModel, Update, mini
 from rlhf_mcore.types import ROUTES, TEACHER_TOP, Field, Microbatch, Ragged, TrainBatch
 
 if TYPE_CHECKING:
-    from rlhf_mcore.algorithms.distillation import Divergence
+    from rlhf_mcore.algorithms.kl import Divergence
 
 
 def logprobs_of(

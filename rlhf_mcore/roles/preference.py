@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from rlhf_mcore.algorithms.preference import Pairs, PreferenceLoss, find_preference_loss, mean_divergence, sum_of_pairs
-from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.algorithms.masking import OwnedRows
+from rlhf_mcore.algorithms.supervised import Pairs, PreferenceLoss, find_preference_loss, mean_divergence, sum_of_pairs
 from rlhf_mcore.config.choices import PREFERENCE_LOSSES
 from rlhf_mcore.config.schema import DpoConfig
 from rlhf_mcore.data.collate import RowTokens, sequence_ids

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from rlhf_mcore.algorithms.correction import rollout_correction, staleness_factors, takes_part
-from rlhf_mcore.algorithms.distillation import reverse_kl
 from rlhf_mcore.algorithms.interfaces import AdvantageEstimator, AdvantageInputs, pick_fields
-from rlhf_mcore.algorithms.kl import AdaptiveKL, FixedKL, LinearKL, kl_penalty
+from rlhf_mcore.algorithms.kl import AdaptiveKL, FixedKL, LinearKL, kl_penalty, reverse_kl
+from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.algorithms.registry import find_advantage_estimator
-from rlhf_mcore.algorithms.rows import OwnedRows
-from rlhf_mcore.algorithms.shaping import overlong_penalty, token_rewards
+from rlhf_mcore.algorithms.returns import overlong_penalty, token_rewards
 from rlhf_mcore.algorithms.value_loss import explained_variance, explained_variance_sums
 from rlhf_mcore.config.choices import POLICY_LOSSES
 from rlhf_mcore.config.errors import ConfigError

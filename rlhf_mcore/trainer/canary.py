@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.protocols import LogprobModel, ResponseSampler, SyncMismatch, WeightTarget
 from rlhf_mcore.trainer.exchange import RowExchange

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlhf_mcore.algorithms.shaping import groups_that_differ
+from rlhf_mcore.algorithms.advantages import groups_that_differ
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.trainer.sampled import Rollout, SampleBatch, SampledBatch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn.functional import logsigmoid
 
-from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.algorithms.supervised import perplexity
 from rlhf_mcore.data.examples import TokenizedExample, example_batch
 from rlhf_mcore.parallel.rows import merge_rows

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhf_mcore.algorithms.correction import rollout_ratio_statistics
-from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.types import Field, Ragged, TrainBatch

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.checkpoint.disk import SaveError
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.sampling.seeds import sampling_of_batch

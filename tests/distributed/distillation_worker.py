@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlhf_mcore.algorithms.distillation import Divergence
+from rlhf_mcore.algorithms.kl import Divergence
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.roles.teacher import OTHERS, Average, Teacher

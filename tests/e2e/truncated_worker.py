@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rlhf_mcore.algorithms.correction import rollout_correction
-from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.schema import RolloutConfig, RolloutCorrectionConfig, RolloutLayoutConfig, SpeculativeConfig
 from rlhf_mcore.config.schema.rollout import SamplingConfig, truncates

@@ -19,8 +19,8 @@ from rlhf_mcore.algorithms.correction import (
     rollout_ratio_statistics,
     takes_part,
 )
+from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.algorithms.policy_loss import find_divergent
-from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.config.schema import RolloutCorrectionConfig
 from tests.rows import everything
 from tests.unit.parallel.world import ThreadGroup, run_ranks

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_mcore.algorithms.covariance import CHOSEN, choose_largest, choose_tokens, token_covariances
 from rlhf_mcore.algorithms.interfaces import POLICY_LOSSES
-from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.types import TrainBatch
 from tests.unit.algorithms.tokens import loss_inputs
 from tests.unit.parallel.world import ThreadGroup, run_ranks

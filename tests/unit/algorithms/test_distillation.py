@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from rlhf_mcore.algorithms.distillation import reverse_kl
+from rlhf_mcore.algorithms.kl import reverse_kl
 
 
 def test_by_hand() -> None:

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 import rlhf_mcore.algorithms.advantages  # noqa: F401  # its estimators are in the table
 from rlhf_mcore.algorithms.advantages import gdpo, group_relative, grpo, rloo, whiten
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, AdvantageInputs
-from rlhf_mcore.algorithms.returns import gae, reinforce, reinforce_plus_plus
-from rlhf_mcore.algorithms.rows import OwnedRows
-from rlhf_mcore.algorithms.shaping import token_rewards
+from rlhf_mcore.algorithms.masking import OwnedRows
+from rlhf_mcore.algorithms.returns import gae, reinforce, reinforce_plus_plus, token_rewards
 from rlhf_mcore.config.schema import AlgorithmConfig
 from tests.rows import advantage_inputs, everything
 from tests.unit.parallel.world import ThreadGroup, run_ranks

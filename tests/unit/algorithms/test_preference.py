@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_mcore.algorithms.preference import (
+from rlhf_mcore.algorithms.supervised import (
     PREFERENCE_LOSSES,
     Pairs,
     find_preference_loss,

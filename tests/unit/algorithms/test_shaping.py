@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_mcore.algorithms.advantages import group_relative
-from rlhf_mcore.algorithms.shaping import groups_that_differ, overlong_penalty, token_rewards
+from rlhf_mcore.algorithms.advantages import group_relative, groups_that_differ
+from rlhf_mcore.algorithms.returns import overlong_penalty, token_rewards
 from tests.rows import everything
 
 NAN = float("nan")

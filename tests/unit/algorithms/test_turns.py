@@ -17,9 +17,9 @@ from torch import Tensor
 import rlhf_mcore.algorithms.advantages  # noqa: F401  # its estimators are in the table
 from rlhf_mcore.algorithms.advantages import OwnedTurns, grpo, rloo
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.algorithms.registry import find_policy_loss
 from rlhf_mcore.algorithms.returns import gae, reinforce
-from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.value_loss import value_loss
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from rlhf_mcore.parallel.logprobs import TokenLogprobs

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_mcore.algorithms.distillation import Divergence
+from rlhf_mcore.algorithms.kl import Divergence
 from rlhf_mcore.parallel.logprobs import Subsets, linear_logprobs
 from rlhf_mcore.parallel.top_tokens import TeacherTopTokens, top_tokens
 from rlhf_mcore.types import Ragged
