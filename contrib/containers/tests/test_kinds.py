@@ -57,7 +57,7 @@ async def use_remote(task: Task, use: Use) -> Any:
 
 
 @pytest.fixture(params=["podman", pytest.param("remote", marks=NO_NAMESPACES)])
-def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Opened:
+def use_container(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Opened:
     """Open a container of a kind for a task, use it, and close it."""
     if request.param == "remote":
         monkeypatch.setenv("CONTAINER_TOKEN", "token")

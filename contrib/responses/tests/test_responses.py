@@ -15,7 +15,7 @@ from rlhf_mcore.environments.agents.endpoint import Endpoint
 from tests.unit.environments import test_agents as core
 from tests.unit.environments import test_images_in_episodes as images
 from tests.unit.environments.conftest import tokenizer
-from tests.unit.environments.test_agents import chat, endpoint, post, run, sampled
+from tests.unit.environments.test_agents import chat, endpoint, post, run, texts_of
 from tests.unit.environments.test_images_in_episodes import folder, reader
 
 __all__ = ["endpoint", "folder", "reader", "run", "tokenizer"]  # fixtures
@@ -61,7 +61,7 @@ def test_openai_responses_with_a_tool(run: Any, tokenizer: PreTrainedTokenizerBa
         return 1
 
     [whole] = run(['call:add:{ "a":1}', "done"], play)
-    assert whole.sequences == () and sampled(whole, tokenizer) == ['call:add:{ "a":1}<end>', "done<end>"]
+    assert whole.sequences == () and texts_of(whole, tokenizer) == ['call:add:{ "a":1}<end>', "done<end>"]
 
 
 def test_words_of_a_stream_come_while_they_are_drawn(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -84,7 +84,7 @@ def test_junk_is_refused_in_one_line(run: Any, tokenizer: PreTrainedTokenizerBas
         return 1
 
     [whole] = run(["ok"], play)
-    assert sampled(whole, tokenizer) == ["ok<end>"]
+    assert texts_of(whole, tokenizer) == ["ok<end>"]
 
 
 def test_no_value_of_another_type_is_an_internal_error_or_cuts_a_stream(endpoint: Endpoint) -> None:

@@ -110,7 +110,7 @@ def jobs(prompts: int, samples: int, max_new_tokens: int = 24, first: int = 0, t
     ]
 
 
-def begun(fleet: Fleet, started: Sequence[Job]) -> dict[int, Future[Trajectory]]:
+def begin(fleet: Fleet, started: Sequence[Job]) -> dict[int, Future[Trajectory]]:
     """Start jobs. Returns the futures of their trajectories by number."""
     return dict(zip([job.number for job in started], fleet.begin(started), strict=True))
 
@@ -120,7 +120,7 @@ def finished_of(futures: Mapping[int, Future[Trajectory]]) -> dict[int, Trajecto
     return {number: future.result() for number, future in futures.items() if future.done()}
 
 
-def collected(
+def collect(
     fleet: Fleet, futures: Mapping[int, Future[Trajectory]], *directories: Path, version: int = 0
 ) -> dict[int, Trajectory]:
     """Wait for all trajectories. If all engines are lost, their successors receive the weights of ``version``."""

@@ -19,7 +19,7 @@ from rlhf_mcore.rollout.remote.fleet_state import EnginesLost
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 from tests.commands import descendants, wait_for
-from tests.e2e.remote.fleets import MAX_MODEL_LEN, begun, collected, finished_of, jobs, plan, publish, running, tokens
+from tests.e2e.remote.fleets import MAX_MODEL_LEN, begin, collect, finished_of, jobs, plan, publish, running, tokens
 from tests.e2e.rollout.tiny import save_model
 
 NEW_TOKENS = 100
@@ -80,12 +80,12 @@ def pair(directories: tuple[Path, Path]) -> Iterator[tuple[Fleet, list[str]]]:
 
 
 @pytest.fixture
-def undisturbed(pair: tuple[Fleet, list[str]], directories: tuple[Path, Path]) -> dict[int, list[int]]:
+def expected_tokens(pair: tuple[Fleet, list[str]], directories: tuple[Path, Path]) -> dict[int, list[int]]:
     """What the requests of a test get where nothing happens."""
     fleet, notes = pair
     publish(fleet, 0, *directories)
     notes.clear()
-    return tokens(collected(fleet, begun(fleet, jobs(6, 4, NEW_TOKENS)), *directories))
+    return tokens(collect(fleet, begin(fleet, jobs(6, 4, NEW_TOKENS)), *directories))
 
 
 def pids(fleet: Fleet, directories: tuple[Path, Path], name: str) -> list[int]:
@@ -113,16 +113,16 @@ def silence(pid: int, folder: Path) -> None:
 def test_fault_18_and_19_and_25_every_request_is_answered_once_whatever_happens_to_an_engine(
     pair: tuple[Fleet, list[str]],
     directories: tuple[Path, Path],
-    undisturbed: dict[int, list[int]],
+    expected_tokens: dict[int, list[int]],
     fault: Callable[[int, Path], None],
     reason: str,
 ) -> None:
     fleet, notes = pair
     victim = pids(fleet, directories, fault.__name__)[0]
-    futures = begun(fleet, jobs(6, 4, NEW_TOKENS))
+    futures = begin(fleet, jobs(6, 4, NEW_TOKENS))
     fault(victim, directories[0].parent)
-    drawn = collected(fleet, futures, *directories)
-    assert tokens(drawn) == undisturbed
+    drawn = collect(fleet, futures, *directories)
+    assert tokens(drawn) == expected_tokens
     [note] = [note for note in notes if "is ready" not in note]
     assert "has failed and is started again" in note and reason in note
     while any(found.state == "starting" for found in fleet.status()):
@@ -148,9 +148,9 @@ def play(fleet: Fleet, samples: range, meanwhile: Callable[[], None] = lambda: N
     text = "Which-number?"
     prompt = Prompt("p", 0, [5, 6, 7], text, messages=[{"role": "user", "content": text}])
     sampling = Sampling(max_new_tokens=30, seed=3)
-    futures = begun(fleet, [Job(sample, prompt, sample, sampling, step=0) for sample in samples])
+    futures = begin(fleet, [Job(sample, prompt, sample, sampling, step=0) for sample in samples])
     meanwhile()
-    drawn = collected(fleet, futures)
+    drawn = collect(fleet, futures)
     return [drawn[sample] for sample in samples]
 
 
@@ -202,36 +202,36 @@ def logprobs_of(played: Trajectory, directory: Path) -> list[float]:
 
 
 def test_fault_18_where_all_engines_are_killed_weights_come_first(
-    pair: tuple[Fleet, list[str]], directories: tuple[Path, Path], undisturbed: dict[int, list[int]]
+    pair: tuple[Fleet, list[str]], directories: tuple[Path, Path], expected_tokens: dict[int, list[int]]
 ) -> None:
     fleet, _ = pair
     victims = pids(fleet, directories, "all")
-    futures = begun(fleet, jobs(6, 4, NEW_TOKENS))
+    futures = begin(fleet, jobs(6, 4, NEW_TOKENS))
     for victim in victims:
         kill(victim, directories[0])
-    evaluated = begun(fleet, jobs(6, 4, NEW_TOKENS))  # at the same time, with the same numbers
-    assert tokens(collected(fleet, futures, *directories)) == undisturbed
-    assert tokens(collected(fleet, evaluated, *directories)) == undisturbed
+    evaluated = begin(fleet, jobs(6, 4, NEW_TOKENS))  # at the same time, with the same numbers
+    assert tokens(collect(fleet, futures, *directories)) == expected_tokens
+    assert tokens(collect(fleet, evaluated, *directories)) == expected_tokens
 
 
 def test_fault_33_engines_come_and_go_while_they_generate(
-    pair: tuple[Fleet, list[str]], directories: tuple[Path, Path], undisturbed: dict[int, list[int]]
+    pair: tuple[Fleet, list[str]], directories: tuple[Path, Path], expected_tokens: dict[int, list[int]]
 ) -> None:
     fleet, _ = pair
     before = [found.name for found in fleet.status()]
     while any(found.state != "serving" for found in fleet.status()):
         time.sleep(0.5)
         publish(fleet, 0, *directories)
-    futures = begun(fleet, jobs(6, 4, NEW_TOKENS))
+    futures = begin(fleet, jobs(6, 4, NEW_TOKENS))
     [added] = fleet.add(1)
     fleet.drain(before[0])
     while len(finished_of(futures)) < 12 or next(e for e in fleet.status() if e.name == added).state == "starting":
         time.sleep(0.2)
     publish(fleet, 0, *directories)
-    futures |= begun(fleet, jobs(6, 4, NEW_TOKENS, first=100))
+    futures |= begin(fleet, jobs(6, 4, NEW_TOKENS, first=100))
     fleet.remove(before[1])
-    drawn = collected(fleet, futures, *directories)
-    assert tokens(drawn) == undisturbed | {100 + number: found for number, found in undisturbed.items()}
+    drawn = collect(fleet, futures, *directories)
+    assert tokens(drawn) == expected_tokens | {100 + number: found for number, found in expected_tokens.items()}
     assert [found.name for found in fleet.status()] == [added]
 
 
@@ -241,12 +241,12 @@ def test_fault_32_without_ray_there_is_one_message_and_no_wait(
     """The last one: nothing is left of it."""
     fleet, _ = pair
     publish(fleet, 0, *directories)
-    futures = begun(fleet, jobs(6, 4, NEW_TOKENS))
+    futures = begin(fleet, jobs(6, 4, NEW_TOKENS))
     head: Any = fleet._machines._head  # type: ignore[attr-defined]
     [raylet] = [pid for pid in descendants(head.pid) if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet"]
     everything = descendants(head.pid)
     kill(raylet, directories[0])
     with pytest.raises(EnginesLost, match=r"^Ray on this machine has ended\. .* the same command continues it"):
-        collected(fleet, futures, *directories)
+        collect(fleet, futures, *directories)
     assert head.wait(120) == 0 and [pid for pid in everything if not has_ended(pid)] == []
     assert capfd.readouterr() == ("", "")

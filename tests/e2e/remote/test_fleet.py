@@ -17,7 +17,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from tests.commands import ROOT, descendants, start_command, wait_for
-from tests.e2e.remote.fleets import begun, collected, jobs, plan, publish, running
+from tests.e2e.remote.fleets import begin, collect, jobs, plan, publish, running
 from tests.e2e.rollout.drawing import logprobs_across_a_sync
 from tests.e2e.rollout.tiny import save_model
 from tests.messages import expect_error
@@ -63,11 +63,11 @@ def test_an_engine_of_two_ranks_goes_on_with_new_weights(
             ("1", "1", "2", "127.0.0.1"),
         ]
         asked = jobs(3, 2, NEW_TOKENS)
-        futures = begun(fleet, asked)
+        futures = begin(fleet, asked)
         while fleet.status()[0].tokens < 60:  # told every second at least
             time.sleep(0.05)
         publish(fleet, 1, *directories)
-        drawn = collected(fleet, futures, *directories)
+        drawn = collect(fleet, futures, *directories)
         ready, kernels = notes
         assert ready.startswith("engine 0 is ready after ") and ready.endswith(" s, at 127.0.0.1")
         assert kernels == "engine 0: kernels: engine attention CPU_ATTN, engine all-reduce shared memory or gloo"

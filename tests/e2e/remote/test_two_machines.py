@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from tests.commands import environment, start_command
-from tests.e2e.remote.fleets import begun, collected, jobs, plan, publish, running, tokens
+from tests.e2e.remote.fleets import begin, collect, jobs, plan, publish, running, tokens
 from tests.e2e.rollout.tiny import save_model
 
 NODE = [sys.executable, "-m", "rlhf_mcore.rollout.remote.node", "--address=127.0.0.1"]
@@ -40,7 +40,7 @@ def test_an_engine_spans_two_nodes_and_draws_what_one_rank_draws(
         for tp in (2, 1):
             with running(plan(tmp_path, "vllm", tp=tp), Cluster(address, 1)) as (fleet, notes):
                 members = publish(fleet, 0, tmp_path, name=f"tp{tp}")
-                drawn[tp] = tokens(collected(fleet, begun(fleet, asked := jobs(3, 2)), tmp_path))
+                drawn[tp] = tokens(collect(fleet, begin(fleet, asked := jobs(3, 2)), tmp_path))
             assert len(members) == tp and len(drawn[tp]) == len(asked)
             assert any(note.endswith(" and 1 more machine") for note in notes) == (tp == 2), notes
     assert drawn[2] == drawn[1]

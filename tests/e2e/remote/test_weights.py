@@ -50,7 +50,7 @@ class TroubledEnd(EngineEnd):
     def sync(self, version: int) -> SyncStats:
         open_bucket = EngineDestinations.open
 
-        def opened(destinations: EngineDestinations, bucket: Any) -> Any:
+        def signal_and_open(destinations: EngineDestinations, bucket: Any) -> Any:
             for number in SIGNALS if bucket.index == 2 else ():
                 try:
                     (self._folder / str(int(number))).unlink()
@@ -59,7 +59,7 @@ class TroubledEnd(EngineEnd):
                 os.kill(os.getpid(), number)
             return open_bucket(destinations, bucket)
 
-        with mock.patch.object(EngineDestinations, "open", opened):
+        with mock.patch.object(EngineDestinations, "open", signal_and_open):
             return super().sync(version)
 
 
@@ -81,7 +81,7 @@ class Setting:
             for tensor in tensors.values():
                 tensor *= 1.1
 
-    def drawn(self) -> list[list[list[int]]]:
+    def sample_both(self) -> list[list[list[int]]]:
         """Return the tokens of the fleet, and of the engine in this process with the trainer's weights."""
         self.reference.load_weights(iter(self.hf.items()), version=1)
         wanted = jobs(6, 1, 12, temperature=0.0)
@@ -114,7 +114,7 @@ def test_fault_20_an_engine_that_is_lost_in_a_transfer_is_replaced_and_all_get_w
 ) -> None:
     """Killed, then stopped; in both cases the other engine has the weights when the transfer returns."""
     setting.bridge.sync(0)
-    said, expected = setting.drawn()
+    said, expected = setting.sample_both()
     assert said == expected
     version = 0
     for number in SIGNALS:
@@ -124,11 +124,11 @@ def test_fault_20_an_engine_that_is_lost_in_a_transfer_is_replaced_and_all_get_w
         setting.bridge.sync(version)
         assert not (setting.folder / str(int(number))).exists()
         assert sum("failed" in note for note in setting.notes) == SIGNALS.index(number) + 1, setting.notes
-        said, expected = setting.drawn()
+        said, expected = setting.sample_both()
         assert said == expected
         wait_for(lambda: "ready" in [engine.state for engine in setting.fleet.status()])
         version += 1
         setting.bridge.sync(version)  # the other one comes back with whole weights
         assert [engine.state for engine in setting.fleet.status()] == ["serving"] * 2
-        said, expected = setting.drawn()
+        said, expected = setting.sample_both()
         assert said == expected

@@ -95,7 +95,7 @@ async def use_local(kind: str, task: Task, use: Use) -> Any:
 
 
 @pytest.fixture(params=[pytest.param("sandbox", marks=NO_NAMESPACES), "docker"])
-def opened(request: pytest.FixtureRequest) -> Opened:
+def use_container(request: pytest.FixtureRequest) -> Opened:
     """Open a container of a kind for a task, use it, and close it."""
     kind = request.getfixturevalue("program") if request.param == "docker" else request.param
     return lambda task, use: asyncio.run(use_local(kind, task, use))
@@ -110,7 +110,7 @@ TASK = Task(
 )
 
 
-def test_files_go_in_commands_run_and_files_come_out(opened: Opened) -> None:
+def test_files_go_in_commands_run_and_files_come_out(use_container: Opened) -> None:
     async def use(box: Container) -> None:
         ran = await box.run(
             "cat x.txt setup.txt; ./deep/run.sh; echo $WHO $MORE; cat; echo oops >&2; exit 3",
@@ -126,10 +126,10 @@ def test_files_go_in_commands_run_and_files_come_out(opened: Opened) -> None:
             await box.read("none")
         assert (await box.run("pwd", cwd="/app/new")).stdout.endswith("/app/new\n")
 
-    opened(TASK, use)
+    use_container(TASK, use)
 
 
-def test_tests_grade_what_is_left_and_are_not_there_before(opened: Opened) -> None:
+def test_tests_grade_what_is_left_and_are_not_there_before(use_container: Opened) -> None:
     async def use(box: Container) -> None:
         assert TASK.tests is not None
         assert not (await box.run("cat /tests/hidden")).ok
@@ -146,10 +146,10 @@ def test_tests_grade_what_is_left_and_are_not_there_before(opened: Opened) -> No
             assert await grade(box, told, 20) == score
         assert await grade(box, TaskTests("true", needs_file=True), 20) == 0.0  # a test that tells nothing
 
-    opened(TASK, use)
+    use_container(TASK, use)
 
 
-def test_a_command_that_hangs_or_floods_is_stopped_and_the_container_goes_on(opened: Opened) -> None:
+def test_a_command_that_hangs_or_floods_is_stopped_and_the_container_goes_on(use_container: Opened) -> None:
     async def use(box: Container) -> None:
         begun = time.monotonic()
         assert (await box.run("sleep 100", timeout_s=1)).reason == "timeout"
@@ -157,10 +157,10 @@ def test_a_command_that_hangs_or_floods_is_stopped_and_the_container_goes_on(ope
         assert time.monotonic() - begun < 15
         assert (await box.run("cat x.txt")).stdout == "hello\n"
 
-    opened(TASK, use)
+    use_container(TASK, use)
 
 
-def test_a_long_command_runs_and_what_no_shell_can_run_ends_with_126(opened: Opened) -> None:
+def test_a_long_command_runs_and_what_no_shell_can_run_ends_with_126(use_container: Opened) -> None:
     async def use(box: Container) -> None:
         for size in (66_000, 300_000, 10_000_000):
             ran = await box.run(f"cat <<'EOF' | wc -c\n{'a' * size}\nEOF\nexit 3", timeout_s=10)
@@ -182,10 +182,10 @@ def test_a_long_command_runs_and_what_no_shell_can_run_ends_with_126(opened: Ope
             await box.read("/" + "x" * 140_000)
         assert (await box.run("cat x.txt")).stdout == "hello\n"
 
-    opened(TASK, use)
+    use_container(TASK, use)
 
 
-def test_a_command_that_nobody_waits_for_ends(opened: Opened) -> None:
+def test_a_command_that_nobody_waits_for_ends(use_container: Opened) -> None:
     async def use(box: Container) -> None:
         begun = time.monotonic()
         with pytest.raises(asyncio.TimeoutError):
@@ -196,10 +196,10 @@ def test_a_command_that_nobody_waits_for_ends(opened: Opened) -> None:
             await box.read("fifo")
         assert time.monotonic() - begun < 10
 
-    opened(TASK, use)
+    use_container(TASK, use)
 
 
-def test_nothing_of_the_host_is_in_it(opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_of_the_host_is_in_it(use_container: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret-of-the-host")
     (tmp_path / "file").write_text("of the host")
 
@@ -211,19 +211,19 @@ def test_nothing_of_the_host_is_in_it(opened: Opened, monkeypatch: pytest.Monkey
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
-        opened(TASK, use)
+        use_container(TASK, use)
         with pytest.raises(TimeoutError):
             server.accept()
 
 
-def test_what_is_closed_is_lost_and_gone(opened: Opened) -> None:
+def test_what_is_closed_is_lost_and_gone(use_container: Opened) -> None:
     held: list[Container] = []
 
     async def use(box: Container) -> None:
         held.append(box)
         await box.run("true")
 
-    opened(TASK, use)
+    use_container(TASK, use)
     with pytest.raises(ContainerLost):
         asyncio.run(held[0].run("true"))
 

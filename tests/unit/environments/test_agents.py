@@ -128,7 +128,7 @@ def chat(base_url: str, api_key: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=20)
 
 
-def sampled(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def texts_of(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [
         tokenizer.decode(trajectory.token_ids[turn.start : turn.stop])
         for turn in trajectory.turns
@@ -165,7 +165,7 @@ def test_openai_chat_with_a_tool_is_one_sequence_of_sampled_tokens(
         return 0.5
 
     [whole] = run(['call:add:{"b":  2, "a": 1}', "it is 3"], play)  # spaces that no template would write again
-    assert whole.sequences == () and sampled(whole, tokenizer) == ['call:add:{"b":  2, "a": 1}<end>', "it is 3<end>"]
+    assert whole.sequences == () and texts_of(whole, tokenizer) == ['call:add:{"b":  2, "a": 1}<end>', "it is 3<end>"]
     assert tokenizer.decode(whole.token_ids).endswith('"a": 1}<end>\n<tool>3<end>\n<assistant>it is 3<end>')
     assert whole.score.value == 0.5 and whole.finish_reason == "stop" and whole.response_text == "it is 3"
     assert run.sessions.row["ground_truth"] == "42" and run.sessions.row["messages"] == PROMPT.messages
@@ -199,9 +199,9 @@ def test_n_stop_and_a_rewritten_history(run: Any, tokenizer: PreTrainedTokenizer
 
     [whole] = run(lambda text, seed: "a STOP b", play)
     turns = ["a STOP b<end>", "a STOP b<end>", "a STOP", "a S", "a STOP b<end>", "a STOP b<end>"]
-    assert len(whole.sequences) == 5 and sorted(sampled(whole, tokenizer)) == sorted(turns)
+    assert len(whole.sequences) == 5 and sorted(texts_of(whole, tokenizer)) == sorted(turns)
     [last] = run(lambda text, seed: "a STOP b", play, branches="last")
-    assert sampled(last, tokenizer) == ["a STOP b<end>"] and "summary" in tokenizer.decode(last.token_ids)
+    assert texts_of(last, tokenizer) == ["a STOP b<end>"] and "summary" in tokenizer.decode(last.token_ids)
 
 
 def test_completions_of_texts_and_tokens(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -217,7 +217,7 @@ def test_completions_of_texts_and_tokens(run: Any, tokenizer: PreTrainedTokenize
 
     [whole] = run(lambda text, seed: "yes\nno", play)
     parts = [tokenizer.decode(part) for part in _parts(whole)]
-    assert parts[0] == "Q: yes\nand yes" and sampled(whole, tokenizer)[:2] == ["yes\n", "yes"]
+    assert parts[0] == "Q: yes\nand yes" and texts_of(whole, tokenizer)[:2] == ["yes\n", "yes"]
 
 
 def _parts(whole: Trajectory) -> list[Any]:
@@ -249,7 +249,7 @@ def test_anthropic_messages_with_a_tool(run: Any, tokenizer: PreTrainedTokenizer
         return 1
 
     [whole] = run(['call:add:{ "a":1}', "done"], play)
-    assert whole.sequences == () and sampled(whole, tokenizer) == ['call:add:{ "a":1}<end>', "done<end>"]
+    assert whole.sequences == () and texts_of(whole, tokenizer) == ['call:add:{ "a":1}<end>', "done<end>"]
 
 
 class Slow(Scripted):
@@ -315,7 +315,7 @@ def check_stream(run: Any, tokenizer: PreTrainedTokenizerBase, ask: Callable[[st
         return 1
 
     [whole] = run(lambda text, seed: LONG, play, make=lambda says: Slow(tokenizer, says, 10))
-    assert sampled(whole, tokenizer) == [LONG + "<end>"] and whole.sequences == ()
+    assert texts_of(whole, tokenizer) == [LONG + "<end>"] and whole.sequences == ()
 
 
 def test_a_stream_has_nothing_that_is_cut_at_its_end(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -370,7 +370,7 @@ def test_turns_beyond_the_slots_of_an_engine_wait_and_may_be_lent(run: Any, toke
         return float(set(said) == {"ok"})
 
     [whole] = run(lambda text, seed: "ok", play, make=lambda says: Lends(tokenizer, says), slots=2, max_turns=20)
-    assert whole.score.value == 1 and len(sampled(whole, tokenizer)) == 9 and run.engine.most == 2 and run.engine.lent
+    assert whole.score.value == 1 and len(texts_of(whole, tokenizer)) == 9 and run.engine.most == 2 and run.engine.lent
     assert len({request.request_id for request in [*run.engine.requests, *run.engine.lent]}) == 9
 
 
@@ -392,7 +392,7 @@ def test_many_agents_ask_in_parallel_and_each_is_learned_from_by_itself(
         return 1
 
     whole = run(lambda text, seed: text.split("<user>")[1][0] + "!", play, n=6)
-    assert [sorted(sampled(each, tokenizer)) for each in whole] == [["0!<end>", "1!<end>", "2!<end>", "3!<end>"]] * 6
+    assert [sorted(texts_of(each, tokenizer)) for each in whole] == [["0!<end>", "1!<end>", "2!<end>", "3!<end>"]] * 6
     assert [each.sample for each in whole] == list(range(6))
 
 
@@ -495,7 +495,7 @@ def test_junk_is_refused_in_one_line_and_harms_nobody(run: Any, tokenizer: PreTr
         return 1
 
     [whole] = run(["ok"], play)
-    assert sampled(whole, tokenizer) == ["ok<end>"]
+    assert texts_of(whole, tokenizer) == ["ok<end>"]
 
 
 TEXT = {"type": "text", "text": "q"}
@@ -530,11 +530,11 @@ VALID: dict[str, dict[str, Any]] = {
 JUNK = [None, True, -1, 1e308, "none", "\ud800", [1], [[]], {"type": ["x"]}, [{"role": ["user"]}]]
 
 
-def replaced(value: Any, junk: Any) -> Iterator[Any]:
+def replace_parts(value: Any, junk: Any) -> Iterator[Any]:
     """Yield copies of a JSON value in which one of its parts is ``junk``."""
     yield junk
     for key, child in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        for other in replaced(child, junk):
+        for other in replace_parts(child, junk):
             copied = value.copy()
             copied[key] = other
             yield copied
@@ -552,7 +552,7 @@ def test_no_value_of_another_type_is_an_internal_error_or_cuts_a_stream(
     try:
         where = urlsplit(endpoint.url)
         connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=20)
-        for body in [body for junk in JUNK for body in replaced(valid | {"stream": True}, junk)]:
+        for body in [body for junk in JUNK for body in replace_parts(valid | {"stream": True}, junk)]:
             connection.request("POST", f"/v1/{path}", json.dumps(body), {"Authorization": f"Bearer {api_key}"})
             response = connection.getresponse()
             content = response.read()  # IncompleteRead if it is cut
@@ -572,7 +572,7 @@ def test_a_call_of_the_policy_that_is_nested_too_deep_is_text(run: Any, tokenize
         return 1
 
     [whole] = run(["call:add:" + DEEP, "done"], play, new=9999, max_total=20_000)
-    assert whole.sequences == () and sampled(whole, tokenizer)[1] == "done<end>"
+    assert whole.sequences == () and texts_of(whole, tokenizer)[1] == "done<end>"
 
 
 def test_an_exception_is_the_answer_of_its_request(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -592,7 +592,7 @@ def test_an_exception_is_the_answer_of_its_request(run: Any, tokenizer: PreTrain
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Conversation, "read", broken)
         [whole] = run(["ok"], play)
-    assert whole.score.value == 1 and sampled(whole, tokenizer) == ["ok<end>"]  # it is not learned from
+    assert whole.score.value == 1 and texts_of(whole, tokenizer) == ["ok<end>"]  # it is not learned from
 
 
 def test_a_request_that_cannot_fit_is_refused_before_it_is_tokenised(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -669,7 +669,7 @@ def test_the_key_of_an_episode_that_has_ended_is_refused(run: Any, tokenizer: Pr
 
     for _ in range(2):
         [whole] = run(["ok"], play)
-        assert sampled(whole, tokenizer) == ["ok<end>"] and len(run.engine.requests) == 1
+        assert texts_of(whole, tokenizer) == ["ok<end>"] and len(run.engine.requests) == 1
     assert len(set(keys)) == 2
 
 
@@ -698,7 +698,7 @@ def test_who_leaves_or_floods_is_not_learned_from(
         return "slow" if "slow" in text else "ok"
 
     [whole] = run(says, play, max_turns=99)
-    assert set(sampled(whole, tokenizer)) == {"ok<end>"} and len(sampled(whole, tokenizer)) == whole.score.value
+    assert set(texts_of(whole, tokenizer)) == {"ok<end>"} and len(texts_of(whole, tokenizer)) == whole.score.value
 
 
 def test_an_agent_that_begins_again_is_learned_from_once(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -709,7 +709,7 @@ def test_an_agent_that_begins_again_is_learned_from_once(run: Any, tokenizer: Pr
         return 1
 
     [whole] = run(["ok"], play)
-    assert whole.sequences == () and sampled(whole, tokenizer) == ["ok<end>"]
+    assert whole.sequences == () and texts_of(whole, tokenizer) == ["ok<end>"]
     assert len({request.seed for request in run.engine.requests}) == 1
 
 

@@ -37,7 +37,7 @@ def byte_level() -> PreTrainedTokenizerBase:
     core.train_from_iterator(
         ["a tool said im_end and"] * 9, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
     )
-    return finished(core)
+    return build_tokenizer(core)
 
 
 @cache
@@ -48,10 +48,10 @@ def metaspace() -> PreTrainedTokenizerBase:
     core.decoder = decoders.Metaspace(prepend_scheme="never")
     letters = sorted(set("".join(CONTROL) + "abcdefghijklmnopqrstuvwxyz \n▁"))
     core.train_from_iterator(["a tool said"] * 9, trainers.BpeTrainer(vocab_size=99, initial_alphabet=letters))
-    return finished(core)
+    return build_tokenizer(core)
 
 
-def finished(core: Tokenizer) -> PreTrainedTokenizerBase:
+def build_tokenizer(core: Tokenizer) -> PreTrainedTokenizerBase:
     core.add_special_tokens(CONTROL[:3])
     core.add_tokens([AddedToken(text, normalized=True) for text in CONTROL[3:]])
     fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
@@ -165,7 +165,7 @@ def test_fault_42_a_role_is_a_word(role: str) -> None:
     assert messages_of_observation({"role": role, "content": "a"}) is None
 
 
-async def answered(make: Callable[[], Any], says: Any) -> dict[str, Any]:
+async def answer(make: Callable[[], Any], says: Any) -> dict[str, Any]:
     return await Environments(make, "e.py:Says").answer({"session": 1, "seed": 0, "row": {"says": says}, "actions": []})
 
 
@@ -173,8 +173,8 @@ def test_a_class_says_that_it_writes_special_tokens() -> None:
     import asyncio
 
     writes = type("Writes", (Says,), {"special_tokens": True})
-    assert asyncio.run(answered(Says, "a"))["special"] is False
-    assert asyncio.run(answered(writes, "a"))["special"] is True
+    assert asyncio.run(answer(Says, "a"))["special"] is False
+    assert asyncio.run(answer(writes, "a"))["special"] is True
 
 
 def test_fault_42_a_text_that_the_tokenizer_cannot_split_is_the_episodes_failure(

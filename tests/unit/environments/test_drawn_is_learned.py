@@ -131,7 +131,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def made(
+def engine_and_model(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[HFEngine, Any, list[Any]]:
     """An engine, the same model for recomputing, and its weights by version: from one to the next all probabilities differ."""
@@ -193,9 +193,9 @@ async def play(
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_happens_what_is_learned_was_drawn_in_its_place_by_its_version(
-    made: tuple[HFEngine, Any, list[Any]], tokenizer: PreTrainedTokenizerBase, data: st.DataObject
+    engine_and_model: tuple[HFEngine, Any, list[Any]], tokenizer: PreTrainedTokenizerBase, data: st.DataObject
 ) -> None:
-    engine, model, weights = made
+    engine, model, weights = engine_and_model
     episode, whole = run(play(engine, tokenizer, weights, data))
 
     learned, logprobs = whole.loss_mask, whole.logprobs

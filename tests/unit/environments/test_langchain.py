@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tests.unit.environments.test_agents import endpoint, run, sampled
+from tests.unit.environments.test_agents import endpoint, run, texts_of
 
 __all__ = ["endpoint", "run"]  # fixtures
 ORACLES = Path(sys.prefix, "oracles")  # where launch/setup.sh installs it, with what verl and TRL have published
@@ -55,5 +55,5 @@ def test_langchain_with_a_tool_is_one_sequence_of_sampled_tokens(run: Any, token
         return 1
 
     [whole] = run(['call:add:{"b":  2, "a": 1}', "it is 3"], play)
-    assert whole.sequences == () and sampled(whole, tokenizer) == ['call:add:{"b":  2, "a": 1}<end>', "it is 3<end>"]
+    assert whole.sequences == () and texts_of(whole, tokenizer) == ['call:add:{"b":  2, "a": 1}<end>', "it is 3<end>"]
     assert json.loads(json.dumps(whole.record)) == whole.record

@@ -49,7 +49,7 @@ class Talk:
         return [self.tokenizer.decode(part) for part in np.split(whole.token_ids, ends[:-1])]
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
@@ -64,8 +64,8 @@ def test_a_thought_that_the_template_drops_begins_a_branch(name: str) -> None:
     first, second = family.answers("deep", "one"), family.answers("deeper", "two")
     talk.ask("q", first)
     place = talk.ask("r", second)
-    opening = rendered(talk.tokenizer, [question("q")])
-    again = rendered(talk.tokenizer, [question("q"), {"role": "assistant", "content": "one"}, question("r")])
+    opening = render(talk.tokenizer, [question("q")])
+    again = render(talk.tokenizer, [question("q"), {"role": "assistant", "content": "one"}, question("r")])
     assert place.parent is None and "deep" not in again
     assert talk.sequences() == [opening + wide(first), again + wide(second)]
 
@@ -92,7 +92,7 @@ def test_while_tools_are_called_tokens_go_on_as_they_were_sampled(name: str) -> 
     assert [place.parent for place in places] == talk.tree.nodes[:2]
     [whole] = talk.sequences()
     after = [talk.tokenizer.decode(place.context) for place in places]
-    assert whole == rendered(talk.tokenizer, [question("q")]) + calls[0] + after[0] + calls[1] + after[1] + answer
+    assert whole == render(talk.tokenizer, [question("q")]) + calls[0] + after[0] + calls[1] + after[1] + answer
     assert all(result in text for result, text in zip("34", after, strict=True))
     # What a template writes between turns is as it is, and has no end that was sampled twice.
     assert not any(text.startswith((calls[0][-8:], calls[1][-8:])) for text in after)

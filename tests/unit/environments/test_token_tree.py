@@ -79,7 +79,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def learned(trajectory: Trajectory) -> list[tuple[int, float, int]]:
+def learned_tokens(trajectory: Trajectory) -> list[tuple[int, float, int]]:
     versions = token_versions([trajectory]).tolist()
     rows = zip(trajectory.token_ids.tolist(), trajectory.logprobs.tolist(), versions, strict=True)
     return [row for row, is_learned in zip(rows, trajectory.loss_mask, strict=True) if is_learned]
@@ -108,7 +108,7 @@ def test_a_history_that_is_told_as_it_was_is_one_sequence(agent: Agent, tokenize
     assert whole.sequences == ()
     expected = "<user>q<end>\n<assistant>a<end>\n<user>r<end>\n<assistant> b <end>\n<user>s<end>\n<assistant>c"
     assert tokenizer.decode(whole.token_ids) == expected
-    assert learned(whole) == agent.engine.drawn
+    assert learned_tokens(whole) == agent.engine.drawn
     assert [(turn.writer, turn.text) for turn in whole.turns] == [
         ("prompt", ""),
         ("policy", "a"),
@@ -136,9 +136,9 @@ def test_a_history_that_is_rewritten_branches_where_it_begins_to_differ(
         begun + "<user>other<end>\n<assistant>c<end>",
         "<user>summary<end>\n<assistant>d<end>",
     ]
-    assert sorted(learned(whole)) == sorted(agent.engine.drawn)
+    assert sorted(learned_tokens(whole)) == sorted(agent.engine.drawn)
     assert Counter(turn.writer for turn in whole.turns)["policy"] == 5
-    assert [len(learned(agent.tree.trajectory(PROMPT, 0, which))) for which in ("last", "longest")] == [2, 4]
+    assert [len(learned_tokens(agent.tree.trajectory(PROMPT, 0, which))) for which in ("last", "longest")] == [2, 4]
     assert texts_of(agent.tree.trajectory(PROMPT, 0, "last"), tokenizer) == ["<user>summary<end>\n<assistant>d<end>"]
 
 
@@ -180,7 +180,7 @@ def test_what_a_template_does_to_spaces_is_no_branch(tokenizer: PreTrainedTokeni
         whole = agent.tree.trajectory(PROMPT, 0)
         expected = "<user>q<end>\n<assistant> <think> x</think>a <end>\n<user>r<end>\n<assistant>b<end>"
         assert whole.sequences == () and tokenizer.decode(whole.token_ids) == expected
-        assert learned(whole) == agent.engine.drawn
+        assert learned_tokens(whole) == agent.engine.drawn
     finally:
         tokenizer.chat_template = before
 
@@ -202,7 +202,7 @@ def test_what_a_template_takes_out_is_a_branch(tokenizer: PreTrainedTokenizerBas
             "<user>q<end>\n<assistant><think>x</think>a<end>",
             "<user>q<end>\n<assistant>a<end>\n<user>r<end>\n<assistant>b<end>",
         ]
-        assert learned(whole) == agent.engine.drawn
+        assert learned_tokens(whole) == agent.engine.drawn
     finally:
         own.chat_template = before
 
@@ -248,7 +248,7 @@ def play(agent: Agent, data: st.DataObject) -> None:
     if not agent.tree.nodes:
         return
     whole = agent.tree.trajectory(PROMPT, 0)
-    assert sorted(learned(whole)) == sorted(agent.engine.drawn)
+    assert sorted(learned_tokens(whole)) == sorted(agent.engine.drawn)
     sampled = whole.loss_mask
     assert whole.support is not None
     assert whole.support.counts.tolist() == sampled.astype(int).tolist()
@@ -259,8 +259,9 @@ def play(agent: Agent, data: st.DataObject) -> None:
     assert [part.tolist() for part in parts] == [leaf.tokens() for leaf in agent.tree.leaves()]
     for which in ("last", "longest"):
         chosen = agent.tree.trajectory(PROMPT, 0, which)
-        assert not chosen.sequences and Counter(learned(chosen)) <= Counter(agent.engine.drawn)
+        assert not chosen.sequences and Counter(learned_tokens(chosen)) <= Counter(agent.engine.drawn)
     whole.score, whole.record = Score(1.0), {"seconds": 0.5, "nodes": [{"said": "a", "parent": None}]}
     [[read]] = decode_trajectories(encode_trajectories({3: [whole]}), {3: PROMPT}).values()
-    assert read.sequences == whole.sequences and learned(read) == learned(whole) and read.turns == whole.turns
+    assert read.sequences == whole.sequences and read.turns == whole.turns
+    assert learned_tokens(read) == learned_tokens(whole)
     assert read.record == whole.record

@@ -94,7 +94,7 @@ def step_with(ahead: SamplingAhead, engines: Engines, step: int) -> list[PromptG
     return taken
 
 
-def told(taken: Sequence[PromptGroup]) -> list[tuple[int, str, int, list[list[int]]]]:
+def describe(taken: Sequence[PromptGroup]) -> list[tuple[int, str, int, list[list[int]]]]:
     return [
         (
             group.number,
@@ -141,7 +141,7 @@ def test_in_order_and_drained_the_engines_order_does_not_matter(max_staleness: i
     for seed in range(4):
         engines = Engines(random.Random(seed), at_once=seed + 1)
         ahead, _ = ahead_of(engines, schedule)
-        runs.append([told(step_with(ahead, engines, step)) for step in range(1, 7)])
+        runs.append([describe(step_with(ahead, engines, step)) for step in range(1, 7)])
     assert runs[0] == runs[1] == runs[2] == runs[3]
     for step, taken in enumerate(runs[0], 1):
         assert [number for number, *_ in taken] == list(range(3 * (step - 1), 3 * step))
@@ -191,7 +191,7 @@ def test_a_run_that_was_killed_goes_on_with_what_has_finished(in_order: bool) ->
     for step in (1, 2, 3):
         step_with(ahead, engines, step)
     state, data, cursor = ahead.state_dict(), encode_trajectories(ahead.finished_trajectories()), sampler.state_dict()
-    further = [told(step_with(ahead, engines, step)) for step in (4, 5, 6)]
+    further = [describe(step_with(ahead, engines, step)) for step in (4, 5, 6)]
 
     again = Engines(random.Random(2))
     again.publish(3)
@@ -199,7 +199,7 @@ def test_a_run_that_was_killed_goes_on_with_what_has_finished(in_order: bool) ->
     sampler.load_state_dict(cursor)
     resumed.load_state_dict(state)
     resumed.load_finished(decode_trajectories(data, resumed.prompts_by_number()))
-    found = [told(step_with(resumed, again, step)) for step in (4, 5, 6)]
+    found = [describe(step_with(resumed, again, step)) for step in (4, 5, 6)]
     if in_order:
         assert found == further
     else:  # what finishes first differs; nothing is lost or doubled
@@ -222,13 +222,13 @@ def test_greedy_responses_are_drawn_ahead_and_wait_in_a_checkpoint_with_the_samp
     assert sorted(request_of(job).sampling.temperature for job, *_ in engines.begun.values()) == [0.0] * 4 + [1.0] * 4
     for job, versions, future in engines.begun.values():
         future.set_result(with_support(job, versions))
-    waiting = told(ahead.take(2))
+    waiting = describe(ahead.take(2))
     assert [len(samples) for *_, samples in waiting] == [2, 2]
     state, data = ahead.state_dict(), encode_trajectories(ahead.finished_trajectories())
     resumed, _ = ahead_of(Engines(random.Random(2)), SamplingSchedule(2, 1), sampling)
     resumed.load_state_dict(state)
     resumed.load_finished(decode_trajectories(data, resumed.prompts_by_number()))
-    assert resumed.is_ready(2) and told(resumed.take(2)) == told(ahead.take(2))
+    assert resumed.is_ready(2) and describe(resumed.take(2)) == describe(ahead.take(2))
 
 
 def test_what_is_too_old_is_begun_again_with_other_seeds() -> None:

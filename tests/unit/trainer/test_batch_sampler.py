@@ -61,13 +61,13 @@ def step_of(sampler: WeightedSampler) -> list[Prompt]:
     return [rows[place] for place in sampler.next_batch()]
 
 
-def weighted() -> WeightedSampler:
+def weighted_sampler() -> WeightedSampler:
     return WeightedSampler(SIZES, [1.0, 1.0], BATCH, seed=1, shuffle=True)
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 3])
 def test_a_prompt_that_a_step_holds_several_times_gets_other_seeds_each_time(num_engines: int) -> None:
-    prompts = step_of(weighted())
+    prompts = step_of(weighted_sampler())
     assert len({prompt.index for prompt in prompts}) < BATCH
     seeds = draw(prompts, num_engines)
     assert len(seeds) == len(set(seeds.values())) == BATCH * SAMPLES
@@ -77,10 +77,10 @@ def test_a_prompt_that_a_step_holds_several_times_gets_other_seeds_each_time(num
 
 
 def test_a_resumed_run_draws_with_the_same_seeds() -> None:
-    whole, part = weighted(), weighted()
+    whole, part = weighted_sampler(), weighted_sampler()
     steps = [step_of(whole) for _ in range(3)]
     step_of(part)
-    resumed = weighted()
+    resumed = weighted_sampler()
     resumed.load_state_dict(part.state_dict())
     assert [draw(step_of(resumed), 2, step) for step in (2, 3)] == [draw(steps[1], 2, 2), draw(steps[2], 2, 3)]
 

@@ -117,7 +117,7 @@ class Run:
     def tidy(self, step: int) -> None:
         self.tidied.append(step)
 
-    def saved(self, step: int) -> tuple[str, str, int]:
+    def read_checkpoint(self, step: int) -> tuple[str, str, int]:
         """Weights of actor and critic, and what the small files hold, of an intact checkpoint."""
         path = self.directory / f"checkpoint-{step}"
         assert verify(path) == []
@@ -140,7 +140,7 @@ def test_saves_when_due_and_after_the_last_step(run: Run) -> None:
     for step in range(1, 8):
         run.actor.weights = step
         assert made.after_step(step, {"loss": 1.0}) is False
-    assert run.steps == [3, 6] and run.saved(6) == ("6", "0", 6)
+    assert run.steps == [3, 6] and run.read_checkpoint(6) == ("6", "0", 6)
     made.after_step(100, {})
     assert run.steps[-1] == 100 and (run.directory / LATEST).readlink() == Path("checkpoint-100")
     assert run.tidied == [3, 6, 100]
@@ -173,7 +173,7 @@ def test_fault_23_weights_that_are_not_finite_are_never_saved(run: Run, in_backg
         made.after_step(2, {})
     with pytest.raises(DivergedError, match=r"critic"):
         made.save_to(run.directory, 3)
-    assert run.steps == [1] and run.saved(1) == ("0", "0", 0), "the last good one is there"
+    assert run.steps == [1] and run.read_checkpoint(1) == ("0", "0", 0), "the last good one is there"
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -214,7 +214,7 @@ def test_storage_that_fails_for_a_moment_is_tried_again(run: Run, in_background:
     made.after_step(1, {})
     run.actor.weights = 5  # the optimizer goes on
     made.drain()
-    assert run.saved(1) == ("4", "0", 4)
+    assert run.read_checkpoint(1) == ("4", "0", 4)
 
 
 def test_the_last_checkpoint_and_the_best_one_are_full_ones(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_fault_06_what_is_written_is_the_snapshot(run: Run) -> None:
     run.actor.weights = 3  # updated while the save is running
     run.actor.gate.set()
     made.drain()
-    assert run.saved(2) == ("2", "0", 2)
+    assert run.read_checkpoint(2) == ("2", "0", 2)
 
 
 def test_the_commit_is_made_after_a_later_step_without_waiting(run: Run) -> None:
@@ -287,7 +287,7 @@ def test_the_next_save_waits_for_the_one_under_way(run: Run) -> None:
     run.actor.weights = 2
     made.after_step(2, {})
     made.drain()
-    assert run.saved(1)[0] == "1" and run.saved(2)[0] == "2"
+    assert run.read_checkpoint(1)[0] == "1" and run.read_checkpoint(2)[0] == "2"
 
 
 def test_what_the_clock_asks_for_is_not_asked_for_twice(run: Run) -> None:
@@ -320,7 +320,7 @@ def test_fault_08_a_step_that_is_tried_again_saves_again(run: Run) -> None:
     run.actor.weights = 10
     made.after_step(1, {})  # the caller went back a step
     made.drain()
-    assert run.saved(1) == ("10", "0", 10)
+    assert run.read_checkpoint(1) == ("10", "0", 10)
     assert scan_transitional(run.directory) == []
 
 

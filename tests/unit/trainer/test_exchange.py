@@ -28,7 +28,7 @@ SAMPLES = 3
 PROMPTS = [prompt(i, length=1 + i % 3) for i in range(8)]
 
 
-def made(seed: int = 0) -> tuple[list[int], list[Trajectory]]:
+def make_trajectories(seed: int = 0) -> tuple[list[int], list[Trajectory]]:
     """Trajectories of different lengths, in the order of an engine: prompt after prompt."""
     lengths = random.Random(seed)
     positions = [place for place in range(len(PROMPTS)) for _ in range(SAMPLES)]
@@ -41,7 +41,7 @@ def call(positions: list[int], trajectories: list[Trajectory]) -> TrainBatch:
 
 
 def test_every_row_is_there_whole() -> None:
-    positions, trajectories = made()
+    positions, trajectories = make_trajectories()
     rows = rows_of(call(positions, trajectories))
     assert len(rows) == 24
     for row, (group, ids, logprobs, value) in enumerate(rows):
@@ -53,7 +53,7 @@ def test_every_row_is_there_whole() -> None:
 
 
 def test_the_order_of_arrival_does_not_matter() -> None:
-    positions, trajectories = made()
+    positions, trajectories = make_trajectories()
     trajectories[7].finish_reason = "length"
     expected = call(positions, trajectories)
     order = list(range(24))
@@ -100,7 +100,7 @@ def test_large_token_ids_are_exact() -> None:
 @pytest.mark.usefixtures("rank_threads")
 @pytest.mark.parametrize("leads", [[0, 1, 2, 3], [0, 2], [3]])
 def test_rows_of_all_engines_are_spread_over_all_ranks(leads: list[int]) -> None:
-    positions, trajectories = made(3)
+    positions, trajectories = make_trajectories(3)
     values = [score(t) for t in trajectories]
 
     def body(
@@ -132,7 +132,7 @@ def test_rows_of_all_engines_are_spread_over_all_ranks(leads: list[int]) -> None
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_versions_of_tokens_do_not_depend_on_who_owns_them(world_size: int) -> None:
     """Every third response was begun with the policy before, and a turn of the environment is of no policy."""
-    positions, trajectories = made(3)
+    positions, trajectories = make_trajectories(3)
     expected = []
     for k, one in enumerate(trajectories):
         prompt_length, length = len(one.prompt.prompt_ids), len(one.token_ids)
@@ -162,7 +162,7 @@ def test_versions_of_tokens_do_not_depend_on_who_owns_them(world_size: int) -> N
 
 @pytest.mark.parametrize("fault", ["missing", "doubled", "replaced", "foreign"])
 def test_fault_25_a_lost_or_doubled_trajectory_is_an_error(fault: str) -> None:
-    positions, trajectories = made()
+    positions, trajectories = make_trajectories()
     if fault == "missing":
         positions, trajectories = positions[:-1], trajectories[:-1]
     elif fault == "doubled":
@@ -186,7 +186,7 @@ def test_fault_25_a_lost_or_doubled_trajectory_is_an_error(fault: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_score_that_is_no_number_is_an_error(value: float) -> None:
-    positions, trajectories = made()
+    positions, trajectories = make_trajectories()
     scores = [score(t) for t in trajectories]
     scores[7].value = value
     with expect_error(RuntimeError, value="rows [7]"):
@@ -204,7 +204,7 @@ def test_what_an_engine_must_not_give_is_refused() -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_fault_24_a_prompt_with_a_response_without_a_score_leaves_the_step(world_size: int) -> None:
     """What is left is what a step of the other prompts alone would have been, on every rank."""
-    positions, trajectories = made(7)
+    positions, trajectories = make_trajectories(7)
     failed = {3: "timeout", 4: "error", 18: "error"}  # of prompts 1, 1 and 6
 
     def body(group: ThreadGroup) -> tuple[TrainBatch, ScoreFacts, list[Any]]:
@@ -245,7 +245,7 @@ def test_fault_24_a_prompt_with_a_response_without_a_score_leaves_the_step(world
 )
 def test_the_share_of_failures_is_that_of_all_ranks(on_error: OnError, message: str) -> None:
     """No rank has more than a tenth of its own, or all of its prompts; the first has drawn one response in vain."""
-    positions, trajectories = made()
+    positions, trajectories = make_trajectories()
     failing = range(3) if not on_error.drop else range(0, 24, SAMPLES)
 
     def body(group: ThreadGroup) -> str:
@@ -260,7 +260,7 @@ def test_the_share_of_failures_is_that_of_all_ranks(on_error: OnError, message: 
 
 
 def test_what_has_no_score_counts_as_zero_by_default() -> None:
-    positions, trajectories = made()
+    positions, trajectories = make_trajectories()
     scores = [replace(score(t), value=0.0, failure="error") for t in trajectories]
     batch, facts = RowExchange(SAMPLES)(sampled_batch(PROMPTS, positions, trajectories, scores))
     assert batch.num_rows == 24 and facts.failures == {"error": 24, "timeout": 0}
@@ -268,7 +268,7 @@ def test_what_has_no_score_counts_as_zero_by_default() -> None:
 
 @pytest.mark.usefixtures("rank_threads")
 def test_parts_of_scores_arrive_by_row_on_every_rank() -> None:
-    positions, trajectories = made()
+    positions, trajectories = make_trajectories()
     scores = [Score(0.0, {"a": float(k), "b": -float(k)} if k else {"a": 0.5}) for k in range(len(trajectories))]
     exchange = RowExchange(SAMPLES, parts=("b", "a"))
     expected = [[0.0, 0.5], *([-float(k), float(k)] for k in range(1, 24))]
@@ -289,7 +289,7 @@ def test_parts_of_scores_arrive_by_row_on_every_rank() -> None:
 
 
 def test_a_part_that_no_score_has_is_refused_with_those_there_are() -> None:
-    positions, trajectories = made()
+    positions, trajectories = make_trajectories()
     scores = [Score(0.0, {"boxed": 1.0, "format": 0.0}) for _ in trajectories]
     with expect_error(ConfigError, field="algorithm.reward_weights", value="'boxd'", remedy=("boxed", "format")):
         RowExchange(SAMPLES, parts=("boxed", "boxd"))(sampled_batch(PROMPTS, positions, trajectories, scores))
@@ -300,7 +300,7 @@ GREEDY = {place: Score(place / 8 - 0.3) for place in range(len(PROMPTS))}
 
 @pytest.mark.usefixtures("rank_threads")
 def test_scores_of_greedy_responses_are_known_for_every_row_on_every_rank() -> None:
-    positions, trajectories = made()
+    positions, trajectories = make_trajectories()
     exchange = RowExchange(SAMPLES, baselines=True)
 
     def of_rank(group: ThreadGroup) -> tuple[list[float], float]:
@@ -320,7 +320,7 @@ def test_scores_of_greedy_responses_are_known_for_every_row_on_every_rank() -> N
 
 
 def test_metrics_of_samples_do_not_count_greedy_responses() -> None:
-    positions, trajectories = made()
+    positions, trajectories = make_trajectories()
     scores = [score(t) for t in trajectories]
     with_greedy = RowExchange(SAMPLES, baselines=True)(
         sampled_batch(PROMPTS, positions, trajectories, scores, (), GREEDY)
@@ -331,7 +331,7 @@ def test_metrics_of_samples_do_not_count_greedy_responses() -> None:
 
 
 def test_a_greedy_response_that_is_missing_or_has_no_finite_score_ends_the_step() -> None:
-    positions, trajectories = made()
+    positions, trajectories = make_trajectories()
     exchange, scores = RowExchange(SAMPLES, baselines=True), [score(t) for t in trajectories]
     with pytest.raises(LostTrajectory, match="7 greedy responses for 8 prompts"):
         exchange(
@@ -342,7 +342,7 @@ def test_a_greedy_response_that_is_missing_or_has_no_finite_score_ends_the_step(
 
 
 def test_a_prompt_whose_greedy_response_has_no_score_can_leave_the_step() -> None:
-    positions, trajectories = made()
+    positions, trajectories = make_trajectories()
     scores, greedy = [score(t) for t in trajectories], GREEDY | {2: Score(0.0, failure="timeout", cause="late")}
     exchange = RowExchange(SAMPLES, on_error=OnError(drop=True), baselines=True)
     batch, facts = exchange(sampled_batch(PROMPTS, positions, trajectories, scores, (), greedy))

@@ -70,7 +70,7 @@ def append(name: str, text: str = "\n") -> Callable[[], object]:
     return lambda: Path(name).write_text(Path(name).read_text() + text)
 
 
-def reordered() -> None:
+def reorder_rows() -> None:
     lines = Path("train.jsonl").read_text().splitlines(keepends=True)
     Path("train.jsonl").write_text("".join([*lines[1:], lines[0]]))
 
@@ -115,7 +115,7 @@ CODE_KEYS = [
     "reward.function",
 ]
 CHANGES: dict[str, tuple[Callable[[], object], list[str]]] = {
-    "rows reordered": (reordered, ["data.train[0]"]),
+    "rows reordered": (reorder_rows, ["data.train[0]"]),
     "answers changed": (another_answer, ["data.train[1]"]),
     "held-out data": (append("eval.jsonl"), ["data.eval[0]"]),
     "reward edited": (append("reward.py"), ["reward.function"]),

@@ -234,7 +234,7 @@ def make(
     return Run(made, log, watch, models, reward, source)
 
 
-def updated(model: Model) -> TrainBatch:
+def last_batch(model: Model) -> TrainBatch:
     """The batch as a fake got it in its last update."""
     assert model.batch is not None
     return model.batch
@@ -246,7 +246,7 @@ COMPUTED: dict[str, Log] = {
 }
 
 
-def published(version: int) -> Log:
+def sync_log(version: int) -> Log:
     # The caches come when the sync needs its buffers no longer.
     return [("phase", "sync"), ("wake", "weights"), ("sync", version), ("wake", "kv_cache")]
 
@@ -269,7 +269,7 @@ def step_of(number: int, prompts: list[int], *beside_the_actor: str) -> Log:
         # Rows reach both models before one of them learns: on ranks of their own they learn at the same time.
         *[("deliver", name) for name in ("critic", "actor") if name in (*beside_the_actor, "actor")],
         *[("update", name) for name in ("critic", "actor") if name in (*beside_the_actor, "actor")],
-        *published(number),
+        *sync_log(number),
     ]
 
 
@@ -279,7 +279,7 @@ def test_two_steps_in_order(beside: tuple[str, ...]) -> None:
     log = run.log
     run.trainer.run(2)
     assert log == [
-        *published(0),
+        *sync_log(0),
         ("phase", "evaluate"),
         ("evaluate", 0),
         ("record", 0),
@@ -305,7 +305,7 @@ def test_a_step_of_one_update_has_no_pass_for_old_logprobs_and_the_same_metrics(
     assert [line for line in plain.log if line == ("actor",)] == [("actor",)] * 2
     assert run.log.count(("actor",)) == 1 and run.log.index(("actor",)) < run.log.index(("update", "critic"))
     assert run.log[run.log.index(("logprobs of the update",)) - 1] == ("update", "actor")
-    assert updated(run.models["actor"]).old_logprobs is None
+    assert last_batch(run.models["actor"]).old_logprobs is None
     both = [dict(made.watch.metrics[2]) for made in (plain, run)]
     assert [metrics.pop("actor/old_logprobs_of_update") for metrics in both] == [0.0, 1.0]
     assert both[0] == both[1] and {"kl/mean", "rollout/ratio_mean", "rollout/logprob_diff_max"} <= both[0].keys()
@@ -316,7 +316,7 @@ def test_a_resumed_run_begins_with_the_weights_of_its_step_and_evaluates_nothing
     log = run.log
     assert run.trainer.run(3, first_step=3) is True
     assert log == [
-        *published(2),
+        *sync_log(2),
         ("begin",),
         *step_of(3, [3, 1]),
         ("phase", "evaluate"),
@@ -331,7 +331,7 @@ def test_a_run_that_is_over_makes_no_step() -> None:
     run = make({0, 3})
     log = run.log
     assert run.trainer.run(3, first_step=4) is True
-    assert log == [*published(3), ("begin",), ("end",)]
+    assert log == [*sync_log(3), ("begin",), ("end",)]
 
 
 def test_a_run_that_ends_with_its_best_model_evaluates_that_one() -> None:
@@ -342,7 +342,7 @@ def test_a_run_that_ends_with_its_best_model_evaluates_that_one() -> None:
     assert log[log.index(("end",)) :] == [
         ("end",),
         ("sleep", 2),
-        *published(4),  # a version of its own: these weights came after those of step 3
+        *sync_log(4),  # a version of its own: these weights came after those of step 3
         ("phase", "evaluate"),
         ("evaluate", 3),
         ("final", 3, 2),
@@ -391,14 +391,14 @@ def test_nothing_is_recorded_before_training_without_an_evaluation() -> None:
     run = make(set())
     log = run.log
     run.trainer.run(1)
-    assert log[:6] == [*published(0), ("begin",), ("phase", "generate")]
+    assert log[:6] == [*sync_log(0), ("begin",), ("phase", "generate")]
 
 
 @pytest.mark.parametrize("with_reference", [False, True])
 def test_the_update_gets_a_complete_batch(with_reference: bool) -> None:
     run = make({1}, *["reference"] * with_reference)
     run.trainer.run(1)
-    batch = updated(run.models["actor"])
+    batch = last_batch(run.models["actor"])
     assert batch.group_ids.tolist() == [0, 0, 1, 1]
     assert batch.old_logprobs is not None and batch.advantages is not None and batch.old_values is None
     assert batch.token_ids[:5].tolist() == [103, 103, 4000, 4001, 4002]  # prompt 3 came first
@@ -449,17 +449,17 @@ def test_fault_25_a_lost_response_ends_the_step_before_anything_learns_and_the_n
     resumed = make(set(), sampler=again)
     resumed.trainer.run(3, first_step=2)
 
-    def drawn(made: Run) -> Log:
+    def generate_log(made: Run) -> Log:
         return [line for line in made.log if line[0] == "generate"]
 
-    assert drawn(resumed) == drawn(whole)[1:] and drawn(run) == drawn(whole)[:2]
+    assert generate_log(resumed) == generate_log(whole)[1:] and generate_log(run) == generate_log(whole)[:2]
 
 
 def test_values_are_known_before_anything_is_updated() -> None:
     run = make(set(), "critic")
     run.trainer.run(1)
     for model in (run.models["critic"], run.models["actor"]):
-        batch = updated(model)
+        batch = last_batch(model)
         assert batch.old_values is not None and batch.bootstrap_values is not None
         assert torch.equal(batch.old_values, torch.full((20,), 0.25))
         assert torch.equal(batch.bootstrap_values, torch.full((4,), 2.5))
@@ -490,7 +490,7 @@ def test_the_reference_takes_over_the_actors_weights_when_it_is_due(every: int, 
             refreshed.append(step)
     assert refreshed == before
     says = SAYS["actor"] if before else SAYS["reference"]
-    logprobs = updated(run.models["actor"]).ref_logprobs
+    logprobs = last_batch(run.models["actor"]).ref_logprobs
     assert logprobs is not None and logprobs.unique().tolist() == [says]
 
 
@@ -527,7 +527,7 @@ def test_dynamic_sampling_draws_until_the_step_is_full() -> None:
     # Prompts 3, 1 teach nothing; 0 and 2 do, and come in the second batch.
     assert [line[1] for line in log if line[0] == "generate"] == [[3, 1], [0, 2]]
     assert log.count(("sleep", 2)) == 1
-    batch = updated(run.models["actor"])
+    batch = last_batch(run.models["actor"])
     assert batch.token_ids[::5].tolist() == [100, 100, 102, 102]
     metrics = run.watch.metrics[1]
     assert metrics["rollout/num_batches"] == 2.0 and metrics["rollout/informative_fraction"] == 0.5
@@ -544,7 +544,7 @@ def test_greedy_responses_are_scored_and_compared_with_and_nothing_learns_from_t
     run.reward.value = lambda t: [1.0, 0.0, 0.25][t.sample] + t.prompt.index
     run.trainer.run(1)
     assert ("score", 3) in run.log and ("rollouts", 1, 4) in run.log
-    batch = updated(run.models["actor"])
+    batch = last_batch(run.models["actor"])
     assert batch.advantages is not None and batch.num_rows == 4
     assert batch.advantages[batch.loss_mask].tolist() == [0.75] * 3 + [-0.25] * 3 + [0.75] * 3 + [-0.25] * 3
     metrics = run.watch.metrics[1]
@@ -564,6 +564,6 @@ def test_a_prompt_whose_samples_differ_from_the_greedy_response_alone_stays_in_t
     # Greedy responses to prompts 3 and 1 differ from the samples or do not; 0 and 2 come when there are too few.
     run.reward.value = lambda t: float(t.sample == 2 and t.prompt.index != 1)
     run.trainer.run(1)
-    batch = updated(run.models["actor"])
+    batch = last_batch(run.models["actor"])
     assert batch.prompts is not None and [p.index for p in batch.prompts] == [3, 0]
     assert batch.baselines is not None and batch.baselines.tolist() == [1.0] * 4

@@ -181,12 +181,12 @@ def test_prompts_that_teach_nothing_are_replaced_by_the_next_ones(schedule: Samp
         ahead, taken, draws = source.first.ahead, list[int](), 0
         ahead._begin_scores, take = half_teach, ahead.take
 
-        def recorded(wanted: int) -> list[PromptGroup]:
+        def record_take(wanted: int) -> list[PromptGroup]:
             groups = take(wanted)
             taken.extend(group.number for group in groups)
             return groups
 
-        ahead.take = recorded  # type: ignore[method-assign]
+        ahead.take = record_take  # type: ignore[method-assign]
         publisher.publish(0)
         for step in range(1, 6):
             batch, metrics = source.next_batch(step)
@@ -215,11 +215,11 @@ def test_without_staleness_prompts_and_seeds_are_those_of_colocated_engines() ->
         ahead, begin = source.first.ahead, bridge.engines.begin
         ahead._begin_scores = half_teach
 
-        def recorded(jobs: Sequence[Job]) -> list[Future[Trajectory]]:
+        def record_jobs(jobs: Sequence[Job]) -> list[Future[Trajectory]]:
             asked["apart"].append([(list(job.prompt_ids), request_of(job).seed) for job in jobs])
             return begin(jobs)
 
-        ahead._begin_jobs = recorded
+        ahead._begin_jobs = record_jobs
         sampler = PromptSampler(len(PROMPTS), 2, seed=5, shuffle=True)
         prompts, sampling = PromptBatches(PROMPTS, sampler), Sampling(n=SAMPLES, seed=9)
         together: Any = (

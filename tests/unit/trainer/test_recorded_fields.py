@@ -43,7 +43,7 @@ def completion(first: int, num_tokens: int, **others: Any) -> Completion:
     return Completion(0, tokens, np.full(num_tokens, -0.5, np.float32), ((0, 0),), "stop", fields=fields)
 
 
-def drawn(made_of: Prompt, sample: int = 0) -> Trajectory:
+def two_turns(made_of: Prompt, sample: int = 0) -> Trajectory:
     """Two turns of the policy with an observation of two tokens between them."""
     first = completion(10 * made_of.index + sample, 1 + made_of.index % 3)
     return episode(made_of, sample, [first, np.array([7, 8], np.int32), completion(90, 2)], "text")
@@ -58,7 +58,7 @@ def same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
 
 
 def test_tokens_that_the_policy_has_not_sampled_have_zeros_and_no_values() -> None:
-    made = drawn(PROMPTS[1])  # two tokens of a prompt, two of the policy, two of the environment, two of the policy
+    made = two_turns(PROMPTS[1])  # two tokens of a prompt, two of the policy, two of the environment, two of the policy
     routes, patches = made.fields["routes"], made.fields["patches"]
     assert isinstance(routes, np.ndarray) and isinstance(patches, Ragged)
     assert routes.shape == (8, LAYERS, EXPERTS) and routes.dtype == np.uint8
@@ -118,7 +118,7 @@ def test_what_does_not_fit_the_tokens_is_named(turn: Completion, message: str) -
 @pytest.mark.usefixtures("rank_threads")
 def test_fields_arrive_at_the_owners_of_rows() -> None:
     """The last rank has drawn nothing and owns a row all the same."""
-    trajectories = [drawn(each) for each in PROMPTS]
+    trajectories = [two_turns(each) for each in PROMPTS]
 
     def body(group: ThreadGroup) -> Any:
         rank = group.rank()
@@ -144,7 +144,7 @@ def test_fields_arrive_at_the_owners_of_rows() -> None:
 
 @pytest.mark.usefixtures("rank_threads")
 def test_rows_with_other_fields_end_the_step_on_every_rank() -> None:
-    trajectories = [drawn(each) for each in PROMPTS[:2]]
+    trajectories = [two_turns(each) for each in PROMPTS[:2]]
     trajectories[1] = replace(trajectories[1], fields={"routes": trajectories[1].fields["routes"]})
 
     def body(group: ThreadGroup) -> str:
@@ -157,7 +157,7 @@ def test_rows_with_other_fields_end_the_step_on_every_rank() -> None:
 
 
 def test_a_checkpoint_holds_them() -> None:
-    groups = {3: [drawn(PROMPTS[1], 0), drawn(PROMPTS[1], 1)], 0: [drawn(PROMPTS[2])]}
+    groups = {3: [two_turns(PROMPTS[1], 0), two_turns(PROMPTS[1], 1)], 0: [two_turns(PROMPTS[2])]}
     read = decode_trajectories(encode_trajectories(groups), {3: PROMPTS[1], 0: PROMPTS[2]})
     for number, group in groups.items():
         for before, after in zip(group, read[number], strict=True):

@@ -26,7 +26,7 @@ from tests.unit.trainer.test_ahead import Engines, scores_of, step_with
 PROMPTS = [prompt(index, length=1 + index) for index in range(4)]
 
 
-def ragged(*parts: list[int]) -> Ragged[Any]:
+def build_ragged(*parts: list[int]) -> Ragged[Any]:
     return Ragged(np.array([len(part) for part in parts], np.int32), np.array([i for p in parts for i in p], np.int32))
 
 
@@ -35,13 +35,13 @@ def completion(tokens: list[int], support: Ragged[Any] | None, number: int = 0) 
     return Completion(number, ids, logprobs, ((0, 0),), "stop", support=support)
 
 
-def drawn(made_of: Prompt, sample: int = 0) -> Trajectory:
+def two_turns(made_of: Prompt, sample: int = 0) -> Trajectory:
     """Two turns: of 1 to 3 tokens and of one, each with a support that says whose it is."""
     own = 100 * made_of.index + 10 * sample
     first = [own + k for k in range(1 + made_of.index % 3)]
-    turn = completion(first, ragged(*([token, *range(1000, 1000 + token % 3)] for token in first)))
+    turn = completion(first, build_ragged(*([token, *range(1000, 1000 + token % 3)] for token in first)))
     observation = np.array([7, 8], np.int32)
-    return episode(made_of, sample, [turn, observation, completion([own], ragged([own + 1, own]))], "text")
+    return episode(made_of, sample, [turn, observation, completion([own], build_ragged([own + 1, own]))], "text")
 
 
 def supports(field: Ragged[Any]) -> list[list[int]]:
@@ -50,7 +50,7 @@ def supports(field: Ragged[Any]) -> list[list[int]]:
 
 
 def test_an_episode_has_the_support_of_the_policys_tokens_alone() -> None:
-    made = drawn(PROMPTS[1])  # two tokens of a prompt, two of the policy, two of the environment, one of the policy
+    made = two_turns(PROMPTS[1])  # two tokens of a prompt, two of the policy, two of the environment, one of the policy
     assert made.support is not None
     assert supports(made.support) == [[], [], [100, 1000], [101, 1000, 1001], [], [], [101, 100]]
     assert [bool(each) for each in supports(made.support)] == made.loss_mask.tolist()
@@ -62,7 +62,7 @@ def test_an_episode_has_the_support_of_the_policys_tokens_alone() -> None:
 @pytest.mark.usefixtures("rank_threads")
 def test_rows_arrive_with_their_supports() -> None:
     """The last rank has a row without one: of a run that was resumed with top_p."""
-    trajectories = [drawn(each) for each in PROMPTS]
+    trajectories = [two_turns(each) for each in PROMPTS]
     trajectories[3] = replace(trajectories[3], support=None)
 
     def body(group: ThreadGroup) -> Any:
@@ -80,14 +80,14 @@ def test_rows_arrive_with_their_supports() -> None:
 
 
 def test_a_checkpoint_holds_them() -> None:
-    groups = {3: [drawn(PROMPTS[1], 0), drawn(PROMPTS[1], 1)], 0: [drawn(PROMPTS[2])]}
+    groups = {3: [two_turns(PROMPTS[1], 0), two_turns(PROMPTS[1], 1)], 0: [two_turns(PROMPTS[2])]}
     prompts = {3: PROMPTS[1], 0: PROMPTS[2]}
     found = decode_trajectories(encode_trajectories(groups), prompts)
     for number, group in groups.items():
         for before, after in zip(group, found[number], strict=True):
             assert before.support is not None and after.support is not None
             assert supports(after.support) == supports(before.support)
-    plain = {3: [replace(drawn(PROMPTS[1]), support=None)]}
+    plain = {3: [replace(two_turns(PROMPTS[1]), support=None)]}
     content = encode_trajectories(plain)
     assert b"support" not in content, "a run without top_p writes what it wrote before"
     assert decode_trajectories(content, prompts)[3][0].support is None
@@ -130,15 +130,15 @@ RECORDING = Request(3, "prompt 'sum-17', sample 3", [5, 6], Sampling(top_p=0.9, 
     ("support", "message"),
     [
         (None, "none for 2 tokens"),
-        (ragged([1]), "those of 1 tokens for 2 tokens"),
-        (ragged([1, 4], [1, 4]), "support without the sampled token, at token 1 of"),
-        (ragged([1, 4], []), "support without the sampled token, at token 1 of"),
-        (ragged([1, 1], [2]), "support without the sampled token, at token 0 of"),
+        (build_ragged([1]), "those of 1 tokens for 2 tokens"),
+        (build_ragged([1, 4], [1, 4]), "support without the sampled token, at token 1 of"),
+        (build_ragged([1, 4], []), "support without the sampled token, at token 1 of"),
+        (build_ragged([1, 1], [2]), "support without the sampled token, at token 0 of"),
     ],
 )
 def test_a_token_without_its_support_is_refused_by_name(support: Ragged[Any] | None, message: str) -> None:
     with pytest.raises(RuntimeError, match=message) as raised:
         check_completion(RECORDING, completion([1, 2], support, 3))
     assert "'sum-17', sample 3" in str(raised.value)
-    check_completion(RECORDING, completion([1, 2], ragged([1, 4], [4, 2]), 3))
+    check_completion(RECORDING, completion([1, 2], build_ragged([1, 4], [4, 2]), 3))
     check_completion(replace(RECORDING, sampling=Sampling(top_p=0.9)), completion([1, 2], None, 3))  # an evaluation's

@@ -77,12 +77,12 @@ class Engine:
             call.answer, call.done = self.raises.get(method, self.location if method == "locate" else None), True
         return call
 
-    def told(self, *methods: str) -> list[tuple[Any, ...]]:
+    def calls_of(self, *methods: str) -> list[tuple[Any, ...]]:
         return [(call.method, *call.arguments) for call in self.calls if call.method in methods]
 
     def draw(self, *request_ids: int) -> None:
         """Finish these requests, by the weights that came last."""
-        version = self.told("sync")[-1][1] if self.told("sync") else 0
+        version = self.calls_of("sync")[-1][1] if self.calls_of("sync") else 0
         for number in request_ids:
             work = self.drawing.pop(number)
             self.finished.append(JobOutcome(number, result_of(work, version)))
@@ -153,7 +153,7 @@ class Run:
         for number in cancelled:
             self.futures.pop(number).cancel()
 
-    def finished(self) -> dict[int, Trajectory]:
+    def take_finished(self) -> dict[int, Trajectory]:
         """Return what has finished since the last call."""
         done = {number: future.result() for number, future in self.futures.items() if future.done()}
         self.futures = {number: future for number, future in self.futures.items() if number not in done}
@@ -192,7 +192,7 @@ Start = Callable[..., Run]
 def start() -> Start:
     """A fleet whose engines have weights."""
 
-    def started(engines: int = 2, tp: int = 1, restarts: int = 2, in_order: bool = False) -> Run:
+    def start_run(engines: int = 2, tp: int = 1, restarts: int = 2, in_order: bool = False) -> Run:
         machines, notes = Machines(), []  # type: ignore[var-annotated]
         order: Any = None
         plan = FleetPlan(order, engines, tp, 1, TIMEOUT_S, restarts, in_order, SLOTS)
@@ -206,7 +206,7 @@ def start() -> Start:
         notes.clear()
         return run
 
-    return started
+    return start_run
 
 
 def result_of(work: Work, version: int) -> Trajectory | Completion:
@@ -235,7 +235,7 @@ def test_samples_of_a_prompt_share_an_engine_and_engines_share_the_prompts(start
     assert sorted(run.engine("1.0.0").drawing) == [20, 21, 40, 41]
     run.engine("0.0.0").draw(11, 30)
     run.turn()
-    assert numbers(run.finished()) == [11, 30] and run.finished() == {}
+    assert numbers(run.take_finished()) == [11, 30] and run.take_finished() == {}
 
 
 TURN = 2**40  # ids of turns are above it, and the same in two engines
@@ -245,7 +245,7 @@ def turns(count: int) -> list[Request]:
     return [Request((number + 1) * TURN, "turn", [number], Sampling(), seed=number) for number in range(count)]
 
 
-def loaded(run: Run) -> tuple[Engine, Engine]:
+def start_two_engines(run: Run) -> tuple[Engine, Engine]:
     """Two engines with an episode each. The first draws four turns, and holds six back; the second draws one."""
     run.begin(jobs(1, 2, samples=1))
     first, second = run.engine("0.0.0"), run.engine("1.0.0")
@@ -256,9 +256,9 @@ def loaded(run: Run) -> tuple[Engine, Engine]:
 
 def test_an_engine_with_room_draws_turns_that_wait_in_another(start: Start) -> None:
     run = start()
-    first, second = loaded(run)
+    first, second = start_two_engines(run)
     run.turn(), run.turn()
-    assert first.told("lend") == [("lend", 3)] and not second.told("lend")
+    assert first.calls_of("lend") == [("lend", 3)] and not second.calls_of("lend")
     lent = sorted(number for number in second.drawing if number != 20)
     assert (
         len(lent) == 3
@@ -266,13 +266,13 @@ def test_an_engine_with_room_draws_turns_that_wait_in_another(start: Start) -> N
         and {tuple(second.drawing[number].prompt_ids) for number in lent} == {(0,), (1,), (2,)}
     )
     run.turn(), run.turn()
-    assert len(first.told("lend")) == 1 and len(first.held) == 3  # the second has no room any more
+    assert len(first.calls_of("lend")) == 1 and len(first.held) == 3  # the second has no room any more
     second.draw(*lent[1:], 20)
     run.turn()
-    assert numbers(run.finished()) == [20]  # a turn is no answer to the trainer
+    assert numbers(run.take_finished()) == [20]  # a turn is no answer to the trainer
     assert sorted((number, int(turn.token_ids[0])) for number, turn in first.came_back) == [(TURN, 0), (2 * TURN, 1)]
     run.turn(), run.turn()
-    assert [call[1] for call in first.told("lend")] == [3, 3] and not first.held
+    assert [call[1] for call in first.calls_of("lend")] == [3, 3] and not first.held
     assert run.fleet.pop_work()[0].lent == 6
 
 
@@ -298,7 +298,7 @@ def test_turns_go_on_where_the_engine_is_lost_that_they_were_lent_to(start: Star
 
 def test_turns_of_an_engine_that_is_lost_are_drawn_for_nobody(start: Start) -> None:
     run = start()
-    first, second = loaded(run)
+    first, second = start_two_engines(run)
     run.turn(), run.turn()
     lent = {number for number in second.drawing if number < 0}
     lose(first)
@@ -306,14 +306,14 @@ def test_turns_of_an_engine_that_is_lost_are_drawn_for_nobody(start: Start) -> N
     assert len(lent) == 3 and sorted(second.drawing) == [10, 20]  # its episode is played again
     second.draw(10, 20)
     run.turn()
-    assert numbers(run.finished()) == [10, 20] and not first.came_back
+    assert numbers(run.take_finished()) == [10, 20] and not first.came_back
 
 
 def test_nothing_is_lent_where_responses_must_not_depend_on_time(start: Start) -> None:
     run = start(in_order=True)
-    first, _ = loaded(run)
+    first, _ = start_two_engines(run)
     run.turn(), run.turn()
-    assert not first.told("lend") and len(first.held) == 6
+    assert not first.calls_of("lend") and len(first.held) == 6
 
 
 def test_what_is_cancelled_is_not_returned(start: Start) -> None:
@@ -322,8 +322,8 @@ def test_what_is_cancelled_is_not_returned(start: Start) -> None:
     run.engine("0.0.0").draw(10, 20)
     run.cancel(10, 11)
     run.turn()
-    assert numbers(run.finished()) == [20]
-    assert run.engine("0.0.0").told("cancel") == [("cancel", [10, 11])]
+    assert numbers(run.take_finished()) == [20]
+    assert run.engine("0.0.0").calls_of("cancel") == [("cancel", [10, 11])]
 
 
 def lose(engine: Engine) -> None:
@@ -362,7 +362,7 @@ def test_fault_18_and_19_requests_of_an_engine_that_fails_are_drawn_by_another(
     assert sorted(second.drawing) == [11] and second.drawing[11] == jobs(1)[1]
     second.draw(11)
     run.turn()
-    assert numbers(run.finished()) == [10, 11, 20, 21]
+    assert numbers(run.take_finished()) == [10, 11, 20, 21]
     failed, *others = run.notes
     assert failed == f"engine 0 has failed and is started again, its 1 requests are drawn again: {reason}"
     assert all(note.startswith("engine 0 is ready after ") and note.endswith("the next publish") for note in others)
@@ -373,7 +373,7 @@ def test_fault_18_and_19_requests_of_an_engine_that_fails_are_drawn_by_another(
         first.drawing = {11: jobs(1)[1]}
         first.draw(11)  # too late: it has an answer
         run.turn()
-        assert run.finished() == {}
+        assert run.take_finished() == {}
 
 
 def test_an_idle_engine_that_draws_nothing_is_well(start: Start) -> None:
@@ -400,7 +400,7 @@ def test_a_new_engine_draws_nothing_before_it_has_weights(start: Start) -> None:
     assert sorted(run.engine("0.0.0").drawing) == [10, 11, 20, 21]
     assert [found.state for found in run.fleet.status()] == ["serving", "ready"]
     assert run.publish(3) == ["0.0.0", "1.1.0"]
-    assert run.engine("1.1.0").told("start", "join", "sync", "resume")[-2:] == [("sync", 3), ("resume",)]
+    assert run.engine("1.1.0").calls_of("start", "join", "sync", "resume")[-2:] == [("sync", 3), ("resume",)]
     run.begin(jobs(3))
     assert sorted(run.engine("1.1.0").drawing) == [30, 31]
 
@@ -413,13 +413,13 @@ def test_where_all_engines_were_lost_their_successors_wait_for_weights(start: St
     run.turn()
     assert not run.fleet.needs_weights()  # nobody is there yet to get any
     run.turn(), run.turn(), run.turn()
-    assert run.fleet.needs_weights() and run.finished() == {}
+    assert run.fleet.needs_weights() and run.take_finished() == {}
     run.begin(jobs(2))
     run.publish(2)
     assert sorted(run.engine("0.1.0").drawing) == [10, 11, 20, 21] and not run.fleet.needs_weights()
     run.engine("0.1.0").draw(20, 21)
     run.turn()
-    assert numbers(run.finished()) == [20, 21]
+    assert numbers(run.take_finished()) == [20, 21]
 
 
 def test_nothing_is_drawn_between_pause_and_resume(start: Start) -> None:
@@ -437,8 +437,8 @@ def test_all_ranks_of_an_engine_join_and_the_lead_alone_gets_jobs(start: Start) 
     run = start(engines=2, tp=2)
     assert run.publish(1) == ["0.0.0", "0.0.1", "1.0.0", "1.0.1"]
     follower = run.engine("1.0.1")
-    assert [spec.rank for _, spec, _ in follower.told("join")] == [3, 3]
-    assert follower.told("pause", "submit") == [] and len(follower.told("resume")) == 2
+    assert [spec.rank for _, spec, _ in follower.calls_of("join")] == [3, 3]
+    assert follower.calls_of("pause", "submit") == [] and len(follower.calls_of("resume")) == 2
     silence(follower)
     run.pass_time(TIMEOUT_S + 4)
     assert run.machines.ended == ["1.0"]
@@ -464,11 +464,11 @@ def test_all_ranks_of_an_engine_are_told_of_their_machines_and_devices(nodes: st
 
     machines.spawn, fleet._note = spawn_located, notes.append
     fleet.tick()
-    told = [engine.told("locate") for engine in machines.engines.values()]
+    told = [engine.calls_of("locate") for engine in machines.engines.values()]
     assert told == [[("locate", number == 0)] for number in range(4)]
     locations = tuple(places[name] for name in order)
     for rank, name in enumerate(order):
-        assert machines.engines[name].told("start") == [("start", plan, RankRendezvous(locations, rank, "0"), 4)]
+        assert machines.engines[name].calls_of("start") == [("start", plan, RankRendezvous(locations, rank, "0"), 4)]
     assert fleet._engines[0].address == "10.0.0.a and 1 more machine"
 
 
@@ -512,7 +512,7 @@ def test_a_completion_ends_a_row_of_failures(start: Start) -> None:
         run.begin([jobs(attempt)[0]])
         run.engine(f"0.{attempt}.0").draw(10 * attempt)
         run.turn()
-        assert numbers(run.finished()) == [10 * attempt]
+        assert numbers(run.take_finished()) == [10 * attempt]
         lose(run.engine(f"0.{attempt}.0"))
         for _ in range(5):
             run.turn()
@@ -571,7 +571,7 @@ def test_an_error_of_a_job_ends_the_run(start: Start) -> None:
     with pytest.raises(ConfigError, match=r"environment\.function raises"):
         run.fleet.needs_weights()
     with pytest.raises(ConfigError, match=r"environment\.function raises"):
-        run.finished()
+        run.take_finished()
 
 
 def test_rows_are_sent_to_environments_only(start: Start) -> None:
@@ -584,11 +584,11 @@ def test_rows_are_sent_to_environments_only(start: Start) -> None:
     run.engine("0.0.0").draw(0)
     run.engine("0.0.0").finished[0].result.prompt = None  # type: ignore[union-attr,assignment]
     run.turn()
-    assert run.finished()[0].prompt is prompt
+    assert run.take_finished()[0].prompt is prompt
 
 
 # ---------------------------------------------------------------------------------------------- versions, and order
-def restarted(run: Run, *names: str) -> None:
+def restart(run: Run, *names: str) -> None:
     """These engines are lost, and their successors are there."""
     for name in names:
         lose(run.engine(name))
@@ -596,9 +596,9 @@ def restarted(run: Run, *names: str) -> None:
         run.turn()
 
 
-def begun(engine: Engine) -> list[list[int]]:
+def submitted_numbers(engine: Engine) -> list[list[int]]:
     """Numbers of the jobs that it was given, by submission."""
-    return [[work.number for work in asked] for _, asked, _ in engine.told("submit")]
+    return [[work.number for work in asked] for _, asked, _ in engine.calls_of("submit")]
 
 
 def test_fault_36_what_newer_weights_draw_is_counted_and_told_in_one_line(start: Start) -> None:
@@ -606,7 +606,7 @@ def test_fault_36_what_newer_weights_draw_is_counted_and_told_in_one_line(start:
     run.begin(jobs(1, 2))
     run.engine("0.0.0").draw(10)
     run.turn()
-    restarted(run, "0.0.0")
+    restart(run, "0.0.0")
     run.publish(1)
     run.begin(jobs(3))
     run.cancel(20)
@@ -615,7 +615,7 @@ def test_fault_36_what_newer_weights_draw_is_counted_and_told_in_one_line(start:
     assert run.fleet.pop_work()[1] == 1  # of request 30 nothing was lost
     run.engine("0.1.0").draw(21, 31)
     run.turn()
-    assert numbers(run.finished()) == [10, 11, 21, 30, 31] and run.fleet.num_open == 0
+    assert numbers(run.take_finished()) == [10, 11, 21, 30, 31] and run.fleet.num_open == 0
     assert run.fleet.pop_work()[1] == 1 and run.fleet.pop_work()[1] == 0
     assert (
         run.notes[0] == "engine 0 has failed and is started again, its 3 requests are drawn again: the process is gone"
@@ -629,7 +629,7 @@ def test_what_another_engine_draws_with_the_same_weights_is_not_counted(start: S
     run.fleet.remove("0")
     run.engine("1.0.0").draw(10, 11, 20, 21)
     run.turn()
-    assert numbers(run.finished()) == [10, 11, 20, 21]
+    assert numbers(run.take_finished()) == [10, 11, 20, 21]
     assert run.fleet.pop_work()[1] == 0 and run.notes == ["engine 0 has left"]
 
 
@@ -641,26 +641,26 @@ def test_fault_36_in_order_a_share_is_drawn_again_as_a_whole(start: Start, fault
     first = run.engine("0.0.0")
     first.draw(20, 10)
     run.turn()
-    assert numbers(run.finished()) == [10, 20]
+    assert numbers(run.take_finished()) == [10, 20]
     fault(first)
     run.pass_time(TIMEOUT_S + 8)
     assert run.fleet.needs_weights() and run.fleet.num_open == 2
     run.publish(0)
     second = run.engine("0.1.0")
-    assert begun(second) == begun(first) == [[10, 11, 20, 21]]
-    assert [afresh for _, _, afresh in second.told("submit")] == [True]
+    assert submitted_numbers(second) == submitted_numbers(first) == [[10, 11, 20, 21]]
+    assert [afresh for _, _, afresh in second.calls_of("submit")] == [True]
     second.draw(20, 10, 11)
     run.turn()
-    restarted(run, "0.1.0")  # once more
+    restart(run, "0.1.0")  # once more
     run.publish(0)
     third = run.engine("0.2.0")
-    assert begun(third) == [[10, 11, 20, 21]]
+    assert submitted_numbers(third) == [[10, 11, 20, 21]]
     third.draw(20, 21, 11)
     run.turn()
-    assert run.finished() == {} and run.fleet.num_open == 2
+    assert run.take_finished() == {} and run.fleet.num_open == 2
     third.draw(10)
     run.turn()
-    assert numbers(run.finished()) == [11, 21] and run.fleet.num_open == 0
+    assert numbers(run.take_finished()) == [11, 21] and run.fleet.num_open == 0
     run.begin(jobs(3))
     assert sorted(third.drawing) == [30, 31]
     assert run.fleet.pop_work()[1] == 0
@@ -670,22 +670,22 @@ def test_fault_36_in_order_shares_are_those_of_a_run_whose_engines_are_all_well(
     """They do not depend on how many engines there are, nor on what these draw: an engine has one after the other."""
     run = start(engines=2, in_order=True)
     run.begin(jobs(1, 2, 3))
-    assert [begun(run.engine(name)) for name in ("0.0.0", "1.0.0")] == [[[10, 11, 30, 31]], [[20, 21]]]
+    assert [submitted_numbers(run.engine(name)) for name in ("0.0.0", "1.0.0")] == [[[10, 11, 30, 31]], [[20, 21]]]
     run.fleet.remove("0")
     second = run.engine("1.0.0")
     run.begin(jobs(4))  # as a step does that has dropped prompts
-    assert begun(second) == [[20, 21]]
+    assert submitted_numbers(second) == [[20, 21]]
     second.draw(21)
     run.turn()
-    assert begun(second) == [[20, 21]]
+    assert submitted_numbers(second) == [[20, 21]]
     second.draw(20)
     run.turn()
-    assert begun(second) == [[20, 21], [10, 11, 30, 31]]
+    assert submitted_numbers(second) == [[20, 21], [10, 11, 30, 31]]
     second.draw(30, 31, 10, 11)
     run.turn()
     second.draw(40, 41)
     run.turn()
-    assert begun(second)[2:] == [[40, 41]] and len(numbers(run.finished())) == 8
+    assert submitted_numbers(second)[2:] == [[40, 41]] and len(numbers(run.take_finished())) == 8
     run.fleet.add(2)
     for _ in range(4):
         run.turn()
@@ -702,7 +702,7 @@ def test_fault_36_in_order_an_engine_that_leaves_finishes_its_share(start: Start
     run.begin(jobs(3))
     run.engine("0.0.0").draw(10, 11)
     run.turn()
-    assert run.machines.ended == ["0.0"] and run.finished() != {}
+    assert run.machines.ended == ["0.0"] and run.take_finished() != {}
     run.engine("1.0.0").draw(20, 21)
     run.turn()
     assert sorted(run.engine("1.0.0").drawing) == [30, 31]
@@ -711,14 +711,14 @@ def test_fault_36_in_order_an_engine_that_leaves_finishes_its_share(start: Start
 def test_fault_36_in_order_requests_wait_for_their_version(start: Start) -> None:
     run = start(engines=2, in_order=True)
     run.publish(3)
-    restarted(run, "1.0.0")
+    restart(run, "1.0.0")
     run.begin(jobs(1, 2))
-    assert begun(run.engine("0.0.0")) == [[10, 11]]
+    assert submitted_numbers(run.engine("0.0.0")) == [[10, 11]]
     run.fleet.pause()
     with expect_error(RuntimeError, field="version", value=4):
         run.fleet.resume(4)
     run.publish(3)  # again, also to the one that was lost
-    assert begun(run.engine("1.1.0")) == [[20, 21]]
+    assert submitted_numbers(run.engine("1.1.0")) == [[20, 21]]
 
 
 def test_fault_36_in_order_an_evaluation_is_drawn_again_too(start: Start) -> None:
@@ -728,13 +728,13 @@ def test_fault_36_in_order_an_evaluation_is_drawn_again_too(start: Start) -> Non
     run.engine("0.0.0").draw(11)
     run.turn()
     assert run.futures[11].done()  # an answer counts at once; the repeated share gives the same
-    restarted(run, "0.0.0")
+    restart(run, "0.0.0")
     assert run.fleet.needs_weights()
     run.publish(2)
-    assert begun(run.engine("0.1.0")) == [[10, 11, 20, 21]]
+    assert submitted_numbers(run.engine("0.1.0")) == [[10, 11, 20, 21]]
     run.engine("0.1.0").draw(21, 20, 10, 11)
     run.turn()
-    drawn = run.finished()
+    drawn = run.take_finished()
     assert numbers(drawn) == [10, 11, 20, 21] and [each.policy_version for each in drawn.values()] == [2] * 4
 
 
@@ -745,7 +745,7 @@ def test_a_share_on_which_engines_fail_again_and_again_ends_the_run(start: Start
     run.engine("0.0.0").draw(10)
     run.turn()
     for attempt in range(2):
-        restarted(run, f"0.{attempt}.0")
+        restart(run, f"0.{attempt}.0")
         run.publish(0)
         run.engine(f"0.{attempt + 1}.0").draw(10)
         run.turn()
@@ -759,10 +759,10 @@ def test_in_order_what_is_cancelled_is_not_returned(start: Start) -> None:
     run.begin(jobs(1))
     run.begin(jobs(2, 3))
     run.cancel(10, 20, 21)
-    restarted(run, "0.0.0")
+    restart(run, "0.0.0")
     run.publish(0)
     engine = run.engine("0.1.0")
-    assert begun(engine) == [[11]]
+    assert submitted_numbers(engine) == [[11]]
     engine.draw(11)
     run.turn()
-    assert begun(engine) == [[11], [30, 31]] and numbers(run.finished()) == [11]
+    assert submitted_numbers(engine) == [[11], [30, 31]] and numbers(run.take_finished()) == [11]

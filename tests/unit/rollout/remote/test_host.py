@@ -117,7 +117,7 @@ def start(monkeypatch: pytest.MonkeyPatch, engine: Any, receiver: Any, setup: Ro
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineHost, Engine]]:
+def running_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineHost, Engine]]:
     engine = Engine()
     yield start(monkeypatch, engine, Receiver(engine.told)), engine
     engine.allowed.release(100)
@@ -198,8 +198,8 @@ def test_a_rank_on_another_machine_has_the_devices_and_the_interface_of_that_one
     assert [env["GLOO_SOCKET_IFNAME"] for env in own] == ["eth2", "eth2", "ib3", "ib3"]
 
 
-def test_weights_come_between_two_steps_and_requests_after_them(started: tuple[EngineHost, Engine]) -> None:
-    host, engine = started
+def test_weights_come_between_two_steps_and_requests_after_them(running_host: tuple[EngineHost, Engine]) -> None:
+    host, engine = running_host
     host.submit([job(1, 1), job(2, 2)])
     engine.allowed.release()
     report = host.report(20)
@@ -327,8 +327,10 @@ def test_an_error_of_a_rollout_is_its_outcome_and_others_continue(monkeypatch: p
     assert isinstance(found[2], ConfigError) and found[1].response_text == "text" and found[1].prompt is None
 
 
-def test_fault_36_what_is_drawn_afresh_finds_nothing_of_what_came_before(started: tuple[EngineHost, Engine]) -> None:
-    host, engine = started
+def test_fault_36_what_is_drawn_afresh_finds_nothing_of_what_came_before(
+    running_host: tuple[EngineHost, Engine],
+) -> None:
+    host, engine = running_host
     engine.allowed.release(100)
     host.submit([job(1, 1)])
     assert [found.number for found in host.report(20).outcomes] == [1]
@@ -337,8 +339,8 @@ def test_fault_36_what_is_drawn_afresh_finds_nothing_of_what_came_before(started
     assert engine.told == [[0], "step", "forget", [1, 2], "step"]
 
 
-def test_what_ends_the_engine_is_reported(started: tuple[EngineHost, Engine]) -> None:
-    host, engine = started
+def test_what_ends_the_engine_is_reported(running_host: tuple[EngineHost, Engine]) -> None:
+    host, engine = running_host
     engine.step = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     host.submit([job(1, 1)])
     with pytest.raises(ZeroDivisionError):
@@ -371,9 +373,9 @@ def test_a_lead_lends_turns_and_takes_them_back(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_rank_that_is_lost_is_told_without_the_source_of_gloo(
-    started: tuple[EngineHost, Engine], monkeypatch: pytest.MonkeyPatch
+    running_host: tuple[EngineHost, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, engine = started
+    host, engine = running_host
     text = "[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:56724: Connection reset by peer. Check the logs. GLHF!"
 
     def lose() -> list[Completion]:
