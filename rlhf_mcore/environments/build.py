@@ -29,8 +29,7 @@ from rlhf_mcore.readers.data_columns import row_limits
 from rlhf_mcore.readers.data_rows import mapping
 from rlhf_mcore.readers.model_files import sees_images
 from rlhf_mcore.readers.user_functions import OwnFunction
-from rlhf_mcore.sampling.policy import RolloutLimits
-from rlhf_mcore.sampling.rollouts import RolloutSetup
+from rlhf_mcore.sampling.rollouts import RolloutLimits, RolloutSetup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

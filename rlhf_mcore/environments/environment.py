@@ -22,8 +22,7 @@ from rlhf_mcore.types import Completion, Prompt, Score, Trajectory
 if TYPE_CHECKING:
     from rlhf_mcore.data.image_rows import ImageReader
     from rlhf_mcore.protocols import RewardFunction
-    from rlhf_mcore.sampling.policy import Policy
-    from rlhf_mcore.sampling.rollouts import Context
+    from rlhf_mcore.sampling.rollouts import Context, Policy
 
 PART = "environment"  # part of a score: the sum of the rewards of all turns
 T = TypeVar("T")

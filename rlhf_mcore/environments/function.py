@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.environments.sessions import Sessions
     from rlhf_mcore.environments.turn_text import TurnText
     from rlhf_mcore.protocols import RewardFunction
-    from rlhf_mcore.sampling.policy import Policy
-    from rlhf_mcore.sampling.rollouts import Context
+    from rlhf_mcore.sampling.rollouts import Context, Policy
     from rlhf_mcore.types import Prompt, Trajectory
 
 PART = "rollout"  # part of a score: the reward that the function returned

@@ -15,8 +15,7 @@ from threading import Condition
 from typing import Any
 
 from rlhf_mcore.data.sampler import Sampler
-from rlhf_mcore.sampling.rollouts import jobs_of
-from rlhf_mcore.sampling.seeds import sampling_of_batch
+from rlhf_mcore.sampling.rollouts import jobs_of, sampling_of_batch
 from rlhf_mcore.trainer.sampled import BeginScores
 from rlhf_mcore.types import DRAFTS, ROUTES, Job, Prompt, Sampling, Score, Trajectory
 

@@ -12,8 +12,7 @@ from rlhf_mcore.platform.base import preserved_rng
 from rlhf_mcore.protocols import EngineRank, StepwiseEngine
 from rlhf_mcore.sampling.engine_loop import EngineLoop
 from rlhf_mcore.sampling.followers import follow, run_pass
-from rlhf_mcore.sampling.rollouts import Decode, LocalPlayer, RolloutSetup, jobs_of
-from rlhf_mcore.sampling.seeds import number_occurrences
+from rlhf_mcore.sampling.rollouts import Decode, LocalPlayer, RolloutSetup, jobs_of, number_occurrences
 from rlhf_mcore.trainer.dealing import Dealer
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 

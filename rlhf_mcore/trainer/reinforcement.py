@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.checkpoint.disk import SaveError
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.sampling.seeds import sampling_of_batch
+from rlhf_mcore.sampling.rollouts import sampling_of_batch
 from rlhf_mcore.trainer.divergence import share_results
 from rlhf_mcore.trainer.metrics import agreement_metrics, draft_metrics, rollout_metrics, source_metrics
 from rlhf_mcore.trainer.sampled import Rollout, SampledBatch

@@ -21,8 +21,7 @@ from rlhf_mcore.environments.agents.conversation import Conversation
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.episode import AgentRollout, AgentRules
 from rlhf_mcore.environments.sessions import sessions_of
-from rlhf_mcore.sampling.policy import RolloutLimits
-from rlhf_mcore.sampling.rollouts import RolloutSetup
+from rlhf_mcore.sampling.rollouts import RolloutLimits, RolloutSetup
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 from tests.commands import ROOT, run_command
 from tests.messages import expect_error

@@ -25,8 +25,7 @@ from rlhf_mcore.types import Completion, Prompt, Score, Trajectory
 if TYPE_CHECKING:
     from rlhf_mcore.environments.agents.dialects import ClientRequest
     from rlhf_mcore.environments.agents.endpoint import OnText
-    from rlhf_mcore.sampling.policy import Policy, RolloutLimits
-    from rlhf_mcore.sampling.rollouts import Context
+    from rlhf_mcore.sampling.rollouts import Context, Policy, RolloutLimits
 
 T = TypeVar("T")
 _PLACES_S = 0.05  # maximum wait of an engine for the places of new requests. Slower ones are found while it samples.

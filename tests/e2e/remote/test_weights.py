@@ -27,7 +27,7 @@ from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.remote.fleet import Fleet
-from rlhf_mcore.sampling.policy import request_of
+from rlhf_mcore.sampling.rollouts import request_of
 from tests.commands import wait_for
 from tests.e2e.remote.fleets import MAX_MODEL_LEN, jobs, plan, running
 from tests.e2e.rollout.tiny import save_model

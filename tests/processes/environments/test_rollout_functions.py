@@ -16,8 +16,7 @@ from rlhf_mcore.environments.function import FunctionRollout
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.rewards.pool import WorkerLimits
-from rlhf_mcore.sampling.policy import RolloutLimits
-from rlhf_mcore.sampling.rollouts import RolloutSetup
+from rlhf_mcore.sampling.rollouts import RolloutLimits, RolloutSetup
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import Scripted, play_jobs, tokenizer
 

@@ -16,8 +16,7 @@ from rlhf_mcore.environments.function import FunctionRollout, InProcessSessions
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.sampling.engine_loop import EngineLoop
-from rlhf_mcore.sampling.policy import RolloutLimits
-from rlhf_mcore.sampling.rollouts import LocalPlayer, RolloutSetup
+from rlhf_mcore.sampling.rollouts import LocalPlayer, RolloutLimits, RolloutSetup
 from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling, Trajectory
 
 SPECIAL = ["<unk>", "<end>", "<user>", "<assistant>", "<tool>"]

@@ -29,9 +29,8 @@ from rlhf_mcore.environments.agents.episode import AgentRollout, AgentRules
 from rlhf_mcore.environments.agents.program import AgentEnvironment
 from rlhf_mcore.environments.control_tokens import ControlTokens
 from rlhf_mcore.environments.sessions import StepResult
-from rlhf_mcore.sampling import policy
-from rlhf_mcore.sampling.policy import RolloutLimits
-from rlhf_mcore.sampling.rollouts import RolloutSetup
+from rlhf_mcore.sampling import rollouts
+from rlhf_mcore.sampling.rollouts import RolloutLimits, RolloutSetup
 from rlhf_mcore.types import Completion, Job, Prompt, Sampling, Trajectory
 from tests.messages import expect_error
 from tests.unit.environments.conftest import Scripted, play_jobs
@@ -410,7 +409,7 @@ def test_an_episode_that_meets_a_limit_is_truncated(
 ) -> None:
     skipped = [0.0]  # seconds that the clock of the limits is ahead
     monkeypatch.setattr(
-        policy, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() + skipped[0]})
+        rollouts, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() + skipped[0]})
     )
 
     def play(base_url: str, api_key: str) -> float:

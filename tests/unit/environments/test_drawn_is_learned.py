@@ -27,8 +27,7 @@ from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.hf.engine import HFEngine
 from rlhf_mcore.sampling.engine_loop import EngineLoop
 from rlhf_mcore.sampling.followers import EnginePass, run_pass
-from rlhf_mcore.sampling.policy import RolloutLimits
-from rlhf_mcore.sampling.rollouts import LocalPlayer, RolloutSetup
+from rlhf_mcore.sampling.rollouts import LocalPlayer, RolloutLimits, RolloutSetup
 from rlhf_mcore.types import Completion, Job, Prompt, Sampling, Trajectory
 
 PROMPT = Prompt("p", 0, [1, 2], "prompt", messages=[])

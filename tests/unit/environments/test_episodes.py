@@ -22,9 +22,7 @@ from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.sampling import followers
-from rlhf_mcore.sampling.policy import RolloutLimits
-from rlhf_mcore.sampling.rollouts import RolloutSetup
-from rlhf_mcore.sampling.seeds import request_seed
+from rlhf_mcore.sampling.rollouts import RolloutLimits, RolloutSetup, request_seed
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import Scripted

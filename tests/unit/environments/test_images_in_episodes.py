@@ -32,8 +32,7 @@ from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.environments.worker import messages_of_observation
 from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.rewards.pool import WorkerLimits
-from rlhf_mcore.sampling.policy import RolloutLimits
-from rlhf_mcore.sampling.rollouts import RolloutSetup
+from rlhf_mcore.sampling.rollouts import RolloutLimits, RolloutSetup
 from rlhf_mcore.types import Job, Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import SPECIAL, Scripted, character_tokenizer, play_jobs
 from tests.unit.environments.test_agents import Clients, post

@@ -16,7 +16,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.coroutines import run as run_coroutine
 from rlhf_mcore.environments.function import ReturnedReward
 from rlhf_mcore.environments.function_worker import load_rollout
-from rlhf_mcore.sampling.seeds import request_seed, turn_seed
+from rlhf_mcore.sampling.rollouts import request_seed, turn_seed
 from rlhf_mcore.types import Score, Trajectory
 from tests.unit.environments.conftest import DOCUMENTS, Play
 

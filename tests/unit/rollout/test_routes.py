@@ -12,7 +12,7 @@ import pytest
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.rollout.vllm.limits import problem_of
 from rlhf_mcore.rollout.vllm.token_records import ReturnedRoutes
-from rlhf_mcore.sampling.checks import check_completion
+from rlhf_mcore.sampling.engine_loop import check_completion
 from rlhf_mcore.types import ROUTES, Completion, Request, Sampling
 
 

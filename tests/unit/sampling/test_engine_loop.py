@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from rlhf_mcore.coroutines import run
-from rlhf_mcore.sampling.checks import LostTrajectory
-from rlhf_mcore.sampling.engine_loop import EngineLoop
+from rlhf_mcore.sampling.engine_loop import EngineLoop, LostTrajectory
 from rlhf_mcore.sampling.followers import EnginePass, follow, run_pass
-from rlhf_mcore.sampling.policy import Policy, RolloutLimits, request_of
+from rlhf_mcore.sampling.rollouts import Policy, RolloutLimits, request_of
 from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling
 from tests.unit.parallel.world import ThreadGroup, rank_threads, run_ranks
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories
 from rlhf_mcore.data.sampler import PromptSampler
-from rlhf_mcore.sampling.policy import request_of
-from rlhf_mcore.sampling.rollouts import single_turn_trajectory
+from rlhf_mcore.sampling.rollouts import request_of, single_turn_trajectory
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingAhead, SamplingSchedule
 from rlhf_mcore.types import Completion, Job, Ragged, Sampling, Score, Trajectory
 from tests.messages import expect_error

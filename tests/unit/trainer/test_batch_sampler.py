@@ -11,9 +11,8 @@ import pytest
 
 from rlhf_mcore.data.sampler import WeightedSampler
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.sampling.checks import LostTrajectory, check_completion
-from rlhf_mcore.sampling.policy import request_of
-from rlhf_mcore.sampling.seeds import request_seed
+from rlhf_mcore.sampling.engine_loop import LostTrajectory, check_completion
+from rlhf_mcore.sampling.rollouts import request_of, request_seed
 from rlhf_mcore.trainer.batch_sampler import BatchSampler
 from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling
 from tests.unit.trainer.records import Streaming

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.sampling.seeds import request_seed, sampling_of_batch
+from rlhf_mcore.sampling.rollouts import request_seed, sampling_of_batch
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.sampled import Rollout, SampledBatch

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.protocols import EngineRank, RewardFunction
-from rlhf_mcore.sampling.seeds import request_seed
+from rlhf_mcore.sampling.rollouts import request_seed
 from rlhf_mcore.trainer.evaluation import (
     TOKENS,
     PolicyEvaluator,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.sampling.checks import LostTrajectory
+from rlhf_mcore.sampling.engine_loop import LostTrajectory
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import rollout_metrics
 from rlhf_mcore.trainer.scores import OnError, ScoreFacts

@@ -20,7 +20,7 @@ from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import MEMORY, SyncStats
 from rlhf_mcore.residency.sharing import DeviceSharing
-from rlhf_mcore.sampling.checks import LostTrajectory
+from rlhf_mcore.sampling.engine_loop import LostTrajectory
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.divergence import DivergedError
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling

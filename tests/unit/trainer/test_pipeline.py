@@ -15,7 +15,7 @@ import pytest
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.protocols import SyncStats
-from rlhf_mcore.sampling.policy import request_of
+from rlhf_mcore.sampling.rollouts import request_of
 from rlhf_mcore.trainer import pipeline as pipeline_module
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingSchedule
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling

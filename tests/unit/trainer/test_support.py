@@ -13,7 +13,7 @@ import torch
 from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories, episode, flat_support
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.parallel.rows import split_tokens
-from rlhf_mcore.sampling.checks import check_completion
+from rlhf_mcore.sampling.engine_loop import check_completion
 from rlhf_mcore.trainer.ahead import SamplingAhead, SamplingSchedule
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.types import Completion, Prompt, Ragged, Request, Sampling, Score, Trajectory

@@ -18,8 +18,7 @@ from rlhf_mcore.rollout import engine as engines
 from rlhf_mcore.rollout.engine import EngineRank, VersionedWeights
 from rlhf_mcore.rollout.remote import host as module
 from rlhf_mcore.rollout.remote.host import BorrowedTurn, EngineHost, Location, RankRendezvous
-from rlhf_mcore.sampling.policy import Policy, request_of
-from rlhf_mcore.sampling.rollouts import Context, RolloutSetup, sample_single_turn
+from rlhf_mcore.sampling.rollouts import Context, Policy, RolloutSetup, request_of, sample_single_turn
 from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling, Trajectory
 from tests.commands import wait_for
 
