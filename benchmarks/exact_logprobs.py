@@ -38,8 +38,9 @@ from rlhf_mcore.platform import cpu_kernels
 from rlhf_mcore.platform.base import ModuleView
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout.vllm.engine import VLLMEngine
+from rlhf_mcore.trainer.batches import ColocatedBatches
 from rlhf_mcore.trainer.loop import TrainingLoop
-from rlhf_mcore.trainer.reinforcement import ColocatedBatches, PolicyLearner
+from rlhf_mcore.trainer.reinforcement import PolicyLearner
 from rlhf_mcore.types import Completion, Request, Sampling, TrainBatch
 
 GOAL = 1.0

@@ -28,8 +28,8 @@ def worker(num_rows: int, tokens: int, rounds: int) -> None:
     import torch.distributed as dist
 
     from rlhf_mcore.parallel.collectives import all_gather_json
+    from rlhf_mcore.trainer.batches import Rollout, SampledBatch
     from rlhf_mcore.trainer.exchange import RowExchange
-    from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
     from rlhf_mcore.types import Prompt, Score
 
     dist.init_process_group("gloo")

@@ -60,8 +60,8 @@ def _step(num_rows: int) -> Any:
     from rlhf_mcore.data.packing import balance
     from rlhf_mcore.observability.run_directory import rollout_record
     from rlhf_mcore.trainer.advantages import AdvantageComputer
+    from rlhf_mcore.trainer.batches import Rollout, SampledBatch
     from rlhf_mcore.trainer.exchange import RowExchange
-    from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
     from rlhf_mcore.types import Completion, Prompt, Score
 
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -16,8 +16,9 @@ from typing import Any
 from benchmarks.common import report, time_call
 from benchmarks.one_process import loop_of
 from benchmarks.vs_trl import ROWS
+from rlhf_mcore.trainer.batches import ColocatedBatches
 from rlhf_mcore.trainer.loop import TrainingLoop
-from rlhf_mcore.trainer.reinforcement import ColocatedBatches, PolicyLearner
+from rlhf_mcore.trainer.reinforcement import PolicyLearner
 from rlhf_mcore.types import Request, TrainBatch, UpdateResult
 
 GOAL, WARM_UP = 1.05, 2

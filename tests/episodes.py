@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
 import numpy as np
 
 from rlhf_mcore.data import episodes
 from rlhf_mcore.data.examples import TokenizedExample
-from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
-from rlhf_mcore.types import Completion, Prompt, Score, Trajectory
+from rlhf_mcore.trainer.batches import BatchSampler, Rollout, SampledBatch, scored_rollouts
+from rlhf_mcore.types import Completion, Prompt, Sampling, Score, Trajectory
+
+T = TypeVar("T")
 
 
 def single_turn(
@@ -31,6 +35,26 @@ def single_turn(
 def make_example(prompt_ids: Sequence[int], *responses: Sequence[int]) -> TokenizedExample:
     """Return a tokenized prompt and its responses."""
     return TokenizedExample("", np.array(prompt_ids, np.int32), [np.array(ids, np.int32) for ids in responses])
+
+
+def resolved_future(value: T) -> Future[T]:
+    """Return a completed future."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+def sample_rollouts(
+    sampler: BatchSampler, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
+) -> list[Rollout]:
+    """Sample a step, and give each response a score of 0. Collective over the world."""
+    groups = sampler.sample_step(
+        prompts,
+        sampling,
+        step=step,
+        begin_scores=lambda trajectories: resolved_future([Score(0.0)] * len(trajectories)),
+    )
+    return scored_rollouts(groups)
 
 
 def sampled_batch(

@@ -29,9 +29,9 @@ from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
+from rlhf_mcore.trainer.batches import Rollout, SampledBatch
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles
-from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import Completion, Prompt, Score
 from tests.unit.parallel.world import ThreadGroup, connect_threads, run_ranks
 

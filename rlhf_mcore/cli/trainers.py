@@ -46,6 +46,7 @@ from rlhf_mcore.roles.teacher import Teacher
 from rlhf_mcore.roles.trained_model import TrainedModel
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.trainer.advantages import AdvantageComputer
+from rlhf_mcore.trainer.batches import keep_scores
 from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.example_learner import (
     ExampleEvaluator,
@@ -62,7 +63,7 @@ from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.record import TokenRecord
-from rlhf_mcore.trainer.reinforcement import NoEvaluator, PolicyLearner, Roles, keep_scores
+from rlhf_mcore.trainer.reinforcement import NoEvaluator, PolicyLearner, Roles
 from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.trainer.work import StepWork, TrainedWork
 from rlhf_mcore.types import Prompt, TrainBatch

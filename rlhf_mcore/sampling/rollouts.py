@@ -51,10 +51,17 @@ class Context:
 RolloutFunction = Callable[["Policy", Prompt, Context], Awaitable[Trajectory]]
 
 
-def jobs_of(place: int, prompt: Prompt, sampling: Sampling, step: int) -> list[Job]:
-    """Return the jobs of the prompt at index ``place``. Job numbers increase with the index, then with the sample."""
+def jobs_of(prompts: Sequence[Prompt], sampling: Sampling, step: int, *, first: int = 0) -> list[Job]:
+    """Return the jobs of prompts. Their numbers increase with the prompt, then with the sample.
+
+    ``first``: index of the first prompt, for its job numbers.
+    """
     count = sampling.num_drawn
-    return [Job(place * count + sample, prompt, sample, sampling, step) for sample in range(count)]
+    return [
+        Job(place * count + sample, prompt, sample, sampling, step)
+        for place, prompt in enumerate(prompts, first)
+        for sample in range(count)
+    ]
 
 
 def sampling_of_batch(sampling: Sampling, number: int) -> Sampling:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.sampling.rollouts import jobs_of, sampling_of_batch
-from rlhf_mcore.trainer.sampled import BeginScores
+from rlhf_mcore.trainer.batches import BeginScores
 from rlhf_mcore.types import DRAFTS, ROUTES, Job, Prompt, Sampling, Score, Trajectory
 
 # Starts jobs, and returns a future of each trajectory. Cancelling it stops the job.
@@ -180,7 +180,8 @@ class SamplingAhead:
             self._drawn += 1
 
     def _jobs(self, group: PromptGroup) -> list[Job]:
-        return jobs_of(group.number, group.prompt, sampling_of_batch(self._sampling, group.attempt), group.step)
+        sampling = sampling_of_batch(self._sampling, group.attempt)
+        return jobs_of([group.prompt], sampling, group.step, first=group.number)
 
     def _begin_again(self, group: PromptGroup) -> None:
         """Restart a group, because its sampled responses are too old to train on."""

@@ -15,8 +15,8 @@ import torch
 from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.protocols import LogprobModel, ResponseSampler, SyncMismatch, WeightTarget
+from rlhf_mcore.trainer.batches import Rollout, SampledBatch
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 
 # Largest mean logprob difference of a response. A different summation order changes logprobs by 1e-6 in fp32 and 1e-2 in bf16.

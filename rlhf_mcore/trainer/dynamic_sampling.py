@@ -11,7 +11,7 @@ import torch
 from rlhf_mcore.algorithms.advantages import groups_that_differ
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.trainer.sampled import Rollout, SampleBatch, SampledBatch
+from rlhf_mcore.trainer.batches import Rollout, SampleBatch, SampledBatch
 from rlhf_mcore.types import Prompt, Score
 
 

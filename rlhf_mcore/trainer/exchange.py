@@ -17,7 +17,7 @@ from rlhf_mcore.data.prefixes import computed_of_row
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.parallel.rows import move_fields, owners_of, rows_by_rank
 from rlhf_mcore.sampling.engine_loop import REMEDY, LostTrajectory
-from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
+from rlhf_mcore.trainer.batches import Rollout, SampledBatch
 from rlhf_mcore.trainer.scores import OnError, ScoreFacts, gather_baselines, gather_facts
 from rlhf_mcore.types import Field, Ragged, RowSizes, TrainBatch, Trajectory
 

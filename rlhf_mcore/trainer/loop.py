@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """Runs steps: the source returns rows, the learner trains on them, and the publisher sends the new weights to the engines."""
+    """Runs steps: the source returns rows, the learner trains on them, and the publisher sends the new weights to the engines.
+
+    The source of reinforcement learning is :class:`rlhf_mcore.trainer.batches.ColocatedBatches`, or
+    :class:`rlhf_mcore.trainer.pipeline.PipelinedBatches` with disaggregated engines.
+    """
 
     source: Source
     learner: Learner

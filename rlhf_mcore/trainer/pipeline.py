@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.sampling.rollouts import jobs_of
-from rlhf_mcore.trainer.reinforcement import AddScores, keep_scores, scored_batch
-from rlhf_mcore.trainer.sampled import FillStep, Rollout, SampledBatch, take_next_batch
+from rlhf_mcore.trainer.batches import (
+    AddScores,
+    FillStep,
+    SampledBatch,
+    SampledGroup,
+    keep_scores,
+    scored_batch,
+    scored_rollouts,
+    take_next_batch,
+)
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
@@ -124,12 +132,13 @@ class PipelinedBatches:
         taken = first.ahead.take(wanted) if first is not None else []
         named = broadcast_json([(group.place, group.prompt.occurrence) for group in taken], 0)
         prompts = [replace(self.prompts[place], occurrence=occurrence) for place, occurrence in named]
-        placed = [(place, trajectory) for place, group in enumerate(taken) for trajectory in group.trajectories]
+        groups = [
+            SampledGroup(place, group.trajectories, group.scores)
+            for place, group in enumerate(taken)
+            if group.scores is not None
+        ]
         with self.recorder.phase("score"):
-            scores = [score for group in taken if group.scores is not None for score in group.scores.result()]
-            scores = self.add_model([trajectory for _, trajectory in placed], scores)
-        rollouts = [Rollout(*each, score) for each, score in zip(placed, scores, strict=True)]
-        return SampledBatch(prompts, rollouts)
+            return SampledBatch(prompts, scored_rollouts(groups, self.add_model))
 
     def drain(self, version: int) -> None:
         """Wait until no request is in flight, before the trainer's weights of ``version`` are published. Collective."""
@@ -171,8 +180,7 @@ class FleetSampler:
 
         If all engines are lost during the wait, the new engines get weights.
         """
-        jobs = [job for place, prompt in enumerate(prompts) for job in jobs_of(place, prompt, sampling, step)]
-        jobs = [replace(job, is_single_turn=self.single_turn) for job in jobs]
+        jobs = [replace(job, is_single_turn=self.single_turn) for job in jobs_of(prompts, sampling, step)]
         first, trajectories = self.first, list["Trajectory"]()
         futures = on_every_rank(lambda: [] if first is None else first.begin(jobs))
 

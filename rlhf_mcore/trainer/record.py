@@ -19,7 +19,7 @@ from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json
 from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.residency.sharing import DeviceSharing
-from rlhf_mcore.trainer.sampled import Rollout
+from rlhf_mcore.trainer.batches import Rollout
 from rlhf_mcore.types import Score
 
 if TYPE_CHECKING:

@@ -1,25 +1,18 @@
-"""The source, learner and publisher of synchronous reinforcement learning: the current policy samples every batch."""
+"""The learner of reinforcement learning, and the publisher for colocated engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.checkpoint.disk import SaveError
-from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.sampling.rollouts import sampling_of_batch
 from rlhf_mcore.trainer.divergence import share_results
-from rlhf_mcore.trainer.metrics import agreement_metrics, draft_metrics, rollout_metrics, source_metrics
-from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
-from rlhf_mcore.types import DRAFTS
+from rlhf_mcore.trainer.metrics import agreement_metrics
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from rlhf_mcore.data.source import PromptBatches
     from rlhf_mcore.protocols import (
         Sleeper,
         SyncStats,
@@ -30,21 +23,10 @@ if TYPE_CHECKING:
     from rlhf_mcore.roles.critic import Critic
     from rlhf_mcore.roles.policy import Actor, Reference
     from rlhf_mcore.trainer.advantages import AdvantageComputer
-    from rlhf_mcore.trainer.batch_sampler import BatchSampler
     from rlhf_mcore.trainer.canary import Canary
-    from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.record import RunRecord, TokenRecord
-    from rlhf_mcore.trainer.sampled import BeginScores, FillStep
     from rlhf_mcore.trainer.work import StepWork
-    from rlhf_mcore.types import Field, Prompt, Sampling, Score, TrainBatch, Trajectory, UpdateResult
-
-# (trajectories sampled by this rank, their scores by graders) -> the scores with a reward model's score added.
-AddScores = Callable[["Sequence[Trajectory]", "list[Score]"], "list[Score]"]
-
-
-def keep_scores(trajectories: Sequence[Trajectory], scores: list[Score]) -> list[Score]:
-    """Return the scores unchanged."""
-    return scores
+    from rlhf_mcore.types import Field, TrainBatch, Trajectory, UpdateResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,77 +44,6 @@ class Roles:
     refresh_steps: int = 0
     # Field name -> function of an additional model that computes this field for the batch's tokens, [N, ...]. Collective.
     computes: Mapping[str, Callable[[TrainBatch], Field]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class ColocatedBatches:
-    """Synchronous batches: each step samples its own responses. Finished responses are scored while others are sampled.
-
-    ``add_model`` adds the scores of a reward model, which needs the device, to the scores of graders. Collective.
-    ``pop_preemptions`` returns the preemptions of this rank's engine since the last call; None if the engine does not count them.
-    """
-
-    prompt_source: PromptBatches
-    sampler: BatchSampler
-    sampling: Sampling
-    begin_scores: BeginScores
-    fill_step: FillStep
-    exchange: RowExchange
-    recorder: RunRecord
-    add_model: AddScores = keep_scores
-    pop_preemptions: Callable[[], int] | None = None
-
-    def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
-        """Return the scored rows of a step and their metrics. Collective over the world."""
-        sampled = self.fill_step(lambda _missing, number: self._sample(step, number))
-        batch, metrics = scored_batch(step, sampled, self.exchange, self.recorder, self.sampler.dealer.note)
-        if self.pop_preemptions is not None:
-            metrics["rollout/preemptions"] = float(sum(all_gather_json(self.pop_preemptions())))
-        return batch, metrics
-
-    def _sample(self, step: int, number: int) -> SampledBatch:
-        """Sample and score batch ``number`` of a step."""
-        prompts = self.prompt_source.next_batch()
-        begun: dict[int, Future[list[Score]]] = {}  # prompt index -> scores of its trajectories
-        longest = count = 0
-
-        def on_finish(place: int, trajectories: Sequence[Trajectory], waiting: int) -> None:
-            nonlocal longest, count
-            begun[place] = self.begin_scores(trajectories)
-            count += len(trajectories)
-            longest = max(longest, *(trajectory.num_sampled for trajectory in trajectories))
-            self.recorder.progress(f"{count} finished · {waiting} waiting · longest {longest:,} tokens")
-
-        with self.recorder.phase("generate"):
-            self.recorder.progress(f"{len(prompts) * self.sampling.num_drawn} responses to {len(prompts)} prompts")
-            sampling = sampling_of_batch(self.sampling, number)
-            placed = self.sampler.sample_step(prompts, sampling, step=step, finished=on_finish)
-        with self.recorder.phase("score"):
-            scores = [score for place in sorted(begun) for score in begun[place].result()]
-            scores = self.add_model([trajectory for _, trajectory in placed], scores)
-        rollouts = [Rollout(*each, score) for each, score in zip(placed, scores, strict=True)]
-        return SampledBatch(prompts, rollouts)
-
-
-def scored_batch(
-    step: int,
-    sampled: SampledBatch,
-    exchange: RowExchange,
-    recorder: RunRecord,
-    note_lengths: Callable[[Sequence[Prompt], Sequence[int], Sequence[int]], None] = lambda *_: None,
-) -> tuple[TrainBatch, dict[str, float]]:
-    """Return the rows of a step, built from the rollouts of every rank, and their metrics. Collective over the world."""
-    if exchange.baselines:
-        sampled = sampled.separate_greedy(exchange.samples_per_prompt)
-    recorder.rollouts(step, sampled.rollouts)
-    with recorder.phase("exchange"):
-        batch, facts = exchange(sampled)
-    assert batch.prompts is not None
-    note_lengths(batch.prompts, batch.group_ids.tolist(), batch.num_sampled.tolist())
-    metrics = sampled.metrics() | rollout_metrics(batch, facts) | source_metrics(batch, facts)
-    if DRAFTS in batch.fields:
-        metrics |= draft_metrics(batch.fields.pop(DRAFTS))
-    return batch, metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.sampling.engine_loop import REMEDY, LostTrajectory
+from rlhf_mcore.trainer.batches import Rollout, SampledBatch
 from rlhf_mcore.trainer.metrics import episode_metrics, sums_of_episodes
-from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
 from rlhf_mcore.types import FAILURES, Prompt
 
 _CORRECT_REWARD = "Correct the reward, or raise reward.max_error_share"

@@ -18,8 +18,9 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.shared_store import SharedProgress
 from rlhf_mcore.protocols import EngineRank, PeersLost
 from rlhf_mcore.rollout.engine import Engine, VersionedWeights
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
+from rlhf_mcore.trainer.batches import BatchSampler
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling
+from tests.episodes import sample_rollouts
 
 LIMIT_S = 2  # deadline of a collective, and of sampling without progress
 STEP_S = 0.25
@@ -70,7 +71,7 @@ def sample(rank: int, stuck: bool) -> tuple[str, int]:
     prompts = [Prompt(str(number), number, [1], "text") for number in range(2)]
     sampling = Sampling(max_new_tokens=int(4 / STEP_S) if rank and not stuck else 1)
     try:
-        sampler.sample_step(prompts, sampling, step=1)
+        sample_rollouts(sampler, prompts, sampling, step=1)
     except PeersLost as error:
         return str(error), len(beats)
     return "", len(beats)

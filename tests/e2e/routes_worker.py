@@ -22,14 +22,15 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.policy import logprobs_of, recorded_routes, routes_of
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
+from rlhf_mcore.trainer.batches import SampledBatch
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
-from rlhf_mcore.types import ROUTES, Prompt, Request, Sampling, Score, TrainBatch, Trajectory
+from rlhf_mcore.types import ROUTES, Prompt, Request, Sampling, TrainBatch, Trajectory
 from tests.distributed import models
 from tests.distributed.replay_worker import own_routes
 from tests.distributed.setting import Settings, build, finish, load_hf, start
 from tests.e2e.rollout.drawing import sampler_of
 from tests.e2e.rollout.tiny import save_tokenizer
+from tests.episodes import sample_rollouts
 
 TEMPERATURE, NEW_TOKENS = 0.8, 60
 SCALE = 6  # factor of the experts' outputs, so that they weigh as much as all other parts, as in trained models
@@ -98,15 +99,14 @@ def main(directory: Path) -> None:
         engine.load_weights(iter(weights.items()), version=0)
         preempted = count_calls(engine._scheduler, "_preempt_request")
         sampling = Sampling(**vars(drawn), seed=3, records_routes=True)
-        placed = sampler_of(engine).sample_step(prompts, sampling, step=1)
-        trajectories = [trajectory for _, trajectory in placed]
+        rollouts = sample_rollouts(sampler_of(engine), prompts, sampling, step=1)
+        trajectories = [each.trajectory for each in rollouts]
         findings[name] = against_routers(trajectories, hf)
         findings[name]["preempted"] = max(all_gather_json(len(preempted)))
         findings[name]["cached"] = max(all_gather_json(sum(each.num_cached for each in trajectories)))
         findings[name] |= turns(engine, hf, weights, sampling) if name in ("in parts", "preempted") else {}
         others = sampler_of(engine).sample(prompts, Sampling(max_new_tokens=4), step=1)
         findings[name]["without"] = all(not each.fields for each in others)
-        rollouts = [Rollout(place, trajectory, Score(0.0)) for place, trajectory in placed]
         batch, _ = RowExchange(sampling.n)(SampledBatch(prompts, rollouts))
         engine.close()
         for layout in LAYOUTS if name == "bf16" else ():

@@ -30,11 +30,11 @@ from rlhf_mcore.planning.inputs import EngineGrid
 from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
+from rlhf_mcore.trainer.batches import SampledBatch
 from rlhf_mcore.trainer.canary import TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import agreement_metrics
-from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
-from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch
+from rlhf_mcore.types import Prompt, Sampling, TrainBatch
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.setting import (
@@ -65,6 +65,7 @@ from tests.e2e.three_way_cases import (
     layouts,
 )
 from tests.engine_layout import engine_tensors
+from tests.episodes import sample_rollouts
 from tests.plan_bytes import count_bytes
 from tests.planned_bridge import planned_bridge
 from tests.rows import Row
@@ -236,8 +237,8 @@ def eight_bits(world: World, path: Path, model: Any, engine: Any) -> list[Any]:
 
 def greedy(engine: Any, prompts: list[Prompt]) -> list[Any]:
     """Return the greedy responses of all engines and their logprobs."""
-    placed = sampler_of(engine).sample_step(prompts, Sampling(n=1, temperature=0.0, max_new_tokens=8), step=0)
-    drawn = [trajectory for _, trajectory in placed]
+    sampling = Sampling(n=1, temperature=0.0, max_new_tokens=8)
+    drawn = [each.trajectory for each in sample_rollouts(sampler_of(engine), prompts, sampling, step=0)]
     return all_gather_json([[t.sampled_ids.tolist(), t.sampled_logprobs.tolist()] for t in drawn])
 
 
@@ -295,7 +296,7 @@ def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
             cause = str(error)
     dist.barrier()
     try:
-        sampler_of(engine).sample_step(prompts, Sampling(max_new_tokens=2), step=0)
+        sample_rollouts(sampler_of(engine), prompts, Sampling(max_new_tokens=2), step=0)
     except RuntimeError as error:
         return f"{cause}; {error}"
     return "generated"
@@ -329,8 +330,7 @@ def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: in
     """
     by_noise = path.name in DELTA_NETS
     sampling = Sampling(n=2, temperature=TEMPERATURE, max_new_tokens=48 if by_noise else 8, seed=3)
-    placed = sampler_of(engine).sample_step(prompts, sampling, step=step)
-    rollouts = [Rollout(place, trajectory, Score(0.0)) for place, trajectory in placed]
+    rollouts = sample_rollouts(sampler_of(engine), prompts, sampling, step=step)
     batch, _ = RowExchange(sampling.n)(SampledBatch(prompts, rollouts))
     batch.old_logprobs = actor.compute_logprobs(batch)
     exact, of_engine = by_transformers(batch, path), batch.rollout_logprobs[batch.loss_mask]

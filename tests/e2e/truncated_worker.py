@@ -21,13 +21,14 @@ from rlhf_mcore.parallel.rows import merge_rows, split_tokens
 from rlhf_mcore.roles.policy import Actor, logprobs_of
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
+from rlhf_mcore.trainer.batches import SampledBatch
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import agreement_metrics
-from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
-from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch
+from rlhf_mcore.types import Prompt, Sampling, TrainBatch
 from tests.distributed.setting import Settings, algorithm, build, finish, groups_of, load_hf, start
 from tests.e2e.rollout.drawing import sampler_of
 from tests.e2e.rollout.tiny import save_model
+from tests.episodes import sample_rollouts
 
 TEMPERATURE, NEW_TOKENS = 0.7, 300
 # Engine, its layout, top_p, top_k, whether it drafts, and the layout of the trainer.
@@ -60,8 +61,7 @@ def main(directory: Path) -> None:
         engine.load_weights(iter(list(hf.named_parameters())), version=0)
         _, actor = build(path, groups_of(layout, {}), platform, Settings(max_tokens=2048))
         sampling = Sampling(**vars(drawn), seed=3, records_support=truncates(drawn))
-        placed = sampler_of(engine).sample_step(prompts, sampling, step=1)
-        rollouts = [Rollout(place, trajectory, Score(0.0)) for place, trajectory in placed]
+        rollouts = sample_rollouts(sampler_of(engine), prompts, sampling, step=1)
         batch, _ = RowExchange(sampling.n)(SampledBatch(prompts, rollouts))
         actor = Actor(actor.model, TEMPERATURE, algorithm())
         findings[name] = compare(batch, actor) | against_warpers(batch, hf, top_p, top_k)

@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,11 +33,10 @@ from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
 from rlhf_mcore.trainer.advantages import AdvantageComputer
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
+from rlhf_mcore.trainer.batches import BatchSampler, SampledBatch, scored_rollouts
 from rlhf_mcore.trainer.canary import canary_prompts
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
-from rlhf_mcore.types import Sampling, Score, TrainBatch
+from rlhf_mcore.types import Sampling, Score, TrainBatch, Trajectory
 
 if TYPE_CHECKING:
     from rlhf_mcore.roles.policy import Actor  # which imports Megatron-core
@@ -136,10 +136,15 @@ def _agreement(platform: Platform, cfg: Config, actor: Actor, engine: Engine) ->
 def _rollouts(cfg: Config, engine: Engine) -> TrainBatch:
     """Sample rows from the engines, equal under every layout. Their scores alternate, so that every group has a gradient."""
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
-    placed = _sampler(engine).sample_step(PROMPTS, sampling, step=0)
-    rollouts = [Rollout(place, trajectory, Score(float(trajectory.sample % 2))) for place, trajectory in placed]
-    batch, _ = RowExchange(sampling.n)(SampledBatch(PROMPTS, rollouts))
+    groups = _sampler(engine).sample_step(PROMPTS, sampling, step=0, begin_scores=_alternating_scores)
+    batch, _ = RowExchange(sampling.n)(SampledBatch(PROMPTS, scored_rollouts(groups)))
     return batch
+
+
+def _alternating_scores(trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
+    scores: Future[list[Score]] = Future()
+    scores.set_result([Score(float(trajectory.sample % 2)) for trajectory in trajectories])
+    return scores
 
 
 def _sampler(engine: Engine) -> BatchSampler:

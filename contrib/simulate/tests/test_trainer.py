@@ -18,7 +18,8 @@ from rlhf_mcore.types import Completion, Job, Sampling, Score, Trajectory
 from rlhf_mcore_contrib.simulate.engine import Engine, EngineTimes, Group, Request
 from rlhf_mcore_contrib.simulate.lengths import read_lengths
 from rlhf_mcore_contrib.simulate.schedule import CONTINUE, DRAIN, RESUBMIT, Scenario, Schedule, TrainTimes, simulate
-from tests.unit.trainer.records import prompt, resolved_future
+from tests.episodes import resolved_future
+from tests.unit.trainer.records import prompt
 
 PROMPTS = [prompt(index) for index in range(64)]
 SAMPLES, STEPS = 2, 12

@@ -31,7 +31,7 @@ from rlhf_mcore.readers.model_files import read_config, read_geometry
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import AddsAdapters, Engine, EngineModel
 from rlhf_mcore.sampling.rollouts import RolloutSetup
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
+from rlhf_mcore.trainer.batches import BatchSampler
 
 _OF_MODEL = ("config.json", "generation_config.json")
 RELEASE_BYTES = 2**30  # after reading this many bytes, mapped pages are released

@@ -36,6 +36,7 @@ from tests.e2e.rollout import drafts_of_8_bits
 from tests.e2e.rollout.drawing import sampler_of
 from tests.e2e.rollout.tiny import save_tokenizer
 from tests.engine_layout import engine_tensors
+from tests.episodes import sample_rollouts
 from tests.planned_bridge import planned_bridge
 from tests.unit.bridge.eight_bits import slow_values
 
@@ -105,7 +106,7 @@ def sample(engine: Any, hf: torch.nn.Module) -> dict[str, Any]:
         "greedy": Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS, records_drafts=True),
         "sampled": Sampling(n=4, temperature=TEMPERATURE, max_new_tokens=NEW_TOKENS, seed=3, records_drafts=True),
     }.items():
-        trajectories = [trajectory for _, trajectory in sampler_of(engine).sample_step(prompts, sampling, step=1)]
+        trajectories = [each.trajectory for each in sample_rollouts(sampler_of(engine), prompts, sampling, step=1)]
         gaps = gaps_of(trajectories, hf, sampling.temperature or 1.0)
         shares = draft_metrics(
             torch.cat([torch.zeros(0, 2), *(torch.from_numpy(t.fields[DRAFTS]) for t in trajectories)])

@@ -11,7 +11,7 @@ import torch
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.platform.base import preserved_rng
 from rlhf_mcore.rollout.engine import Engine
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
+from rlhf_mcore.trainer.batches import BatchSampler
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
 
 

@@ -23,7 +23,7 @@ from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.sampling import followers
 from rlhf_mcore.sampling.rollouts import RolloutLimits, RolloutSetup, request_seed
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
+from rlhf_mcore.trainer.batches import BatchSampler
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import Scripted
 

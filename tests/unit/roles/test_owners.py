@@ -17,9 +17,9 @@ from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
+from rlhf_mcore.trainer.batches import SampledBatch
 from rlhf_mcore.trainer.exchange import RowExchange, spread_owners
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles
-from rlhf_mcore.trainer.sampled import SampledBatch
 from rlhf_mcore.types import Prompt, RowSizes, Score
 from tests.episodes import sampled_batch, single_turn
 from tests.rows import pad_rows

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
-from typing import TypeVar
 
 from rlhf_mcore.protocols import EngineRank, StepwiseEngine
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
+from rlhf_mcore.trainer.batches import BatchSampler
 from rlhf_mcore.types import Completion, Prompt, Request, Score, TrainBatch, Trajectory
 from tests.episodes import single_turn
 from tests.rows import padded_batch
-
-T = TypeVar("T")
 
 
 def prompt(index: int, length: int = 2) -> Prompt:
@@ -78,13 +74,6 @@ def batch_sampler(generator: StepwiseEngine, engine: EngineRank | None = None) -
     return BatchSampler(
         generator, engine or EngineRank(), lambda rows: [f"answer {ids[0] % 1000 // 100}" for ids in rows]
     )
-
-
-def resolved_future(value: T) -> Future[T]:
-    """Return a completed future."""
-    future: Future[T] = Future()
-    future.set_result(value)
-    return future
 
 
 def score(made_of: Trajectory) -> Score:

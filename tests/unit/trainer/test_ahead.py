@@ -19,8 +19,9 @@ from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.sampling.rollouts import request_of, single_turn_trajectory
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingAhead, SamplingSchedule
 from rlhf_mcore.types import Completion, Job, Ragged, Sampling, Score, Trajectory
+from tests.episodes import resolved_future
 from tests.messages import expect_error
-from tests.unit.trainer.records import prompt, resolved_future
+from tests.unit.trainer.records import prompt
 
 SAMPLES = 2
 PROMPTS = [prompt(index) for index in range(7)]

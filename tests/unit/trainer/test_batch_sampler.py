@@ -13,8 +13,9 @@ from rlhf_mcore.data.sampler import WeightedSampler
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.sampling.engine_loop import LostTrajectory, check_completion
 from rlhf_mcore.sampling.rollouts import request_of, request_seed
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
+from rlhf_mcore.trainer.batches import BatchSampler
 from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling
+from tests.episodes import sample_rollouts
 from tests.unit.trainer.records import Streaming
 
 SIZES, BATCH, SAMPLES = [40, 8], 64, 8  # half of a step is from the second file, each of its rows four times
@@ -47,11 +48,11 @@ def draw(prompts: Sequence[Prompt], num_engines: int, step: int = 3) -> dict[tup
     for index in range(num_engines):
         engine = Generating()
         by = BatchSampler(engine, EngineRank(index, num_engines), letters)
-        placed = by.sample_step(prompts, Sampling(n=SAMPLES, seed=5), step=step)
-        for (place, trajectory), request in zip(placed, engine.asked, strict=True):
-            assert trajectory.prompt.prompt_id == prompts[place].prompt_id
-            assert request.prompt_ids == prompts[place].prompt_ids
-            found[place, trajectory.sample] = request.seed
+        rollouts = sample_rollouts(by, prompts, Sampling(n=SAMPLES, seed=5), step=step)
+        for each, request in zip(rollouts, engine.asked, strict=True):
+            assert each.trajectory.prompt.prompt_id == prompts[each.place].prompt_id
+            assert request.prompt_ids == prompts[each.place].prompt_ids
+            found[each.place, each.trajectory.sample] = request.seed
     return found
 
 
@@ -135,7 +136,7 @@ def test_fault_25_a_lost_doubled_or_foreign_completion_is_named(
     with pytest.raises(LostTrajectory, match=message):
         responses(change)
     with pytest.raises(LostTrajectory, match=message):
-        BatchSampler(Generating(change), EngineRank(), letters).sample_step(PROMPTS, Sampling(n=2), step=0)
+        sample_rollouts(BatchSampler(Generating(change), EngineRank(), letters), PROMPTS, Sampling(n=2), step=0)
 
 
 def test_fault_25_a_rank_that_does_not_lead_returns_nothing() -> None:
@@ -182,8 +183,9 @@ def test_beside_the_samples_of_a_prompt_one_greedy_response_is_drawn() -> None:
     engines = [Generating(), Generating()]
     for engine, wanted in zip(engines, (replace(sampling, baseline=True), sampling), strict=True):
         by = BatchSampler(engine, EngineRank(), letters)
-        places, made = zip(*by.sample_step(prompts, wanted, step=3), strict=True)
-        assert list(places) == [place for place in range(3) for _ in range(wanted.num_drawn)]
+        rollouts = sample_rollouts(by, prompts, wanted, step=3)
+        places, made = [each.place for each in rollouts], [each.trajectory for each in rollouts]
+        assert places == [place for place in range(3) for _ in range(wanted.num_drawn)]
         assert [t.sample for t in made] == list(range(wanted.num_drawn)) * 3
         # Each trajectory holds the number of its request, and is of the prompt that this one was for.
         asked = {request.request_id: request for request in engine.asked}

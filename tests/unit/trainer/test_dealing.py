@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.trainer.batch_sampler import BatchSampler
+from rlhf_mcore.trainer.batches import BatchSampler
 from rlhf_mcore.trainer.dealing import IN_ORDER, LONGEST_FIRST, SHARED_QUEUE, Dealer, ExpectedLengths
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling
+from tests.episodes import sample_rollouts
 
 
 def prompt(index: int, source: str = "a", length: int = 1) -> Prompt:
@@ -100,11 +101,11 @@ def test_the_responses_to_a_step_are_the_same_in_every_order(order: str) -> None
         found = {}
         for index in range(num_engines):
             by = BatchSampler(Clocked(), EngineRank(index, num_engines), lambda rows: [""] * len(rows), dealer=dealer)
-            placed = by.sample_step(prompts, Sampling(n=2, seed=3), step=4)
-            assert [place for place, _ in placed] == sorted(place for place, _ in placed)
-            for place, trajectory in placed:
-                assert trajectory.prompt.prompt_id == prompts[place].prompt_id
-                found[place, trajectory.sample] = trajectory.token_ids.tolist()
+            rollouts = sample_rollouts(by, prompts, Sampling(n=2, seed=3), step=4)
+            assert [each.place for each in rollouts] == sorted(each.place for each in rollouts)
+            for each in rollouts:
+                assert each.trajectory.prompt.prompt_id == prompts[each.place].prompt_id
+                found[each.place, each.trajectory.sample] = each.trajectory.token_ids.tolist()
         return found
 
     wanted = draw(Dealer(), 1)
@@ -117,6 +118,6 @@ def test_what_takes_longest_is_begun_first_and_what_waits_when_others_have_ended
     prompts = [prompt(place, length=length) for place, length in enumerate([1, 5, 2, 6])]
     dealer = Dealer(SHARED_QUEUE, 2, claims=Counter())
     by = BatchSampler(engine, EngineRank(), lambda rows: [""] * len(rows), dealer=dealer)
-    by.sample_step(prompts, Sampling(), step=1)
+    sample_rollouts(by, prompts, Sampling(), step=1)
     assert engine.begun == [6, 5, 2, 1]
     assert engine.now == 7  # 6, then 1; 5, then 2

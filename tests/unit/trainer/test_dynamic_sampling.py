@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,11 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.sampling.rollouts import request_seed, sampling_of_batch
+from rlhf_mcore.trainer.batches import Rollout, SampledBatch, scored_rollouts
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.sampled import Rollout, SampledBatch
-from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score
+from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score, Trajectory
+from tests.episodes import resolved_future
 from tests.unit.trainer.records import Streaming, batch_sampler, completions, prompt, rows_of, trajectory
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -240,12 +241,13 @@ def test_it_goes_with_the_engines_of_the_loop() -> None:
             seen.append(requests[0].seed)
             return completions(requests)
 
+    def grade(trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
+        return resolved_future([Score(float(t.sample and t.prompt.index < 2)) for t in trajectories])
+
     def sample(missing: int, number: int) -> SampledBatch:
         prompts, sampling = [prompt(i) for i in range(4)], sampling_of_batch(Sampling(n=SAMPLES, seed=5), number)
-        placed = batch_sampler(Engine()).sample_step(prompts, sampling, step=3)
-        return SampledBatch(
-            prompts, [Rollout(place, t, Score(float(t.sample and t.prompt.index < 2))) for place, t in placed]
-        )
+        groups = batch_sampler(Engine()).sample_step(prompts, sampling, step=3, begin_scores=grade)
+        return SampledBatch(prompts, scored_rollouts(groups))
 
     sampled = DynamicSampling(4).fill_step(sample)
     assert indices(sampled) == [0, 1, 0, 1]

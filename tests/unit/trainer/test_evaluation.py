@@ -29,6 +29,7 @@ from rlhf_mcore.trainer.evaluation import (
 from rlhf_mcore.trainer.model_reward import PART
 from rlhf_mcore.trainer.statistics import Graded
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score, Trajectory
+from tests.episodes import sample_rollouts
 from tests.unit.trainer.records import Streaming, batch_sampler, completions, prompt, trajectory
 
 
@@ -205,12 +206,13 @@ def test_engines_take_turns_and_only_their_leads_own_trajectories() -> None:
     five = [prompt(i) for i in range(5)]
     seen = []
     for index in range(2):
-        placed = batch_sampler(Engine(), EngineRank(index, 2)).sample_step(five, Sampling(n=2), step=3)
-        positions = [place for place, _ in placed]
-        assert [t.prompt.index for _, t in placed] == positions
+        rollouts = sample_rollouts(batch_sampler(Engine(), EngineRank(index, 2)), five, Sampling(n=2), step=3)
+        positions = [each.place for each in rollouts]
+        assert [each.trajectory.prompt.index for each in rollouts] == positions
         seen.append(positions)
     assert seen == [[0, 0, 2, 2, 4, 4], [1, 1, 3, 3]]
-    assert batch_sampler(Engine(), EngineRank(1, 2, is_lead=False)).sample_step(five, Sampling(n=2), step=3) == []
+    follower = batch_sampler(Engine(), EngineRank(1, 2, is_lead=False))
+    assert sample_rollouts(follower, five, Sampling(n=2), step=3) == []
 
 
 PROMPTS = [prompt(i) for i in range(5)]

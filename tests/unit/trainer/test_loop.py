@@ -22,15 +22,16 @@ from rlhf_mcore.protocols import MEMORY, SyncStats
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.sampling.engine_loop import LostTrajectory
 from rlhf_mcore.trainer.advantages import AdvantageComputer
+from rlhf_mcore.trainer.batches import ColocatedBatches, Rollout, take_next_batch
 from rlhf_mcore.trainer.divergence import DivergedError
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.loop import TrainingLoop
-from rlhf_mcore.trainer.reinforcement import ColocatedBatches, EnginePublisher, PolicyLearner, Roles
-from rlhf_mcore.trainer.sampled import Rollout, take_next_batch
+from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, Roles
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory, UpdateResult
+from tests.episodes import resolved_future
 from tests.messages import expect_error
-from tests.unit.trainer.records import Streaming, batch_sampler, completions, prompt, resolved_future
+from tests.unit.trainer.records import Streaming, batch_sampler, completions, prompt
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -18,13 +18,13 @@ from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.sampling.rollouts import request_of
 from rlhf_mcore.trainer import pipeline as pipeline_module
 from rlhf_mcore.trainer.ahead import PromptGroup, SamplingSchedule
+from rlhf_mcore.trainer.batches import ColocatedBatches, FillStep, Rollout, take_next_batch
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.pipeline import FirstRank, FleetSampler, PipelinedBatches, RemotePublisher
-from rlhf_mcore.trainer.reinforcement import ColocatedBatches
-from rlhf_mcore.trainer.sampled import FillStep, Rollout, take_next_batch
 from rlhf_mcore.types import Completion, EngineWork, Job, Request, Sampling, Score, Trajectory
-from tests.unit.trainer.records import Streaming, batch_sampler, resolved_future
+from tests.episodes import resolved_future
+from tests.unit.trainer.records import Streaming, batch_sampler
 from tests.unit.trainer.test_ahead import PROMPTS, SAMPLES, Engines, ahead_of
 
 NO_TEXT: Any = None

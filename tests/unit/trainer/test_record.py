@@ -11,8 +11,8 @@ import pytest
 from rlhf_mcore.observability.alarms import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.throughput import Timers
+from rlhf_mcore.trainer.batches import Rollout
 from rlhf_mcore.trainer.record import MAX_WARNINGS, RunRecord
-from rlhf_mcore.trainer.sampled import Rollout
 from rlhf_mcore.types import Score
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.trainer.records import prompt, trajectory
