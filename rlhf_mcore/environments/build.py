@@ -68,7 +68,10 @@ class EpisodeSpec:
     @classmethod
     def of(cls, cfg: Config, num_engines: int, make_parser: MakeParser) -> EpisodeSpec:
         """Return the spec of a run's episodes."""
-        own, in_time = worker_settings(cfg), cfg.trainer.max_staleness > 0 and not cfg.rollout.deterministic_order
+        own = worker_settings(cfg)
+        overlap = own.function in ASKING or cfg.trainer.max_staleness > 0
+        if own.overlap is not None or cfg.rollout.deterministic_order:
+            overlap = bool(own.overlap)
         return cls(
             own,
             read_tools(own.tools),
@@ -76,7 +79,7 @@ class EpisodeSpec:
             cfg.data.apply_chat_template,
             cfg.model.tokenizer_path or cfg.model.path,
             fails=cfg.reward.on_error == "fail",
-            overlap=in_time if own.overlap is None else own.overlap,
+            overlap=overlap,
             folder=os.getcwd(),
             num_engines=num_engines,
             max_total=cfg.data.max_prompt_tokens + longest_response(cfg),
@@ -134,16 +137,18 @@ class EpisodeSpec:
 
             images = RequestImages(self.make_reader())
         limits = RolloutLimits(own.max_turns, own.max_tokens, own.max_seconds, self.max_total)
-        rules = AgentRules(self.fails, own.score != "reward", own.branches)
+        in_order = not self.overlap
+        rules = AgentRules(self.fails, own.score != "reward", own.branches, in_order)
         os.environ.update(self.variables)
-        sessions = sessions_of(own, self.num_engines, self.folder)
+        sessions = sessions_of(own, self.num_engines, self.folder, isolates=self.overlap)
         # JSON uses up to 6 bytes per character. Images are data URLs, so their size does not depend on the context length.
         max_bytes = MAX_BYTES if images is not None else min(6 * most_characters(self.max_total), MAX_BYTES)
         endpoint = Endpoint(own.agent.host, max_bytes)
         rollout = AgentRollout(sessions, endpoint, Conversation(tokenizer, parse, images), rules)
         weakref.finalize(rollout, endpoint.close_all)
-        # Turns start when agents request them, so their order depends on timing anyway.
-        return RolloutSetup(rollout, limits, in_order=False, moves_turns=True)
+        # In order, the engine waits for all agents that have begun, so each of them needs a slot of a worker process.
+        places = sessions.places if in_order else None
+        return RolloutSetup(rollout, limits, in_order, moves_turns=self.overlap, places=places)
 
 
 def _reader_of(run: Path, model_dir: str, data: DataConfig) -> Callable[[], ImageReader] | None:

@@ -96,9 +96,18 @@ class Sessions:
         options: arguments of its constructor.
         limits: limits of the worker processes. ``timeout_s`` limits one call.
         folder: working directory of the processes; None: the directory of this process.
+        isolates: whether a call runs alone if it may have ended its process ``limits.retries`` times. Otherwise it then fails. Calls
+            that wait for each other cannot run alone.
     """
 
-    def __init__(self, spec: str, options: Mapping[str, Any], limits: WorkerLimits, folder: str | None = None) -> None:
+    def __init__(
+        self,
+        spec: str,
+        options: Mapping[str, Any],
+        limits: WorkerLimits,
+        folder: str | None = None,
+        isolates: bool = True,
+    ) -> None:
         self.name = f"{KEY}={spec}"
         order = {
             "spec": spec,
@@ -107,7 +116,7 @@ class Sessions:
             "folder": folder or os.getcwd(),
         }
         self._order = encode(order)
-        self._limits = limits
+        self._limits, self._isolates = limits, isolates
         self._hosts: list[_Host] = []
         self._sessions: dict[int, Session] = {}
         self._numbers = count()
@@ -119,6 +128,11 @@ class Sessions:
         self._timer: asyncio.TimerHandle | None = None  # at the next deadline
         self.bound = f"environment.timeout_s={limits.timeout_s:g} s"
         self.close_all = weakref.finalize(self, _stop, self._hosts, os.getpid())
+
+    @property
+    def places(self) -> int:
+        """Return the number of concurrent calls of asynchronous environments, over all processes."""
+        return self._limits.workers * MAX_CONCURRENT
 
     async def check(self) -> None:
         """Start a process and load the class, to find errors early.
@@ -295,8 +309,9 @@ class Sessions:
 
         Its sessions are replayed there. ``guilty`` are the calls that may have caused the loss. If there is one such call, or if
         the calls passed their deadlines (``timed_out``), each is repeated ``limits.retries`` times at most and then gets an error.
-        If several calls may be the cause, each is repeated alone after that (``_is_suspect``).
+        If several calls may be the cause, each is repeated alone after that (``_is_suspect``), or also fails without ``isolates``.
         """
+        isolates = self._isolates and len(guilty) > 1 and not timed_out
         was_killed = host.process.was_killed
         self._end(host)
         tail = f"; it last printed: {host.process.tail.strip()!r}" if host.process.tail.strip() else ""
@@ -312,7 +327,7 @@ class Sessions:
         for key in pending:
             session = self._sessions[key]
             session.tries += key in guilty
-            if session.tries <= self._limits.retries or key not in guilty or (len(guilty) > 1 and not timed_out):
+            if session.tries <= self._limits.retries or key not in guilty or isolates:
                 self._queue(session)
                 continue
             self._lost_in_a_row += 1
@@ -330,7 +345,7 @@ def _stop(hosts: list[_Host], owner: int) -> None:
             host.process.stop()
 
 
-def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessions:
+def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str, isolates: bool = True) -> Sessions:
     """Build the sessions of the configured class for one engine. ``num_engines`` engines may share a machine."""
     assert own.function is not None
     workers = own.workers or default_workers(num_engines)
@@ -352,7 +367,7 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessio
         options["container"], timeout_s = options_of(own), timeout_s + longest_s(own)
         variables += [own.container.token_env] if own.container.token_env else []
     limits = WorkerLimits(workers, timeout_s, own.memory_gib, tuple(variables))
-    sessions = Sessions(own.function, options, limits, folder)
+    sessions = Sessions(own.function, options, limits, folder, isolates)
     sessions.name = name
     if own.function in ASKING:  # it enforces its own deadlines, unless the agent blocks the worker's event loop
         keys = "environment.agent.timeout_s and environment.timeout_s"

@@ -29,7 +29,7 @@ def environment_problems(cfg: Config) -> Iterator[str]:
     if own.function == AGENT:
         yield from _agent_problems(own)
     if own.function in ASKING:
-        yield from _asking_problems(cfg)
+        yield from _branch_problems(cfg)
     yield from _rollout_problems(cfg)
     if own.function is None:
         return
@@ -122,13 +122,6 @@ def _container_problems(own: EnvironmentConfig, kind: str) -> Iterator[str]:
     if kind == "sandbox" and (given.network or given.image is not None):
         name = "network" if given.network else "image"
         yield f"environment.container.{name} needs Docker or Podman, found {named}; remove it, or choose another kind"
-
-
-def _asking_problems(cfg: Config) -> Iterator[str]:
-    """List problems with an environment that requests turns from an endpoint."""
-    if cfg.environment.overlap is False:
-        yield "environment.overlap=False: an engine always samples turns of agents when they are requested; set it to null"
-    yield from _branch_problems(cfg)
 
 
 def _branch_problems(cfg: Config) -> Iterator[str]:

@@ -45,6 +45,8 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
         yield f"rollout.at_publish={rollout.at_publish} {forbidden}; set it to drain, or rollout.deterministic_order=false"
     if rollout.deterministic_order and rollout.oversample != 1:
         yield f"rollout.oversample={rollout.oversample:g} {forbidden}; set it to 1, or rollout.deterministic_order=false"
+    if rollout.deterministic_order and (seconds := cfg.environment.max_seconds) is not None:
+        yield f"environment.max_seconds={seconds:g} {forbidden}; remove it, or set rollout.deterministic_order=false"
 
 
 def engine_keys(layout: RolloutLayoutConfig) -> str:

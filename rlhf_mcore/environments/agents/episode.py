@@ -76,11 +76,13 @@ class AgentRules:
     """Rules for the episodes of agents.
 
     ``fails``: whether an agent without a result ends the run. ``needs_reward``: whether the agent must return the score.
+    ``in_order``: reject concurrent requests of an episode, because their order depends on timing.
     """
 
     fails: bool = True
     needs_reward: bool = True
     branches: str = "all"  # the branches to train on: all, last or longest
+    in_order: bool = False
 
 
 class AgentRollout:
@@ -98,14 +100,15 @@ class AgentRollout:
         """Run an episode.
 
         Raises:
-            ConfigError: the agent gave no result, and ``rules.fails`` is set.
+            ConfigError: the agent gave no result, and ``rules.fails`` is set. Or it sent concurrent requests, and ``rules.in_order``
+                is set.
             RuntimeError: a turn is not valid for training.
         """
         messages, images = self._talk.messages_of(prompt), self._talk.images
         row = {**row_of(prompt), "messages": messages, "seed": ctx.seed}
         if images is not None and prompt.images:
             row |= images.task(prompt, messages)
-        each = AgentEpisode(policy, self._talk, self._places, ctx.limits)
+        each = AgentEpisode(policy, self._talk, self._places, ctx.limits, self._rules.in_order)
         session = self._sessions.open(row, ctx.seed)
         try:
             answer = await each.run_until_failure(self._play(session, each))
@@ -167,8 +170,11 @@ class AgentEpisode:
     ``limit`` is the key of ``_LIMITS`` that the episode has reached, or "".
     """
 
-    def __init__(self, policy: Policy, talk: Conversation, places: PlaceFinder, limits: RolloutLimits) -> None:
+    def __init__(
+        self, policy: Policy, talk: Conversation, places: PlaceFinder, limits: RolloutLimits, in_order: bool
+    ) -> None:
         self.policy, self._talk, self._places, self._limits = policy, talk, places, limits
+        self._in_order = in_order
         self.tree, self.limit = TokenTree(), ""
         self._context = copy_context()  # context of the rollout
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -197,6 +203,13 @@ class AgentEpisode:
         """
         if self._is_closed:
             raise RequestError(410, ENDED)
+        if self._in_order and self._tasks:
+            error = ConfigError(
+                "an agent sent concurrent requests, whose order depends on timing. Let it wait for each answer, or set "
+                "environment.overlap=true, which makes equal runs differ in the last bits"
+            )
+            self._fail(error)
+            raise RequestError(400, str(error))
         parts = [
             self._start(self._answer(asked, order, asked_at, place * order.n, on_text))
             for place, asked in enumerate(order.asked)
@@ -216,6 +229,12 @@ class AgentEpisode:
         """Reject the requests in progress and all later requests."""
         self._is_closed = True
         await cancel_all(self._tasks)
+
+    def _fail(self, error: Exception) -> None:
+        """End the rollout with an error."""
+        if not self._failed.done():
+            self._failed.set_exception(error)
+            self._failed.exception()  # the rollout may have ended
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a part of a request as a part of the rollout."""
@@ -244,9 +263,7 @@ class AgentEpisode:
         try:
             drawn = await self._sample(place, order.max_tokens, asked_at, listeners)
         except Exception as error:  # a turn is not valid for training
-            if not self._failed.done():
-                self._failed.set_exception(error)
-                self._failed.exception()  # the rollout may have ended
+            self._fail(error)
             raise
         # Read all turns before the first is added. If reading fails, the client gets an error, and no turn is trained on.
         read = [self._read(asked, order, place, turn, number) for number, turn in zip(numbers, drawn, strict=True)]

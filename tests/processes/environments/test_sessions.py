@@ -70,7 +70,7 @@ class Exiting:
         self.row = row
 
     async def step(self, action):
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(60 if self.row["prompt"] == "slow" else 0.01)
         if self.row["prompt"] == "bad":
             os._exit(3)
         return None, 1.0, True
@@ -89,8 +89,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     Path("file.py").write_text(COUNTING)
     made: list[Keyed] = []
 
-    def make(name: str = "Counting", options: dict[str, Any] | None = None, **limits: Any) -> Keyed:
-        made.append(Keyed(Sessions(f"file.py:{name}", options or {}, WorkerLimits(**{"workers": 1, **limits}))))
+    def make(
+        name: str = "Counting", options: dict[str, Any] | None = None, isolates: bool = True, **limits: Any
+    ) -> Keyed:
+        bounds = WorkerLimits(**{"workers": 1, **limits})
+        made.append(Keyed(Sessions(f"file.py:{name}", options or {}, bounds, isolates=isolates)))
         return made[-1]
 
     yield make
@@ -192,6 +195,17 @@ def test_a_call_that_ends_the_process_of_many_takes_no_other_along(make: Make) -
     assert [key for key, answer in found.items() if answer.error] == [3, 4]
     assert "ended its process with exit code 3" in found[3].error
     assert all(answer.reward == 1.0 for key, answer in found.items() if key not in (3, 4))
+
+
+def test_without_isolation_all_calls_of_a_process_fail_if_it_ends_again(make: Make) -> None:
+    sessions = make("Exiting", isolates=False)
+    assert sessions.sessions.places == 256
+    for key, prompt in enumerate(["slow", "bad"]):
+        sessions.open(key, {"prompt": prompt}, seed=key)
+    all_answers(sessions)
+    for key in (0, 1):
+        sessions.step(key, "go")
+    assert all("ended its process with exit code 3" in answer.error for answer in all_answers(sessions).values())
 
 
 def test_a_step_beyond_its_deadline_costs_a_deadline_and_no_other_session(make: Make) -> None:

@@ -114,6 +114,11 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
         None,
         ["rollout.oversample=2", "set it to 1"],
     ),
+    (
+        [*AHEAD, *FUNCTION, "rollout.deterministic_order=true", "environment.max_seconds=60"],
+        None,
+        ["environment.max_seconds=60", "depends on timing", "remove it"],
+    ),
     (["environment.env=[NOT_SET_HERE]"], None, ["environment.env names NOT_SET_HERE", "remove it from the list"]),
     (
         ["environment.function=tools", "reward.sources={a: [{name: math}]}"],
@@ -138,7 +143,6 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
     ),
     ([*AGENT, "environment.agent.url=ftp://a"], None, ["environment.agent.url='ftp://a'", "http:// or https://"]),
     ([*SERVED, "environment.options={a: 1}"], None, ["environment.options has no effect", "remove it"]),
-    ([*SERVED, "environment.overlap=false"], None, ["environment.overlap=False", "set it to null"]),
     ([*SERVED, "algorithm=gspo"], None, ["policy_loss=gspo", "environment.branches to last or longest"]),
     (["environment.function=rollout"], None, ["needs a function", "set rollout.function="]),
     (["rollout.function=absent.py:f"], None, ["rollout.function=absent.py:f", "does not exist"]),

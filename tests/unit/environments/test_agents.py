@@ -7,6 +7,7 @@ import http.client
 import json
 import math
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -106,12 +107,13 @@ def run(tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint) -> Iterator[Call
         make = limits.pop("make", lambda turns: Scripted(tokenizer, turns))
         engine = run.engine = make(turns)  # type: ignore[attr-defined]
         branches, total = limits.pop("branches", "all"), limits.pop("max_total", 400)
-        rules = AgentRules(fails=fails, branches=branches)
+        in_order = limits.pop("in_order", False)
+        rules = AgentRules(fails=fails, branches=branches, in_order=in_order)
         sessions: Any = Clients(play)
         run.sessions = sessions  # type: ignore[attr-defined]
         rollout = AgentRollout(sessions, endpoint, Conversation(tokenizer, parse), rules)
         bounds = RolloutLimits(**{"max_turns": 8, "max_total": total, **limits})
-        setup = RolloutSetup(rollout, bounds, in_order=False)
+        setup = RolloutSetup(rollout, bounds, in_order, places=2 if in_order else None)
         sampling = Sampling(n=n, max_new_tokens=new, seed=5)
         found = play_jobs(engine, setup, [Job(k, PROMPT, k, sampling, 3) for k in range(n)], slots)
         assert not endpoint._by_digest and not engine.num_in_flight
@@ -393,6 +395,56 @@ def test_many_agents_ask_in_parallel_and_each_is_learned_from_by_itself(
     whole = run(lambda text, seed: text.split("<user>")[1][0] + "!", play, n=6)
     assert [sorted(texts_of(each, tokenizer)) for each in whole] == [["0!<end>", "1!<end>", "2!<end>", "3!<end>"]] * 6
     assert [each.sample for each in whole] == list(range(6))
+
+
+def test_in_order_agents_get_the_same_tokens_whatever_the_time_that_they_take(
+    run: Any, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    class Counting(Scripted):
+        """Its turns depend on the number of requests in flight, as the last bits of real ones."""
+
+        def step(self) -> list[Completion]:
+            self.most = max(getattr(self, "most", 0), self.num_in_flight)
+            return super().step()
+
+    def play(base_url: str, api_key: str) -> float:
+        client, messages = chat(base_url, api_key), [{"role": "user", "content": "q"}]
+        for _ in range(3):
+            time.sleep(chance.random() / 50)
+            said = client.chat.completions.create(model="m", messages=messages, n=2).choices[1].message
+            messages += [said.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
+            if said.content.endswith("0"):
+                break
+        return 1
+
+    def make(says: Any) -> Counting:
+        return Counting(tokenizer, lambda text, seed: f"{run.engine.num_in_flight}{seed % 3}")
+
+    chance, found = random.Random(0), []
+    for _ in range(3):
+        whole = run([], play, n=9, make=make, in_order=True)
+        found.append(([texts_of(each, tokenizer) for each in whole], [request.seed for request in run.engine.requests]))
+        assert run.engine.most == 4  # two turns in each of two places
+    assert found[0] == found[1] == found[2]
+
+
+def test_in_order_concurrent_requests_end_the_run(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def play(base_url: str, api_key: str) -> float:
+        def ask() -> Any:
+            return chat(base_url, api_key).chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "q"}]
+            )
+
+        with ThreadPoolExecutor() as pool:
+            return len([asked.result() for asked in [pool.submit(ask) for _ in range(8)]])
+
+    class Slow(Scripted):
+        def step(self) -> list[Completion]:
+            time.sleep(0.1)
+            return super().step()
+
+    with expect_error(ConfigError, value="concurrent requests", remedy="environment.overlap=true"):
+        run(["a"], play, make=lambda says: Slow(tokenizer, says), in_order=True, fails=False)
 
 
 @pytest.mark.parametrize(
