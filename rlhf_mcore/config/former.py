@@ -61,8 +61,8 @@ class Translation:
             sys.stderr.write(f"{for_terminal(f'warning: {where}{key}={_show(self.was[key])} {ending}')}\n")
 
 
-def translate(values: Mapping[str, Any], *, defaults_too: bool = False) -> Iterator[Translation]:
-    """Translate the settings of former keys. Default values are translated only with ``defaults_too``, to replace other values.
+def translate(values: Mapping[str, Any]) -> Iterator[Translation]:
+    """Translate the settings of former keys. Default values are dropped.
 
     Raises:
         ConfigError: a former key never allowed the value.
@@ -76,7 +76,7 @@ def translate(values: Mapping[str, Any], *, defaults_too: bool = False) -> Itera
         defaults = {**former.defaults, **former.reads}
         given = [values.get(key, defaults.get(key)) for key in former.keys]
         try:
-            now = former.translate(*given) if changed or defaults_too else {}
+            now = former.translate(*given) if changed else {}
         except (TypeError, ValueError) as error:
             key = next(iter(changed or was))
             raise ConfigError(f"{key}={_show(was[key])} is not valid, and the key is gone: {former.instead}") from error

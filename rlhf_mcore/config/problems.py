@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.former import translate
+from rlhf_mcore.config.former import BY_KEY
 from rlhf_mcore.config.keys import KEYS, item_type, type_name
 from rlhf_mcore.config.other_names import hint as other_name
 from rlhf_mcore.config.schema.group import Group, describe_keys, inner_types, is_group_type
@@ -25,25 +25,6 @@ _RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal",
 def explain(kind: type[Group], error: ValidationError) -> ConfigError:
     """Build the error for unknown keys and invalid values of a group."""
     return ConfigError.many(list(problems_of(kind, error).values()))
-
-
-def assign_former(owner: Group, name: str, value: Any) -> bool:
-    """Set the keys that replace the former key ``name`` of a group. Return False if ``name`` is not a former key.
-
-    Raises:
-        ConfigError: the former key never allowed the value, or keys of another group replace it.
-    """
-    for group in (key for key, hint in KEYS.items() if hint is type(owner)):
-        present = {f"{group}.{field}": now for field, now in owner}
-        for found in translate({**present, f"{group}.{name}": value}, defaults_too=True):
-            names = {key: key.removeprefix(f"{group}.") for key in found.now}
-            if any(key == short or "." in short for key, short in names.items()):
-                raise ConfigError(f"{group}.{name} is gone; {found.former.instead}")
-            found.warn()
-            for key, short in names.items():
-                setattr(owner, short, found.now[key])
-            return True
-    return False
 
 
 def problems_of(
@@ -129,6 +110,9 @@ def _problem(where: _Place, error: str, value: Any) -> str:
 def _remedy(where: _Place, value: Any) -> str:
     if "[" in where.written:
         return f"there are: {', '.join(where.owner.model_fields)}"
+    names = [f"{group}.{where.name}" for group, hint in KEYS.items() if hint is where.owner]
+    if former := next((BY_KEY[name] for name in names if name in BY_KEY), None):
+        return f"the key is gone: {former.instead}"
     close = get_close_matches(where.name, where.owner.model_fields, n=1)
     if close and where.owner.__name__ != "Config":
         return f"did you mean {where.written.removesuffix(where.name)}{close[0]}?"

@@ -1,7 +1,5 @@
 """The typed configuration tree: one pydantic model per group."""
 
-from typing import Any
-
 from pydantic import ValidationError
 
 from rlhf_mcore.config.errors import ConfigError
@@ -67,16 +65,10 @@ def _explain(kind: type[Group], error: ValidationError) -> ConfigError:
     return explain(kind, error)
 
 
-def _assign_former(group: Group, name: str, value: Any) -> bool:
-    from rlhf_mcore.config.problems import assign_former  # it imports the schema
-
-    return assign_former(group, name, value)
-
-
 def _show(cfg: Config) -> str:
     from rlhf_mcore.config.keys import changed_keys  # it imports the schema
 
     return f"Config({', '.join(f'{key}={value!r}' for key, value in changed_keys(cfg).items())})"
 
 
-HOOKS.explain, HOOKS.assign_former, HOOKS.show = _explain, _assign_former, _show
+HOOKS.explain, HOOKS.show = _explain, _show

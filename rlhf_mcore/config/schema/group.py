@@ -34,7 +34,6 @@ class Hooks:
     """Functions of modules that import this one. The package ``schema`` sets them."""
 
     explain: Callable[[type[Group], ValidationError], Exception]
-    assign_former: Callable[[Group, str, Any], bool]
     show: Callable[[Any], str]
 
 
@@ -57,8 +56,7 @@ class Group(BaseModel):
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
-            if not HOOKS.assign_former(self, name, value):
-                raise HOOKS.explain(type(self), error) from None
+            raise HOOKS.explain(type(self), error) from None
 
     @field_validator("*", mode="wrap")
     @classmethod

@@ -115,14 +115,14 @@ def test_a_line_names_the_place(workspace: Any, capsys: pytest.CaptureFixture[st
     assert line.startswith("warning: old.yaml:3: reward.alarm.deviations=3 ") and "alarms.defaults=false" in line
 
 
-def test_a_former_key_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+def test_assignment_of_a_former_key_names_the_new_key() -> None:
     cfg = Config(model="m")
-    cfg.alarms.timeout_s = 4  # type: ignore[attr-defined]
-    cfg.bridge.verify = "off"
-    cfg.bridge.verify = "full"
-    assert cfg.bridge.verify == "digest"
-    first, second = capsys.readouterr().err.splitlines()
-    assert "alarms.timeout_s=4" in first and "bridge.verify=full is now bridge.verify=digest" in second
+    with expect_error(ConfigError, field="unknown key alarms.timeout_s", remedy="the limit is 30 s"):
+        cfg.alarms.timeout_s = 4  # type: ignore[attr-defined]
+    with expect_error(ConfigError, field="schedule.warmup_updates", remedy="set actor.optimizer.schedule.warmup"):
+        cfg.actor.optimizer.schedule.warmup_updates = 4  # type: ignore[attr-defined]
+    with expect_error(ConfigError, field="bridge.verify='full'", remedy="off, digest"):
+        cfg.bridge.verify = "full"  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="unknown key"):
         cfg.steps = 3  # type: ignore[attr-defined]
 
