@@ -34,7 +34,7 @@ from rlhf_mcore.data.source import image_reader, load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.platform import Platform, current_platform
-from rlhf_mcore.readers.data_columns import file_keys, wanted_columns
+from rlhf_mcore.readers.data_rows import file_keys, wanted_columns
 from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.trainer.inputs import fingerprints
 from rlhf_mcore.trainer.record import RunRecord

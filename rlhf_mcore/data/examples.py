@@ -27,7 +27,7 @@ from rlhf_mcore.data.shared_tokens import Tokens, tokenize
 from rlhf_mcore.data.source import left_out, load_transform, transformed_rows
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.rows import owners_of
-from rlhf_mcore.readers.data_columns import example_contents, row_limits
+from rlhf_mcore.readers.data_rows import example_contents
 from rlhf_mcore.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def _read_texts(
 ) -> Iterator[_Texts]:
     transform = load_transform(data.transform)
     for file, wanted in zip(files, columns, strict=True):
-        rows = transformed_rows(Path(file), row_limits(data), transform)
+        rows = transformed_rows(Path(file), data, transform)
         contents, answers, digests = [], [], []
         for place, row in rows:
             if row is None:

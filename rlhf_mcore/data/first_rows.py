@@ -14,8 +14,7 @@ from typing import Any
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.foreign import INDEX, read_json
-from rlhf_mcore.readers.data_columns import file_keys, row_limits, settings_of
-from rlhf_mcore.readers.data_rows import read_rows, require_column
+from rlhf_mcore.readers.data_rows import file_keys, read_rows, require_column, settings_of
 
 ROWS = 64  # checked rows per file
 _MAX_CHARACTERS = 2**20  # longer prompts are not tokenised here
@@ -55,7 +54,7 @@ def check_first_rows(data: DataConfig, folder: str) -> None:
 
 def _read_prompts(data: DataConfig, field: str, files: list[str]) -> Iterator[tuple[str, Any]]:
     for file, (key, _) in zip(files, file_keys(data, files, field), strict=True):
-        for place, row in islice(read_rows(Path(file), row_limits(data)), ROWS):
+        for place, row in islice(read_rows(Path(file), data), ROWS):
             if key in row or key.partition(".")[0] in row:
                 yield place, require_column(row, key, place, setting=settings_of(field)[0])
 

@@ -14,16 +14,16 @@ from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.shared_tokens import tokenize
 from rlhf_mcore.parallel.collectives import on_every_rank
-from rlhf_mcore.readers.data_columns import file_keys, row_limits, settings_of
 from rlhf_mcore.readers.data_rows import (
-    RowLimits,
     check_characters,
     check_plain,
     checked_prompt,
+    file_keys,
     ground_truth,
     mapping,
     read_rows,
     require_column,
+    settings_of,
 )
 from rlhf_mcore.readers.model_files import sees_images
 from rlhf_mcore.readers.user_functions import load_function
@@ -118,11 +118,11 @@ def _read_prompts(
 ) -> Iterator[Placed]:
     """Yield the place of each row and its rendered prompt, not yet tokenised."""
     index = 0
-    limits, transform = row_limits(cfg), load_transform(cfg.transform)
+    transform = load_transform(cfg.transform)
     answers = settings_of(field)
     for which, (name, keys) in enumerate(zip(files, file_keys(cfg, files, field), strict=True)):
         file, placed, contents = Path(name), list[Placed](), []
-        for number, (place, row) in enumerate(transformed_rows(file, limits, transform)):
+        for number, (place, row) in enumerate(transformed_rows(file, cfg, transform)):
             if row is not None:
                 content = require_column(row, keys[0], place, setting=answers[0])
                 plain, content, digests = images_of_row(row, content, cfg.image_key, images, file.parent, place)
@@ -133,9 +133,9 @@ def _read_prompts(
                 placed.append((place, prompt))
                 contents.append((content, f"{place}, column {keys[0]!r}"))
             index += 1
-            if index > limits.max_rows:
+            if index > cfg.max_rows:
                 raise ConfigError(
-                    f"{field}: more than {limits.max_rows} rows in its files, a row for {BYTES_PER_ROW} bytes of data.max_bytes; "
+                    f"{field}: more than {cfg.max_rows} rows in its files, a row for {BYTES_PER_ROW} bytes of data.max_bytes; "
                     "raise data.max_bytes"
                 )
         rendered = render.all(contents, parts=images is not None)
@@ -229,7 +229,7 @@ def load_transform(spec: str | None) -> Transform | None:
     return load_function(spec, "data.transform")
 
 
-def transformed_rows(file: Path, limits: RowLimits, transform: Transform | None) -> Iterator[tuple[str, Row | None]]:
+def transformed_rows(file: Path, limits: DataConfig, transform: Transform | None) -> Iterator[tuple[str, Row | None]]:
     """Yield (place, row) as ``read_rows`` does, each row passed through ``transform``; None for a row that it drops.
 
     Raises:

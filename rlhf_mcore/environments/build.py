@@ -25,7 +25,6 @@ from rlhf_mcore.environments.function import FunctionRollout, InProcessSessions
 from rlhf_mcore.environments.function_worker import KEY as FUNCTION_KEY
 from rlhf_mcore.environments.sessions import Sessions, sessions_of
 from rlhf_mcore.environments.turn_text import TurnText
-from rlhf_mcore.readers.data_columns import row_limits
 from rlhf_mcore.readers.data_rows import mapping
 from rlhf_mcore.readers.model_files import sees_images
 from rlhf_mcore.readers.user_functions import OwnFunction
@@ -173,9 +172,9 @@ def warm_containers(cfg: EnvironmentConfig, data: DataConfig) -> None:
 
 
 def _tasks(data: DataConfig) -> Iterator[Task]:
-    limits, transform = row_limits(data), load_transform(data.transform)
+    transform = load_transform(data.transform)
     for file in (*data.train, *data.eval):
-        for place, row in transformed_rows(Path(file), limits, transform):
+        for place, row in transformed_rows(Path(file), data, transform):
             if row is None:
                 continue
             try:

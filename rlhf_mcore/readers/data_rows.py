@@ -9,8 +9,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.config.schema.run import BYTES_PER_ROW
 from rlhf_mcore.foreign import open_file
 
-_DEFAULTS = DataConfig()
+MESSAGES = "messages"  # column of conversations, which can replace prompt and response
 ROWS_PER_READ = 1024
 BYTES_PER_CONVERSION = 64 * 2**20
 _LONGEST_LINE = 2**26  # bytes per read when lines are counted
@@ -27,24 +26,17 @@ _LONGEST_LINE = 2**26  # bytes per read when lines are counted
 BAD_CHARACTERS = re.compile("[\x00\ud800-\udfff]")
 
 
-@dataclass(frozen=True, slots=True)
-class RowLimits:
-    """Limits for reading, from the keys of ``data``. Every rank keeps all rows in memory."""
-
-    max_row_bytes: int = _DEFAULTS.max_row_bytes
-    max_rows: int = _DEFAULTS.max_rows
-    max_bytes: int = _DEFAULTS.max_bytes
-
-
-def read_rows(path: Path, limits: RowLimits | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(path: Path, limits: DataConfig | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) for every row of a file. ``place`` is for error messages ("train.jsonl, line 7").
+
+    Only the limits of ``limits`` are read, such as ``max_bytes``: every rank keeps all rows in memory.
 
     Rows contain JSON values. In parquet files, dates, times and decimals become texts, and durations numbers.
 
     Raises:
         ConfigError: the file is missing, of an unknown kind, malformed or beyond the limits, or has duplicate columns or no rows.
     """
-    limits = limits or RowLimits()
+    limits = limits or DataConfig()
     open_file(path, where=f"data file {path}", remedy="name a .parquet or .jsonl file").close()
     reader = {".parquet": _read_parquet, ".jsonl": _read_jsonl}.get(path.suffix)
     if reader is None:
@@ -201,8 +193,78 @@ def _says_something(content: str | list[Any]) -> bool:
     return bool(content if isinstance(content, list) else content.strip())
 
 
+# ------------------------------------------------------------------------------------------------------------- columns
+def file_keys(data: DataConfig, files: Sequence[str], field: str) -> list[tuple[str, str | None]]:
+    """Return (prompt column, answer column) for each file of ``field``, data.train or data.eval."""
+    prompts, answers = (_spread(key, len(files)) for key in chosen_columns(data, field))
+    return list(zip(prompts, answers, strict=True))
+
+
+def chosen_columns(data: DataConfig, field: str) -> tuple[Any, Any]:
+    if field != "data.eval":
+        return data.prompt_key, data.answer_key
+    prompt = data.prompt_key if data.eval_prompt_key is None else data.eval_prompt_key
+    return prompt, data.answer_key if data.eval_answer_key is None else data.eval_answer_key
+
+
+def settings_of(field: str) -> tuple[str, str]:
+    """Return the keys that name the columns of ``field``, for messages. Keys of data.eval begin with eval_."""
+    own = "eval_" if field == "data.eval" else ""
+    return f"data.{own}prompt_key", f"data.{own}answer_key"
+
+
+def _spread(value: Any, count: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * count
+    return value if len(value) == count else value[:1] * count
+
+
+def wanted_columns(data: DataConfig, prompt_key: str, response_keys: Sequence[str]) -> dict[str, str]:
+    """Return the columns of an example by their keys: the prompt, then its responses."""
+    responses = {key: getattr(data, key.removeprefix("data.")) for key in response_keys}
+    return {"data.prompt_key": prompt_key, **responses}
+
+
+def example_contents(row: dict[str, Any], columns: Mapping[str, str], place: str) -> tuple[str, Any, list[str]]:
+    """Return (place, content of the prompt, responses) of a row. ``columns`` is the result of ``wanted_columns``.
+
+    Raises:
+        ConfigError: a column is missing, or a response is not a text.
+    """
+    (prompt_key, prompt_column), *responses = columns.items()
+    if len(responses) == 1 and MESSAGES in row and responses[0][1] not in row:
+        prompt, answers = _split(row[MESSAGES], f"{place}, column {MESSAGES!r}")
+    else:
+        prompt = require_column(row, prompt_column, place, setting=prompt_key)
+        answers = {column: require_column(row, column, place, setting=key) for key, column in responses}
+    texts = [
+        checked_response(_join_text_parts(text), f"{place}, column {column!r}") for column, text in answers.items()
+    ]
+    return place, prompt, texts
+
+
+def _join_text_parts(response: Any) -> Any:
+    """Join the texts of a response that is a list of text parts. Return other values unchanged."""
+    parts = response if isinstance(response, list) else []
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    only_texts = len(texts) == len(parts) and all(part.get("type") == "text" for part in parts)
+    return "".join(texts) if parts and only_texts else response
+
+
+def _split(messages: Any, place: str) -> tuple[list[Any], dict[str, Any]]:
+    """Split a conversation into the messages before the last one, and the last message's content."""
+    if not isinstance(messages, list) or len(messages) < 2 or not isinstance(messages[-1], dict):
+        raise ConfigError(f"{place}: expected a list of two or more {{role, content}}, found {messages!r:.80}")
+    last = messages[-1]
+    if last.get("role") != "assistant":
+        raise ConfigError(
+            f"{place}: the last message is the training target and must be the assistant's, found role {last.get('role')!r}"
+        )
+    return messages[:-1], {MESSAGES: last.get("content")}
+
+
 # --------------------------------------------------------------------------------------------------------------- jsonl
-def _read_jsonl(path: Path, limits: RowLimits) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_jsonl(path: Path, limits: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     where = f"data file {path}"
     if path.stat().st_size > limits.max_bytes:
         raise _beyond(where, "bytes", "max_bytes", limits.max_bytes)
@@ -242,7 +304,7 @@ def _refuse_twins(names: Sequence[str], place: str) -> None:
         raise ConfigError(f"{place}: {shown:.200} appears more than once; keep one column of each name")
 
 
-def _too_many_rows(place: str, limits: RowLimits) -> ConfigError:
+def _too_many_rows(place: str, limits: DataConfig) -> ConfigError:
     return ConfigError(
         f"{place}: more than {limits.max_rows} rows, one per {BYTES_PER_ROW} bytes of data.max_bytes; raise data.max_bytes"
     )
@@ -253,7 +315,7 @@ def _beyond(place: str, what: str, key: str, limit: int) -> ConfigError:
 
 
 # ------------------------------------------------------------------------------------------------------------- parquet
-def _read_parquet(path: Path, limits: RowLimits) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_parquet(path: Path, limits: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow
     from pyarrow import parquet
 
@@ -281,7 +343,7 @@ def _read_parquet(path: Path, limits: RowLimits) -> Iterator[tuple[str, dict[str
         raise ConfigError(f"{where}: not a readable parquet file ({_first_line(error)}); write it again") from error
 
 
-def _check_footer(metadata: Any, where: str, limits: RowLimits) -> list[str]:
+def _check_footer(metadata: Any, where: str, limits: DataConfig) -> list[str]:
     """Reject files whose footer exceeds the limits. Return the paths of the text columns."""
     if metadata.num_rows > limits.max_rows:
         raise _too_many_rows(where, limits)
@@ -297,7 +359,7 @@ def _check_footer(metadata: Any, where: str, limits: RowLimits) -> list[str]:
     return sorted(texts)
 
 
-def _batch_bytes(batch: Any, first_row: int, path: Path, limits: RowLimits) -> int:
+def _batch_bytes(batch: Any, first_row: int, path: Path, limits: DataConfig) -> int:
     """Return the bytes of a decoded batch. Reject cells beyond the limit."""
     total = 0
     for name, column in zip(batch.schema.names, batch.columns, strict=True):

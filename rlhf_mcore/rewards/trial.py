@@ -25,8 +25,7 @@ from rlhf_mcore.config.schema import DataConfig, RewardConfig, RuleConfig
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.protocols import RewardFunction
-from rlhf_mcore.readers.data_columns import file_keys, row_limits, settings_of
-from rlhf_mcore.readers.data_rows import ground_truth, mapping
+from rlhf_mcore.readers.data_rows import file_keys, ground_truth, mapping, settings_of
 from rlhf_mcore.rewards.code import UNREADABLE, read_tests, require_isolation
 from rlhf_mcore.rewards.forms import canonical
 from rlhf_mcore.rewards.pool import Pools, local_pool
@@ -107,7 +106,7 @@ def read_sample(
     setting = settings_of(name)[1]
     rows: list[TrialRow] = []
     for file, (prompt_key, answer_key) in zip(files, file_keys(data, files, name), strict=True):
-        for place, row in islice(transformed_rows(Path(file), row_limits(data), transform), SCANNED_ROWS):
+        for place, row in islice(transformed_rows(Path(file), data, transform), SCANNED_ROWS):
             if row is not None:
                 truth = ground_truth(row, answer_key, place, setting)
                 source, info = str(row.get("data_source") or "unknown"), mapping(row, "extra_info", place)

@@ -13,16 +13,19 @@ from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.questions import needs_answer
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, DataConfig
-from rlhf_mcore.readers.data_columns import (
+from rlhf_mcore.readers.data_rows import (
     MESSAGES,
+    checked_prompt,
     chosen_columns,
     example_contents,
     file_keys,
-    row_limits,
+    ground_truth,
+    mapping,
+    read_rows,
+    require_column,
     settings_of,
     wanted_columns,
 )
-from rlhf_mcore.readers.data_rows import checked_prompt, ground_truth, mapping, read_rows, require_column
 from rlhf_mcore.readers.hub_ids import absent_hint
 from rlhf_mcore.readers.user_functions import function_problems
 
@@ -70,7 +73,7 @@ def check_fills_a_step(data: DataConfig, wanted: int) -> None:
     Raises:
         ConfigError: there are too few rows, or a file cannot be read.
     """
-    rows = (row for file in data.train for row in read_rows(Path(file), row_limits(data)))
+    rows = (row for file in data.train for row in read_rows(Path(file), data))
     num_rows = sum(1 for _ in islice(rows, wanted))
     if num_rows < wanted:
         fewer = f"data.train has {num_rows} rows, fewer than trainer.prompts_per_step={wanted}"
@@ -111,7 +114,7 @@ def _file_problems(data: DataConfig, files: Sequence[str], field: str, checks: S
             yield f"{field}: {file} does not exist (looked from {Path.cwd()}){hint}"
             continue
         try:
-            for place, row in islice(read_rows(Path(file), row_limits(data)), SCANNED_ROWS):
+            for place, row in islice(read_rows(Path(file), data), SCANNED_ROWS):
                 problems = [] if data.transform is not None else list(check(row, place))
                 yield from (f"{field}: {problem}" for problem in problems)
                 if problems or time.monotonic() > deadline:

@@ -14,14 +14,22 @@ import pytest
 from pyarrow import parquet
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.readers.data_rows import RowLimits, checked_prompt, mapping, read_rows
+from rlhf_mcore.config.schema import DataConfig
+from rlhf_mcore.readers.data_rows import checked_prompt, mapping, read_rows
 from tests.messages import expect_error
 
-SMALL = RowLimits(max_row_bytes=1000, max_rows=50, max_bytes=20_000)
+
+class _Limits(DataConfig):
+    @property
+    def max_rows(self) -> int:
+        return 50
+
+
+SMALL = _Limits(max_row_bytes=1000, max_bytes=20_000)
 ROW = b'{"prompt": "x"}\n'
 
 
-def rows(path: Path, limits: RowLimits = SMALL) -> list[dict[str, Any]]:
+def rows(path: Path, limits: DataConfig = SMALL) -> list[dict[str, Any]]:
     return [row for _, row in read_rows(path, limits)]
 
 
@@ -52,7 +60,7 @@ def test_jsonl(tmp_path: Path) -> None:
 def test_many_keys_take_no_quadratic_time(tmp_path: Path) -> None:
     count = 200_000  # comparing each with each would take minutes
     (tmp_path / "a.jsonl").write_text(json.dumps({f"key{number}": 0 for number in range(count)}) + "\n")
-    (row,) = rows(tmp_path / "a.jsonl", RowLimits())
+    (row,) = rows(tmp_path / "a.jsonl", DataConfig())
     assert len(row) == count
 
 
