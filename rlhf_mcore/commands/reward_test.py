@@ -18,9 +18,12 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.questions import grades, worker_settings
 from rlhf_mcore.config.reward_sources import scores_alone
+from rlhf_mcore.config.rules.data import prompt_problems
+from rlhf_mcore.config.rules.environment import environment_problems
+from rlhf_mcore.config.rules.reward import reward_problems
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.validate import reward_and_data_problems, warnings_of
+from rlhf_mcore.config.validate import warnings_of
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.environments.agents.program import NO_TURN, missing_reward
 from rlhf_mcore.environments.sessions import Session, StepResult, check_loads, sessions_of
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(
             f"algorithm.kind={cfg.algorithm.kind} has no reward; reward-test is for reinforcement learning"
         )
-    if problems := list(reward_and_data_problems(cfg)):
+    if problems := [*environment_problems(cfg), *reward_problems(cfg), *prompt_problems(cfg)]:
         raise ConfigError.many(problems)
     return _try(cfg, args.limit)
 

@@ -47,13 +47,6 @@ class Estimator:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """A policy loss (``algorithms/policy_loss.py``)."""
-
-    reads_covariance: bool = False  # reads the covariance of old logprobs and advantages, computed before the update
-
-
-@dataclass(frozen=True, slots=True)
 class PreferenceLoss:
     """A loss over pairs of responses (``algorithms/supervised.py``)."""
 
@@ -81,17 +74,8 @@ ADVANTAGES = {
     "reinforce_plus_plus_baseline": Estimator(compares_group=True, whitens=True),
     "distillation": Estimator(reads_scores=False),
 }
-POLICY_LOSSES = {
-    "ppo_clip": Loss(),
-    "gspo": Loss(),
-    "cispo": Loss(),
-    "gmpo": Loss(),
-    "sapo": Loss(),
-    "dppo_tv": Loss(),
-    "dppo_kl": Loss(),
-    "kl_cov": Loss(reads_covariance=True),
-    "clip_cov": Loss(reads_covariance=True),
-}
+POLICY_LOSSES = ("ppo_clip", "gspo", "cispo", "gmpo", "sapo", "dppo_tv", "dppo_kl", "kl_cov", "clip_cov")
+READS_COVARIANCE = ("kl_cov", "clip_cov")  # read the covariance of old logprobs and advantages, before the update
 PREFERENCE_LOSSES = {
     "dpo": PreferenceLoss(),
     "ipo": PreferenceLoss(),

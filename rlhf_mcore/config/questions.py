@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,35 @@ def role_layouts(cfg: Config) -> list[RoleLayout]:
         roles |= {"reward.model": cfg.reward.model} if cfg.reward.model.path is not None else {}
         roles |= {"teacher": cfg.teacher} if cfg.teacher.path is not None else {}  # others have the actor's layout
     return [RoleLayout(name, role.layout, role.ranks) for name, role in roles.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherModel:
+    """A model of the run besides the actor, which reads the same rows. ``key`` names its directory ``path``."""
+
+    role: str  # the group with its layout
+    key: str
+    path: str
+    layout: LayoutConfig
+    heads: tuple[str, ...] = ("lm",)  # heads that the model may have
+
+
+def other_models(cfg: Config) -> Iterator[OtherModel]:
+    """List the models of the run besides the actor that are read from a directory."""
+    if cfg.reference.path is not None and needs_reference(cfg):
+        yield OtherModel("actor", "reference.path", cfg.reference.path, cfg.actor.layout)
+    if not run_kind(cfg).generates:
+        return
+    critic, reward, teacher = cfg.critic, cfg.reward.model, cfg.teacher
+    if needs_critic(cfg):
+        key = "model.path" if critic.path is None else "critic.path"
+        yield OtherModel("critic", key, critic.path or cfg.model.path, critic.layout, ("lm", "token"))
+    if reward.path is not None:
+        yield OtherModel("reward.model", "reward.model.path", reward.path, reward.layout, ("sequence",))
+    if teacher.path is not None and teacher.weights == "path":
+        yield OtherModel("teacher", "teacher.path", teacher.path, teacher.layout)
+        for source, path in (teacher.sources or {}).items():
+            yield OtherModel("teacher", f"teacher.sources[{source}]", path, teacher.layout)
 
 
 def balanced_stages(num_layers: int, num_stages: int) -> list[int]:

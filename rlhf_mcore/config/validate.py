@@ -75,16 +75,17 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
         problems += fp8_problems(cfg, geometry)
     if cfg.actor.router_replay != "off":
         problems += route_problems(cfg, geometry)
+    problems += role_problems(cfg, geometry)
     if kind.generates:
         problems += [*algorithm_problems(cfg), *sampling_problems(cfg), *rollout_problems(cfg)]
         problems += [*environment_problems(cfg), *reward_problems(cfg), *ray_problems(cfg), *prompt_problems(cfg)]
-        problems += [*role_problems(cfg, geometry), *engine_problems(cfg, world_size, geometry)]
+        problems += engine_problems(cfg, world_size, geometry)
         problems += [*batch_problems(cfg), *position_problems(cfg, geometry)]
         if cfg.teacher != TeacherConfig() or not reads_scores(cfg):
-            problems += teacher_problems(cfg, geometry)
+            problems += teacher_problems(cfg)
     else:
         problems += [*example_problems(cfg), *example_batch_problems(cfg, geometry)]
-        problems += preference_problems(cfg, geometry) if kind.compares else ()
+        problems += preference_problems(cfg) if kind.compares else ()
     if not check_files:
         problems = [problem for problem in problems if not isinstance(problem, FileProblem)]
     if problems:
@@ -142,11 +143,6 @@ def _conditional_defaults() -> dict[str, Any]:
     """Return the defaults of keys that need another key to have an effect."""
     default = Config()
     return {key: value_of(default, key) for key, description in DESCRIPTIONS.items() if description.only_with}
-
-
-def reward_and_data_problems(cfg: Config) -> Iterator[str]:
-    """Check only rewards, environment and prompts. No model is read."""
-    yield from (*environment_problems(cfg), *reward_problems(cfg), *prompt_problems(cfg))
 
 
 # ------------------------------------------------------------------------------------------------------------ warnings

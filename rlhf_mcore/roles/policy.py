@@ -17,7 +17,7 @@ from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.masking import OwnedRows, masked_sum, weighted_sum
 from rlhf_mcore.algorithms.registry import find_policy_loss
 from rlhf_mcore.algorithms.supervised import perplexity, sft_loss
-from rlhf_mcore.config.choices import POLICY_LOSSES
+from rlhf_mcore.config.choices import READS_COVARIANCE
 from rlhf_mcore.config.schema import AlgorithmConfig
 from rlhf_mcore.data.collate import sequence_ids
 from rlhf_mcore.mcore.model import MegatronModel, Metrics
@@ -232,8 +232,7 @@ class Actor:
 
         See :meth:`TrainedModel.deliver_update`.
         """
-        loss = POLICY_LOSSES.get(self.algorithm.policy_loss)
-        if loss is not None and loss.reads_covariance:
+        if self.algorithm.policy_loss in READS_COVARIANCE:
             members = minibatches(batch.group_ids, self.model.plan.prompts_per_minibatch)
             rows, cfg = OwnedRows(batch.rows, batch.lengths, merge_rows), self.algorithm.covariance
             band = None if self.algorithm.policy_loss == "kl_cov" else (cfg.low, cfg.high)

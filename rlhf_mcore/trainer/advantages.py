@@ -14,7 +14,7 @@ from rlhf_mcore.algorithms.masking import OwnedRows
 from rlhf_mcore.algorithms.registry import find_advantage_estimator
 from rlhf_mcore.algorithms.returns import overlong_penalty, token_rewards
 from rlhf_mcore.algorithms.value_loss import explained_variance, explained_variance_sums
-from rlhf_mcore.config.choices import POLICY_LOSSES
+from rlhf_mcore.config.choices import READS_COVARIANCE
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
 from rlhf_mcore.parallel.rows import merge_rows
@@ -94,10 +94,10 @@ class AdvantageComputer:
         Possible reasons: a teacher, a KL in the reward, the loss, masked truncated rows, a correction of whole sequences, or the
         configuration.
         """
-        kl, loss, correction = self.cfg.kl, POLICY_LOSSES.get(self.cfg.policy_loss), self.cfg.rollout_correction
+        kl, correction = self.cfg.kl, self.cfg.rollout_correction
         in_reward = bool(kl.coef) and kl.placement == "reward"
         whole = correction.mode in ("sequence", "geometric") or correction.veto is not None
-        reads = loss is not None and loss.reads_covariance
+        reads = self.cfg.policy_loss in READS_COVARIANCE
         masks = self.cfg.mask_truncated and bool(
             batch.truncated.any()
         )  # the update computes no logprobs of these tokens

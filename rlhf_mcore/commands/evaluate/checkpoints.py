@@ -10,7 +10,7 @@ from os.path import isdir, isfile
 from pathlib import Path
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.questions import needs_answer, role_layouts
+from rlhf_mcore.config.questions import OtherModel, needs_answer, role_layouts
 from rlhf_mcore.config.resolve import default_world_size, resolve
 from rlhf_mcore.config.rules.data import data_problems
 from rlhf_mcore.config.rules.layouts import engine_cut_problems, layout_problems, model_problems
@@ -174,9 +174,8 @@ def _checkpoint_problems(cfg: Config, path: str, field: str) -> Iterator[str]:
     yield from engine_cut_problems(own.rollout, geometry, field)
     scorer = own.reward.model
     if scorer.path is not None:
-        yield from model_problems(
-            "reward.model.path", scorer.path, ("sequence",), "reward.model", scorer.layout, geometry
-        )
+        reward_model = OtherModel("reward.model", "reward.model.path", scorer.path, scorer.layout, ("sequence",))
+        yield from model_problems(reward_model, geometry)
         yield from microbatch_problems(own)
     longest = own.rollout.max_model_len or 0
     if longest > geometry.max_positions:

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, KL_IN_LOSS, PREFERENCE_LOSSES, Estimator
 from rlhf_mcore.config.questions import draws_greedy, needs_critic, needs_reference
 from rlhf_mcore.config.resolve import correction_mode, part_weights
-from rlhf_mcore.config.rules.layouts import model_problems
 from rlhf_mcore.config.schema import AlgorithmConfig, Config
-from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.readers.user_functions import function_problems, is_file_spec
 
 
@@ -97,8 +95,8 @@ def _correction_problems(cfg: Config) -> Iterator[str]:
         yield f"{prefix}mask_low={low:g} is not below {prefix}mask_high={high:g}; lower it"
 
 
-def preference_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
-    """List problems with a preference loss and its reference. ``geometry``: the actor's, or None if it is not known."""
+def preference_problems(cfg: Config) -> Iterator[str]:
+    """List problems with a preference loss and its reference."""
     reference, loss = cfg.reference, PREFERENCE_LOSSES.get(cfg.algorithm.dpo.loss)
     kind, chosen = f"algorithm.kind={cfg.algorithm.kind}", f"algorithm.dpo.loss={cfg.algorithm.dpo.loss}"
     if loss is not None and loss.needs_mismatched and cfg.trainer.prompts_per_step < 2:
@@ -116,5 +114,3 @@ def preference_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator
     if reference.refresh_steps and cfg.actor.lora.rank is None:  # ``lora_problems`` reports the other case
         steps = reference.refresh_steps
         yield f"reference.refresh_steps={steps} is not supported with {kind}: all pairs need the same reference; set it to 0"
-    if reference.path is not None:
-        yield from model_problems("reference.path", reference.path, ("lm",), "actor", cfg.actor.layout, geometry)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.questions import RoleLayout, balanced_stages, needs_critic, needs_reference, role_layouts
+from rlhf_mcore.config.questions import (
+    OtherModel,
+    RoleLayout,
+    balanced_stages,
+    needs_critic,
+    other_models,
+    role_layouts,
+)
 from rlhf_mcore.config.resolve import default_world_size
 from rlhf_mcore.config.rules.parts import layer_problems
 from rlhf_mcore.config.rules.rollout import engine_keys
@@ -78,34 +85,29 @@ def _world(cfg: Config, world_size: int | None) -> tuple[int, str]:
 
 
 def role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
-    """Check reference, critic and reward model, each with its layout."""
-    if cfg.reference.path is not None and needs_reference(cfg):
-        yield from model_problems("reference.path", cfg.reference.path, ("lm",), "actor", cfg.actor.layout, actor)
+    """Check the models of the other roles, each with its layout."""
+    for model in other_models(cfg):
+        yield from model_problems(model, actor)
     if needs_critic(cfg):
-        key = "model.path" if cfg.critic.path is None else "critic.path"
-        path = cfg.critic.path or cfg.model.path
-        yield from model_problems(key, path, ("lm", "token"), "critic", cfg.critic.layout, actor)
+        key, path = "model.path" if cfg.critic.path is None else "critic.path", cfg.critic.path or cfg.model.path
         geometry, _ = inspect_model(path, key, ("lm", "token"))
         if geometry is not None:
             yield from balance_problems("critic", cfg.critic.moe, geometry, key)
             yield from layer_problems(cfg.critic.lora, "critic.lora", with_head(geometry, "token"))
-    if cfg.reward.model.path is not None:
-        path, layout = cfg.reward.model.path, cfg.reward.model.layout
-        yield from model_problems("reward.model.path", path, ("sequence",), "reward.model", layout, actor)
 
 
-def model_problems(
-    key: str, path: str, heads: tuple[str, ...], role: str, layout: LayoutConfig, actor: ModelGeometry | None
-) -> Iterator[str]:
+def model_problems(model: OtherModel, actor: ModelGeometry | None) -> Iterator[str]:
     """Check the files, vocabulary and layout of another model. ``actor`` is the actor's geometry, or None if it is not known."""
-    geometry, problems = inspect_model(path, key, heads)
+    key, path = model.key, model.path
+    geometry, problems = inspect_model(path, key, model.heads)
     if key != "model.path":
         yield from problems
     if geometry is None or actor is None:
         return
-    if (size := geometry.vocab_size) != (own := actor.vocab_size):
+    size, own = geometry.vocab_size, actor.vocab_size
+    if size < own or (size > own and model.role != "teacher"):  # a teacher may have more
         yield f"{key}={path}: its vocab_size={size} is not model.path's {own}; choose a model with the same vocabulary"
-    yield from cut_problems(role, layout, geometry, key)
+    yield from cut_problems(model.role, model.layout, geometry, key)
 
 
 def layout_problems(role: RoleLayout, world: int, source: str) -> Iterator[str]:

@@ -11,7 +11,14 @@ from typing import Any
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem, join_first
-from rlhf_mcore.config.questions import adapter_sizes, balanced_stages, is_offloaded, needs_critic, needs_reference
+from rlhf_mcore.config.questions import (
+    adapter_sizes,
+    balanced_stages,
+    is_offloaded,
+    needs_critic,
+    needs_reference,
+    other_models,
+)
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, LayoutConfig, LoraConfig
 from rlhf_mcore.families import FAMILIES
@@ -191,14 +198,16 @@ def vision_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     if cfg.actor.vision.train != "none" and (cfg.actor.megatron or {}).get("overlap_grad_reduce"):
         yield f"{train} is not supported with actor.megatron.overlap_grad_reduce; remove that"
     yield from _deepstack_problems("actor", "model.path", cfg.actor.layout, geometry)
-    for role, key, path, layout in _image_readers(cfg):
+    for other in other_models(cfg):
         try:
-            theirs = geometry if path is None else read_geometry(path)
+            theirs = read_geometry(other.path)
         except ConfigError:  # reported with the model
             continue
-        yield from _deepstack_problems(role, key, layout, theirs)
-        if path is not None and cfg.data.image_key is not None:
-            yield from _reader_problems(f"{key}={path}", path, theirs, cfg.model.path, geometry.vision)
+        yield from _deepstack_problems(other.role, other.key, other.layout, theirs)
+        if other.path != cfg.model.path and cfg.data.image_key is not None:
+            yield from _reader_problems(
+                f"{other.key}={other.path}", other.path, theirs, cfg.model.path, geometry.vision
+            )
 
 
 def processor_problems(cfg: Config) -> Iterator[str]:
@@ -206,22 +215,6 @@ def processor_problems(cfg: Config) -> Iterator[str]:
     if not any(isfile(Path(cfg.model.path) / name) for name in PROCESSOR_FILES[:2]):
         missing = f"model.path={cfg.model.path} has no {PROCESSOR_FILES[0]}, which defines image patches"
         yield FileProblem(f"{missing}; copy it from the original model directory")
-
-
-def _image_readers(cfg: Config) -> Iterator[tuple[str, str, str | None, LayoutConfig]]:
-    """Yield (role, key, directory, layout) of the models that read the policy's rows. None means the policy's directory."""
-    if needs_reference(cfg) and cfg.reference.path is not None:
-        yield "actor", "reference.path", cfg.reference.path, cfg.actor.layout
-    if not run_kind(cfg).generates:
-        return
-    if needs_critic(cfg):
-        yield "critic", "critic.path" if cfg.critic.path else "model.path", cfg.critic.path, cfg.critic.layout
-    if cfg.reward.model.path is not None:
-        yield "reward.model", "reward.model.path", cfg.reward.model.path, cfg.reward.model.layout
-    if cfg.teacher.path is not None and cfg.teacher.weights == "path":
-        yield "teacher", "teacher.path", cfg.teacher.path, cfg.teacher.layout
-        for source, path in (cfg.teacher.sources or {}).items():
-            yield "teacher", f"teacher.sources[{source}]", path, cfg.teacher.layout
 
 
 def _deepstack_problems(role: str, key: str, layout: LayoutConfig, geometry: ModelGeometry) -> Iterator[str]:

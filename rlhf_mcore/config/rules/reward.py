@@ -45,7 +45,12 @@ def service_problems(cfg: RewardConfig) -> Iterator[str]:
     """List problems with the keys of servers. No server is contacted."""
     remote, judge = cfg.remote, cfg.judge
     for key, url in {"reward.remote.url": remote.url, "reward.judge.url": judge.url}.items():
-        if url is not None and (problem := _url_problem(url)):
+        if url is None:
+            continue
+        problem = url_problem(url, "name an environment variable with the token in token_env")
+        if problem is None and ("?" in url or "#" in url):
+            problem = "contains a query or a fragment; remove it"
+        if problem is not None:
             yield f"{key}={without_login(url)!r} {problem}"
     if cfg.function is not None and remote.url is not None:
         yield f"reward.function={cfg.function!r} and reward.remote.url are both set, but each replaces the rules; remove one"
@@ -53,18 +58,19 @@ def service_problems(cfg: RewardConfig) -> Iterator[str]:
         yield "reward.judge.model is null; set it to the model of reward.judge.url"
 
 
-def _url_problem(url: str) -> str | None:
+def url_problem(url: str, instead: str) -> str | None:
+    """Return why a text is not a URL that can be called, or None. ``instead`` says where a login belongs."""
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError as error:
-        return f"is not a URL ({error}); write it as http://host:port/path"
-    if parts.scheme not in ("http", "https") or not host:
-        return "is not a URL of a server; write it as http://host:port/path"
-    if parts.username or parts.password:
-        return "contains a login; remove it, and name an environment variable with the token in token_env"
-    if parts.query or parts.fragment or any(letter.isspace() or not letter.isprintable() for letter in url):
-        return "contains a query, a fragment or a space; remove it"
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or "<" in url:
+        return "is not a URL; write it as https://host:port/path, or as ${oc.env:NAME}"
+    if "@" in parts.netloc:
+        return f"contains a login; remove it, and {instead}"
+    if any(not "!" <= letter <= "~" for letter in url):
+        return "contains a space or a character outside ASCII; escape it, as in %20"
     return None
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from rlhf_mcore.config.engine_kinds import ENGINES, EngineKind, engine_kind, is_engine
 from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import BridgeConfig, Config, RolloutConfig, RolloutLayoutConfig
+from rlhf_mcore.config.schema import BridgeConfig, Config, RolloutLayoutConfig
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.plugins import missing_plugin
 
@@ -71,9 +71,6 @@ def _seam_problems(cfg: Config, engine: EngineKind) -> Iterator[str]:
     placement, name = cfg.rollout.placement, f"rollout.engine={engine.name}"
     if placement == "disaggregated" and not engine.runs_apart:
         yield f"rollout.placement=disaggregated: {name} does not run under Ray; set it to colocated"
-    timeout_s, usual_s = cfg.rollout.engine_timeout_s, RolloutConfig().engine_timeout_s
-    if timeout_s != usual_s and placement == "colocated" and not engine.reads("rollout.server"):
-        yield f"rollout.engine_timeout_s={timeout_s:g} has no effect with rollout.placement=colocated; remove it"
     if not engine.has_live_weights and (method := cfg.bridge.method) != "gather":
         yield f"bridge.method={method}: {name} needs full tensors, because its parameters are in other processes; set it to gather"
 

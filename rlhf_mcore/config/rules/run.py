@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from os.path import exists, isdir, isfile
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from rlhf_mcore.config.choices import TRACKERS, find_trackers
 from rlhf_mcore.config.errors import FileProblem
+from rlhf_mcore.config.rules.reward import url_problem
 from rlhf_mcore.config.schema import AlarmsConfig, Config, LoggingConfig
 from rlhf_mcore.config.schema.run import AUTO, NEVER, wanted_trackers
 from rlhf_mcore.metrics.catalogue import find_metric, nearest_metric
@@ -81,7 +81,8 @@ def alarm_problems(cfg: AlarmsConfig) -> Iterator[str]:
             yield f"{key}.above and below are null; give {rule.metric} a bound"
     if "webhook" in used and cfg.webhook is None:
         yield "alarms.webhook is null, but an alarm uses the action webhook; set it to a URL"
-    if cfg.webhook is not None and (problem := _webhook_problem(cfg.webhook)):
+    remedy = "use the action command with a program that sends it"
+    if cfg.webhook is not None and (problem := url_problem(cfg.webhook, remedy)):
         yield f"alarms.webhook {problem} (the value is not shown)"
     if "command" in used and not cfg.command:
         yield "alarms.command=[] is empty, but an alarm uses the action command; set it to a program and its arguments"
@@ -91,18 +92,3 @@ def alarm_problems(cfg: AlarmsConfig) -> Iterator[str]:
         program = cfg.command[0].partition(" ")[0]  # the arguments may contain a secret
         absent = f"alarms.command: there is no program {program!r}"
         yield FileProblem(f"{absent}; give its path, and each argument as a separate item")
-
-
-def _webhook_problem(url: str) -> str | None:
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address or "<" in url:
-        return "is not a URL; write it as https://host/path, or as ${oc.env:NAME}"
-    if "@" in parts.netloc:
-        return "contains a login, which is not sent; use the action command with a program that sends it"
-    if any(not "!" <= letter <= "~" for letter in url):
-        return "contains a space or a character outside ASCII; escape it, as in %20"
-    return None

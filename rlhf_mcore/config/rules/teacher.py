@@ -6,21 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of, walk
-from rlhf_mcore.config.questions import has_teacher, reads_scores
-from rlhf_mcore.config.rules.layouts import cut_problems
+from rlhf_mcore.config.questions import has_teacher, other_models, reads_scores
 from rlhf_mcore.config.schema import Config, TeacherConfig
 from rlhf_mcore.config.schema.group import Group
-from rlhf_mcore.geometry import ModelGeometry
-from rlhf_mcore.readers.model_files import inspect_model, tokenizer_problems
+from rlhf_mcore.readers.model_files import tokenizer_problems
 from rlhf_mcore.readers.tokenizer_match import tokenizer_difference
 from rlhf_mcore.readers.user_functions import function_problems
 
 
-def teacher_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
-    """Check that a required teacher is set, and check its files, layout and tokenizer.
-
-    ``actor`` is the actor's geometry, or None if it is not known.
-    """
+def teacher_problems(cfg: Config) -> Iterator[str]:
+    """Check that a required teacher is set, and check its tokenizer and its other keys."""
     teacher, advantage = cfg.teacher, f"algorithm.advantage={cfg.algorithm.advantage}"
     if not has_teacher(cfg):
         if not reads_scores(cfg):
@@ -40,9 +35,9 @@ def teacher_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
     if teacher.weights != "path":
         yield from _own_problems(cfg)
         return
-    yield from _model_problems(cfg, "teacher.path", str(teacher.path), actor)
-    for source, path in (teacher.sources or {}).items():
-        yield from _model_problems(cfg, f"teacher.sources[{source}]", path, actor)
+    for model in other_models(cfg):
+        if model.role == "teacher":
+            yield from map(FileProblem, _tokenizer_problems(cfg, model.key, model.path))
 
 
 def _own_problems(cfg: Config) -> Iterator[str]:
@@ -57,19 +52,6 @@ def _own_problems(cfg: Config) -> Iterator[str]:
         )
     own = ("path", "sources", "layout", "ranks", "megatron")
     yield from _unused_keys(cfg, own if cfg.teacher.weights == "average" else (*own, "dtype", "offload"), weights)
-
-
-def _model_problems(cfg: Config, field: str, path: str, actor: ModelGeometry | None) -> Iterator[str]:
-    """Check the directory of a teacher. ``field`` is the key that names it."""
-    geometry, problems = inspect_model(path, field, ("lm",))
-    yield from problems
-    yield from map(FileProblem, _tokenizer_problems(cfg, field, path))
-    if geometry is None or actor is None:
-        return
-    if (size := geometry.vocab_size) < actor.vocab_size:
-        less = f"{field}={path}: its vocab_size={size} is less than model.path's {actor.vocab_size}"
-        yield f"{less}, so some tokens have no probability; choose a model with the same vocabulary"
-    yield from cut_problems("teacher", cfg.teacher.layout, geometry, field)
 
 
 def _tokenizer_problems(cfg: Config, field: str, path: str) -> Iterator[str]:

@@ -32,7 +32,7 @@ def _estimators(flag: str) -> str:
 
 
 Advantage = Annotated[str, Choices(tuple(ADVANTAGES), is_file_spec, FILE_SPEC)]
-PolicyLoss = Annotated[str, Choices(tuple(POLICY_LOSSES), is_file_spec, FILE_SPEC)]
+PolicyLoss = Annotated[str, Choices(POLICY_LOSSES, is_file_spec, FILE_SPEC)]
 _VALUES, _PARTS = _estimators("needs_values"), _estimators("compares_parts")
 _TURNS, _WHITENS = _estimators("credits_turns"), _estimators("whitens")
 _KL, _AHEAD = "algorithm.kl.coef", "trainer.max_staleness"
