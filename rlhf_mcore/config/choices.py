@@ -74,7 +74,17 @@ ADVANTAGES = {
     "reinforce_plus_plus_baseline": Estimator(compares_group=True, whitens=True),
     "distillation": Estimator(reads_scores=False),
 }
-POLICY_LOSSES = ("ppo_clip", "gspo", "cispo", "gmpo", "sapo", "dppo_tv", "dppo_kl", "kl_cov", "clip_cov")
+POLICY_LOSSES = (
+    "ppo_clip",
+    "gspo",
+    "cispo",
+    "gmpo",
+    "sapo",
+    "dppo_tv",
+    "dppo_kl",
+    "kl_cov",
+    "clip_cov",
+)
 READS_COVARIANCE = ("kl_cov", "clip_cov")  # read the covariance of old logprobs and advantages, before the update
 PREFERENCE_LOSSES = {
     "dpo": PreferenceLoss(),

@@ -69,7 +69,7 @@ def follow(copy: Path, section: str) -> None:
         if start is None:
             file.write_text(f"{text}\n\n{code}", encoding="utf-8")
             continue
-        end = re.compile(r"^}" if not start[1] else r"^\n\n|\Z", re.MULTILINE).search(text, start.end())
+        end = re.compile(r"^[})]" if not start[1] else r"^\n\n|\Z", re.MULTILINE).search(text, start.end())
         assert end is not None
         file.write_text(text[: end.start()] + code + text[end.start() :], encoding="utf-8")
 
