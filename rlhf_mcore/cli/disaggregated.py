@@ -123,7 +123,7 @@ def start_fleet(run: RunContext) -> Fleet:
     if on_cuda and rollout.ray.address is None:  # ranks use the first devices, engines the others
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         spare = visible.split(",")[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
-    cluster = Cluster(rollout.ray.address, rollout.ray.cpus_per_rank, gpus=int(on_cuda), own_gpus=spare)
+    cluster = Cluster(rollout.ray.address, 1, gpus=int(on_cuda), own_gpus=spare)
     episodes = None
     if cfg.environment.function is not None:
         episodes = EpisodeSpec.of(cfg, rollout.num_engines, ToolCallParser).build

@@ -215,6 +215,7 @@ FORMER = (
     Former("each engine gets enough prompts to stay busy", {"evaluate.prompts_per_batch": None}),
     Former("it is 5 times environment.container.timeout_s", {"environment.container.start_timeout_s": 300.0}),
     Former("the run ends after 5 bad updates in a row", {"trainer.max_bad_updates": 5}),
+    Former("an engine requests one core per rank", {"rollout.ray.cpus_per_rank": 1}),
     Former("an engine is restarted at most 3 times in a row", {"rollout.engine_restarts": 3}),
     Former("the live display shows responses of every 10th step", {"logging.samples": 10}),
     Former(_TRIES, {"reward.remote.deadline_s": 300.0, "reward.remote.retries": 4}),

@@ -66,7 +66,6 @@ class RayConfig(Group):
 
     address: Optional[Address] = key(None, "address of a running Ray cluster", only_with=_APART)
     """For example `10.0.0.1:6379`. `null`: Ray is started on this machine and ends with the run."""
-    cpus_per_rank: PositiveInt = key(1, "CPU cores per engine process", only_with=_APART)
 
 
 class SpeculativeConfig(Group):

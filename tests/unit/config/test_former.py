@@ -63,7 +63,7 @@ TRANSLATED = [
     ({"rollout.server.timeout_s": 600.0}, {"rollout.engine_timeout_s": 10.0}),
     ({"data.max_rows": 5000000}, {"data.max_bytes": 20480000000}),
     ({"data.max_rows": 1000, "trainer.max_bad_updates": 2}, {}),
-    ({"rollout.engine_restarts": 9, "logging.samples": 0}, {}),
+    ({"rollout.engine_restarts": 9, "logging.samples": 0, "rollout.ray.cpus_per_rank": 4}, {}),
     ({"reward.remote.deadline_s": 20.0, "reward.judge.retries": 2}, {}),
 ]
 
