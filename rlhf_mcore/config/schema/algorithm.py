@@ -73,9 +73,9 @@ class RolloutCorrectionConfig(Group):
     """
 
     mode: Optional[Literal["off", "token", "sequence", "geometric"]] = key(None, "weights of the policy term")
-    """Weights are ratios of the trainer's to the engine's probability. `token`: ratio of each token. `sequence`: ratio
-    of each response, the product over its tokens. `geometric`: no weights; masks use the geometric mean of a response's
-    ratios. `null`: `token` with `trainer.max_staleness` or `rollout.quantization`, else `off`. See [asynchronous
+    """Weights are ratios of the trainer's to the engine's probability. `token`: of each token. `sequence`: of each
+    response, the product over its tokens. `geometric`: no weights; masks use the geometric mean of a response's ratios.
+    `null`: `token` with `trainer.max_staleness` or `rollout.quantization`, else `off`. See [asynchronous
     runs](algorithms/off-policy.md#asynchronous-runs)."""
     cap: PositiveFloat = key(2.0, "maximum weight")
     mask_low: Optional[NonNegativeFloat] = key(None, "mask tokens or responses with a lower ratio; null: off")
@@ -171,11 +171,9 @@ class AlgorithmConfig(Group):
     lam_alpha: Optional[PositiveFloat] = key(None, "lam is 1 - 1 / (`lam_alpha` · response tokens)", only_with=_VALUES)
     """It sets the policy's lam. `null`: `lam`. VAPO sets it to 0.05."""
     turn_gamma: Fraction = key(1.0, "discount of later rewards, per policy turn")
-    """It needs an environment; `gae` and `reinforce` apply it in addition to `gamma`. See
-    [turns](algorithms/multi-turn.md)."""
+    """It needs an environment. See [turns](algorithms/multi-turn.md)."""
     turn_credit: bool = key(False, "assign advantages to policy turns: a turn is one action", only_with=_TURNS)
-    """`grpo`, `rloo`: a turn is compared with the same turn of the group's other responses. `gae`, `reinforce`: the
-    recursion goes over turns instead of tokens. See [turns](algorithms/multi-turn.md)."""
+    """See [turns](algorithms/multi-turn.md)."""
     whiten_advantages: bool = key(False, "normalise a step's advantages to mean 0 and std 1", only_with=_WHITENS)
     bootstrap_truncated: bool = key(False, "the critic's value follows truncated responses, not 0", only_with=_VALUES)
     """See [losses](algorithms/losses.md#advantages)."""
@@ -190,9 +188,8 @@ class AlgorithmConfig(Group):
     sapo: SapoConfig = group(SapoConfig, "`sapo`: temperatures of the loss")
     covariance: CovarianceConfig = group(CovarianceConfig, "`kl_cov`, `clip_cov`: tokens that the loss restrains")
     old_logprobs: Literal["auto", "always"] = key("auto", "source of the policy's logprobs before a step's updates")
-    """`auto`: the update's own forward pass if a step is one update, else a separate pass. `always`: a separate pass.
-    If a step is one update, both are equal, and `actor/old_logprobs_of_update` is 1. A KL in the reward always needs
-    the separate pass."""
+    """`auto`: the update's own forward pass if a step is one update, else a separate pass. `always`: a separate pass. A KL
+    in the reward always needs it."""
     kl: KLConfig = group(KLConfig, "KL to the reference policy")
     entropy_coef: NonNegativeFloat = key(0.0, "weight of the entropy bonus")
     centering: NonNegativeFloat = key(

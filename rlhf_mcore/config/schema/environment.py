@@ -68,9 +68,8 @@ class EnvironmentConfig(Group):
     score: Literal["environment", "reward", "sum"] = key("environment", "score of an episode")
     """`environment`: sum of its step rewards. `reward`: score of the last turn by `reward`. `sum`: both."""
     overlap: Optional[bool] = key(None, "an engine samples turns of other episodes while environments compute")
-    """Faster if environment steps take long. Batches then depend on timing, so a run that was killed and resumed may
-    differ from an uninterrupted run in the last bits. `null`: true if `trainer.max_staleness` is above 0 and
-    `rollout.deterministic_order` is false."""
+    """Faster if environment steps take long, but a run that was killed and resumed may differ in the last bits. `null`:
+    true if `trainer.max_staleness` is above 0 and `rollout.deterministic_order` is false."""
     rewritten_history: Literal["refuse", "keep"] = key("refuse", "if a chat template changes earlier turns")
     """`refuse`: the run ends with an error. `keep`: the template formats only new messages; sampled tokens stay
     unchanged. Templates that remove the reasoning of earlier turns do this."""

@@ -75,10 +75,8 @@ class OptimizerConfig(Group):
     """fp32 master weights and moments, sharded over data-parallel ranks."""
 
     name: Literal["adamw", "muon", "sgd"] = key("adamw", "optimizer", is_fixed=True)
-    """`muon`: Muon for the matrices of the layers, AdamW for all other weights. Muon orthogonalises the whole momentum
-    of each Hugging Face matrix (queries, keys and values separately) in every layout. Its updates are as large as
-    AdamW's ([arXiv 2502.16982](https://arxiv.org/abs/2502.16982)), so `lr` and `weight_decay` can stay the same. `sgd`:
-    with momentum. Muon and SGD store one moment, AdamW stores two."""
+    """`muon`: Muon for the matrices of the layers, AdamW for all other weights, with the same `lr` and `weight_decay`.
+    `sgd`: with momentum. See [Muon and SGD](scale/tuning.md#muon-and-sgd)."""
     momentum: Decay = key(0.95, "decay of the momentum; `muon` uses Nesterov momentum", only_with=".name=muon or sgd")
     lr: NonNegativeFloat = key(1e-6, "peak learning rate")
     beta1: Decay = key(0.9, "decay of the first moment", only_with=".name=adamw or muon")
@@ -110,34 +108,28 @@ class MoEConfig(Group):
     """Training of mixture-of-experts models."""
 
     aux_loss_coef: NonNegativeFloat = key(0.0, "weight of the load-balancing loss, summed over layers; 0: off")
-    """The loss is the Switch Transformers loss, which is 1 per layer at perfect balance. It is reported as
-    `actor/load_balance`; `loss/total` does not include it."""
+    """The Switch Transformers loss, which is 1 per layer at perfect balance. It is reported as `actor/load_balance`;
+    `loss/total` does not include it."""
     expert_bias_rate: Fraction = key(0.0, "change of a router bias per expert and update (DeepSeek-V3); 0: frozen")
-    """Balances experts without a loss (arXiv 2408.15664). After each update this rate is added to the bias of experts
-    that received fewer tokens than the mean, and subtracted for experts that received more. DeepSeek-V3 was trained
-    with 0.001."""
+    """After each update it is added to the bias of experts that received fewer tokens than the mean, and subtracted for
+    the others (arXiv 2408.15664). DeepSeek-V3 was trained with 0.001."""
 
 
 class VisionConfig(Group):
     """The vision tower of a model that reads images (Qwen2.5-VL, Qwen3-VL)."""
 
     train: Literal["none", "merger", "all"] = key("none", "trained part of the vision tower", is_fixed=True)
-    """`none`: engines receive the tower once. `merger`: the mergers, which turn patches into tokens, at the end of the
-    tower and for DeepStack. `all`: the whole tower. Frozen parts have no gradient and no optimizer state. An update
-    passes each image through the tower once. A trained part needs a second pass, with the summed gradients of all
-    sequences that contain the image. See [images](guide/images.md)."""
+    """`none`: engines receive the tower once. `merger`: the projections from patches to tokens. `all`: the whole tower.
+    See [images](guide/images.md#train-the-vision-tower)."""
 
 
 class MTPConfig(Group):
     """MTP layers: layers that predict tokens after the next one (DeepSeek-V3, GLM-4.5)."""
 
     mode: Literal["keep", "train", "joint"] = key("keep", "training of the MTP layers of `model.path`", is_fixed=True)
-    """`keep`: not trained; checkpoints contain them unchanged. `train`: they learn to predict the responses; their loss
-    trains no other weights. `joint`: `algorithm.kind: sft` only; their loss trains the whole model. Their loss is the
-    negative log-likelihood of response tokens, each with its weight in the model's loss, predicted one token earlier.
-    It is reported as `actor/mtp_loss`; `loss/total` does not include it. With `train`, hidden states, embedding and
-    output layer are constants, and the gradient of MTP layers is clipped by its own norm, so the rest of the model gets
-    the same update as with `keep`. MTP layers are not load-balanced."""
+    """`keep`: not trained; checkpoints contain them unchanged. `train`: they learn to predict the responses; the rest of
+    the model gets the same update as with `keep`. `joint`: `algorithm.kind: sft` only; their loss trains the whole
+    model. See [MTP](algorithms/mtp.md)."""
     loss_coef: PositiveFloat = key(0.1, "factor of the MTP loss, a mean over layers", only_with="actor.mtp.mode=joint")
     """As Megatron's `mtp_loss_scaling_factor`."""
 
@@ -146,7 +138,6 @@ class LoraConfig(Group):
     """Low-rank adapters, trained instead of the weights."""
 
     rank: Optional[PositiveInt] = key(None, "rank of the adapters; null: all weights are trained", is_fixed=True)
-    """With adapters the weights are frozen."""
     alpha: Optional[PositiveFloat] = key(None, "scale; null: 2 · `rank`", is_fixed=True, only_with=".rank")
     """The output is multiplied by it and divided by `rank`."""
     dropout: Decay = key(0.0, "share of an adapter's inputs that is dropped during training", only_with=".rank")
@@ -180,33 +171,27 @@ class ActorConfig(Group):
     recompute: RecomputeConfig = group(RecomputeConfig, "activation recomputation: less memory, more compute")
     moe: MoEConfig = group(MoEConfig, "mixture-of-experts (MoE) models")
     router_replay: Literal["off", "rollout", "old_logprobs"] = key("off", "MoE: source of the policy's expert choices")
-    """`off`: the router chooses in every pass. `rollout`: all passes replay the choices of the engine that sampled the
-    response (R3). `old_logprobs`: updates replay the choices of the pass for old logprobs (R2). The router still
-    learns, because the weights of the chosen experts are its own scores. See [router
+    """`off`: the router chooses in every pass. `rollout`: all passes replay the choices of the engine (R3).
+    `old_logprobs`: updates replay the choices of the pass for old logprobs (R2). See [router
     replay](algorithms/router-replay.md)."""
     mtp: MTPConfig = group(MTPConfig, "multi-token prediction (MTP) layers")
     vision: VisionConfig = group(VisionConfig, "vision tower")
     lora: ActorLoraConfig = group(ActorLoraConfig, "low-rank adapters")
     """See [adapters](algorithms/lora.md)."""
     freeze: list[str] = key([], "Hugging Face names, or patterns, of weights that are not trained", is_fixed=True)
-    """For example `model.layers.0.*`. Frozen weights have no gradient and no optimizer state. They are saved as usual,
-    and sent only to engines that lack them. Weights that Megatron stores in one tensor (q, k and v; gate and up) must
-    be frozen together."""
+    """For example `model.layers.0.*`. Frozen weights are saved as usual, and sent only to engines that lack them. Weights
+    that Megatron stores in one tensor (q, k and v; gate and up) must be frozen together."""
     fp8: Optional[Literal["blockwise"]] = key(None, "FP8 matrix products, by Transformer Engine on Hopper GPUs")
-    """`blockwise`: all passes use the same quantised weights, bit for bit, as `rollout.quantization: fp8` sends. Inputs
-    and gradients have one scale per 128 values. Weights, master weights and checkpoints do not change. The reference
-    policy computes in FP8 too; a critic, a reward model and teachers do not. See
-    [FP8](scale/low-precision.md#train-with-8-bit-products)."""
+    """`blockwise`: all passes of the policy and the reference, with the quantised weights that `rollout.quantization: fp8`
+    sends. Checkpoints do not change. See [FP8](scale/low-precision.md#train-with-8-bit-products)."""
     megatron: Optional[dict[str, Any]] = key(None, "fields of Megatron-core's configuration classes, by name")
-    """For example `{overlap_grad_reduce: true}`. Fields of TransformerConfig, DistributedDataParallelConfig and
-    OptimizerConfig of the installed Megatron-core. Names and types are checked, and fields that other keys set are
-    rejected. The reference policy uses the same TransformerConfig fields. See
+    """For example `{overlap_grad_reduce: true}`: fields of TransformerConfig, DistributedDataParallelConfig and
+    OptimizerConfig. Fields that other keys set are rejected. The reference uses the same TransformerConfig fields. See
     [performance](scale/tuning.md#megatrons-own-settings)."""
     offload: Offload = key("auto", "parts of the model that leave the device while engines or other models use it")
     """`auto`: as much as `rlhf-mcore plan` finds necessary; nothing on a CPU. `state`: gradients are freed, and the
-    optimizer state is on the host except during an update. `always`: as `state`, and the weights are on the host
-    between passes. Weights and optimizer state move to pinned host memory that is allocated once. Results are the same,
-    bit for bit."""
+    optimizer state is on the host except during an update. `always`: also the weights, between passes. Results do not
+    change. See [memory](scale/memory.md#what-leaves-the-device-and-when)."""
 
 
 class CriticConfig(Group):
@@ -238,9 +223,9 @@ class ReferenceConfig(Group):
 
     path: Optional[str] = key(None, "frozen policy; null: `model.path`")
     offload: FrozenOffload = key("auto", "offloading of the weights to the host")
-    """`auto`: if a phase would not fit otherwise, as `rlhf-mcore plan` finds; never on a CPU. `always`: the weights are
-    in host memory between uses. `by_layer`: also during a pass; at most two layers are on the device. Each microbatch
-    then copies the layers again, the next layer while one computes; a pass over few tokens waits for the copies."""
+    """`auto`: if a phase would not fit otherwise, as `rlhf-mcore plan` finds; never on a CPU. `always`: the weights are in
+    host memory between uses. `by_layer`: also during a pass, which waits for the copies if it has few tokens. See
+    [memory](scale/memory.md#what-leaves-the-device-and-when)."""
     refresh_steps: NonNegativeInt = key(0, "interval in steps at which the actor's weights are copied; 0: never")
     precompute: bool = key(False, "compute logprobs once, before training", only_with="algorithm.kind=dpo")
     """The reference is then freed. Otherwise it runs before each update and each evaluation."""
@@ -253,7 +238,6 @@ class TeacherConfig(Group):
     """A policy from which a student learns, token by token."""
 
     path: Optional[str] = key(None, "the teacher model; its tokenizer must equal the tokenizer of `model.path`")
-    """Any model family. See [distillation](algorithms/distillation.md)."""
     sources: Optional[dict[str, str]] = key(None, "directory per data source: `{math: models/A, code: models/B}`")
     """`teacher.path` teaches all other sources. All teachers share layout, precision and offloading."""
     weights: Literal["path", "actor", "average"] = key("path", "weights of the teacher", is_fixed=True)
@@ -265,9 +249,9 @@ class TeacherConfig(Group):
     information that the student lacks. `null`: the teacher reads the student's prompts. See
     [distillation](algorithms/distillation.md#another-prompt)."""
     divergence: Literal["k1", "forward_kl", "reverse_kl", "jsd"] = key("k1", "minimised divergence from the teacher")
-    """t and p are the probabilities of teacher and policy. `k1`: reverse KL, estimated at the sampled token: `coef` ·
-    (log t - log p) is added to its advantage. `forward_kl`: Σ t log(t / p) over the distribution, added to the loss, as
-    the following values. `reverse_kl`: Σ p log(p / t). `jsd`: generalised Jensen-Shannon divergence."""
+    """`k1`: reverse KL, estimated at the sampled token and added to its advantage. `forward_kl`, `reverse_kl` and `jsd`
+    (generalised Jensen-Shannon) compare distributions, and are added to the loss. See
+    [divergences](algorithms/distillation.md#divergences)."""
     beta: Annotated[float, Gt(0), Lt(1)] = key(0.5, "weight of the teacher in the mixture", only_with=".divergence=jsd")
     top_k: PositiveInt = key(64, "most probable tokens of a teacher's distribution", only_with=f".divergence={_SPREAD}")
     """All other tokens count as one event. A value of the vocabulary size is exact."""
@@ -283,7 +267,7 @@ class RewardModelConfig(Group):
     """A reward model. Its score is added to the score of the rules or the function."""
 
     path: Optional[str] = key(None, "`*ForSequenceClassification` directory with one label and the policy's tokenizer")
-    """Its score of the whole response is added to the score of the rules; `reward.rules=[]` disables the rules."""
+    """`reward.rules=[]` disables the rules."""
     weight: float = key(1.0, "weight of its score in the sum")
     dtype: Optional[Dtype] = key(None, "data type of weights and activations; null: `model.dtype`")
     layout: LayoutConfig = group(LayoutConfig, "independent of the actor's, over `reward.model.ranks`")

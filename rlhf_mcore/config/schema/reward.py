@@ -53,10 +53,9 @@ class SandboxConfig(Group):
     """Set the isolation and limits of programs that the model writes."""
 
     minimum: Literal["rlimits", "filters", "namespaces"] = key("filters", "weakest isolation with which a run starts")
-    """`rlimits`: limits for CPU, memory, files and processes; programs can read your files and use the network.
-    `filters`: also Landlock and seccomp; programs can do neither. `namespaces`: also separate Linux namespaces;
-    programs see no other processes, files or networks. The strongest isolation of the machine is always used;
-    `rlhf-mcore doctor` shows it."""
+    """`rlimits`: limits for CPU, memory, files and processes; programs can read your files and use the network. `filters`:
+    also Landlock and seccomp; programs can do neither. `namespaces`: also separate Linux namespaces. The strongest
+    isolation of the machine is always used; `rlhf-mcore doctor` shows it."""
     memory_gib: PositiveFloat = key(2.0, "memory of a program with all its child processes, in GiB")
     packages: bool = key(True, "allow imports of packages that are installed with rlhf_mcore, such as numpy")
 
@@ -107,8 +106,7 @@ class RewardConfig(Group):
     """Set how responses are scored: a weighted sum of rules or your function, and a reward model."""
 
     rules: list[RuleConfig] = key([RuleConfig(name="final_number")], "rule graders and their weights in the sum")
-    """See [rewards](guide/rewards/index.md). A grade g scores `incorrect` + g · (`correct` - `incorrect`); by default
-    these are 0 and 1."""
+    """See [rewards](guide/rewards/index.md)."""
     sources: Optional[dict[str, list[RuleConfig]]] = key(None, "rules per `data_source`, which replace `reward.rules`")
     """`{my_source: [{name: math}], aime*: ...}`; the second name matches every source that starts with aime. Well-known
     sources have built-in rules; `{}` uses only these. `null`: `reward.rules` for all sources."""

@@ -73,9 +73,8 @@ class SpeculativeConfig(Group):
 
     method: Literal["off", "ngram", "mtp"] = key("off", "source of draft tokens", only_with=ENGINE)
     """`ngram`: tokens that followed the same n-gram earlier in the prompt or response. `mtp`: the MTP layers of
-    `model.path` (DeepSeek-V3, GLM-4.5); trained layers (`actor.mtp`) are sent with each sync. Drafts are accepted with
-    the probability that preserves the policy's distribution (arXiv 2211.17192), and logprobs are the policy's own.
-    Sampled responses differ from a run without drafts, because random numbers are used in another order."""
+    `model.path` (`actor.mtp`). The policy's distribution and logprobs stay the same, but other responses are sampled.
+    See [speculative decoding](scale/speculative.md)."""
     num_tokens: DraftTokens = key(1, "draft tokens per forward pass", only_with=".method=ngram or mtp")
     ngram_tokens: DraftTokens = key(3, "last tokens that must occur earlier", only_with=".method=ngram")
 
@@ -108,35 +107,30 @@ class RolloutConfig(Group):
     max_num_seqs: Optional[PositiveInt] = key(None, "maximum concurrent responses per data-parallel group of an engine")
     """`null`: 256; `vllm`: 1024 on devices with at least 70 GiB except A100, as vLLM chooses."""
     max_num_batched_tokens: Optional[PositiveInt] = key(None, "maximum tokens per forward pass", only_with=ENGINE)
-    """Prompt tokens are included, and longer prompts are processed in chunks. It must be at least
-    `rollout.max_num_seqs`; vLLM's choice (`null`) always is."""
+    """Prompt tokens are included, and longer prompts are processed in chunks. At least `rollout.max_num_seqs`. `null`:
+    vLLM's choice."""
     quantization: Optional[Literal["fp8", "int8"]] = key(None, "8-bit weights in engines", only_with=ENGINE)
     """`fp8`: 8-bit floats, one scale per block of 128x128. `int8`: 8-bit integers, one scale per row. The trainer's
-    weights do not change. The sender quantises the matrices of the layers, which halves their bytes compared to bf16.
-    See [8-bit engine weights](scale/low-precision.md#8-bit-engine-weights)."""
+    weights do not change. See [8-bit engine weights](scale/low-precision.md#8-bit-engine-weights)."""
     vllm: Optional[dict[str, Any]] = key(None, "engine arguments of vLLM", only_with=ENGINE)
-    """For example `{kv_cache_dtype: fp8}`. Any field of EngineArgs of the installed vLLM, by name. Names and types are
-    checked before processes start. Arguments that other keys set are rejected. See
-    [performance](scale/tuning.md#vllms-own-arguments)."""
+    """For example `{kv_cache_dtype: fp8}`: fields of EngineArgs of the installed vLLM. Arguments that other keys set are
+    rejected. See [performance](scale/tuning.md#vllms-own-arguments)."""
     gpu_memory_utilization: Share = key(0.5, "CUDA: share of a device's memory that an engine may use")
     kv_cache_gib: PositiveFloat = key(0.5, "CPU: size of an engine's KV cache in GiB")
     server: ServerConfig = group(ServerConfig, "external vLLM servers")
     speculative: SpeculativeConfig = group(SpeculativeConfig, "speculative decoding")
     enforce_eager: bool = key(False, "CUDA: disable CUDA graphs; on a CPU engines always run eagerly")
     sleep_level: SleepLevel = key(2, "CUDA: memory that a sleeping engine frees; 0: none", only_with=_COLOCATED)
-    """Engines sleep while the trainer learns. 1: the KV cache and the weights, with a copy of the weights in pinned
-    host memory. 2: the KV cache and the weights, which the next sync writes again. Only engines sleep: `offload` moves
-    critic, reference and reward model."""
+    """1: the KV cache and the weights, with a copy of the weights in pinned host memory. 2: the KV cache and the weights,
+    which the next sync writes again."""
     order: Order = key("in_order", "assignment of a step's prompts to engines, and their order", only_with=_COLOCATED)
-    """`in_order`: each of N engines takes every N-th prompt, in data order. `longest_first`: engines get equal expected
-    tokens and start with the longest. `shared_queue`: the same order, but a free engine takes the next waiting prompt.
-    The expected length is the length of the prompt's longest response last time, otherwise the mean of its data source.
-    Seeds do not depend on the order. With `shared_queue` the batches depend on timing, so a resumed run equals an
-    uninterrupted run only up to rounding."""
+    """`in_order`: each of N engines takes every N-th prompt. `longest_first`: engines get equal expected tokens and start
+    with the longest. `shared_queue`: the same order, but a free engine takes the next waiting prompt; a resumed run
+    then equals an uninterrupted run only up to rounding. See [order](scale/tuning.md#order-of-generation)."""
     at_publish: Optional[AtPublish] = key(None, "unfinished responses when weights arrive", only_with=_AHEAD)
     """`continue`: continue with the old keys and values. `resubmit`: recompute keys and values with the new weights.
-    `drain`: finish before the weights are sent; a `trainer.max_staleness` above 1 then makes responses staler without
-    making steps shorter. `null`: `continue`, or `drain` with `rollout.deterministic_order`."""
+    `drain`: finish before the weights are sent. `null`: `continue`, or `drain` with `rollout.deterministic_order`. See
+    [publishes](scale/async.md#what-a-publish-does)."""
     oversample: Annotated[float, Ge(1), Le(8)] = key(1.0, "started prompts per trained prompt", only_with=_APART)
     """A step uses the prompts that finish first. The others continue within `trainer.max_staleness`, or restart."""
     deterministic_order: bool = key(False, "train on prompts in data order, not as they finish", only_with=_AHEAD)
@@ -168,17 +162,15 @@ class BridgeConfig(Group):
     verify: Literal["off", "digest"] = key("digest", "`planned`: check of the weights after every sync")
     """`digest`: every tensor is hashed on both sides, and the run ends if a hash differs."""
     full_every: Optional[PositiveInt] = key(None, "interval between syncs that send all elements", only_with=_APART)
-    """The others send only changed elements. `null`: every sync sends all elements. Plug-in
-    `rlhf_mcore_contrib.delta_sync`. Use it for slow links and models in bf16: at a learning rate of 1e-6, a step
-    changes about one percent of the elements. Messages are hashed; if a hash differs, that sync sends everything.
-    Trainer ranks also keep their weights in host memory."""
+    """The others send only changed elements, for slow links and models in bf16. `null`: every sync sends all elements. It
+    needs the plug-in `rlhf_mcore_contrib.delta_sync`, and keeps the weights of trainer ranks in host memory. See [slow
+    links](scale/weight-sync.md#slow-links)."""
     transport: Literal["group", "nixl"] = key("group", "transport of weight messages", only_with=_APART)
-    """`group`: the process group, NCCL or gloo. `nixl`: engines read registered memory through NIXL (plug-in
-    `rlhf_mcore_contrib.nixl`, package `nixl`), with RDMA if the network supports it; message buffers stay allocated."""
+    """`group`: the process group, NCCL or gloo. `nixl`: engines read registered memory (plug-in `rlhf_mcore_contrib.nixl`,
+    package `nixl`); message buffers stay allocated."""
     canary: Optional[bool] = key(None, "after every sync, compare the logprobs of a few tokens of engines and trainer")
-    """`null`: true with colocated engines, else false. Every engine generates these tokens. An engine that disagrees
-    with the trainer is not used. If models are offloaded between uses, the trainer computes its logprobs while the
-    engines sleep, before it learns."""
+    """`null`: true with colocated engines, else false. An engine that disagrees with the trainer is not used. See [weight
+    sync](scale/weight-sync.md)."""
     live_cpu_weights: bool = key(False, "CPU: use plain kernels on live weights instead of vLLM's packed copies")
     """A sync then writes in place; generation is a little slower."""
 

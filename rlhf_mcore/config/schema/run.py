@@ -137,8 +137,7 @@ class ProfileConfig(Group):
 
     steps: list[int] = key([], "steps that torch's profiler records, including the phases of the run")
     """All ranks share one timeline per sequence of consecutive steps, `profile/steps-<first>-<last>.json.gz` in the run
-    directory; open it in ui.perfetto.dev. It does not include disaggregated engines. On CUDA, phases are always NVTX
-    ranges too."""
+    directory; open it in ui.perfetto.dev. It does not include disaggregated engines."""
 
 
 class TrainerConfig(Group):
@@ -170,9 +169,8 @@ class TrainerConfig(Group):
     bind_numa: Literal["auto", "off"] = key("auto", "CUDA: CPU cores of ranks, and of engines under Ray")
     """`auto`: cores of the GPU's NUMA node, if the machine has several nodes. `off`: all cores."""
     max_staleness: Annotated[int, Ge(0), Le(64)] = key(0, "`disaggregated`: maximum staleness of a token in versions")
-    """Staleness is the distance between the version that sampled a token and the version that learns from it. 0:
-    trainer and engines wait for each other in every step. 1: engines sample for the next step while the trainer learns.
-    See [asynchronous training](scale/async.md)."""
+    """The versions between sampling a token and learning from it. 0: trainer and engines wait for each other in every
+    step. 1: engines sample for the next step while the trainer learns. See [asynchronous training](scale/async.md)."""
     profile: ProfileConfig = group(ProfileConfig, "profile steps on all ranks")
     collective_timeout_s: PositiveInt = key(1800, "seconds that a rank waits for other ranks in a collective")
     """During sampling: seconds without a new token."""
@@ -287,9 +285,7 @@ class AlarmsConfig(Group):
     """Rules on metrics, checked after every step."""
 
     defaults: bool = key(True, "enable the built-in rules")
-    """Jumps of the mean score, runaway KL, collapsed entropy, rewards that are all 0, failing rewards, engine and
-    trainer that disagree, gradient spikes, skipped updates, values that are not finite. See
-    [alarms](operations/monitoring.md#alarms)."""
+    """See [alarms](operations/monitoring.md#alarms)."""
     actions: list[Action] = key(["warn"], "actions of alarms without their own")
     """Every action also prints the remedy, as `warn` does. `save` saves a checkpoint after the step; `stop` saves one
     and ends the run with exit code 76, after which nothing restarts it automatically."""
