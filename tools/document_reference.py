@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rlhf_mcore.cli.exit_codes import EPILOG, TOOL_EPILOG  # noqa: E402
-from rlhf_mcore.cli.main import COMMANDS, PLUGINS, module_of  # noqa: E402
+from rlhf_mcore.cli.main import COMMANDS, PLUGINS, SUMMARIES, module_of  # noqa: E402
 from rlhf_mcore.config.choices import PRESETS  # noqa: E402
 from rlhf_mcore.environments.agents import endpoint  # noqa: E402
 from rlhf_mcore.environments.agents.calls import RequestError, TurnOutput  # noqa: E402
@@ -288,7 +288,8 @@ def migration_page(name: str) -> str:
 def index_page() -> str:
     """List the pages of the reference."""
     keys = " · ".join(f"[`{name}`](reference/config/{name}.md)" for name in document_config.pages())
-    rows = [(f"[`{name}`](reference/cli/{name}.md)", _text(COMMANDS[name])) for name in commands()]
+    summaries = {name: SUMMARIES.get(name) or import_module(PLUGINS[name]).SUMMARY for name in commands()}
+    rows = [(f"[`{name}`](reference/cli/{name}.md)", _text(summary)) for name, summary in summaries.items()]
     others = [
         ("[Presets](reference/presets.md)", "what `algorithm: NAME` sets"),
         ("[Metrics](reference/metrics.md)", "names, meanings, units and healthy ranges"),
