@@ -6,12 +6,14 @@ package would. A plug-in is imported only if a run or a command names it. The co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_mcore.config.errors import ConfigError
+
+F = TypeVar("F")
 
 
 def find_plugins(kind: str) -> Mapping[str, EntryPoint]:
@@ -56,3 +58,19 @@ def load_plugin(kind: str, name: str, needed_by: str, package: str | None = None
         raise ConfigError(
             f"{needed_by} needs {point.module} and the package {missing}: pip install {missing}"
         ) from error
+
+
+def registering(table: dict[str, F], declared: Collection[str]) -> Callable[[str], Callable[[F], F]]:
+    """Return a decorator that adds objects to ``table``: ``@decorator("name")``."""
+
+    def decorate(name: str) -> Callable[[F], F]:
+        assert name in declared, f"{name!r} is not declared in rlhf_mcore/config, so no configuration can choose it"
+        assert name not in table, f"{name!r} is registered twice"
+
+        def register(made: F) -> F:
+            table[name] = made
+            return made
+
+        return register
+
+    return decorate

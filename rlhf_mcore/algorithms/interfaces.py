@@ -13,8 +13,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_mcore.config import choices
-from rlhf_mcore.config.choices import registering
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.plugins import registering
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhf_mcore.algorithms.interfaces import AdvantageInputs, Advantages, advantage_estimator
-from rlhf_mcore.config.choices import KL_ESTIMATORS, registering
+from rlhf_mcore.config.choices import KL_ESTIMATORS
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.plugins import registering
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from rlhf_mcore.algorithms.interfaces import bind, takes
 from rlhf_mcore.algorithms.kl import at_least_float32
 from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
 from rlhf_mcore.config import choices
-from rlhf_mcore.config.choices import registering
+from rlhf_mcore.plugins import registering
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.plan.sent_weights import sent_geometry, sent_quantisation
 from rlhf_mcore.bridge.run.endpoints import HostCopies, KeptSources
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
 from rlhf_mcore.bridge.run.sync import NoTarget
@@ -25,7 +26,6 @@ from rlhf_mcore.cli.generation import (
 )
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.questions import sent_geometry, sent_quantisation
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.environments.build import EpisodeSpec
 from rlhf_mcore.families.mtp import MTP_KEY

@@ -17,11 +17,12 @@ from rlhf_mcore.bridge.files.gather import GatherBridge, Gatherer
 from rlhf_mcore.bridge.map.engine import keep_loading_layout, map_engine
 from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, part_of
 from rlhf_mcore.bridge.map.trace import EngineMap
+from rlhf_mcore.bridge.plan.sent_weights import sends_adapters, sent_geometry, sent_quantisation
 from rlhf_mcore.bridge.run.merged import MergedSources, SeparateAdapterSources, adapted_weights
 from rlhf_mcore.bridge.run.sync import EngineWeights, PlannedBridge, SentWeights, SyncOptions
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.questions import adapter_sizes, draws_greedy, sends_adapters, sent_geometry, sent_quantisation
+from rlhf_mcore.config.questions import adapter_sizes, draws_greedy
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.coroutines import Background

@@ -24,14 +24,13 @@ from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.terminal import find_console, working
 from rlhf_mcore.config.engine_kinds import ENGINES, engine_kind
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.questions import max_new_tokens, worker_settings
-from rlhf_mcore.config.rules.fp8 import machine_problem
+from rlhf_mcore.config.questions import max_new_tokens
 from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import NEVER
 from rlhf_mcore.config.yaml_text import to_yaml
-from rlhf_mcore.environments.sessions import check_loads
+from rlhf_mcore.environments.sessions import check_loads, worker_settings
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.machine import count_gpus, has_driver, has_gpu, is_torch_for_cpu, memory_bytes
@@ -64,7 +63,7 @@ def check_packages(cfg: Config) -> None:
     Raises:
         ConfigError: a package is missing; the message names the key, the package and the command that installs it.
     """
-    if cfg.actor.fp8 is not None and (problem := machine_problem(cfg)) is not None:
+    if cfg.actor.fp8 is not None and (problem := _fp8_problem(cfg)) is not None:
         raise ConfigError(problem)
     rollout, stack = cfg.rollout, "gpu" if has_gpu() else "cpu"
     without = next(f"rollout.engine={kind.name}" for kind in ENGINES.values() if not kind.packages)
@@ -87,6 +86,17 @@ def check_packages(cfg: Config) -> None:
             raise ConfigError(
                 f"{setting} needs {package}, which is not installed: pip install 'rlhf_mcore[{extra}]', or set {instead}"
             )
+
+
+def _fp8_problem(cfg: Config) -> str | None:
+    """Return a missing requirement of this machine for FP8 products, or None. CUDA is not loaded."""
+    if not has_gpu():
+        lacks = "GPUs of compute capability 9.0 (H100, H200), and this machine has none"
+    elif find_spec("transformer_engine") is None:
+        lacks = "Transformer Engine, which is not installed: use NVIDIA's PyTorch container (Dockerfile)"
+    else:
+        return None
+    return f"actor.fp8={cfg.actor.fp8} needs {lacks}; or set it to null"
 
 
 def check_engine(cfg: Config) -> None:

@@ -20,7 +20,7 @@ from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import WrongValues
 from rlhf_mcore.config.questions import grades
-from rlhf_mcore.config.resolve import default_world_size, epochs_text, resolve
+from rlhf_mcore.config.resolve import default_world_size, num_steps, resolve
 from rlhf_mcore.config.rules.data import check_fills_a_step
 from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.run_kinds import run_kind
@@ -29,6 +29,7 @@ from rlhf_mcore.config.validate import report_all, validate, warnings_of
 from rlhf_mcore.config.yaml_text import to_yaml
 from rlhf_mcore.data.first_rows import check_first_rows
 from rlhf_mcore.own_files import shown_path
+from rlhf_mcore.readers.data_rows import count_rows
 from rlhf_mcore.readers.hub import localize, notes_of
 
 
@@ -80,6 +81,18 @@ def _start(args: argparse.Namespace) -> int:
         with offer(cfg) as document:
             return _launch(cfg, [args.config, *args.overrides, f"--resolved={document}"], is_dry=args.dry_run)
     return _run_rank(cfg)
+
+
+def epochs_text(cfg: Config) -> str | None:
+    """Return a text with the number of steps of ``trainer.num_epochs``, or None if it is not set."""
+    if cfg.trainer.num_epochs is None:
+        return None
+    leaves_out = cfg.data.transform is not None or cfg.data.overlong_prompts == "drop"
+    more = "; rows that data.transform or data.overlong_prompts=drop skips are counted" if leaves_out else ""
+    return (
+        f"trainer.num_epochs={cfg.trainer.num_epochs:g}: {num_steps(cfg)} steps of {cfg.trainer.prompts_per_step} for "
+        f"{count_rows(cfg.data.train) or 0} rows{more}"
+    )
 
 
 def _launch(cfg: Config, arguments: Sequence[str], *, is_dry: bool) -> int:

@@ -16,7 +16,7 @@ from rlhf_mcore.cli.terminal import align_columns, say, working
 from rlhf_mcore.config.choices import ASKING, ROLLOUT
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.questions import grades, worker_settings
+from rlhf_mcore.config.questions import grades
 from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.rules.data import prompt_problems
 from rlhf_mcore.config.rules.environment import environment_problems
@@ -26,7 +26,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import warnings_of
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.environments.agents.program import NO_TURN, missing_reward
-from rlhf_mcore.environments.sessions import Session, StepResult, check_loads, sessions_of
+from rlhf_mcore.environments.sessions import Session, StepResult, check_loads, sessions_of, worker_settings
 from rlhf_mcore.readers.hub import DATA_KEYS, localize
 
 if TYPE_CHECKING:  # these modules import torch or aiohttp

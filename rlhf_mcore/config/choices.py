@@ -1,35 +1,16 @@
 """Declare the names that a configuration may choose, with their properties for validation.
 
-Importing the functions takes seconds, so they register themselves in their modules (``registering``). An undeclared name is
+Importing the functions takes seconds, so they register themselves in their modules (``plugins.registering``). An undeclared name is
 rejected there, and a test finds a declared name without a function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Any, TypeVar
+from typing import Any
 
 from rlhf_mcore.plugins import find_plugins
-
-F = TypeVar("F")
-
-
-def registering(table: dict[str, F], declared: Collection[str]) -> Callable[[str], Callable[[F], F]]:
-    """Return a decorator that adds objects to ``table``: ``@decorator("name")``."""
-
-    def decorate(name: str) -> Callable[[F], F]:
-        assert name in declared, f"{name!r} is not declared in rlhf_mcore/config, so no configuration can choose it"
-        assert name not in table, f"{name!r} is registered twice"
-
-        def register(made: F) -> F:
-            table[name] = made
-            return made
-
-        return register
-
-    return decorate
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.config.choices import ADVANTAGES, MTP_TRAINED, PREFERENCE_LOSSES, ROLLOUT, Estimator, PreferenceLoss
-from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.config.choices import ADVANTAGES, PREFERENCE_LOSSES, ROLLOUT, Estimator, PreferenceLoss
 from rlhf_mcore.config.reward_sources import any_needs_truth, has_graders, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.families.quantised import FP8_OF_TRAINING
-from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
+from rlhf_mcore.geometry import AdapterSizes
 
 if TYPE_CHECKING:
-    from rlhf_mcore.config.schema import Config, EnvironmentConfig, LayoutConfig, LoraConfig
+    from rlhf_mcore.config.schema import Config, LayoutConfig, LoraConfig
 
 SHORTEST_PREFIX = 32  # tokens; sharing a shorter prefix costs more than it saves
 FP8_TOKENS = 32  # FP8 products need a multiple of 16 tokens, MXFP8 of 32
@@ -157,24 +155,6 @@ def needs_answer(cfg: Config) -> bool:
     return grades(cfg) and not scores_alone(cfg.reward) and any_needs_truth(cfg.reward)
 
 
-def worker_settings(cfg: Config, *, loads_only: bool = False) -> EnvironmentConfig:
-    """Return the settings of ``environment``. For a rollout function, ``options`` are the arguments of ``RolloutFunction``.
-
-    ``loads_only``: without the tokenizer, which takes seconds to load.
-    """
-    own = cfg.environment
-    if own.function != ROLLOUT:
-        return own
-    options = {
-        "function": cfg.rollout.function,
-        "tokenizer": None if loads_only else cfg.model.tokenizer_path or cfg.model.path,
-        "template": cfg.data.apply_chat_template,
-        "keep": own.rewritten_history == "keep",
-        "options": own.options,
-    }
-    return own.model_copy(update={"options": options})
-
-
 # ------------------------------------------------------------------------------------------------------------- lengths
 def longest_response(cfg: Config) -> int:
     """Return the maximum number of tokens of a training row after its prompt."""
@@ -212,25 +192,3 @@ def token_multiple(tp: int, cp: int, sequence_parallel: bool) -> int:
     A context-parallel rank holds two chunks of every sequence. Sequence parallelism splits them over the tensor-parallel ranks.
     """
     return cp * math.lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1)
-
-
-# ----------------------------------------------------------------------------------------------------- sent weights
-def sent_geometry(cfg: Config, geometry: ModelGeometry) -> ModelGeometry:
-    """Return the geometry of the weights that engines receive. It includes MTP layers if they are trained and engines use them."""
-    drafts = engine_kind(cfg.rollout.engine).reads("rollout.speculative") and cfg.rollout.speculative.method == "mtp"
-    return geometry if drafts and cfg.actor.mtp.mode in MTP_TRAINED else geometry.trunk
-
-
-def sent_quantisation(cfg: Config) -> str | None:
-    """Return the quantisation of sent weights. If the policy is trained in FP8, it is the same as in training."""
-    if cfg.rollout.quantization != "fp8" or cfg.actor.fp8 is None:
-        return cfg.rollout.quantization
-    return FP8_OF_TRAINING
-
-
-def sends_adapters(cfg: Config, geometry: ModelGeometry) -> bool:
-    """Return whether engines receive A and B separately. Otherwise they receive weights with the adapters merged."""
-    sizes = adapter_sizes(cfg.actor.lora)
-    if sizes is None or cfg.actor.lora.sync == "merge":
-        return False
-    return not any(engine_kind(cfg.rollout.engine).adapter_problems(cfg.rollout, replace(geometry, adapter=sizes)))

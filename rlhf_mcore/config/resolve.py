@@ -74,18 +74,6 @@ def num_steps(cfg: Config) -> int:
     return max(math.ceil(epochs * rows / cfg.trainer.prompts_per_step), 1)
 
 
-def epochs_text(cfg: Config) -> str | None:
-    """Return a text with the number of steps of ``trainer.num_epochs``, or None if it is not set."""
-    if cfg.trainer.num_epochs is None:
-        return None
-    leaves_out = cfg.data.transform is not None or cfg.data.overlong_prompts == "drop"
-    more = "; rows that data.transform or data.overlong_prompts=drop skips are counted" if leaves_out else ""
-    return (
-        f"trainer.num_epochs={cfg.trainer.num_epochs:g}: {num_steps(cfg)} steps of {cfg.trainer.prompts_per_step} for "
-        f"{count_rows(cfg.data.train) or 0} rows{more}"
-    )
-
-
 def at_publish(cfg: Config) -> str | None:
     """Return the handling of unfinished responses when weights are published, or None in synchronous runs."""
     if not cfg.trainer.max_staleness:

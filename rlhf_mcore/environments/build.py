@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.choices import ASKING, ROLLOUT
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.questions import longest_response, worker_settings
+from rlhf_mcore.config.questions import longest_response
 from rlhf_mcore.config.rules.environment import read_tools
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.data.tokenizer import load_tokenizer
@@ -23,7 +23,7 @@ from rlhf_mcore.environments.control_tokens import most_characters
 from rlhf_mcore.environments.environment import EnvironmentRollout
 from rlhf_mcore.environments.function import FunctionRollout, InProcessSessions
 from rlhf_mcore.environments.function_worker import KEY as FUNCTION_KEY
-from rlhf_mcore.environments.sessions import Sessions, sessions_of
+from rlhf_mcore.environments.sessions import Sessions, sessions_of, worker_settings
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.readers.data_rows import mapping
 from rlhf_mcore.readers.model_files import sees_images

@@ -22,7 +22,7 @@ from rlhf_mcore.redaction import redact
 from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, WorkerLimits, default_workers
 
 if TYPE_CHECKING:
-    from rlhf_mcore.config.schema import EnvironmentConfig
+    from rlhf_mcore.config.schema import Config, EnvironmentConfig
 
 PROGRAM = "rlhf_mcore.environments.worker"
 MAX_CONCURRENT = 256  # concurrent calls per process if the environments are asynchronous
@@ -373,6 +373,24 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str, isolates:
         keys = "environment.agent.timeout_s and environment.timeout_s"
         sessions.bound = f"the {timeout_s:g} s of {keys} (a coroutine must wait with await, not with blocking calls)"
     return sessions
+
+
+def worker_settings(cfg: Config, *, loads_only: bool = False) -> EnvironmentConfig:
+    """Return the settings of ``environment``. For a rollout function, ``options`` are the arguments of ``RolloutFunction``.
+
+    ``loads_only``: without the tokenizer, which takes seconds to load.
+    """
+    own = cfg.environment
+    if own.function != ROLLOUT:
+        return own
+    options = {
+        "function": cfg.rollout.function,
+        "tokenizer": None if loads_only else cfg.model.tokenizer_path or cfg.model.path,
+        "template": cfg.data.apply_chat_template,
+        "keep": own.rewritten_history == "keep",
+        "options": own.options,
+    }
+    return own.model_copy(update={"options": options})
 
 
 def check_loads(own: EnvironmentConfig) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from rlhf_mcore.bridge.plan.sent_weights import sent_geometry
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.questions import draws_greedy, sent_geometry
+from rlhf_mcore.config.questions import draws_greedy
 from rlhf_mcore.geometry import LatentSizes, ModelGeometry
 from rlhf_mcore.planning.counts import Elements, elements, end_elements
 from rlhf_mcore.planning.inputs import EngineGrid, PlanInputs, engine_grid, num_engines

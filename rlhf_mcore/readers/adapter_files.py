@@ -35,8 +35,8 @@ from rlhf_mcore.readers.model_files import WEIGHT_DTYPES, StoredTensor, read_geo
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_TASKS = {"lm": "CAUSAL_LM", "token": "TOKEN_CLS", "sequence": "SEQ_CLS"}  # by head
-_ALL = (ALL_LINEAR, EMBEDDING, OUTPUT)
+TASKS = {"lm": "CAUSAL_LM", "token": "TOKEN_CLS", "sequence": "SEQ_CLS"}  # by head
+ALL_TARGETS = (ALL_LINEAR, EMBEDDING, OUTPUT)
 _MAX_RANK, _MAX_ALPHA = 65536, 1e9
 _REMEDY = "use a plain LoRA adapter that PEFT saved"
 _SAVE_BASE = "save the adapter with PEFT's path_initial_model_for_weight_conversion"
@@ -98,7 +98,7 @@ def read_settings(directory: str | Path) -> AdapterSettings:
         fields.flag("use_dora", default=False),
         fields.text("base_model_name_or_path", default=""),
         _modules(fields),
-        next((head for head, task in _TASKS.items() if task == fields.content.get("task_type")), "lm"),
+        next((head for head, task in TASKS.items() if task == fields.content.get("task_type")), "lm"),
     )
 
 
@@ -124,7 +124,7 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
     if not isfile(path):
         pickled = " (adapter_model.bin is a pickle file, which is not read)" if isfile(path.with_suffix(".bin")) else ""
         raise ConfigError(f"{directory} has no {ADAPTER_WEIGHTS}{pickled}; save it with safe_serialization=True")
-    possible = adapted_modules(replace(model, adapter=AdapterSizes(1, 1.0, _ALL)))
+    possible = adapted_modules(replace(model, adapter=AdapterSizes(1, 1.0, ALL_TARGETS)))
     stored = read_tensors(path)
     names = stored.keys() - {*base_copies(), *whole_tensors(model)}
     sides = (A, B, M) if settings.use_dora else (A, B)
@@ -230,36 +230,6 @@ def short_names(modules: Iterable[str], possible: Iterable[str]) -> tuple[str, .
     ends = {module.rpartition(".")[2] for module in modules}
     meant = {module for module in possible if module.rpartition(".")[2] in ends}
     return tuple(sorted(ends if meant == modules else modules))
-
-
-def adapter_config(adapters: ModelGeometry, base: str, dropout: float = 0.0) -> dict[str, Any]:
-    """Return the content of adapter_config.json. ``base`` is the directory of the model."""
-    sizes = adapters.adapter
-    assert sizes is not None
-    possible = adapted_modules(replace(adapters, adapter=replace(sizes, targets=_ALL)))
-    modules = adapted_modules(adapters)
-    if sizes.use_rslora and any(".experts." in module for module in modules):
-        # PEFT joins gate and up of transformers' stacked experts into one adapter with twice the rank and twice the alpha. This
-        # preserves alpha / rank, but not alpha / sqrt(rank).
-        sizes = replace(sizes, alpha=sizes.scale * sizes.rank, use_rslora=False)
-    return {
-        "peft_type": "LORA",
-        "task_type": _TASKS[adapters.head],
-        "base_model_name_or_path": base,
-        "r": sizes.rank,
-        "lora_alpha": int(sizes.alpha) if sizes.alpha == int(sizes.alpha) else sizes.alpha,
-        "lora_dropout": dropout,
-        "target_modules": list(short_names(modules, possible)),
-        "use_rslora": sizes.use_rslora,
-        "use_dora": sizes.use_dora,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "modules_to_save": None if adapters.head == "lm" else ["score"],
-        "rank_pattern": {},
-        "alpha_pattern": {},
-    }
 
 
 def base_model(directory: str | Path, otherwise: str | None = None) -> str:

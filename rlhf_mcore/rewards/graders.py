@@ -18,9 +18,9 @@ from functools import lru_cache
 from typing import Any
 
 from rlhf_mcore.config import choices
-from rlhf_mcore.config.choices import registering
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RuleConfig, SandboxConfig
+from rlhf_mcore.plugins import registering
 from rlhf_mcore.rewards.answers import (
     answer_lines,
     boxes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,15 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import INDEX as INDEX_LIMITS
 from rlhf_mcore.foreign import read_bytes, read_json, shorten
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
-from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, read_adapters
+from rlhf_mcore.readers.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    ALL_TARGETS,
+    TASKS,
+    adapted_modules,
+    read_adapters,
+    short_names,
+)
 from rlhf_mcore.readers.model_files import COMPANIONS, WEIGHT_DTYPES
 
 INDEX = "model.safetensors.index.json"
@@ -274,6 +283,36 @@ def open_adapters(directory: str | Path, model: ModelGeometry) -> tuple[HFReader
 def adapter_companions(sources: Sequence[str | Path]) -> list[Path]:
     """List the tokenizer files that belong to adapters. The config stays in the base model's directory."""
     return [path for path in companion_files(sources) if path.name not in _OF_MODEL]
+
+
+def adapter_config(adapters: ModelGeometry, base: str, dropout: float = 0.0) -> dict[str, Any]:
+    """Return the content of adapter_config.json. ``base`` is the directory of the model."""
+    sizes = adapters.adapter
+    assert sizes is not None
+    possible = adapted_modules(replace(adapters, adapter=replace(sizes, targets=ALL_TARGETS)))
+    modules = adapted_modules(adapters)
+    if sizes.use_rslora and any(".experts." in module for module in modules):
+        # PEFT joins gate and up of transformers' stacked experts into one adapter with twice the rank and twice the alpha. This
+        # preserves alpha / rank, but not alpha / sqrt(rank).
+        sizes = replace(sizes, alpha=sizes.scale * sizes.rank, use_rslora=False)
+    return {
+        "peft_type": "LORA",
+        "task_type": TASKS[adapters.head],
+        "base_model_name_or_path": base,
+        "r": sizes.rank,
+        "lora_alpha": int(sizes.alpha) if sizes.alpha == int(sizes.alpha) else sizes.alpha,
+        "lora_dropout": dropout,
+        "target_modules": list(short_names(modules, possible)),
+        "use_rslora": sizes.use_rslora,
+        "use_dora": sizes.use_dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None if adapters.head == "lm" else ["score"],
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
 
 
 def write_companions(

@@ -1,14 +1,12 @@
-"""Rules for FP8 products (``actor.fp8``), their hardware, and 8-bit engine weights (``rollout.quantization``)."""
+"""Rules for FP8 products (``actor.fp8``) and 8-bit engine weights (``rollout.quantization``)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.families.quantised import cut_problems, quantisation_problems
-from rlhf_mcore.machine import has_gpu
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
@@ -54,17 +52,6 @@ def _size_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         yield f"actor.layout.tp={layout.tp} splits the {geometry.num_kv_heads} key heads"
     for problem in cut_problems(geometry, layout.tp, etp=layout.etp or layout.tp):
         yield f"actor.layout.tp={layout.tp}: {problem}"
-
-
-def machine_problem(cfg: Config) -> str | None:
-    """Return a missing requirement of this machine for FP8 products, or None. CUDA is not loaded."""
-    if not has_gpu():
-        lacks = "GPUs of compute capability 9.0 (H100, H200), and this machine has none"
-    elif find_spec("transformer_engine") is None:
-        lacks = "Transformer Engine, which is not installed: use NVIDIA's PyTorch container (Dockerfile)"
-    else:
-        return None
-    return f"actor.fp8={cfg.actor.fp8} needs {lacks}; or set it to null"
 
 
 def quantised_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from rlhf_mcore.bridge.files.hf_files import adapter_config
 from rlhf_mcore.commands.evaluate import weights
 from rlhf_mcore.commands.evaluate.checkpoints import checkpoint_config, find_model
 from rlhf_mcore.commands.evaluate.weights import engine_adapters
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.geometry import AdapterSizes
-from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
+from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlhf_mcore.readers.model_files import read_geometry
 from rlhf_mcore.rollout.vllm.engine import VLLMEngine
 from tests.e2e.bridge.adapter_worker import SCALE, compare, random_adapters, reference, seen

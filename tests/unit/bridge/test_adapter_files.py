@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.formats.source import AdaptedSource
-from rlhf_mcore.bridge.files.hf_files import load, open_adapters
+from rlhf_mcore.bridge.files.hf_files import adapter_config, load, open_adapters
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, make_index, state_file
 from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
@@ -25,7 +25,7 @@ from rlhf_mcore.foreign import MAX_INTEGER
 from rlhf_mcore.geometry import AdapterSizes, ExpertSizes, LocalParameter, ModelGeometry, Shard, StateShard
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, base_model, holds_adapter
+from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_model, holds_adapter
 from tests.trainer_layout import stage_names
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors
 

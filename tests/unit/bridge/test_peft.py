@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.formats.source import AdaptedSource
-from rlhf_mcore.bridge.files.hf_files import open_adapters
+from rlhf_mcore.bridge.files.hf_files import adapter_config, open_adapters
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
-from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
+from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlhf_mcore.readers.model_files import read_geometry
 from tests import beside
 from tests.distributed import models

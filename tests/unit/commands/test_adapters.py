@@ -13,6 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlhf_mcore.bridge.files.hf_files import adapter_config
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, make_index, state_file
 from rlhf_mcore.bridge.map.rules import hf_shapes, layer_names, pieces
 from rlhf_mcore.checkpoint.delta import verify_chain
@@ -27,7 +28,7 @@ from rlhf_mcore.commands.push import collect
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families.adapters import hf_names
 from rlhf_mcore.geometry import AdapterSizes, Shard, StateShard
-from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
+from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlhf_mcore.readers.model_files import read_geometry
 from tests.messages import expect_error
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rlhf_mcore.bridge.plan.sent_weights import sends_adapters
 from rlhf_mcore.config.errors import FileProblem
-from rlhf_mcore.config.questions import adapter_sizes, sends_adapters
+from rlhf_mcore.config.questions import adapter_sizes
 from rlhf_mcore.config.rules.parts import lora_problems, target_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import hf_shapes

@@ -7,9 +7,10 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from rlhf_mcore.cli.train import epochs_text
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.questions import needs_critic
-from rlhf_mcore.config.resolve import default_world_size, epochs_text, resolve
+from rlhf_mcore.config.resolve import default_world_size, resolve
 from rlhf_mcore.config.schema.group import to_dict
 
 PPO = "algorithm=ppo"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from rlhf_mcore.bridge.plan.sent_weights import sent_quantisation
 from rlhf_mcore.cli import preflight
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.questions import longest_example, sent_quantisation
-from rlhf_mcore.config.rules import fp8
+from rlhf_mcore.config.questions import longest_example
 from rlhf_mcore.config.rules.fp8 import fp8_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, LatentSizes, ModelGeometry
@@ -97,8 +98,9 @@ def test_a_machine_without_the_means_is_told_so_before_processes_start(
     gpu: bool, package: bool, lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = load_config("run.yaml", [ON])
-    monkeypatch.setattr(fp8, "has_gpu", lambda: gpu)
-    monkeypatch.setattr(fp8, "find_spec", lambda name: object() if package else None)
+    packages = {"transformer_engine": object() if package else None}
+    monkeypatch.setattr(preflight, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: packages[name] if name in packages else find_spec(name))
     if lacks:
         with expect_error(ConfigError, field=ON, value=lacks, remedy="null"):
             preflight.check_packages(cfg)
