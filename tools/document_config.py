@@ -25,8 +25,12 @@ from rlhf_mcore.commands.config import json_schema  # noqa: E402
 from rlhf_mcore.config.choices import PRESETS  # noqa: E402
 from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, type_name  # noqa: E402
 from rlhf_mcore.config.schema import Config  # noqa: E402
-from rlhf_mcore.config.schema.group import Group, describe_keys, text_below  # noqa: E402
-from rlhf_mcore.config.schema.key import Description  # noqa: E402
+from rlhf_mcore.config.schema.group import (  # noqa: E402
+    Description,
+    Group,
+    describe_keys,
+    text_below,
+)
 from tools.doc_links import GENERATED, WIDE, relative_links  # noqa: E402
 
 BASE, SCHEMA = ROOT / "configs" / "base.yaml", ROOT / "configs" / "schema.json"

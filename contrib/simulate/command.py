@@ -10,10 +10,10 @@ from pathlib import Path
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say, working
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import default_world_size, resolve
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.observability.files import pretty_json, write_atomically

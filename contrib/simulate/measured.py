@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import default_world_size
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.observability.files import read_lines

@@ -20,9 +20,9 @@ from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.preflight import check_engine
 from rlhf_mcore.cli.rank import torchrun_world_size
 from rlhf_mcore.cli.train import quiet
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.resolve import default_world_size, resolve
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.parallel.addresses import LOOPBACK

@@ -7,11 +7,10 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.choices import ADVANTAGES
+from rlhf_mcore.config.choices import ADVANTAGES, RL
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.former import translate
 from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
-from rlhf_mcore.config.run_kinds import RL
 from rlhf_mcore.config.schema import Config, RuleConfig
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.yaml_text import load_yaml

@@ -21,9 +21,9 @@ from rlhf_mcore.cli.preflight import continues_text, finished_text, is_over
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.saved_checkpoint import SharedChecker, serve
 from rlhf_mcore.cli.trainers import TRAINERS
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.questions import has_teacher, role_layouts
 from rlhf_mcore.config.resolve import with_sequences
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import with_values
 from rlhf_mcore.config.yaml_text import to_yaml

@@ -17,9 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mcore.algorithms.kl import Divergence
 from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.bridge.files.hf_files import HFReader, load
-from rlhf_mcore.config.choices import MTP_TRAINED
+from rlhf_mcore.config.choices import MTP_TRAINED, RunKind, run_kind
 from rlhf_mcore.config.questions import adapter_sizes, is_offloaded, offloaded_parts
-from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import (
     ActorConfig,
     Config,

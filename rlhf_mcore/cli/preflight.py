@@ -22,11 +22,11 @@ from rlhf_mcore.checkpoint.housekeeping import best_rule, find_best
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.terminal import find_console, working
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.engine_kinds import ENGINES, engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.questions import max_new_tokens
 from rlhf_mcore.config.rules.rollout import engine_keys
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import NEVER
 from rlhf_mcore.config.yaml_text import to_yaml

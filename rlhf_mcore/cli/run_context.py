@@ -19,12 +19,11 @@ from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.cli.preflight import continues_text
 from rlhf_mcore.cli.saved_checkpoint import check_saved
+from rlhf_mcore.config.choices import RL, RunKind, run_kind
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.questions import grades, longest_example
+from rlhf_mcore.config.questions import grades, longest_example, scores_alone
 from rlhf_mcore.config.resolve import with_sequences
-from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.rules.environment import read_tools
-from rlhf_mcore.config.run_kinds import RL, RunKind, run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.yaml_text import to_yaml
 from rlhf_mcore.data.examples import TokenizedExample, load_examples

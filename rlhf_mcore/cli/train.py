@@ -16,6 +16,7 @@ from rlhf_mcore.cli import exit_codes, launch, preflight, rank
 from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration, offer
 from rlhf_mcore.cli.rank import torchrun_world_size
 from rlhf_mcore.cli.terminal import find_console, say, working
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import WrongValues
@@ -23,7 +24,6 @@ from rlhf_mcore.config.questions import grades
 from rlhf_mcore.config.resolve import default_world_size, num_steps, resolve
 from rlhf_mcore.config.rules.data import check_fills_a_step
 from rlhf_mcore.config.rules.rollout import engine_keys
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import report_all, validate, warnings_of
 from rlhf_mcore.config.yaml_text import to_yaml

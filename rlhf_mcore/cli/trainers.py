@@ -19,10 +19,9 @@ from rlhf_mcore.cli.preflight import load_environment
 from rlhf_mcore.cli.reward_pools import build_graders, reward_pools
 from rlhf_mcore.cli.run_context import Data, RunContext, load_example_data, load_prompt_data
 from rlhf_mcore.cli.saving import ModelToSave, build_checkpointer
-from rlhf_mcore.config.choices import PREFERENCE_LOSSES
+from rlhf_mcore.config.choices import DPO, PREFERENCE_LOSSES, REWARD_MODEL, RL, SFT, RunKind
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.questions import has_teacher, needs_critic, needs_reference
-from rlhf_mcore.config.run_kinds import DPO, REWARD_MODEL, RL, SFT, RunKind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import with_values
 from rlhf_mcore.coroutines import Background

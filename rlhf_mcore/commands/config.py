@@ -29,8 +29,16 @@ from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.other_names import hint
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.schema.group import Group, Item, describe_keys, inner_types, is_group_type, text_below, to_dict
-from rlhf_mcore.config.schema.key import Description
+from rlhf_mcore.config.schema.group import (
+    Description,
+    Group,
+    Item,
+    describe_keys,
+    inner_types,
+    is_group_type,
+    text_below,
+    to_dict,
+)
 from rlhf_mcore.config.yaml_text import to_yaml
 from rlhf_mcore.redaction import redact
 

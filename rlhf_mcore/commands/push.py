@@ -16,9 +16,9 @@ from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.choices import RL, RUN_KINDS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
-from rlhf_mcore.config.run_kinds import RL, RUN_KINDS
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.yaml_text import load_yaml, read_yaml_text

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import align_columns, say, working
-from rlhf_mcore.config.choices import ASKING, ROLLOUT
+from rlhf_mcore.config.choices import ASKING, ROLLOUT, run_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.questions import grades
-from rlhf_mcore.config.reward_sources import scores_alone
+from rlhf_mcore.config.questions import grades, scores_alone
 from rlhf_mcore.config.rules.data import prompt_problems
 from rlhf_mcore.config.rules.environment import environment_problems
 from rlhf_mcore.config.rules.reward import reward_problems
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import warnings_of
 from rlhf_mcore.coroutines import run

@@ -9,8 +9,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from rlhf_mcore.config.engine_kinds import engines_that_read
-from rlhf_mcore.config.schema.group import Group, describe_keys, is_group_type, to_dict
-from rlhf_mcore.config.schema.key import ENGINE, Description
+from rlhf_mcore.config.schema.group import ENGINE, Description, Group, describe_keys, is_group_type, to_dict
 from rlhf_mcore.config.schema.tree import Config
 from rlhf_mcore.redaction import redact
 

@@ -13,8 +13,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.former import BY_KEY
 from rlhf_mcore.config.keys import KEYS, item_type, type_name
 from rlhf_mcore.config.other_names import hint as other_name
-from rlhf_mcore.config.schema.group import Group, describe_keys, inner_types, is_group_type
-from rlhf_mcore.config.schema.key import CHOICE
+from rlhf_mcore.config.schema.group import CHOICE, Group, describe_keys, inner_types, is_group_type
 from rlhf_mcore.foreign import shorten
 
 _UNKNOWN = ("extra_forbidden", "no_such_attribute")

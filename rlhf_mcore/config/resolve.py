@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rlhf_mcore.config.choices import ADVANTAGES
+from rlhf_mcore.config.choices import ADVANTAGES, run_kind
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.questions import longest_response, max_new_tokens, role_layouts
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, RolloutConfig, ScheduleConfig
 from rlhf_mcore.config.schema.group import with_values
 from rlhf_mcore.config.schema.rollout import MOST_SUPPORT

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
 from rlhf_mcore.config.load import MISSING, WrongValues
-from rlhf_mcore.config.questions import grades, reads_scores
-from rlhf_mcore.config.reward_sources import unused_rules
+from rlhf_mcore.config.questions import grades, reads_scores, unused_rules
 from rlhf_mcore.config.rules.algorithm import algorithm_problems, preference_problems
 from rlhf_mcore.config.rules.data import example_problems, prompt_problems
 from rlhf_mcore.config.rules.environment import environment_problems
@@ -41,9 +41,8 @@ from rlhf_mcore.config.rules.rollout import rollout_problems, route_problems
 from rlhf_mcore.config.rules.run import alarm_problems, checkpoint_problems, path_problems, tracker_problems
 from rlhf_mcore.config.rules.teacher import teacher_problems
 from rlhf_mcore.config.rules.trainer import batch_problems, example_batch_problems, position_problems, schedule_problems
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, TeacherConfig
-from rlhf_mcore.config.schema.key import ENGINE
+from rlhf_mcore.config.schema.group import ENGINE
 from rlhf_mcore.readers.model_files import inspect_model
 from rlhf_mcore.readers.tokenizer_match import own_tokenizer_problems
 from rlhf_mcore.readers.user_functions import is_file_spec

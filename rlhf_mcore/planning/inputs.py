@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from rlhf_mcore.config.choices import MTP_TRAINED
+from rlhf_mcore.config.choices import MTP_TRAINED, run_kind
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.questions import (
@@ -21,7 +21,6 @@ from rlhf_mcore.config.questions import (
     offloaded_parts,
 )
 from rlhf_mcore.config.resolve import with_sequences
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import (
     ActorConfig,
     Config,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.engines import engine_weights, kv_bytes, kv_tokens, longest, state_tokens
 from rlhf_mcore.planning.inputs import (

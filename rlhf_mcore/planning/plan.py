@@ -9,9 +9,9 @@ from itertools import product
 from typing import Any
 
 from rlhf_mcore.bridge.plan.sent_weights import sends_adapters
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.keys import value_of
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import with_values
 from rlhf_mcore.families import hf_shapes

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlhf_mcore.bridge.plan.sent_weights import sent_geometry
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.questions import draws_greedy
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.counts import active_parameters, model_flops, mtp_flops
 from rlhf_mcore.planning.engines import (
     engine_bytes,

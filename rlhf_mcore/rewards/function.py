@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.choices import GRADERS
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.reward_sources import function_name
+from rlhf_mcore.config.questions import function_name
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.rewards.pool import (

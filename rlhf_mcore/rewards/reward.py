@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Union
 import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.reward_sources import needs_truth, rules_for, rules_of
+from rlhf_mcore.config.questions import needs_truth, rules_for, rules_of
 from rlhf_mcore.config.rules.reward import rule_problems, service_problems
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
 from rlhf_mcore.rewards.function import PooledReward, build_added_functions, build_function_reward

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.reward_sources import needs_truth, rules_for, scores_alone
+from rlhf_mcore.config.questions import needs_truth, rules_for, scores_alone
 from rlhf_mcore.config.rules.data import SCANNED_ROWS
 from rlhf_mcore.config.schema import DataConfig, RewardConfig, RuleConfig
 from rlhf_mcore.coroutines import run

@@ -17,11 +17,10 @@ from typing import Any
 import xxhash
 
 from rlhf_mcore.checkpoint.manifest import hash_file
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves, value_of
-from rlhf_mcore.config.questions import grades
-from rlhf_mcore.config.reward_sources import function_name, rule_tables, scores_alone
-from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.questions import function_name, grades, rule_tables, scores_alone
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.foreign import INDEX, MissingFile, open_file, read_json

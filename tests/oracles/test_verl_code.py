@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.reward_sources import SOURCES
+from rlhf_mcore.config.questions import SOURCES
 from rlhf_mcore.config.schema import SandboxConfig
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.rewards.code import CodeGrader

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.commands.prepare_data.recipes import RECIPES, PreparedExample, RowError, recognise
-from rlhf_mcore.config.reward_sources import rules_of
+from rlhf_mcore.config.questions import rules_of
 from rlhf_mcore.rewards.code import CodeGrader, CodeTest, read_tests
 from tests.unit.data.test_recipes import one, problem
 

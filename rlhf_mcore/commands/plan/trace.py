@@ -8,7 +8,7 @@ import time
 import torch
 from torch import Tensor
 
-from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.collate import RowTokens, make_microbatches
 from rlhf_mcore.mcore.build import BuildOptions

@@ -9,9 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.questions import needs_answer
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, DataConfig
 from rlhf_mcore.readers.data_rows import (
     MESSAGES,

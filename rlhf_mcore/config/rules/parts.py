@@ -8,7 +8,7 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.choices import MTP_TRAINED
+from rlhf_mcore.config.choices import MTP_TRAINED, run_kind
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem, join_first
 from rlhf_mcore.config.questions import (
@@ -19,7 +19,6 @@ from rlhf_mcore.config.questions import (
     needs_reference,
     other_models,
 )
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, LayoutConfig, LoraConfig
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.adapters import check_targets

@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 from rlhf_mcore.config.choices import GRADERS
 from rlhf_mcore.config.errors import FileProblem
-from rlhf_mcore.config.questions import grades, reads_scores
-from rlhf_mcore.config.reward_sources import function_name, rule_tables, scores_alone
+from rlhf_mcore.config.questions import function_name, grades, reads_scores, rule_tables, scores_alone
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
 from rlhf_mcore.readers.user_functions import function_problems
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.engine_kinds import ENGINES, EngineKind, engine_kind, is_engine
 from rlhf_mcore.config.errors import FileProblem
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import BridgeConfig, Config, RolloutLayoutConfig
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.plugins import missing_plugin

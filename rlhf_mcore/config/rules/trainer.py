@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.errors import join_first
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.questions import (
@@ -16,7 +17,6 @@ from rlhf_mcore.config.questions import (
     role_layouts,
 )
 from rlhf_mcore.config.resolve import num_steps
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.geometry import ModelGeometry
 

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 from annotated_types import Ge, Gt, Lt
 
-from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, PRESETS
+from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, PRESETS, RUN_KINDS
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.run_kinds import RUN_KINDS
-from rlhf_mcore.config.schema.group import Group
-from rlhf_mcore.config.schema.key import (
+from rlhf_mcore.config.schema.group import (
     Choices,
     Fraction,
+    Group,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Optional
 
 from rlhf_mcore.config.choices import AGENT
-from rlhf_mcore.config.schema.group import Group
-from rlhf_mcore.config.schema.key import Choices, NonNegativeInt, PositiveFloat, PositiveInt, group, is_url, key
+from rlhf_mcore.config.schema.group import (
+    Choices,
+    Group,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    group,
+    is_url,
+    key,
+)
 from rlhf_mcore.plugins import find_plugins
 
 Url = Annotated[str, Choices(allows=is_url, form="a URL that begins with http:// or https://")]

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, Optional
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from rlhf_mcore.config.schema.group import Group
-from rlhf_mcore.config.schema.key import (
+from rlhf_mcore.config.schema.group import (
     Decay,
     Fraction,
+    Group,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -35,8 +35,8 @@ class LayoutConfig(Group):
     """With `vpp` per chunk, in network order. Use it if `pp` (times `vpp`) does not divide the layers, or to leave
     memory for the embeddings."""
     cp: Size = key(1, "context-parallel size: number of ranks that split the tokens of each sequence")
-    """Use it for long sequences. A rank holds 1/`cp` of the activations of a microbatch; microbatch limits count the
-    tokens of all these ranks. Sequences are padded to a multiple of 2 · `cp`."""
+    """Microbatch limits count the tokens of all these ranks. See [long
+    sequences](scale/parallelism.md#long-sequences)."""
     ep: Size = key(1, "expert-parallel size: number of ranks of a pipeline stage that split the experts of a layer")
     """`ep` · `etp` must divide the ranks of a stage, and `ep` the number of experts."""
     etp: Optional[Size] = key(None, "tensor-parallel size of an expert; null: `tp`, as `ep=1` requires")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Literal, Optional
 
 from rlhf_mcore.config.choices import GRADERS
-from rlhf_mcore.config.schema.group import Group, Item
-from rlhf_mcore.config.schema.key import (
+from rlhf_mcore.config.schema.group import (
     Choices,
+    Group,
+    Item,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Optional
 from annotated_types import Ge, Le, Predicate
 
 from rlhf_mcore.config.engine_kinds import ENGINES, SEQUENCES, is_engine
-from rlhf_mcore.config.schema.group import Group
-from rlhf_mcore.config.schema.key import (
+from rlhf_mcore.config.schema.group import (
     ENGINE,
     Choices,
+    Group,
     PositiveFloat,
     PositiveInt,
     Share,

@@ -9,9 +9,10 @@ from typing import Annotated, Literal, Optional, Union
 
 from annotated_types import Ge, Le
 
-from rlhf_mcore.config.schema.group import Group, Item
-from rlhf_mcore.config.schema.key import (
+from rlhf_mcore.config.schema.group import (
     Choices,
+    Group,
+    Item,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -285,7 +286,7 @@ class AlarmsConfig(Group):
     """Rules on metrics, checked after every step."""
 
     defaults: bool = key(True, "enable the built-in rules")
-    """See [alarms](operations/monitoring.md#alarms)."""
+    """They are the [health rules](reference/health-rules.md). See [alarms](operations/monitoring.md#alarms)."""
     actions: list[Action] = key(["warn"], "actions of alarms without their own")
     """Every action also prints the remedy, as `warn` does. `save` saves a checkpoint after the step; `stop` saves one
     and ends the run with exit code 76, after which nothing restarts it automatically."""

@@ -1,4 +1,4 @@
-"""The tree of all groups. Every key of the user is a field of a group, with its description (``schema.key``).
+"""The tree of all groups. Every key of the user is a field of a group, with its description (``schema.group``).
 
 This package must not import torch, even indirectly, because help and configuration errors must be instant.
 """
@@ -17,8 +17,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.former import is_former_group, to_current
 from rlhf_mcore.config.schema.algorithm import AlgorithmConfig
 from rlhf_mcore.config.schema.environment import EnvironmentConfig
-from rlhf_mcore.config.schema.group import HOOKS, Group, is_group_type, to_dict
-from rlhf_mcore.config.schema.key import Choices, NonNegativeInt, group, key
+from rlhf_mcore.config.schema.group import HOOKS, Choices, Group, NonNegativeInt, group, is_group_type, key, to_dict
 from rlhf_mcore.config.schema.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig, TeacherConfig
 from rlhf_mcore.config.schema.reward import RewardConfig
 from rlhf_mcore.config.schema.rollout import BridgeConfig, RolloutConfig

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-_BLOCK = re.compile(r"^(?:In .*, )?`(\S+\.py)`(?:, in `(\w+)`)?:\n\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^(?:In .*, )?`(\S+\.py)`(?:, in `(\w+)`)?:\n\n```(?:python|text)\n(.*?)^```", re.MULTILINE | re.DOTALL
+)
 
 USE_ALL = """
 import json, pathlib

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.reward_sources import SOURCES, any_needs_truth, rules_of
+from rlhf_mcore.config.questions import SOURCES, any_needs_truth, rules_of
 from rlhf_mcore.config.rules.reward import rule_problems
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
 from rlhf_mcore.coroutines import run
