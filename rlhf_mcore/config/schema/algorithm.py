@@ -122,8 +122,7 @@ class DpoConfig(Group):
     nll_coef: NonNegativeFloat = key(
         0.0, "weight of the NLL of chosen responses", only_with=".loss=dpo or ipo or simpo or kto"
     )
-    """The negative log-likelihood is averaged over the tokens of each response. It keeps chosen responses likely, which
-    a loss over differences does not. `orpo` always includes it."""
+    """It is averaged over the tokens of each response, and keeps chosen responses likely. `orpo` always includes it."""
     desirable_weight: PositiveFloat = key(1.0, "weight of chosen responses", only_with=".loss=kto")
     undesirable_weight: PositiveFloat = key(1.0, "weight of rejected responses", only_with=".loss=kto")
 

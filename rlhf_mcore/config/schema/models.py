@@ -142,9 +142,9 @@ class LoraConfig(Group):
     """The output is multiplied by it and divided by `rank`."""
     dropout: Decay = key(0.0, "share of an adapter's inputs that is dropped during training", only_with=".rank")
     targets: list[str] = key(["all-linear"], "linear layers with an adapter", is_fixed=True, only_with=".rank")
-    """`all-linear`, last parts of names (`q_proj`), or patterns of whole names (`*.layers.0.*`), as PEFT's
-    `target_modules`. `all-linear` means every linear layer except the output layer and the router. Add `embed_tokens`
-    and `lm_head` for the embedding and the output layer."""
+    """`all-linear` (every linear layer except the output layer and the router), last parts of names (`q_proj`), or
+    patterns of whole names (`*.layers.0.*`). Add `embed_tokens` and `lm_head` for the embedding and the output
+    layer."""
     init: Literal["gaussian", "pissa"] = key("gaussian", "initial values of adapters", is_fixed=True, only_with=".rank")
     """`gaussian`: A is initialised as in PEFT, B is zero. `pissa`: the principal singular vectors of the weights; saved
     adapters have twice the rank. The run starts with the output of the model in both cases."""

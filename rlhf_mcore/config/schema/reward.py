@@ -109,8 +109,8 @@ class RewardConfig(Group):
     rules: list[RuleConfig] = key([RuleConfig(name="final_number")], "rule graders and their weights in the sum")
     """See [rewards](guide/rewards/index.md)."""
     sources: Optional[dict[str, list[RuleConfig]]] = key(None, "rules per `data_source`, which replace `reward.rules`")
-    """`{my_source: [{name: math}], aime*: ...}`; the second name matches every source that starts with aime. Well-known
-    sources have built-in rules; `{}` uses only these. `null`: `reward.rules` for all sources."""
+    """`{my_source: [{name: math}], aime*: ...}`; the second name matches every source that starts with aime. `{}`: only
+    the built-in rules of well-known sources. `null`: `reward.rules` for all sources."""
     function: Optional[str] = key(None, "`path/to/file.py:name` of a function that replaces the rules")
     """Called as f(data_source, solution_str, ground_truth, extra_info) in worker processes
     ([functions](guide/rewards/functions.md))."""

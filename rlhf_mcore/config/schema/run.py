@@ -103,9 +103,8 @@ class DataConfig(Group):
     chosen_key: str = key("chosen", "`reward_model`, `dpo`: column of the better response", is_fixed=True)
     rejected_key: str = key("rejected", "`reward_model`, `dpo`: column of the worse response", is_fixed=True)
     apply_chat_template: Literal["auto", "true", "false"] = key("auto", "render string prompts as one user message")
-    """`auto`: if the tokenizer has a chat template and the string contains none of its special tokens. `true`: always;
-    a tokenizer without a template is rejected. `false`: strings are used unchanged. Lists of messages always use the
-    template. See [data](guide/data.md#chat-templates)."""
+    """`auto`: if the tokenizer has a chat template and the string contains none of its special tokens. `false`: strings
+    are used unchanged. Lists of messages always use the template. See [data](guide/data.md#chat-templates)."""
     transform: Optional[str] = key(None, "`path/to/file.py:name`, called with every row as a dict", is_fixed=True)
     """It returns the row to use, or None to skip it."""
     max_prompt_tokens: PositiveInt = key(512, "maximum length of a prompt in tokens", is_fixed=True)
@@ -116,8 +115,8 @@ class DataConfig(Group):
     weights: Optional[list[PositiveFloat]] = key(None, "share of each file of `data.train`, in any unit")
     """For example `[3, 1]`. With weights each file has separate epochs. `null`: all rows form one data set."""
     image_key: Optional[str] = key("images", "column of the images of a prompt; null: ignore images", is_fixed=True)
-    """Bytes, paths relative to the file, or objects with `bytes` and `path`. `<image>` in a prompt marks the position
-    of an image. Only for models that read images. See [images](guide/images.md)."""
+    """Bytes, paths relative to the file, or objects with `bytes` and `path`. Only for models that read images. See
+    [images](guide/images.md#data)."""
     image_pixels: Optional[list[int]] = key(None, "`[minimum, maximum]` pixels of a scaled image", is_fixed=True)
     """`null`: the limits in the model's `preprocessor_config.json`."""
     max_images: PositiveInt = key(16, "maximum number of images per prompt")
@@ -146,9 +145,9 @@ class TrainerConfig(Group):
 
     num_steps: PositiveInt = key(100, "number of steps; each step generates, scores and trains")
     num_epochs: Optional[PositiveFloat] = key(None, "passes over the rows of `data.train`, instead of `num_steps`")
-    """`num_steps` is then `num_epochs` · rows / `prompts_per_step`, rounded up. Rows that `data.transform` or
-    `data.overlong_prompts: drop` skips are counted. If a file sets one key and the command line the other, the later
-    value wins; both in one place are rejected. If Python sets both, `num_epochs` is used."""
+    """`num_steps` is then `num_epochs` · rows / `prompts_per_step`, rounded up, including rows that `data.transform` or
+    `data.overlong_prompts: drop` skips. If a file sets one key and the command line the other, the later value wins.
+    If Python sets both, `num_epochs` is used."""
     prompts_per_step: PositiveInt = key(32, "prompts per step, over all ranks")
     """With `sft`, `reward_model` and `dpo`: examples or pairs per update."""
     minibatch_size: Optional[PositiveInt] = key(None, "prompts per optimizer update; null: `prompts_per_step`")
@@ -158,8 +157,8 @@ class TrainerConfig(Group):
     forward_tokens: Optional[PositiveInt] = key(None, "maximum tokens per rank of a pass without gradients")
     """Such a pass stores no activations. At least `max_tokens_per_microbatch`; `null`: twice as much."""
     logit_chunk_tokens: Optional[PositiveInt] = key(None, "maximum tokens whose logits a rank computes at a time")
-    """If a microbatch has more tokens, logits are computed in chunks and recomputed in the backward pass. Otherwise
-    they are kept. `null`: the number of tokens whose fp32 logits need 512 MiB."""
+    """If a microbatch has more tokens, logits are computed in chunks and recomputed in the backward pass. `null`: the
+    number of tokens whose fp32 logits need 512 MiB."""
     packing: bool = key(True, "concatenate sequences without padding; false: pad microbatches of similar lengths")
     share_prefixes: bool = key(True, "compute common prefixes once: prompts of a group, pairs, branches of an episode")
     """Prefixes shorter than 32 tokens are not shared. `packing: false` ignores this key."""
