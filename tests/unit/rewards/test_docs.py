@@ -44,7 +44,7 @@ def test_a_server_of_your_own(tmp_path: Path) -> None:
         server.shutdown()
 
 
-@pytest.mark.parametrize("page", ["get-started/quickstart.md", "guide/rewards/functions.md"])
+@pytest.mark.parametrize("page", ["get-started/train-your-model.md", "guide/rewards/functions.md"])
 def test_a_function_of_your_own(page: str, tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(def grade.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "my_reward.py").write_text(code)
