@@ -19,7 +19,7 @@ from benchmarks.common import report, time_call
 from benchmarks.one_process import loop_of
 from benchmarks.vs_trl import ROWS
 from rlhf_mcore.bridge.run.sync import PlannedBridge, _Written
-from rlhf_mcore.trainer.canary import Canary
+from rlhf_mcore.trainer.publishers import Canary
 
 GOAL, WARM_UP = 0.01, 2
 ROW = replace(ROWS["large"], responses=256)  # 24.9M parameters, responses of 64 tokens

@@ -42,7 +42,8 @@ from rlhf_mcore.rollout.remote.fleet_state import RESTARTS, FleetPlan
 from rlhf_mcore.rollout.remote.host import EngineSpec
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.trainer.ahead import SamplingAhead, SamplingSchedule
-from rlhf_mcore.trainer.pipeline import FirstRank, FleetSampler, PipelinedBatches, RemotePublisher
+from rlhf_mcore.trainer.pipeline import FirstRank, FleetSampler, PipelinedBatches
+from rlhf_mcore.trainer.publishers import RemotePublisher
 from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.types import Prompt
 

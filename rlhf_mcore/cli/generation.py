@@ -52,11 +52,18 @@ from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.trainer.batches import AddScores, BatchSampler, ColocatedBatches, FillStep, take_next_batch
-from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, OF_8_BITS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer, ExpectedLengths
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.reinforcement import EnginePublisher
+from rlhf_mcore.trainer.publishers import (
+    MAX_NEW_TOKENS,
+    NUM_TOKENS,
+    OF_8_BITS,
+    TOLERANCE,
+    Canary,
+    EnginePublisher,
+    canary_prompts,
+)
 from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 

@@ -24,10 +24,8 @@ from rlhf_mcore.trainer.batches import (
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
-    from rlhf_mcore.protocols import WeightBridge
     from rlhf_mcore.sampling.rollouts import Decode
     from rlhf_mcore.trainer.ahead import BeginJobs, SamplingAhead
-    from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.record import RunRecord
     from rlhf_mcore.types import Prompt, Sampling, TrainBatch, Trajectory
@@ -195,28 +193,3 @@ class FleetSampler:
 
     def wait(self) -> None:
         """Do nothing, because ``sample`` is collective."""
-
-
-@dataclass(slots=True)
-class RemotePublisher:
-    """Sends the actor's weights to disaggregated engines. The engines continue sampling after the sync."""
-
-    bridge: WeightBridge
-    recorder: RunRecord
-    drain: Callable[[int], None] | None = None  # called before the sync of a step
-    canary: Canary | None = None
-
-    def publish(self, version: int) -> Mapping[str, float]:
-        """Replace the weights of all engines between two of their steps. Collective."""
-        if self.drain is not None:
-            with self.recorder.phase("drain"):
-                self.drain(version)
-        with self.recorder.phase("sync"):
-            stats = self.bridge.sync(version)
-            if self.canary is not None:
-                self.canary.check(version)
-        share = {"bridge/sent_share": stats.sent_bytes / stats.whole_bytes} if stats.whole_bytes else {}
-        return {"bridge/sent_bytes": float(stats.sent_bytes), **share}
-
-    def withdraw(self) -> None:
-        """Do nothing, because the engines continue sampling."""

@@ -1,32 +1,25 @@
-"""The learner of reinforcement learning, and the publisher for colocated engines."""
+"""The learner of reinforcement learning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.algorithms.masking import OwnedRows
-from rlhf_mcore.checkpoint.disk import SaveError
 from rlhf_mcore.trainer.divergence import share_results
 from rlhf_mcore.trainer.metrics import agreement_metrics
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import (
-        Sleeper,
-        SyncStats,
         TrainableModel,
-        WeightBridge,
     )
-    from rlhf_mcore.residency.sharing import DeviceSharing
     from rlhf_mcore.roles.critic import Critic
     from rlhf_mcore.roles.policy import Actor, Reference
     from rlhf_mcore.trainer.advantages import AdvantageComputer
-    from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.record import RunRecord, TokenRecord
     from rlhf_mcore.trainer.work import StepWork
-    from rlhf_mcore.types import Field, TrainBatch, Trajectory, UpdateResult
+    from rlhf_mcore.types import Field, TrainBatch, UpdateResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,66 +109,6 @@ def without_truncated(batch: TrainBatch) -> TrainBatch:
     kept = ~batch.truncated
     own = OwnedRows(batch.rows, batch.lengths).to_tokens(kept)
     return replace(batch, loss_mask=batch.loss_mask & own, num_sampled=batch.num_sampled * kept)
-
-
-@dataclass(slots=True)
-class EnginePublisher:
-    """Sends the actor's weights to the colocated engines. The engines sleep while other components need the device."""
-
-    sleeper: Sleeper
-    bridge: WeightBridge
-    recorder: RunRecord
-    sharing: DeviceSharing
-    canary: Canary | None = None
-    _version: int = field(default=-1, init=False)  # version of the last published weights
-    _drawn: list[Trajectory] | None = field(default=None, init=False)  # canary responses that are not scored yet
-
-    def publish(self, version: int) -> Mapping[str, float]:
-        """Replace the weights of the engines. Their KV caches are allocated after the sync frees its buffers. Collective."""
-        with self.recorder.phase("sync"):
-            stats = self._bring(version)
-        return {"bridge/received_bytes": float(stats.received_bytes), "bridge/local_bytes": float(stats.local_bytes)}
-
-    def withdraw(self) -> None:
-        """Put the engines to sleep until the next sync, and score the canary's responses. Collective."""
-        self.sharing.sleep(self.sleeper)
-        if self.canary is not None and self._drawn is not None:
-            with self.recorder.phase("sync"):
-                drawn, self._drawn = self._drawn, None
-                self.canary.score(self._version, drawn)
-
-    @contextmanager
-    def asleep(self) -> Iterator[None]:
-        """Put the engines to sleep within the block, and reload the same weights after it. Collective.
-
-        A save loads offloaded models back to the device. With sleeping engines it needs no more memory than an update. If no model
-        is offloaded, the engines stay awake.
-        """
-        if not self.sharing.parts:
-            yield
-            return
-        self.withdraw()
-        try:
-            yield
-        except SaveError:  # raised on every rank; the run may continue
-            self._bring(self._version)
-            raise
-        self._bring(self._version)
-
-    def _bring(self, version: int) -> SyncStats:
-        # The update's tensors are being copied to the host. If they fit next to the engine, they leave the device after the sync.
-        self.sharing.make_room(self.sharing.engine_bytes)
-        self.sharing.wake(self.sleeper, "weights")
-        stats = self.bridge.sync(version)
-        self._version = version
-        self.sharing.settle()
-        self.sharing.wake(self.sleeper, "kv_cache")
-        if self.canary is not None:
-            self._drawn = self.canary.draw(version)
-            if not self.sharing.parts:  # otherwise the trainer's weights only fit when the engines sleep
-                drawn, self._drawn = self._drawn, None
-                self.canary.score(version, drawn)
-        return stats
 
 
 class NoEvaluator:

@@ -31,9 +31,9 @@ from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.trainer.batches import SampledBatch
-from rlhf_mcore.trainer.canary import TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import agreement_metrics
+from rlhf_mcore.trainer.publishers import TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.types import Prompt, Sampling, TrainBatch
 from tests.difference import any_rank, first_difference
 from tests.distributed import models

@@ -34,8 +34,8 @@ from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.batches import BatchSampler, SampledBatch, scored_rollouts
-from rlhf_mcore.trainer.canary import canary_prompts
 from rlhf_mcore.trainer.exchange import RowExchange
+from rlhf_mcore.trainer.publishers import canary_prompts
 from rlhf_mcore.types import Sampling, Score, TrainBatch, Trajectory
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, Ledger, LedgerOrderError
 from rlhf_mcore.residency.parts import MovablePart
 from rlhf_mcore.residency.sharing import DeviceSharing, Movable, storage_bytes
-from rlhf_mcore.trainer.reinforcement import EnginePublisher
+from rlhf_mcore.trainer.publishers import EnginePublisher
 from tests.late_device import LateCuda, LatePlatform
 
 pytestmark = pytest.mark.usefixtures("late_cuda")

@@ -11,7 +11,7 @@ import torch
 
 from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout.engine import VersionedWeights
-from rlhf_mcore.trainer.canary import TOLERANCE, Canary, canary_prompts
+from rlhf_mcore.trainer.publishers import TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.types import Completion, Request, Sampling, TrainBatch
 from tests.unit.trainer.records import Streaming, batch_sampler
 

@@ -27,7 +27,8 @@ from rlhf_mcore.trainer.divergence import DivergedError
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.loop import TrainingLoop
-from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, Roles
+from rlhf_mcore.trainer.publishers import EnginePublisher
+from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory, UpdateResult
 from tests.episodes import resolved_future
 from tests.messages import expect_error

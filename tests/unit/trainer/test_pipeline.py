@@ -21,7 +21,8 @@ from rlhf_mcore.trainer.ahead import PromptGroup, SamplingSchedule
 from rlhf_mcore.trainer.batches import ColocatedBatches, FillStep, Rollout, take_next_batch
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.pipeline import FirstRank, FleetSampler, PipelinedBatches, RemotePublisher
+from rlhf_mcore.trainer.pipeline import FirstRank, FleetSampler, PipelinedBatches
+from rlhf_mcore.trainer.publishers import RemotePublisher
 from rlhf_mcore.types import Completion, EngineWork, Job, Request, Sampling, Score, Trajectory
 from tests.episodes import resolved_future
 from tests.unit.trainer.records import Streaming, batch_sampler
