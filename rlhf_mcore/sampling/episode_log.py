@@ -45,7 +45,7 @@ class EpisodeLog:
 
     began: float = field(default_factory=time.monotonic)
     unix_time: float = field(default_factory=time.time)
-    turns: dict[int, TurnTimes] = field(default_factory=dict)  # by request id
+    turns: dict[int, TurnTimes] = field(default_factory=dict)  # by turn number
     calls: dict[str, CallTimes] = field(default_factory=dict)  # by call id
     nodes: dict[int, TurnTimes] = field(default_factory=dict)  # turns in the tree, by node index
 

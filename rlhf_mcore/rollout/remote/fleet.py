@@ -292,13 +292,6 @@ class Fleet:
         if future.cancelled():
             self._cancelled.append(number)  # without the lock, because any thread may hold locks of its own
 
-    @property
-    def num_open(self) -> int:
-        """The number of jobs without an outcome."""
-        with self._changed:
-            self._drop_cancelled()
-            return len(self._open)
-
     def _drop_cancelled(self) -> None:
         """Stop the jobs whose futures were cancelled since the last call."""
         if cancelled := [self._cancelled.popleft() for _ in range(len(self._cancelled))]:

@@ -13,7 +13,7 @@ from rlhf_mcore.rollout.remote.host import BorrowedTurn
 if TYPE_CHECKING:
     from rlhf_mcore.rollout.remote.host import EngineReport, JobOutcome
 
-_FIRST_NUMBER = -(2**50)  # number of the first lent turn; other negative numbers count down from -1
+_FIRST_NUMBER = -(2**50)  # number of the first lent turn; jobs have other numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -615,7 +615,7 @@ def test_fault_36_what_newer_weights_draw_is_counted_and_told_in_one_line(start:
     assert run.fleet.pop_work()[1] == 1  # of request 30 nothing was lost
     run.engine("0.1.0").draw(21, 31)
     run.turn()
-    assert numbers(run.take_finished()) == [10, 11, 21, 30, 31] and run.fleet.num_open == 0
+    assert numbers(run.take_finished()) == [10, 11, 21, 30, 31] and not run.futures
     assert run.fleet.pop_work()[1] == 1 and run.fleet.pop_work()[1] == 0
     assert (
         run.notes[0] == "engine 0 has failed and is started again, its 3 requests are drawn again: the process is gone"
@@ -644,7 +644,7 @@ def test_fault_36_in_order_a_share_is_drawn_again_as_a_whole(start: Start, fault
     assert numbers(run.take_finished()) == [10, 20]
     fault(first)
     run.pass_time(TIMEOUT_S + 8)
-    assert run.fleet.needs_weights() and run.fleet.num_open == 2
+    assert run.fleet.needs_weights() and len(run.futures) == 2
     run.publish(0)
     second = run.engine("0.1.0")
     assert submitted_numbers(second) == submitted_numbers(first) == [[10, 11, 20, 21]]
@@ -657,10 +657,10 @@ def test_fault_36_in_order_a_share_is_drawn_again_as_a_whole(start: Start, fault
     assert submitted_numbers(third) == [[10, 11, 20, 21]]
     third.draw(20, 21, 11)
     run.turn()
-    assert run.take_finished() == {} and run.fleet.num_open == 2
+    assert run.take_finished() == {} and len(run.futures) == 2
     third.draw(10)
     run.turn()
-    assert numbers(run.take_finished()) == [11, 21] and run.fleet.num_open == 0
+    assert numbers(run.take_finished()) == [11, 21] and not run.futures
     run.begin(jobs(3))
     assert sorted(third.drawing) == [30, 31]
     assert run.fleet.pop_work()[1] == 0
