@@ -44,21 +44,21 @@ class EnginePublisher:
     sharing: DeviceSharing
     canary: Canary | None = None
     _version: int = field(default=-1, init=False)  # version of the last published weights
-    _drawn: list[Trajectory] | None = field(default=None, init=False)  # canary responses that are not scored yet
+    _responses: list[Trajectory] | None = field(default=None, init=False)  # canary responses that are not scored yet
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Replace the weights of the engines. Their KV caches are allocated after the sync frees its buffers. Collective."""
         with self.recorder.phase("sync"):
-            stats = self._bring(version)
+            stats = self._sync(version)
         return {"bridge/received_bytes": float(stats.received_bytes), "bridge/local_bytes": float(stats.local_bytes)}
 
     def withdraw(self) -> None:
         """Put the engines to sleep until the next sync, and score the canary's responses. Collective."""
         self.sharing.sleep(self.sleeper)
-        if self.canary is not None and self._drawn is not None:
+        if self.canary is not None and self._responses is not None:
             with self.recorder.phase("sync"):
-                drawn, self._drawn = self._drawn, None
-                self.canary.score(self._version, drawn)
+                responses, self._responses = self._responses, None
+                self.canary.score(self._version, responses)
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
@@ -74,11 +74,11 @@ class EnginePublisher:
         try:
             yield
         except SaveError:  # raised on every rank; the run may continue
-            self._bring(self._version)
+            self._sync(self._version)
             raise
-        self._bring(self._version)
+        self._sync(self._version)
 
-    def _bring(self, version: int) -> SyncStats:
+    def _sync(self, version: int) -> SyncStats:
         # The update's tensors are being copied to the host. If they fit next to the engine, they leave the device after the sync.
         self.sharing.make_room(self.sharing.engine_bytes)
         self.sharing.wake(self.sleeper, "weights")
@@ -87,10 +87,10 @@ class EnginePublisher:
         self.sharing.settle()
         self.sharing.wake(self.sleeper, "kv_cache")
         if self.canary is not None:
-            self._drawn = self.canary.draw(version)
+            self._responses = self.canary.sample(version)
             if not self.sharing.parts:  # otherwise the trainer's weights only fit when the engines sleep
-                drawn, self._drawn = self._drawn, None
-                self.canary.score(version, drawn)
+                responses, self._responses = self._responses, None
+                self.canary.score(version, responses)
         return stats
 
 
@@ -139,15 +139,15 @@ class Canary:
         Raises:
             SyncMismatch: same condition as in ``score``.
         """
-        self.score(version, self.draw(version))
+        self.score(version, self.sample(version))
 
-    def draw(self, version: int) -> list[Trajectory]:
+    def sample(self, version: int) -> list[Trajectory]:
         """Generate a response to each canary prompt, on one engine each. Returns this rank's responses. Collective over the world."""
         engine = self.sampler.rank
         mine = [self.prompts[place] for place in range(engine.engine_index, len(self.prompts), engine.num_engines)]
         return self.sampler.sample(mine, self.sampling, step=version)
 
-    def score(self, version: int, drawn: Sequence[Trajectory]) -> None:
+    def score(self, version: int, responses: Sequence[Trajectory]) -> None:
         """Compare the sampled responses' logprobs with the trainer's. Collective over the world.
 
         The trainer must still hold the weights of ``version``.
@@ -155,7 +155,7 @@ class Canary:
         Raises:
             SyncMismatch: the logprobs differ by more than the tolerance. The engines are unusable until the next full sync.
         """
-        difference = self._difference(drawn)
+        difference = self._difference(responses)
         if not difference <= self.tolerance:
             problem = (
                 f"after the sync of version {version} an engine's logprobs of the canary differ from the trainer's by "

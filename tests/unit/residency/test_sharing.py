@@ -341,7 +341,7 @@ def test_the_canary_is_scored_when_the_engine_sleeps_and_before_anything_is_lear
     run, scored = Colocated(), list[tuple[int, list[str], int, int]]()
 
     class Bird:
-        def draw(self, version: int) -> list[str]:
+        def sample(self, version: int) -> list[str]:
             assert run.device.used_bytes() == sum(ENGINE.values())
             return [f"drawn of {version}"]
 
