@@ -101,9 +101,9 @@ class RunCheckpointer:
             else:
                 small_files = self.small_files(step)
                 self.writer.save(info, partial(self._write, small_files), self._num_bytes(small_files))
-                self._tell_of_commit(step, time.monotonic() - started, decision)
+                self._report_commit(step, time.monotonic() - started, decision)
         except SaveError as error:
-            self._tell_of_failure(error, decision)
+            self._report_failure(error, decision)
 
     def save_to(self, directory: Path, step: int) -> Path:
         """Save ``<directory>/checkpoint-<step>`` regardless of the triggers, and return its path. Collective over the world.
@@ -136,9 +136,9 @@ class RunCheckpointer:
                 self.writer.finish(flush.info, flush.directory, entries, error)
             except TransientSaveError:
                 self.writer.save(flush.info, flush.write, flush.num_bytes)  # the copy is still there
-            self._tell_of_commit(flush.info.step, flush.seconds, flush.decision)
+            self._report_commit(flush.info.step, flush.seconds, flush.decision)
         except SaveError as failure:
-            self._tell_of_failure(failure, flush.decision)
+            self._report_failure(failure, flush.decision)
 
     def end(self) -> int | None:
         """Finish the save in flight after the last step. Collective over the world.
@@ -182,14 +182,14 @@ class RunCheckpointer:
             raise first_error
         return paths + _write_small_files(directory, small_files)
 
-    def _tell_of_commit(self, step: int, seconds: float, decision: Decision) -> None:
+    def _report_commit(self, step: int, seconds: float, decision: Decision) -> None:
         if self.triggers is None:
             return
         self.triggers.record_save(step, seconds)
         self.note(f"saved checkpoint-{step} ({', '.join(REASONS[reason] for reason in decision.reasons)})")
         self.after_commit(step)
 
-    def _tell_of_failure(self, error: SaveError, decision: Decision) -> None:
+    def _report_failure(self, error: SaveError, decision: Decision) -> None:
         # If the run ends now, no later save can replace this one.
         if self.stop_on_failure or decision.stop or END in decision.reasons:
             raise error
