@@ -106,7 +106,7 @@ class SamplingAhead:
         self.schedule, self.redrawn = schedule, 0
         self._begin_jobs, self._begin_scores = begin_jobs, begin_scores
         self._prompts, self._sampler, self._sampling = prompts, sampler, sampling
-        self._drawn = 0
+        self._num_read = 0
         self._batches = (0, 0)  # a step, and the index of its last batch from the sampler
         self._groups: list[PromptGroup] = []  # by rising number
         self._finished: list[PromptGroup] = []  # in finishing order
@@ -149,7 +149,7 @@ class SamplingAhead:
         for group in stale:
             self._begin_again(group)
         while len(self._groups) < limit:
-            self._draw(step)
+            self._read_batch(step)
         # Prompts beyond the limit wait. A single call lets an engine start with all jobs.
         due = [group for group in self._groups[:limit] if group.version is None]
         jobs = [self._jobs(group) for group in due]
@@ -160,7 +160,7 @@ class SamplingAhead:
             for future in group.futures:
                 future.add_done_callback(partial(self._end_job, group, group.futures))
 
-    def _draw(self, step: int) -> None:
+    def _read_batch(self, step: int) -> None:
         """Read the next batch of prompts, and choose the step for their seeds.
 
         In a synchronous run, seeds follow the current step and the batch index within it, as with colocated engines. Otherwise
@@ -173,11 +173,11 @@ class SamplingAhead:
             prompt = self._prompts[place]
             numbered = replace(prompt, occurrence=seen[prompt.index])
             seen[prompt.index] += 1
-            own = self._drawn // self.schedule.prompts_per_step + 1, 0
+            own = self._num_read // self.schedule.prompts_per_step + 1, 0
             self._groups.append(
-                PromptGroup(self._drawn, place, numbered, *(self._batches if self.schedule.is_synchronous else own))
+                PromptGroup(self._num_read, place, numbered, *(self._batches if self.schedule.is_synchronous else own))
             )
-            self._drawn += 1
+            self._num_read += 1
 
     def _jobs(self, group: PromptGroup) -> list[Job]:
         sampling = sampling_of_batch(self._sampling, group.attempt)
@@ -251,11 +251,11 @@ class SamplingAhead:
             {name: getattr(group, name) for name in _KEPT} | {"occurrence": group.prompt.occurrence}
             for group in self._groups
         ]
-        return {"drawn": self._drawn, "redrawn": self.redrawn, "groups": described}
+        return {"drawn": self._num_read, "redrawn": self.redrawn, "groups": described}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the prompts of ``state``. Requests that were in flight are submitted again."""
-        self._drawn, self.redrawn = state["drawn"], state["redrawn"]
+        self._num_read, self.redrawn = state["drawn"], state["redrawn"]
         self._groups = [
             PromptGroup(
                 prompt=replace(self._prompts[group["place"]], occurrence=group["occurrence"]),
