@@ -135,7 +135,7 @@ class Fleet:
             for engine in list(self._engines):
                 try:
                     if engine.state in ("ready", "serving"):
-                        self._hear(engine, now)
+                        self._read_reports(engine, now)
                     elif engine.state in ("placing", "starting"):
                         self._advance_start(engine, now)
                 except ConfigError:
@@ -205,7 +205,7 @@ class Fleet:
     def _ask(self, process: RayProcess) -> RayCall:
         return process.call("report", min(1.0, self._plan.timeout_s / 4))
 
-    def _hear(self, engine: FleetEngine, now: float) -> None:
+    def _read_reports(self, engine: FleetEngine, now: float) -> None:
         for rank, call in enumerate(engine.reports):
             if call.is_done():
                 report = call.result()
