@@ -32,7 +32,7 @@ _GROUP_OF = {
     "start": "weights",
     "submit": "orders",
     "cancel": "orders",
-    "lend": "orders",
+    "lend_turns": "orders",
     "take_back": "orders",
     "report": "reports",
     "pause": "weights",

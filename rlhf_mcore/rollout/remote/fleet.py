@@ -17,7 +17,7 @@ from rlhf_mcore.protocols import EngineProcess, PeersLost
 from rlhf_mcore.rollout.remote.backlog import FreeBacklog, OpenJobs, SharedBacklog
 from rlhf_mcore.rollout.remote.fleet_state import REMEDY, STARTING, EnginesLost, EngineStatus, FleetEngine, FleetPlan
 from rlhf_mcore.rollout.remote.host import EngineReport, RankRendezvous, without_rows
-from rlhf_mcore.rollout.remote.lending import Lending
+from rlhf_mcore.rollout.remote.lending import BorrowedTurns
 from rlhf_mcore.types import EngineWork, Trajectory
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Fleet:
         self._numbers = count()
         self._engines: list[FleetEngine] = [self._new() for _ in range(plan.num_engines)]
         self._backlog: FreeBacklog | SharedBacklog = SharedBacklog(plan.num_engines) if plan.in_order else FreeBacklog()
-        self._lending = Lending(0 if plan.in_order else plan.slots)
+        self._borrowed = BorrowedTurns(0 if plan.in_order else plan.slots)
         self._version = -1  # policy version of the newest weights
         self._open = OpenJobs(lambda text: self._notes.append(text))
         self._job_numbers = count()
@@ -228,11 +228,11 @@ class Fleet:
             engine.progressed = now
         self._work += report.work - (before.work if before is not None else EngineWork())
         engine.last_report = report
-        self._work += EngineWork(lent=self._lending.note(engine, report, self._serving()))
+        self._work += EngineWork(lent=self._borrowed.note(engine, report, self._serving()))
         for outcome in self._backlog.take(engine, report.outcomes):
             if isinstance(outcome.result, Exception):
                 self._error = self._error or outcome.result
-            elif not self._lending.answer(outcome, self._engines) and (each := self._open.close(outcome)):
+            elif not self._borrowed.answer(outcome, self._engines) and (each := self._open.close(outcome)):
                 trajectory = outcome.result
                 assert isinstance(trajectory, Trajectory), "only lent turns have completions"
                 trajectory.prompt = trajectory.prompt or each.job.prompt
@@ -263,7 +263,7 @@ class Fleet:
         engine.processes, engine.starting, engine.reports, engine.answered = (), [], [], []
         self._open.lose(engine.jobs)
         self._backlog.put_back(engine)
-        self._cancel(self._lending.lose(engine.key))
+        self._cancel(self._borrowed.lose(engine.key))
         engine.version = -1
 
     def _leave(self, engine: FleetEngine) -> None:
@@ -327,7 +327,7 @@ class Fleet:
         for engine, jobs in self._backlog.deal(self._serving()):
             sent = jobs if self._plan.sends_rows else without_rows(jobs)
             engine.processes[0].call("submit", sent, self._plan.in_order)
-        self._lending.balance(self._serving())
+        self._borrowed.balance(self._serving())
 
     def _serving(self) -> list[FleetEngine]:
         return [engine for engine in self._engines if engine.state == "serving" and not engine.draining]
@@ -342,7 +342,7 @@ class Fleet:
         if not self._begun:
             self.wait_until_ready()
         with self._check_and_lock():
-            self._cancel([] if self._open else self._lending.lose())  # lent turns of episodes that have ended
+            self._cancel([] if self._open else self._borrowed.lose())  # lent turns of episodes that have ended
             self._begun, self._participants = True, []
             serving = [engine for engine in self._engines if engine.state == "serving"]
             self._begin([(engine, engine.processes[0]) for engine in serving], "pause")

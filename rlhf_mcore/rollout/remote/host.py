@@ -302,7 +302,7 @@ class EngineHost:
 
         self._post(cancel())
 
-    def lend(self, number: int) -> None:
+    def lend_turns(self, number: int) -> None:
         """Lend at most ``number`` held turns. A later report contains them. For leads; returns at once."""
 
         async def lend() -> None:

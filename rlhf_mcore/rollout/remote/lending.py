@@ -24,7 +24,7 @@ class _Lent:
     number: int
 
 
-class Lending:
+class BorrowedTurns:
     """Lets engines with free slots sample turns that wait in other engines.
 
     An engine runs its episodes and samples their turns, because their history is in its cache. It samples at most ``slots`` turns
@@ -59,7 +59,7 @@ class Lending:
             room = sum(max(self._room(other), 0) for other in serving if other is not engine)
             if min(held, room) and engine.key not in self._asked:
                 self._asked.add(engine.key)
-                engine.processes[0].call("lend", min(held, room))
+                engine.processes[0].call("lend_turns", min(held, room))
 
     def _give(self, engine: FleetEngine, turn: BorrowedTurn) -> None:
         now, before = self._given.get(engine.key, (0, 0))

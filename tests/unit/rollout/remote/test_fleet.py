@@ -67,7 +67,7 @@ class Engine:
             self.drawing |= {work.number: work for work in arguments[0]}
         elif method == "cancel":
             self.drawing = {number: found for number, found in self.drawing.items() if number not in arguments[0]}
-        elif method == "lend":
+        elif method == "lend_turns":
             self.lent, self.held = self.held[: arguments[0]], self.held[arguments[0] :]
         elif method == "take_back":
             self.came_back.append((arguments[0], arguments[1]))
@@ -258,7 +258,7 @@ def test_an_engine_with_room_draws_turns_that_wait_in_another(start: Start) -> N
     run = start()
     first, second = start_two_engines(run)
     run.turn(), run.turn()
-    assert first.calls_of("lend") == [("lend", 3)] and not second.calls_of("lend")
+    assert first.calls_of("lend_turns") == [("lend_turns", 3)] and not second.calls_of("lend_turns")
     lent = sorted(number for number in second.drawing if number != 20)
     assert (
         len(lent) == 3
@@ -266,13 +266,13 @@ def test_an_engine_with_room_draws_turns_that_wait_in_another(start: Start) -> N
         and {tuple(second.drawing[number].prompt_ids) for number in lent} == {(0,), (1,), (2,)}
     )
     run.turn(), run.turn()
-    assert len(first.calls_of("lend")) == 1 and len(first.held) == 3  # the second has no room any more
+    assert len(first.calls_of("lend_turns")) == 1 and len(first.held) == 3  # the second has no room any more
     second.draw(*lent[1:], 20)
     run.turn()
     assert numbers(run.take_finished()) == [20]  # a turn is no answer to the trainer
     assert sorted((number, int(turn.token_ids[0])) for number, turn in first.came_back) == [(TURN, 0), (2 * TURN, 1)]
     run.turn(), run.turn()
-    assert [call[1] for call in first.calls_of("lend")] == [3, 3] and not first.held
+    assert [call[1] for call in first.calls_of("lend_turns")] == [3, 3] and not first.held
     assert run.fleet.pop_work()[0].lent == 6
 
 
@@ -313,7 +313,7 @@ def test_nothing_is_lent_where_responses_must_not_depend_on_time(start: Start) -
     run = start(in_order=True)
     first, _ = start_two_engines(run)
     run.turn(), run.turn()
-    assert not first.calls_of("lend") and len(first.held) == 6
+    assert not first.calls_of("lend_turns") and len(first.held) == 6
 
 
 def test_what_is_cancelled_is_not_returned(start: Start) -> None:

@@ -357,7 +357,7 @@ def test_a_lead_lends_turns_and_takes_them_back(monkeypatch: pytest.MonkeyPatch)
     endless = [job(number, 10**9) for number in range(2)]
     host.submit([*endless, job(2, 1), job(3, 1), BorrowedTurn(-9, request_of(job(7, 1)))])
     wait_for(lambda: host.report(0).num_held == 3, 20)
-    host.lend(2)
+    host.lend_turns(2)
     lent = host.report(20).lent
     assert [request.name for request in lent] == ["prompt 'p2', sample 0", "prompt 'p3', sample 0"]
     turn = Completion(99, np.zeros(1, np.int32), np.zeros(1, np.float32), ((0, 3),), "stop")
