@@ -78,7 +78,7 @@ class Sampling:
     baseline: bool = False
 
     @property
-    def num_drawn(self) -> int:
+    def num_responses(self) -> int:
         """Return the number of sampled responses per prompt."""
         return self.n + self.baseline
 

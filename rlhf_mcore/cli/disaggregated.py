@@ -65,7 +65,7 @@ def build_disaggregated(
     if fleet is not None:
         sampling = training_sampling(cfg)
         ahead = SamplingAhead(data.train, sampler, fleet.begin, sampling, schedule, rewards.begin)
-        first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work, fleet.tokens_drawn)
+        first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work, fleet.num_sampled_tokens)
     kind = engine_kind(rollout.engine)
     assert kind.weights != "full", "config.validate keeps others from engines that run apart"
     sent = select_sent(cfg, actor.model)

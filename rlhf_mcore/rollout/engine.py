@@ -250,7 +250,7 @@ class Engine(VersionedWeights, ABC):
 
     def _progress(self) -> float:
         """Return a number that changes while the engine makes progress."""
-        return self.tokens_drawn
+        return self.num_sampled_tokens
 
     def _drop_finished(self, finished: list[Completion]) -> list[Completion]:
         for completion in finished:
@@ -283,7 +283,7 @@ class Engine(VersionedWeights, ABC):
     def commit_load(self, version: int) -> None:
         """Mark the weights as complete, at the end of a load. Later tokens are sampled from ``version``."""
         super().commit_load(version)
-        for request_id, number in self._num_drawn().items():
+        for request_id, number in self._num_sampled().items():
             begin_version(self._in_flight[request_id].versions, number, version)
 
     def forget_prefixes(self) -> None:
@@ -295,12 +295,12 @@ class Engine(VersionedWeights, ABC):
         return len(self._in_flight) + len(self._finished)
 
     @property
-    def tokens_drawn(self) -> int:
+    def num_sampled_tokens(self) -> int:
         """Return the number of tokens sampled since the start, without tokens of cancelled requests.
 
         It does not change while the engine makes no progress.
         """
-        return self._tokens_of_finished + sum(self._num_drawn().values())
+        return self._tokens_of_finished + sum(self._num_sampled().values())
 
     def pop_preemptions(self) -> int:
         """Return the number of preemptions since the last call; 0 on ranks that do not lead.
@@ -354,7 +354,7 @@ class Engine(VersionedWeights, ABC):
         """Drop requests in flight."""
 
     @abstractmethod
-    def _num_drawn(self) -> dict[int, int]:
+    def _num_sampled(self) -> dict[int, int]:
         """Return the number of tokens sampled so far for each request in flight, by request id."""
 
     @abstractmethod

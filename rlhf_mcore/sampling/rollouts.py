@@ -56,7 +56,7 @@ def jobs_of(prompts: Sequence[Prompt], sampling: Sampling, step: int, *, first: 
 
     ``first``: index of the first prompt, for its job numbers.
     """
-    count = sampling.num_drawn
+    count = sampling.num_responses
     return [
         Job(place * count + sample, prompt, sample, sampling, step)
         for place, prompt in enumerate(prompts, first)

@@ -154,7 +154,7 @@ class ColocatedBatches:
         prompts = self.prompt_source.next_batch()
         progress = _Progress(self.recorder.progress)
         with self.recorder.phase("generate"):
-            self.recorder.progress(f"{len(prompts) * self.sampling.num_drawn} responses to {len(prompts)} prompts")
+            self.recorder.progress(f"{len(prompts) * self.sampling.num_responses} responses to {len(prompts)} prompts")
             sampling = sampling_of_batch(self.sampling, number)
             groups = self.sampler.sample_step(
                 prompts, sampling, step=step, begin_scores=self.begin_scores, progress=progress.add
@@ -258,7 +258,7 @@ class BatchSampler:
             return group
 
         async def sample_share(engine: EngineLoop) -> list[SampledGroup]:
-            share = self.dealer.share(numbered, sampling.num_drawn, self.rank)
+            share = self.dealer.share(numbered, sampling.num_responses, self.rank)
             groups = []
             while not share.is_empty:
                 groups += [engine.begin(sample_group(engine, place)) for place in share.take(engine.num_in_flight)]

@@ -54,7 +54,7 @@ class FirstRank:
     begin: BeginJobs
     # Work of all engines since the last call, and the number of responses by another version than at their submission.
     pop_work: Callable[[], tuple[EngineWork, int]]
-    tokens_drawn: Callable[[], int]  # total sampled tokens of all engines; changes while they make progress
+    num_sampled_tokens: Callable[[], int]  # total sampled tokens of all engines; changes while they make progress
 
 
 def wait_together(
@@ -79,7 +79,7 @@ def wait_together(
                 answer = "publish"
             elif left <= 0:
                 answer = "wait"
-        return answer, first.tokens_drawn()
+        return answer, first.num_sampled_tokens()
 
     answer, drawn = "", -1
     while answer != "done":

@@ -53,7 +53,7 @@ class SlowEngine(Engine):
 
     def _end(self, request_ids: Sequence[int]) -> None: ...
 
-    def _num_drawn(self) -> dict[int, int]:
+    def _num_sampled(self) -> dict[int, int]:
         return dict(self._counts)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...

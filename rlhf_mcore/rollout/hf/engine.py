@@ -93,7 +93,7 @@ class HFEngine(LiveEngine):
         if self._batch is not None:
             self._batch.drop(dropped)
 
-    def _num_drawn(self) -> dict[int, int]:
+    def _num_sampled(self) -> dict[int, int]:
         drawn = dict.fromkeys(self._in_flight, 0)
         if self._batch is not None:
             running = zip(self._batch.requests, self._batch.drawn, self._batch.finished, strict=True)

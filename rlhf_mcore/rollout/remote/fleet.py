@@ -224,7 +224,10 @@ class Fleet:
 
     def _take(self, engine: FleetEngine, report: EngineReport, now: float) -> None:
         before = engine.last_report
-        if before is None or (report.tokens_drawn, report.num_waits) != (before.tokens_drawn, before.num_waits):
+        if before is None or (report.num_sampled_tokens, report.num_waits) != (
+            before.num_sampled_tokens,
+            before.num_waits,
+        ):
             engine.progressed = now
         self._work += report.work - (before.work if before is not None else EngineWork())
         engine.last_report = report
@@ -431,7 +434,7 @@ class Fleet:
             work, self._work = self._work, EngineWork()
             return work, self._open.pop_other()
 
-    def tokens_drawn(self) -> int:
+    def num_sampled_tokens(self) -> int:
         """Return the number of tokens that engines have sampled since they started. It grows only while an engine makes progress."""
         return sum(engine.tokens for engine in self.status())
 

@@ -51,7 +51,7 @@ class EngineStatus:
         """Describe an engine."""
         state = "draining" if engine.draining else "starting" if engine.state in STARTING else engine.state
         report = engine.last_report
-        version, tokens = (report.version, report.tokens_drawn) if report else (-1, 0)
+        version, tokens = (report.version, report.num_sampled_tokens) if report else (-1, 0)
         return cls(engine.name, state, version, len(engine.jobs), tokens, engine.failures)
 
 

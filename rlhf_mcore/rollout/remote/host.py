@@ -147,7 +147,7 @@ class EngineReport:
     """
 
     outcomes: list[JobOutcome]
-    tokens_drawn: int
+    num_sampled_tokens: int
     num_in_flight: int
     version: int
     num_waits: int = 0  # number of waits for environments
@@ -430,14 +430,14 @@ class EngineHost:
             made.send(world_group())
         made.begin(engine)
         num_steps = int(not made.pauses and engine.num_in_flight > 0)
-        before = engine.tokens_drawn if made.cancelled else self._progress.tokens_drawn
+        before = engine.num_sampled_tokens if made.cancelled else self._progress.num_sampled_tokens
         completions = made.step(engine)
-        work = EngineWork(num_steps, engine.tokens_drawn - before, time.perf_counter() - began)
+        work = EngineWork(num_steps, engine.num_sampled_tokens - before, time.perf_counter() - began)
         work = replace(work, preemptions=engine.pop_preemptions()) if num_steps else EngineWork()
         with self._news:
             self._progress = replace(
                 self._progress,
-                tokens_drawn=engine.tokens_drawn,
+                num_sampled_tokens=engine.num_sampled_tokens,
                 num_in_flight=engine.num_in_flight,
                 version=engine.policy_version,
                 work=self._progress.work + work,

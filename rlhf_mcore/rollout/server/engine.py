@@ -231,7 +231,7 @@ class ServerEngine(Engine):
         for request_id in request_ids:
             self._under_way.pop(request_id).cancel()  # closes the connection, so that the server stops sampling
 
-    def _num_drawn(self) -> dict[int, int]:
+    def _num_sampled(self) -> dict[int, int]:
         return dict.fromkeys(self._in_flight, 0)
 
     def _progress(self) -> float:

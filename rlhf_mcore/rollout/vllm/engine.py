@@ -254,7 +254,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             number: request_id for number, request_id in self._by_number.items() if request_id not in dropped
         }
 
-    def _num_drawn(self) -> dict[int, int]:
+    def _num_sampled(self) -> dict[int, int]:
         if not self._in_flight:
             return {}
         states = self._scheduler.requests

@@ -32,7 +32,7 @@ class GroupedVLLMEngine(VLLMEngine):
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
         """Start the engine; see :class:`VLLMEngine`."""
         self._size, self._group_of = cfg.layout.dp, dict[int, int]()
-        self._tokens_drawn = 0  # total of all groups
+        self._num_sampled_tokens = 0  # total of all groups
         self._num_passes = 0
         self._rank_of_engine = rank_and_world_size()[0] % cfg.layout.num_ranks
         super().__init__(cfg, model)
@@ -101,17 +101,17 @@ class GroupedVLLMEngine(VLLMEngine):
         return groups
 
     def _step(self) -> list[Completion]:
-        finished, before, preemptions = list[Completion](), self._num_drawn(), self._preemptions
+        finished, before, preemptions = list[Completion](), self._num_sampled(), self._preemptions
         passes = self._num_passes
         if self._own_in_flight() or self._core.batch_queue:
             finished = super()._step()
         if self._num_passes == passes:
             self._core.execute_dummy_batch()
         done = {completion.request_id: len(completion.token_ids) for completion in finished}
-        drawn = sum((self._num_drawn() | done).values()) - sum(before.values())
+        drawn = sum((self._num_sampled() | done).values()) - sum(before.values())
         counts = _gather_counts([len(finished), drawn, self._preemptions - preemptions], self._peers)
         num_finished, drawn, preempted = map(sum, zip(*counts, strict=True))
-        self._tokens_drawn += drawn
+        self._num_sampled_tokens += drawn
         self._preemptions = preemptions + preempted
         if not num_finished:
             return []
@@ -134,16 +134,16 @@ class GroupedVLLMEngine(VLLMEngine):
     def _own_in_flight(self) -> list[int]:
         return [number for number in self._in_flight if self._group_of[number] == self._own]
 
-    def _num_drawn(self) -> dict[int, int]:
+    def _num_sampled(self) -> dict[int, int]:
         """Count the tokens of this group's requests. Other requests get their versions from their own group."""
         states = self._scheduler.requests
         handles = {number: self._in_flight[number].handle for number in self._own_in_flight()}
         return {number: states[handle].num_output_tokens for number, handle in handles.items() if handle in states}
 
     @property
-    def tokens_drawn(self) -> int:
+    def num_sampled_tokens(self) -> int:
         """See :class:`Engine`. Includes the tokens of cancelled requests."""
-        return self._tokens_drawn
+        return self._num_sampled_tokens
 
     def _end(self, request_ids: Sequence[int]) -> None:
         if own := [number for number in request_ids if self._group_of[number] == self._own]:

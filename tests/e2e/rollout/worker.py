@@ -335,12 +335,12 @@ def check_streaming(engine: Any, models: Models) -> dict[str, Any]:
     engine.submit(requests)
     for _ in range(3):
         engine.step()
-    before, in_flight = engine.tokens_drawn, engine.num_in_flight
+    before, in_flight = engine.num_sampled_tokens, engine.num_in_flight
     engine.cancel([1, 3, 99])
     other = requests_to(prompts(1), Sampling(max_new_tokens=4), first_id=50)
     seen["generated meanwhile"] = [completion.request_id for completion in engine.generate(other)]
     seen["not cancelled"] = summarize(drawn_until_empty(engine))
-    seen["counts"] = [in_flight, engine.num_in_flight, engine.tokens_drawn - before]
+    seen["counts"] = [in_flight, engine.num_in_flight, engine.num_sampled_tokens - before]
     return seen
 
 

@@ -64,7 +64,7 @@ class ServedEngine(Engine):
     def _end(self, request_ids: Sequence[int]) -> None:
         self._due = [request for request in self._due if request["request_id"] not in request_ids]
 
-    def _num_drawn(self) -> dict[int, int]:
+    def _num_sampled(self) -> dict[int, int]:
         return dict.fromkeys(self._in_flight, 0)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:

@@ -142,7 +142,7 @@ def build_engine(rank: int, size: int, kind: type[Drawing] = Drawing) -> Any:
     made = object.__new__(groups.GroupedVLLMEngine)
     made.__dict__ |= engine(kind()).__dict__
     made._size, made._own, made._peers, made._num_ranks = size, rank, rank, size
-    made._group_of, made._tokens_drawn, made._num_passes, made._routes = {}, 0, 0, None
+    made._group_of, made._num_sampled_tokens, made._num_passes, made._routes = {}, 0, 0, None
     made._count_passes(empty_too=False)
     made.rank = EngineRank(0, 1, is_lead=rank == 0)
     made.commit_load(3)
@@ -171,7 +171,7 @@ def test_every_rank_sees_every_completion_and_how_far_the_others_are() -> None:
         which = engines[rank]
         while which.num_in_flight:
             drawn.setdefault(rank, []).extend(which.step())
-            counts[rank].append(which.tokens_drawn)
+            counts[rank].append(which.num_sampled_tokens)
 
     for which in engines:
         which.submit(requests([[5], [6, 6, 6]]))
@@ -218,7 +218,7 @@ def test_groups_make_every_pass_together_if_they_begin_it_ahead() -> None:
             thread.join(20)
     assert drawn == {0: [0, 1], 1: [0, 1]} and left == {0: 0, 1: 0}
     assert passes[0] == passes[1] and passes[0][:3] == [1, 2, 3]
-    assert [which.tokens_drawn for which in engines] == [9, 9]
+    assert [which.num_sampled_tokens for which in engines] == [9, 9]
 
 
 def test_the_drafts_of_a_response_are_known_in_all_groups() -> None:

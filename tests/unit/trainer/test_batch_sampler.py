@@ -185,8 +185,8 @@ def test_beside_the_samples_of_a_prompt_one_greedy_response_is_drawn() -> None:
         by = BatchSampler(engine, EngineRank(), letters)
         rollouts = sample_rollouts(by, prompts, wanted, step=3)
         places, made = [each.place for each in rollouts], [each.trajectory for each in rollouts]
-        assert places == [place for place in range(3) for _ in range(wanted.num_drawn)]
-        assert [t.sample for t in made] == list(range(wanted.num_drawn)) * 3
+        assert places == [place for place in range(3) for _ in range(wanted.num_responses)]
+        assert [t.sample for t in made] == list(range(wanted.num_responses)) * 3
         # Each trajectory holds the number of its request, and is of the prompt that this one was for.
         asked = {request.request_id: request for request in engine.asked}
         assert [asked[int(t.sampled_ids[0])].prompt_ids for t in made] == [[1, place] for place in places]

@@ -161,7 +161,7 @@ def test_tokens_of_engines_are_progress_of_every_rank(monkeypatch: pytest.Monkey
                 bridge.engines.finish(0)
             return False
 
-        first = replace(source.first, needs_weights=needs_weights, tokens_drawn=lambda: tokens.pop(0))
+        first = replace(source.first, needs_weights=needs_weights, num_sampled_tokens=lambda: tokens.pop(0))
         sampler = FleetSampler(first, NO_TEXT, lambda: None, lambda: beats.append(1))
         assert len(sampler.sample(PROMPTS[:1], Sampling(n=1), step=1)) == 1
     assert len(beats) == 2

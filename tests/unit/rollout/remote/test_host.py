@@ -44,7 +44,7 @@ class Engine:
         self.drawn: dict[int, tuple[Request, int]] = {}
         self.allowed = threading.Semaphore(0)
         self.told: list[Any] = []
-        self.tokens_drawn, self.policy_version = 0, 3
+        self.num_sampled_tokens, self.policy_version = 0, 3
 
     @property
     def num_in_flight(self) -> int:
@@ -76,7 +76,7 @@ class Engine:
     def step(self) -> list[Completion]:
         assert self.allowed.acquire(timeout=120)
         self.told.append("step")
-        self.tokens_drawn += len(self.drawn)
+        self.num_sampled_tokens += len(self.drawn)
         self.drawn = {number: (request, drawn + 1) for number, (request, drawn) in self.drawn.items()}
         ended = [number for number, (request, drawn) in self.drawn.items() if drawn == request.sampling.max_new_tokens]
         for number in ended:
@@ -203,7 +203,7 @@ def test_weights_come_between_two_steps_and_requests_after_them(running_host: tu
     engine.allowed.release()
     report = host.report(20)
     assert [found.number for found in report.outcomes] == [1]
-    assert (report.tokens_drawn, report.num_in_flight, report.version) == (2, 1, 3)
+    assert (report.num_sampled_tokens, report.num_in_flight, report.version) == (2, 1, 3)
     assert (report.work.steps, report.work.preemptions) == (1, 2)
     engine.allowed.release()  # of the step that it may have begun: pause waits for its end
     host.pause()
@@ -250,7 +250,7 @@ class AheadEngine(engines.Engine):
 
     def _end(self, request_ids: Sequence[int]) -> None: ...
 
-    def _num_drawn(self) -> dict[int, int]:
+    def _num_sampled(self) -> dict[int, int]:
         return dict.fromkeys(self._in_flight, 1)
 
     def close(self) -> None: ...
@@ -289,7 +289,7 @@ def test_an_engine_waits_for_environments_and_is_paused_meanwhile(monkeypatch: p
     waits = 0
     while waits < 2:  # and counts as progress
         waits = host.report(0.1).num_waits
-    assert engine.told == [] and host.report(0).tokens_drawn == 0  # in order
+    assert engine.told == [] and host.report(0).num_sampled_tokens == 0  # in order
     host.pause()
     host.sync(4)
     host.cancel([4])
