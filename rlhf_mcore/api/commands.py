@@ -17,7 +17,7 @@ from rlhf_mcore.api.inputs import (
     checked_path,
     run_config,
 )
-from rlhf_mcore.api.training import Reward, Rollout, Rows, checked_world_size, one_process
+from rlhf_mcore.api.training import Reward, Rows, UserRollout, checked_world_size, one_process
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.preflight import check_engine
 from rlhf_mcore.commands.convert.command import DTYPES, FORMATS, ROLES, TARGETS, check_destination, num_bytes
@@ -58,7 +58,7 @@ def evaluate(
     compare: str | Path | None = None,
     *,
     reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
-    rollout: Rollout | str | Mapping[str, Any] | None = None,
+    rollout: UserRollout | str | Mapping[str, Any] | None = None,
     prompts: Rows | None = None,
 ) -> Evaluation:
     """Score a model on held-out prompts, like ``rlhf-mcore evaluate``. Collective over the world.

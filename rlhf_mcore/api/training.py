@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 # Called as f(data_source, solution_str, ground_truth, extra_info), by keyword if it has parameters with these names.
 Reward = Callable[..., Any]
-Rollout = Callable[..., Coroutine[Any, Any, Any]]  # called as f(policy, prompt, ctx)
+UserRollout = Callable[..., Coroutine[Any, Any, Any]]  # called as f(policy, prompt, ctx)
 OnStep = Callable[[int, Mapping[str, Any]], None]  # receives a step, and its metrics with the names of metrics.jsonl
 # Prompts, or rows with the columns that the configuration names, or data files.
 Rows = str | os.PathLike[str] | Iterable[Any]
@@ -115,7 +115,7 @@ class Trainer:
         prompts: Rows | None = None,
         eval_prompts: Rows | None = None,
         reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
-        rollout: Rollout | str | Mapping[str, Any] | None = None,
+        rollout: UserRollout | str | Mapping[str, Any] | None = None,
         algorithm: str | None = None,
         num_steps: int | None = None,
         callbacks: Sequence[Callback | OnStep] = (),

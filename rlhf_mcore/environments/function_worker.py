@@ -24,7 +24,7 @@ from rlhf_mcore.rewards.user_function import number_problem, shorten
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    Rollout = Callable[["FunctionPolicy", "FunctionPrompt", "FunctionContext"], Coroutine[Any, Any, Any]]
+    UserRollout = Callable[["FunctionPolicy", "FunctionPrompt", "FunctionContext"], Coroutine[Any, Any, Any]]
 
 KEY = "rollout.function"
 # Coroutines of a function that start together reach their requests within this number of passes of the event loop.
@@ -220,7 +220,7 @@ def read_result(result: Any) -> dict[str, Any]:
     return {"reward": float(entries["reward"]), "parts": {str(name): float(value) for name, value in parts.items()}}
 
 
-def load_rollout(spec: str) -> Rollout:
+def load_rollout(spec: str) -> UserRollout:
     """Load a rollout function.
 
     Raises:
