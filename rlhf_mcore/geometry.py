@@ -132,7 +132,7 @@ class AdapterSizes:
 class ModelGeometry:
     """The sizes of a decoder, read from a Hugging Face config.
 
-    All fields except ``max_positions`` and ``window`` determine where each weight is stored. Parts that a model does not have are
+    All fields except ``max_positions`` and ``window`` determine the storage of each weight. Parts that a model does not have are
     None.
     """
 

@@ -172,7 +172,7 @@ class PeersLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
-    """One rank of a rollout engine in a separate process.
+    """A rank of a rollout engine in a separate process.
 
     ``engine`` is the engine's name. ``process`` is unique in a run: a restarted rank gets a new one.
     """

@@ -72,7 +72,7 @@ class Problem:
     mistaken: str
 
     def picture(self) -> Image:
-        """Draw the picture."""
+        """Render the picture."""
         from PIL import Image, ImageDraw
 
         image = Image.new("RGB", (len(COLUMNS) * CELL, self.rows * CELL), (255, 255, 255))

@@ -18,7 +18,7 @@ AGGREGATIONS = ("token", "sequence", "constant")
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the scalar sum of ``values`` where the bool ``mask`` of the same shape is true; 0 for an empty mask."""
+    """Return the scalar sum of the ``values`` that the bool ``mask`` of the same shape selects; 0 for an empty mask."""
     return torch.where(mask, values, 0).sum()
 
 

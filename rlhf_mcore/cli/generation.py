@@ -95,7 +95,7 @@ class Generation:
     publisher: Publisher
     sampler: ResponseSampler
     ahead: SamplingAhead | None = None
-    lengths: ExpectedLengths | None = None  # of a dealer, which a checkpoint stores
+    lengths: ExpectedLengths | None = None  # state of a dealer, which a checkpoint stores
     room: Callable[[], AbstractContextManager[None]] = nullcontext
     kernels: Mapping[str, str] = field(default_factory=dict)  # kernels of this rank's engine, by part
 

@@ -196,7 +196,7 @@ def _environment(args: argparse.Namespace, local_rank: int, port: int, ranks: Ra
 
 
 def _logs_specs(args: argparse.Namespace) -> LogsSpecs:
-    """Return where the output of the ranks goes: to files, except the first rank's standard output."""
+    """Return the destinations of the ranks' output: files, except for the first rank's standard output."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
     if args.logs is None:

@@ -193,8 +193,8 @@ def units_of(
 ) -> tuple[list[list[int]], list[int]] | None:
     """Divide rows, each with at most ``max_tokens`` tokens, into units that share prefixes.
 
-    Rows with a common prefix form one unit if it computes at most ``max_tokens``. Otherwise they are split at the points
-    where they diverge, into about the fewest units. Each of these units computes the prefix again.
+    Rows with a common prefix form one unit if it computes at most ``max_tokens``. Otherwise they are split at their
+    points of divergence, into about the fewest units. Each of these units computes the prefix again.
 
     Returns:
         The row indices of each unit, and the computed tokens of each unit. None if no rows share.

@@ -251,7 +251,7 @@ class GroupedExperts(SequentialMLP):
 
 
 class _Linear(torch.nn.Module):
-    """The same linear layer of all experts, for tokens sorted by expert.
+    """A linear layer of all experts, for tokens sorted by expert.
 
     It adds biases, times ``probs`` [n] if given.
     """

@@ -257,7 +257,7 @@ class ModelVision:
 def image_positions(length: int, places: Tensor, grids: Sequence[Sequence[int]], merge_size: int) -> Tensor:
     """Return the positions [length, 3] of tokens by time, row and column (M-RoPE: Wang et al. 2024, arXiv 2409.12191).
 
-    Text increments all three. An image starts at the position where the text before it ended. The text after it
+    Text increments all three. An image starts at the end position of the text before it. The text after it
     starts after the largest of the image's positions.
 
     Args:

@@ -153,7 +153,7 @@ class AlarmBell:
     """Performs the actions for alarms, on the first rank. ``cfg`` defines the receivers of messages.
 
     ``note`` prints a message. ``save`` requests a checkpoint after the step, and ``stop`` the end of the run. Posts and commands run
-    in threads. Of each of these two actions, only the first failure is reported.
+    in threads. Only the first failed post and the first failed command are reported.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class GpuType:
-    """One device of a node. Rates are peaks from data sheets; link rates count one direction."""
+    """A device of a node. Rates are peaks from data sheets; link rates count one direction."""
 
     name: str
     memory_bytes: int  # total that torch reports for the device
@@ -89,7 +89,7 @@ CONSERVATIVE = Assumptions()
 
 @dataclass(frozen=True, slots=True)
 class PlannedRole:
-    """One model of a run.
+    """A model of a run.
 
     ``offload`` lists the parts that are on the device only while they are used. With ``by_layer``, their layers are loaded
     one by one. ``frozen`` contains Megatron's names of tower tensors that are not trained. ``fp8``: layers multiply in 8

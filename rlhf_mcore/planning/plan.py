@@ -89,7 +89,7 @@ UNCOUNTED = {
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """One model: its size, its layout, and its bytes on its first rank and in a checkpoint."""
+    """A model: its size, its layout, and its bytes on its first rank and in a checkpoint."""
 
     name: str
     parameters: int

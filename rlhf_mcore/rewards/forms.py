@@ -243,7 +243,7 @@ def _fractions(text: str) -> str:
 
 
 def _argument(text: str, start: int) -> tuple[str, int]:
-    """Return the next argument of a TeX command that ends at ``start``, and the index where the argument ends."""
+    """Return the next argument of a TeX command that ends at ``start``, and the index of the argument's end."""
     while start < len(text) and text[start].isspace():
         start += 1
     if text[start : start + 1] == "\\":

@@ -337,7 +337,7 @@ class WorkerPool(BackgroundPool):
             return [outcome]
 
     async def _take_worker(self) -> PoolWorker:
-        """Return a loaded worker. If none is idle and their number is below the limit, start one."""
+        """Return a loaded worker. If all are busy and their number is below the limit, start one."""
         if self._ended is not None:
             raise self._ended
         if self._idle:

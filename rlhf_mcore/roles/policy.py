@@ -111,7 +111,7 @@ class PolicyObjective(Objective):
     with_entropy: bool = True  # whether to report it; an entropy bonus always computes it
     divergence: Divergence | None = None  # from a teacher's distributions
     router_replay: str = "off"
-    # Receives the logprobs of each microbatch, if those of the update's forward pass are also the old logprobs
+    # Receives the logprobs of each microbatch, if the update's forward pass also computes the old logprobs
     kept: list[tuple[Tensor, Microbatch]] = field(default_factory=list)
 
     def fields(self, batch: TrainBatch) -> dict[str, Field]:

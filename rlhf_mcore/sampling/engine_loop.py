@@ -169,7 +169,7 @@ class EngineLoop:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are coroutines, but no pass is possible until one of them continues."""
+        """Return whether there are coroutines, but no pass is possible until one of them continues."""
         return self._num_live > 0 and not self._can_pass
 
     def _make_pass(self, pauses: bool = False) -> None:
@@ -326,7 +326,7 @@ class EngineLoop:
         return [self._moved[number].request for number in moved]
 
     def resolve(self, number: int, completion: Completion) -> None:
-        """Receive the completion of a moved request. It is dropped if nobody waits for it."""
+        """Receive the completion of a moved request. Drop it if its request was cancelled."""
         if (each := self._moved.pop(number, None)) is not None:
             self._resolve(each.future, completion, each.worker)
 

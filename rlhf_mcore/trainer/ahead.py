@@ -68,7 +68,7 @@ class PromptGroup:
     step: int  # step for the seeds of its responses
     attempt: int = 0  # number of restarts, plus the index of its batch within the step in synchronous runs
     version: int | None = None  # policy version when its jobs were started; None: not started
-    futures: Sequence[Future[Trajectory]] = ()  # of its samples, until the last has finished
+    futures: Sequence[Future[Trajectory]] = ()  # one per sample, until the last has finished
     lengths: list[int] = field(default_factory=list)  # sampled tokens of each finished sample
     trajectories: list[Trajectory] = field(default_factory=list)  # empty until the last sample has finished
     scores: Future[list[Score]] | None = None  # scores of the trajectories

@@ -77,7 +77,7 @@ class FixedShare:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no prompt remains for the engine."""
+        """Return whether no prompt remains for the engine."""
         return not self.places
 
     def take(self, num_in_flight: int) -> list[int]:
@@ -98,7 +98,7 @@ class QueuedShare:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no prompt remains for the engine."""
+        """Return whether no prompt remains for the engine."""
         return not self.waiting
 
     def take(self, num_in_flight: int) -> list[int]:

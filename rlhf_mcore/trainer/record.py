@@ -158,7 +158,7 @@ class RunRecord:
             )
 
     def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Restore the history of a resumed run from its recorded metrics. A null value stands for a number that was not finite."""
+        """Restore the history of a resumed run from its recorded metrics. A null value replaces a number that was not finite."""
         for record in records:
             metrics = {name: value for name, value in record.items() if _finite(value) is not None}
             self._remember(record["step"], metrics)

@@ -222,7 +222,7 @@ def companion_files(sources: Sequence[str | Path]) -> list[Path]:
 
 
 def _blobs(directory: Path) -> list[Path]:
-    """Return the directory where a Hugging Face cache stores a directory's files: snapshots/<revision>/* -> ../../blobs/*."""
+    """Return the directory of a cached directory's files in a Hugging Face cache: snapshots/<revision>/* -> ../../blobs/*."""
     return [directory.parent.parent / "blobs"] if directory.parent.name == "snapshots" else []
 
 

@@ -150,7 +150,7 @@ def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[di
     """Replace the repacked parameters of one layer, with vLLM's layerwise reload.
 
     Yield uninitialised flat tensors in the loading layout, by parameter name. The caller must write every element.
-    On exit vLLM processes the layer and puts the result where its kernels read it. Enclosing modules that derive
+    On exit vLLM processes the layer and copies the result to its kernels' tensors. Enclosing modules that derive
     data from the layer's weights are processed again, too (latent attention absorbs a projection). The peak extra
     memory is one layer. Run it under vLLM's ``set_current_vllm_config``.
 

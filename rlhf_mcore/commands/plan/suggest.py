@@ -283,7 +283,7 @@ def _layout(cfg: Config, num_layers: int, sizes: tuple[int, int, int, int]) -> L
 
 
 def changes(old: Config, new: Config) -> tuple[str, ...]:
-    """Return the overrides that change the layouts of ``old`` to those of ``new``."""
+    """Return the overrides that change the layouts from ``old`` to ``new``."""
     overrides = []
     for key in _VARIED:
         if (value := value_of(new, key)) != value_of(old, key):

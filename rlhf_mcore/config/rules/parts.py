@@ -54,7 +54,7 @@ def lora_problems(cfg: Config) -> Iterator[str]:
 
 
 def _role_problems(role: str, group: ActorConfig | CriticConfig) -> Iterator[str]:
-    """List problems with the adapters of one model, also those that need plug-ins. ``role`` is the name of its ``group``."""
+    """List problems with the adapters of one model, including adapters of plug-ins. ``role`` is the name of its ``group``."""
     lora, name = group.lora, f"{role}.lora.rank={group.lora.rank}"
     if lora.rank is None:
         return

@@ -100,7 +100,7 @@ class RecomputeConfig(Group):
 
     @property
     def whole_layers(self) -> bool:
-        """Whether whole layers are recomputed."""
+        """Return whether whole layers are recomputed."""
         return self.granularity in ("full", "block")
 
 

@@ -24,7 +24,7 @@ RESPONSE = "{response}"
 
 
 class RuleConfig(Item):
-    """One rule grader and its weight. A grade g between 0 and 1 scores incorrect + g * (correct - incorrect)."""
+    """A rule grader and its weight. A grade g between 0 and 1 scores incorrect + g * (correct - incorrect)."""
 
     name: Annotated[str, Choices(tuple(GRADERS))] = key("???", "name of the rule")
     weight: float = key(1.0, "weight of its score in the sum")

@@ -57,7 +57,7 @@ def time_left(save_by: str | None, now: float, environment: Mapping[str, str]) -
     Args:
         save_by: the key's value: minutes from now, a time in ISO 8601 (local unless it names a zone), ``auto`` or None.
         now: the wall clock when the job was started, in seconds since the epoch.
-        environment: where ``auto`` finds SLURM's end of the job.
+        environment: the job's environment variables; ``auto`` reads SLURM's end of the job from them.
 
     Raises:
         ValueError: ``save_by`` is not one of these values.

@@ -22,7 +22,7 @@ def bad_request(reason: str) -> RequestError:
 
 
 def read_number(body: Body, names: Sequence[str], most: int) -> int | None:
-    """Return the value of the first name that is set, a number from 1 to ``most``; None if none is set.
+    """Return the value of the first name that is set, a number from 1 to ``most``; None if all are unset.
 
     Raises:
         RequestError: the value is not such a number.

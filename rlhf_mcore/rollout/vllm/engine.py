@@ -46,7 +46,7 @@ _LEAST_BUDGET, _USUAL_BUDGET = 4096, 16384
 
 
 class VLLMEngine(LiveEngine, AddsAdapters):
-    """One of ``world_size / cfg.layout.num_ranks`` vLLM engines that run inside the trainer's ranks.
+    """A vLLM engine inside the trainer's ranks. There are ``world_size / cfg.layout.num_ranks`` of them.
 
     vLLM's ``external_launcher`` joins the process group that the trainer has initialised. Consecutive ranks form an engine.
     All ranks construct it together. The ranks of one engine are called with the same arguments in the same order. Different

@@ -1,4 +1,4 @@
-"""What vLLM records per token: the experts of every layer (routes), and the tokens that top-k and top-p allow (supports).
+"""Read vLLM's records per token: the experts of every layer (routes), and the tokens that top-k and top-p allow (supports).
 
 vLLM calls a support its sampling mask.
 """

@@ -23,7 +23,7 @@ from tests.e2e.remote.fleets import MAX_MODEL_LEN, begin, collect, finished_of, 
 from tests.e2e.rollout.tiny import save_model
 
 NEW_TOKENS = 100
-SLOTS = 8  # turns that an engine draws at a time
+SLOTS = 8  # turns that an engine samples at once
 AGENT = """
 import os
 from openai import AsyncOpenAI
@@ -55,7 +55,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def pair(directories: tuple[Path, Path]) -> Iterator[tuple[Fleet, list[str]]]:
-    """One Ray and two engines for all tests that do not end them."""
+    """Start a Ray and two engines for all tests that leave them running."""
     folder = directories[0].parent
     (folder / "agent.py").write_text(AGENT)
     own = EnvironmentConfig(function="agent", max_turns=3, max_tokens=150, workers=1)
@@ -81,7 +81,7 @@ def pair(directories: tuple[Path, Path]) -> Iterator[tuple[Fleet, list[str]]]:
 
 @pytest.fixture
 def expected_tokens(pair: tuple[Fleet, list[str]], directories: tuple[Path, Path]) -> dict[int, list[int]]:
-    """What the requests of a test get where nothing happens."""
+    """Return the tokens of a test's requests without a fault."""
     fleet, notes = pair
     publish(fleet, 0, *directories)
     notes.clear()
@@ -103,7 +103,7 @@ def freeze(pid: int, folder: Path) -> None:
 
 
 def silence(pid: int, folder: Path) -> None:
-    """It steps and answers, and draws nothing."""
+    """Let an engine step and answer without sampling tokens."""
     (folder / f"silent.{pid}").touch()
 
 
@@ -128,13 +128,13 @@ def test_fault_18_and_19_and_25_every_request_is_answered_once_whatever_happens_
     while any(found.state == "starting" for found in fleet.status()):
         time.sleep(0.2)
     assert len(publish(fleet, 0, *directories)) == 2
-    with pytest.raises(ProcessLookupError):  # also where it was stopped
+    with pytest.raises(ProcessLookupError):  # even a stopped process is gone
         os.kill(victim, 0)
 
 
 @pytest.fixture(scope="module")
 def at_home(pair: tuple[Fleet, list[str]], directories: tuple[Path, Path]) -> list[Trajectory]:
-    """Episodes of an agent where its engine never has more turns than it draws at a time."""
+    """Play an agent's episodes on an engine that runs all of their turns at once."""
     fleet, _ = pair
     publish(fleet, 0, *directories)
     fleet.pop_work()
@@ -190,7 +190,7 @@ def test_fault_18_turns_of_a_loaded_engine_are_drawn_by_another_and_episodes_are
 
 
 def logprobs_of(played: Trajectory, directory: Path) -> list[float]:
-    """What transformers gives for the tokens that the policy sampled."""
+    """Compute logprobs of the policy's sampled tokens with transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 

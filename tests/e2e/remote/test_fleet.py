@@ -1,4 +1,4 @@
-"""A fleet under a real Ray: an engine of two ranks, responses across a sync, and what is left after a kill."""
+"""A fleet under a real Ray: an engine of two ranks, responses across a sync, and leftovers of a kill."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_engine_of_two_ranks_goes_on_with_new_weights(
         ]
         asked = jobs(3, 2, NEW_TOKENS)
         futures = begin(fleet, asked)
-        while fleet.status()[0].tokens < 60:  # told every second at least
+        while fleet.status()[0].tokens < 60:  # reported at least every second
             time.sleep(0.05)
         publish(fleet, 1, *directories)
         drawn = collect(fleet, futures, *directories)

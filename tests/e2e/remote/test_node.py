@@ -1,4 +1,4 @@
-"""Ray's head of a job: it gets its port when it binds it, tells it, and nothing of it is left."""
+"""Ray's head of a job reserves its port, prints its address, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_fault_26_the_ports_of_rays_head_are_held_or_chosen_when_they_are_bound(
             return bool(words)
 
         head.wait_for(asks_for_a_port, 60)
-        # Nobody else takes the one that Ray has to be given, before Ray listens or after.
+        # No other process can bind Ray's port, before Ray listens or after.
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", int(words[0])))
         head.wait_for(lambda: "\nray " in f"\n{head.output()}", 120)
@@ -48,7 +48,7 @@ def test_fault_26_the_ports_of_rays_head_are_held_or_chosen_when_they_are_bound(
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether it is there; another one that has got its number since is another one."""
+    """Return whether the process runs. A new process with the same number does not count."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Agents in real worker processes: programs, functions and servers, what they end with, and what becomes of those that do not."""
+"""Agents in real worker processes: programs, functions and servers, their results, and agents that do not end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Containers of every kind, real where this machine runs them: what goes in and comes out, and what ends them."""
+"""Containers of every kind, real if this machine supports them: files, commands, output and ends."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_tests_grade_what_is_left_and_are_not_there_before(use_container: Opened
         ):
             told = TaskTests(f"echo '{text}' > /logs/verifier/{name}; exit 1", needs_file=True)
             assert await grade(box, told, 20) == score
-        assert await grade(box, TaskTests("true", needs_file=True), 20) == 0.0  # a test that tells nothing
+        assert await grade(box, TaskTests("true", needs_file=True), 20) == 0.0  # a test without a verdict
 
     use_container(TASK, use)
 

@@ -1,4 +1,4 @@
-"""Environments in real worker processes: what they answer, and what becomes of sessions whose process is lost."""
+"""Environments in real worker processes: their answers, and sessions whose process is lost."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_sessions_are_apart_and_a_step_gives_observation_reward_and_end(make: Ma
         sessions.open(key, {"prompt": "go"}, seed=key)
     first = all_answers(sessions)
     assert first[1].messages[0]["role"] == "user" and first[1].messages[0]["content"].startswith("go ")
-    assert first[1].messages != first[2].messages  # of different seeds
+    assert first[1].messages != first[2].messages  # the seeds differ
     assert [(a.reward, a.done) for a in (one(sessions, 1, "3"), one(sessions, 1, "4"))] == [(0.4, False), (0.8, True)]
     answer = one(sessions, 2, "2")
     assert answer.messages[0]["role"] == "tool" and answer.messages[0]["content"].startswith("3 ")
@@ -179,7 +179,7 @@ def test_sessions_of_a_lost_process_are_played_again_and_the_guilty_call_fails_a
         all_answers(sessions)
         one(sessions, 1, "1"), one(sessions, 2, "2")
     assert "ended its process with exit code 3" in one(lost, 1, "exit").error
-    assert one(lost, 2, "2") == one(kept, 2, "2")  # the draws of the session that was played again are the same
+    assert one(lost, 2, "2") == one(kept, 2, "2")  # the replayed session samples the same values
     one(lost, 2, "exit once"), one(kept, 2, "0")
     assert one(lost, 2, "3") == one(kept, 2, "3")
 
@@ -323,7 +323,7 @@ def test_reward_test_plays_a_turn_without_a_word(make: Make, capsys: pytest.Capt
     Path("broken.py").write_text(broken)
     assert reward_test.main(["run.yaml", "environment.function=broken.py:Broken"]) == 2
     told = "2 failed\n2 rows, the first is train.jsonl, line 1: in step: returned 'higher' (str) from step"
-    assert told in capsys.readouterr().out  # what is the same is told once
+    assert told in capsys.readouterr().out  # equal causes are reported once
     Path("slow.py").write_text(broken.replace("pass", "while True: pass").replace("Broken", "Slow"))
     assert reward_test.main(["run.yaml", "environment.function=slow.py:Slow", "environment.timeout_s=0.5"]) == 2
     found = capsys.readouterr()

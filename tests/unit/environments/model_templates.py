@@ -18,7 +18,7 @@ from tests.unit.environments.conftest import character_tokenizer
 
 
 def wide(text: str) -> str:
-    """Write DeepSeek's control tokens, which contain look-alike letters. <!User!> stands for the token of the user."""
+    """Write DeepSeek's control tokens, which contain look-alike letters. <!User!> means the token of the user."""
     return re.sub("<!(.*?)!>", lambda name: f"<\uff5c{name[1].replace('_', chr(0x2581))}\uff5c>", text)
 
 

@@ -70,7 +70,7 @@ class Clients:
 
 
 def parse(text: str, tools: Any) -> dict[str, Any]:
-    """As a parser of vLLM: "call:NAME:{...}" is a call."""
+    """Parse "call:NAME:{...}" as a call, like a parser of vLLM."""
     if any(tool["function"]["name"] == "junk" for tool in tools):
         raise ValueError("junk")
     if not text.startswith("call:"):
@@ -254,7 +254,7 @@ def test_anthropic_messages_with_a_tool(run: Any, tokenizer: PreTrainedTokenizer
 
 
 class Slow(Scripted):
-    """Draws a letter of all requests at a time. ``stands``: at so many letters it waits until ``go`` is set."""
+    """Samples a letter per request in each step. After ``stands`` letters it waits until ``go`` is set."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, says: Any, stands: int) -> None:
         super().__init__(tokenizer, says)
@@ -335,7 +335,7 @@ def test_a_client_that_leaves_a_stream_is_not_learned_from(run: Any, tokenizer: 
         client = chat(base_url, api_key)
         with client.chat.completions.create(model="m", messages=HI, stream=True) as stream:
             assert next(iter(stream)).choices[0].delta.role == "assistant"
-        while not run.engine.cancelled:  # it draws no longer for nobody
+        while not run.engine.cancelled:  # it stops sampling for a disconnected client
             time.sleep(0.01)
         run.engine.go.set()
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "r"}])
@@ -347,7 +347,7 @@ def test_a_client_that_leaves_a_stream_is_not_learned_from(run: Any, tokenizer: 
 
 def test_turns_beyond_the_slots_of_an_engine_wait_and_may_be_lent(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     class Lends(Scripted):
-        """Two turns at a time; what waits goes to another engine, whose turns come back."""
+        """Runs two turns at once. Another engine runs the waiting turns and returns them."""
 
         def step(self) -> list[Completion]:
             self.most = max(getattr(self, "most", 0), self.num_in_flight)

@@ -1,4 +1,4 @@
-"""Tasks of rows for containers, and keys of containers: what is read, and what is rejected."""
+"""Tasks of rows for containers, and keys of containers: accepted and rejected values."""
 
 from __future__ import annotations
 

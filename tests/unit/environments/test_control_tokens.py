@@ -1,4 +1,4 @@
-"""What an environment writes is text, whatever it looks like: control tokens of the model, lone surrogates, NUL."""
+"""An environment writes plain text, even if it looks like control tokens of the model or has lone surrogates or NUL."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_fault_42_control_tokens_without_a_template(tokenizer: PreTrainedTokeniz
 
 
 class Says:
-    """Returns what the row holds."""
+    """Returns the row's content."""
 
     special_tokens = False
 

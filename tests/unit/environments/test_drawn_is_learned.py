@@ -1,4 +1,4 @@
-"""What an engine draws for an agent is what is learned: with a real engine, whatever the agent does and whenever weights change."""
+"""Training uses exactly the tokens that a real engine sampled for an agent, for any moves of the agent and any weight changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VERSIONS = 4
 
 
 class Desk:
-    """In the place of an endpoint and of sessions: the one episode is opened here, and ends when it is told to."""
+    """Replaces an endpoint and its sessions. It opens a single episode, and ends it on request."""
 
     name, url = "agent", ""
     episode: ServedEpisode
@@ -59,7 +59,7 @@ class Desk:
 
 
 class Episode:
-    """One episode with an engine, move by move. ``heard``: tokens and logprobs of the answers, since the agent last began."""
+    """An episode with an engine, move by move. ``heard``: tokens and logprobs of the answers since the agent's last start."""
 
     def __init__(self, engine: HFEngine, tokenizer: PreTrainedTokenizerBase, weights: list[Any]) -> None:
         self.engine, self.weights, self.desk = engine, weights, Desk()
@@ -70,7 +70,7 @@ class Episode:
         self.asked: list[asyncio.Task[None]] = []
         self.heard: list[tuple[str, float]] = []
         self.drawn: dict[float, int] = {}  # every token of the engine, by its logprob
-        engine.cancel(range(9999))  # what an example that has failed has left
+        engine.cancel(range(9999))  # left by a failed example
         self.publish(0)
         self.loop = EngineLoop(engine, self.run_pass, in_order=False)
         job = Job(0, PROMPT, 0, Sampling(max_new_tokens=6, seed=5), 3)

@@ -49,7 +49,7 @@ Run = Callable[..., list[Trajectory]]
 
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sessions]:
-    """Of Echo, in one worker for all tests: to start one takes longer than a test."""
+    """Start sessions of Echo in one worker for all tests, because a start takes longer than a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("echo"))
         Path("echo.py").write_text(ECHO)
@@ -97,7 +97,7 @@ def test_an_episode_is_what_was_sampled_between_the_markers_of_the_template(
     assert [(t.writer, t.text, round(t.reward, 6)) for t in found.turns[1:]] == [
         ("policy", "abc", 0.3),
         ("environment", "abc?", 0.0),
-        ("policy", "bye", 0.0),  # the last reward is what is left of the score at the end
+        ("policy", "bye", 0.0),  # the last reward is the rest of the score
     ]
     assert (found.num_cached, found.num_prefilled) == (8, 6 + 19)
     assert (found.response_text, found.finish_reason, found.versions) == ("bye", "stop", ((6, 3), (19, 4)))
@@ -112,7 +112,7 @@ def test_a_first_observation_is_a_message_of_the_prompt(run: Run, tokenizer: Pre
     assert found.turns[1].start == len(found.prompt.prompt_ids)
     [again] = decode_trajectories(encode_trajectories({4: [found]}), {4: prompt(tokenizer, "ready")})[
         4
-    ]  # of a checkpoint
+    ]  # from a checkpoint
     assert (again.prompt, again.turns, again.score) == (found.prompt, found.turns, found.score)
 
 
@@ -149,7 +149,7 @@ def test_seeds_differ_by_prompt_sample_and_turn_and_an_episode_is_replayed_by_th
     first = run(says, *prompts, n=4)
     seeds = [request.seed for request in run.engine.requests]  # type: ignore[attr-defined]
     assert len(set(seeds)) == len(seeds) == 36
-    # The first turn is drawn as the response of a run without an environment.
+    # The first turn is sampled like the response of a run without an environment.
     assert request_seed(5, 2, 1, 3) in seeds
     again = run(says, *prompts, n=4)
     assert [t.token_ids.tolist() for t in again] == [t.token_ids.tolist() for t in first]

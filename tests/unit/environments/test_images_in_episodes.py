@@ -1,4 +1,4 @@
-"""Images of prompts in environments, those that these answer with, and those of agents: tokens, digests, what a turn is asked with."""
+"""Images in episodes, from prompts, environments and agents: their tokens, their digests, and the images of each request."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def reader(folder: Path, tmp_path: Path) -> ImageReader:
 
 
 class Played:
-    """An episode of the turns ``says`` with a prompt that shows an image of two tokens, and the engine that drew it."""
+    """An episode of the turns ``says`` with a prompt that shows an image of two tokens, and the engine that sampled it."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ def shows(*parts: str | bytes, role: str = "user") -> dict[str, Any]:
     }
 
 
-SMALL, WIDE = png(56, 28), png(84, 28)  # of two and of three tokens
+SMALL, WIDE = png(56, 28), png(84, 28)  # two and three tokens
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +326,7 @@ class Asking:
 def test_images_of_a_conversation_are_one_sequence_and_each_is_shown_to_the_turns_behind_it(
     endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, reader: ImageReader
 ) -> None:
-    """The history tells the same images, so its tokens are continued as they were; the name of a token in a text is text."""
+    """The history repeats the same images, so its tokens are continued unchanged. A token's name in a text is text."""
 
     def play(ask: Callable[..., Any], task: Any) -> None:
         first = shows("see <pad>", SMALL, "?")
@@ -340,7 +340,7 @@ def test_images_of_a_conversation_are_one_sequence_and_each_is_shown_to_the_turn
     assert shown == (
         "<user>see <pad>(<pad><pad>)?<end>\n<assistant>a<end>\n<tool>(<pad><pad><pad>)(<pad><pad>)<end>\n<assistant>b<end>"
     )
-    assert (played.found.token_ids == PAD).sum() == 7 and not played.found.sequences  # of the images alone
+    assert (played.found.token_ids == PAD).sum() == 7 and not played.found.sequences  # only of images
     assert [request.images for request in played.engine.requests] == [(small,), (small, wide, small)]
     assert played.found.prompt.images == (small, wide, small) and not played.found.sequence_images
     first, second = (list(request.prompt_ids) for request in played.engine.requests)
@@ -353,7 +353,7 @@ def test_images_of_a_conversation_are_one_sequence_and_each_is_shown_to_the_turn
 def test_the_same_words_of_another_image_are_a_branch_with_images_of_its_own(
     endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, reader: ImageReader
 ) -> None:
-    """Both pictures have as many tokens, so nothing in the tokens tells them apart."""
+    """Both pictures have the same number of tokens, so the tokens do not distinguish them."""
     other = png(56, 29)
 
     def play(ask: Callable[..., Any], task: Any) -> None:

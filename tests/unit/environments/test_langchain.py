@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from tests.unit.environments.test_agents import endpoint, run, texts_of
 
 __all__ = ["endpoint", "run"]  # fixtures
-ORACLES = Path(sys.prefix, "oracles")  # where launch/setup.sh installs it, with what verl and TRL have published
+ORACLES = Path(sys.prefix, "oracles")  # installed by launch/setup.sh, like the published verl and TRL
 CLIENT = """
 import os, sys
 sys.path.append(os.environ["ORACLES"])

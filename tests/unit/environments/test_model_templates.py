@@ -19,7 +19,7 @@ TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {}}
 
 
 class Talk:
-    """An episode with a model of a family. Messages are told again as an unchanged client of OpenAI's API does."""
+    """An episode with a model of a family. Messages are repeated as an unchanged client of OpenAI's API repeats them."""
 
     def __init__(self, family: Family) -> None:
         self.family, self.tokenizer = family, family.tokenizer()
@@ -94,7 +94,7 @@ def test_while_tools_are_called_tokens_go_on_as_they_were_sampled(name: str) -> 
     after = [talk.tokenizer.decode(place.context) for place in places]
     assert whole == render(talk.tokenizer, [question("q")]) + calls[0] + after[0] + calls[1] + after[1] + answer
     assert all(result in text for result, text in zip("34", after, strict=True))
-    # What a template writes between turns is as it is, and has no end that was sampled twice.
+    # The template's text between turns is unchanged, and does not repeat a sampled end.
     assert not any(text.startswith((calls[0][-8:], calls[1][-8:])) for text in after)
 
 
@@ -108,7 +108,7 @@ def test_a_branch_goes_on_where_tools_are_called_after_a_second_question(name: s
     assert branch.parent is None
     assert (then.parent is talk.tree.nodes[1]) == family.keeps_with_tools
     assert len(talk.sequences()) == (2 if family.keeps_with_tools else 3)
-    assert "one" in talk.tree.nodes[1].shown  # and no mark of ours
+    assert "one" in talk.tree.nodes[1].shown  # and none of our marks
 
 
 def test_what_a_client_gets_of_channels() -> None:

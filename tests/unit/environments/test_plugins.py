@@ -1,4 +1,4 @@
-"""Features of environments that are plug-ins: what is reported if none is installed, and what other packages can add."""
+"""Features of environments that are plug-ins: the error without a plug-in, and features from other packages."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_turns_and_added_tokens_become_one_sequence(play: Play, tokenizer: PreTr
         ("policy", "it is 42<end>"),
     ]
     end = tokenizer.convert_tokens_to_ids("<end>")
-    assert (episode.token_ids == end).sum() == 3  # of the prompt and the two turns
+    assert (episode.token_ids == end).sum() == 3  # one in the prompt and one per turn
     assert episode.response_text == "it is 42" and episode.finish_reason == "stop" and episode.score is None
     assert episode.loss_mask.sum() == sum(len(turn.tokens) for turn in seen["turns"])
     assert [turn.logprobs[0] for turn in seen["turns"]] == [-1.0, -1.0]

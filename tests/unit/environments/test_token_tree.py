@@ -1,4 +1,4 @@
-"""Token trees: whatever an agent makes of its history, what the engine drew is learned from, each token once and as it was drawn."""
+"""Token trees: for any edits of an agent's history, every sampled token is learned from once, with its sampled values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = ["a", "b", "ab", " ab ", "<think>x</think>a", "<unk>", ""]
 
 
 class Engine:
-    """Draws what it is told, and remembers each token with its logprob and version: no two tokens have the same logprob."""
+    """Samples given texts, and records each token with a unique logprob and its version."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.drawn = tokenizer, list[tuple[int, float, int]]()
@@ -167,7 +167,7 @@ def test_texts_and_tokens_without_messages_continue_too(agent: Agent, tokenizer:
 
 
 def test_what_a_template_does_to_spaces_is_no_branch(tokenizer: PreTrainedTokenizerBase) -> None:
-    """As Qwen3's does within a thought, and Llama's around a turn: the tokens go on as they were sampled."""
+    """Qwen3's template changes spaces within a thought, and Llama's around a turn. The sampled tokens are continued unchanged."""
     before = tokenizer.chat_template
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<' + m.role + '>' + m.content | trim | replace('</think>', '\n</think>\n\n') + '<end>' }}\n"
@@ -254,7 +254,7 @@ def play(agent: Agent, data: st.DataObject) -> None:
     assert whole.support.counts.tolist() == sampled.astype(int).tolist()
     assert whole.support.values.tolist() == whole.token_ids[sampled].tolist()
     np.testing.assert_allclose(whole.fields["route"][sampled, 0], -1000 * whole.logprobs[sampled], rtol=1e-6)
-    # Each branch is what an engine was asked for and drew, token for token.
+    # Each branch equals an engine's request and its sampled tokens.
     parts = np.split(whole.token_ids, np.cumsum(whole.sequences)[:-1]) if whole.sequences else [whole.token_ids]
     assert [part.tolist() for part in parts] == [leaf.tokens() for leaf in agent.tree.leaves()]
     for which in ("last", "longest"):

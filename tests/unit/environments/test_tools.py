@@ -1,4 +1,4 @@
-"""Tools: what they compute, what they refuse, and what a policy is told."""
+"""Tools: their results, their errors, and their descriptions for a policy."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_an_error_of_a_rollout_ends_the_others_and_lets_the_other_ranks_go() -> 
                 all_of(rollout, engine, group)
         return engine.num_in_flight
 
-    assert run_ranks(2, rank) == [0, 0]  # what was in flight is cancelled
+    assert run_ranks(2, rank) == [0, 0]  # requests in flight are cancelled
 
 
 def test_a_response_that_the_engine_loses_is_named() -> None:

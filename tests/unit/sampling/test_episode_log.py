@@ -19,7 +19,7 @@ from rlhf_mcore.trainer.metrics import episode_metrics, sums_of_episodes
         ([], [], 0, 0),
         ([(0, 2)], [(2, 5)], 2, 3),
         ([(0, 2), (1, 3)], [], 3, 0),  # two turns at a time
-        ([(0, 2), (6, 7)], [(2, 5), (1, 6)], 3, 4),  # a tool beside a turn counts where no turn is drawn
+        ([(0, 2), (6, 7)], [(2, 5), (1, 6)], 3, 4),  # a tool's time counts only while no turn is sampled
     ],
 )
 def test_an_instant_counts_for_the_engine_first_and_then_for_tools(

@@ -68,7 +68,7 @@ def with_kl(placement: str, coef: float) -> tuple[TrainBatch, dict[str, float]]:
 
 def test_kl_in_the_reward_is_charged_on_every_response_token() -> None:
     made, metrics = with_kl("reward", 0.1)
-    # k1 = old - ref: 1/2 and 0 in the first row, -2 in the second. What stands outside of the responses does not count.
+    # k1 = old - ref: 1/2 and 0 in the first row, -2 in the second. Tokens outside the responses do not count.
     assert made.rewards is not None and made.advantages is not None
     torch.testing.assert_close(pad_rows(made, made.rewards).float(), torch.tensor([[0, -0.05, 1.0], [0, 1.2, 0]]))
     # Outcomes 0.95 and 1.2, mean 1.075.
@@ -78,7 +78,7 @@ def test_kl_in_the_reward_is_charged_on_every_response_token() -> None:
 
 
 def test_the_kl_is_of_whole_distributions_where_tokens_were_drawn_from_a_part() -> None:
-    """What the ratios take as logprobs of the policy are larger by the mass that was cut off, the reference's are not."""
+    """Ratios use the policy's logprobs within the kept part, which are larger by -log_mass. The reference has full logprobs."""
     plain, expected = with_kl("reward", 0.1)
     made, _ = with_kl("reward", 0.1)
     assert made.old_logprobs is not None and plain.rewards is not None

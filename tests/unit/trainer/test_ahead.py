@@ -79,7 +79,7 @@ def ahead_of(
 
 
 def step_with(ahead: SamplingAhead, engines: Engines, step: int) -> list[PromptGroup]:
-    """What the loop does: fill, wait, take; learn; drain if the schedule says so; publish."""
+    """Make a step like the loop: fill, wait, take; learn; drain if the schedule says so; publish."""
     ahead.fill(step)
     assert ahead.num_in_flight <= ahead.schedule.limit(step) * SAMPLES
     wanted = ahead.schedule.prompts_per_step
@@ -135,7 +135,7 @@ def test_every_prompt_is_learned_from_once_and_soon(schedule: SamplingSchedule, 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_in_order_and_drained_the_engines_order_does_not_matter(max_staleness: int) -> None:
-    """As the synchronous trainer with the policies of ``max_staleness`` versions before: seeds and prompts are its own."""
+    """Prompts and seeds equal the synchronous trainer's, and policies are ``max_staleness`` versions older."""
     schedule = SamplingSchedule(3, max_staleness, in_order=True, drain=True)
     runs = []
     for seed in range(4):
@@ -153,7 +153,9 @@ def test_one_step_off_submits_a_batch_while_the_one_before_is_learned_from() -> 
     ahead, _ = ahead_of(engines, SamplingSchedule(2, 1, in_order=True, drain=True))
     step_with(ahead, engines, 1)
     assert engines.submitted == [list(range(8))]  # two batches of two prompts
-    assert ahead.progress() == "4 finished · 0 waiting · longest 2 tokens"  # of the second: a seed, and a version
+    assert (
+        ahead.progress() == "4 finished · 0 waiting · longest 2 tokens"
+    )  # longest of the second batch: a seed and a version
     step_with(ahead, engines, 2)
     assert engines.submitted[1:] == [list(range(8, 12))]
 
@@ -170,7 +172,7 @@ def test_nothing_is_sampled_for_steps_that_the_run_does_not_have(in_order: bool)
 
 
 def test_what_waits_longest_is_learned_from_first() -> None:
-    """Groups 0, 1 and 2 begin together. 3 begins a version later and finishes before 0 and 2, which would be too old behind it."""
+    """Groups 0, 1 and 2 begin together. 3 begins a version later and finishes before 0 and 2. The older 0 and 2 come first."""
     engines = Engines(random.Random(0), at_once=0)
     ahead, _ = ahead_of(engines, SamplingSchedule(1, 2))
     taken = []
@@ -202,7 +204,7 @@ def test_a_run_that_was_killed_goes_on_with_what_has_finished(in_order: bool) ->
     found = [describe(step_with(resumed, again, step)) for step in (4, 5, 6)]
     if in_order:
         assert found == further
-    else:  # what finishes first differs; nothing is lost or doubled
+    else:  # the order of finishing differs; nothing is lost or doubled
         drawn = [number for taken in found for number, *_ in taken]
         drawn += [group["number"] for group in resumed.state_dict()["groups"]]
         assert sorted(drawn) == list(range(9, sampler.num_drawn))

@@ -1,4 +1,4 @@
-"""Prompts become requests with seeds of their own, and what comes back is checked: each response that was asked for, once."""
+"""Prompts become requests with unique seeds. The sampler checks that each requested response arrives once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def completion(request_id: int, ids: Sequence[int], logprobs: Sequence[float], r
 
 
 class Generating(Streaming):
-    """Keeps what it is asked, and answers each request with the token that is its number, after ``change``."""
+    """Records its requests, and answers each with its number as the token, after ``change``."""
 
     def __init__(self, change: Callable[[list[Completion]], list[Completion]] = lambda drawn: drawn) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_a_prompt_that_a_step_holds_several_times_gets_other_seeds_each_time(num
     seeds = draw(prompts, num_engines)
     assert len(seeds) == len(set(seeds.values())) == BATCH * SAMPLES
     assert seeds == draw(prompts, 1)
-    # The first time a row comes its seeds are those that it has alone.
+    # At its first occurrence a row has the same seeds as without repetitions.
     assert seeds[0, 2] == request_seed(5, 3, prompts[0].index, 2)
 
 
@@ -87,7 +87,7 @@ def test_a_resumed_run_draws_with_the_same_seeds() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "digest"),
-    [  # of the 32 bytes, by coreutils: b2sum -l 64
+    [  # digests of the 32 bytes by coreutils: b2sum -l 64
         ((0, 0, 0, 0), "c50d124a8aaf41a1"),
         ((7, 3, 11, 2), "04d06870f3b5aa95"),
         ((1, 0, 0, 0), "3eea3990185ec82c"),
@@ -108,7 +108,7 @@ PROMPTS = [Prompt("sum-17", 17, [5, 6, 7], "2+2"), Prompt("sum-4", 4, [5], "1")]
 
 
 def responses(change: Callable[[list[Completion]], list[Completion]]) -> dict[tuple[str, int], str]:
-    """Of two samples of two prompts."""
+    """Return the response texts of two samples of two prompts."""
     drawn = BatchSampler(Generating(change), EngineRank(), letters).sample(PROMPTS, Sampling(n=2), step=0)
     return {(t.prompt.prompt_id, t.sample): t.response_text for t in drawn}
 
@@ -173,7 +173,7 @@ def test_what_must_not_be_trained_on_is_refused_by_name(drawn: Completion, messa
     with pytest.raises(RuntimeError, match=message) as raised:
         check_completion(REQUEST, drawn)
     assert "'sum-17', sample 3" in str(raised.value)
-    with pytest.raises(RuntimeError, match=message):  # of sample 0
+    with pytest.raises(RuntimeError, match=message):  # for sample 0
         responses(lambda _: [replace(drawn, request_id=0)])
 
 
@@ -193,7 +193,7 @@ def test_beside_the_samples_of_a_prompt_one_greedy_response_is_drawn() -> None:
     greedy = [request for request in engines[0].asked if request.sampling.temperature == 0]
     assert [request.prompt_ids for request in greedy] == [[1, 0], [1, 1], [1, 2]]
     assert all((request.sampling.top_p, request.sampling.top_k) == (1.0, -1) for request in greedy)
-    # The samples are drawn as without it.
+    # The samples are the same as without it.
     drawn = [
         (r.prompt_ids, r.seed, r.sampling.temperature, r.sampling.top_k) for r in engines[0].asked if r not in greedy
     ]

@@ -1,4 +1,4 @@
-"""A canary after every sync, with an engine and an actor that say what they are told to say."""
+"""A canary after every sync, with a scripted engine and a scripted actor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Engine(Streaming, VersionedWeights):
 
 
 class Actor:
-    """Logprob of token t is -t times ``scale``, where the response begins with token 0."""
+    """The logprob of token t of a response is -t times ``scale``. The first token is 0."""
 
     def __init__(self, scale: float = 1.0):
         self.scale = scale
@@ -55,7 +55,7 @@ class Actor:
 def canary(logprobs: list[list[float]], tolerance: float, actor: Actor | None = None) -> tuple[Canary, Engine]:
     engine = Engine(logprobs)
     prompts, sampling = canary_prompts(2, 3, vocab_size=50), Sampling(temperature=0.7, max_new_tokens=4)
-    target: Any = engine  # of which a canary needs no more than to abandon the weights
+    target: Any = engine  # a canary only abandons its weights
     return Canary(batch_sampler(engine), target, actor or Actor(), prompts, sampling, tolerance), engine
 
 

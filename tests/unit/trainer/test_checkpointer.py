@@ -35,7 +35,7 @@ class Model:
     gate: threading.Event = field(default_factory=threading.Event)
     errors: list[Exception] = field(default_factory=list)
     finite: bool = True
-    reads: int = 0  # of the live weights
+    reads: int = 0  # reads of the live weights
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -118,7 +118,7 @@ class Run:
         self.tidied.append(step)
 
     def read_checkpoint(self, step: int) -> tuple[str, str, int]:
-        """Weights of actor and critic, and what the small files hold, of an intact checkpoint."""
+        """Read an intact checkpoint: the actor's weights, the critic's, and the state in the small files."""
         path = self.directory / f"checkpoint-{step}"
         assert verify(path) == []
         state = json.loads((path / "trainer_state.json").read_text())

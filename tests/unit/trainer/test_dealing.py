@@ -1,4 +1,4 @@
-"""Which engine draws what: shares worked out by hand, and the same responses whoever draws them and when."""
+"""Shares of engines, computed by hand. Responses do not depend on the engine or the time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Counter:
 
 
 class Clocked:
-    """A StepwiseEngine that takes a second for a token. What it draws follows from the seed of a request alone."""
+    """A StepwiseEngine that takes a second for a token. Its samples depend only on a request's seed."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -83,7 +83,7 @@ def test_an_engine_takes_what_waits_when_it_has_room_for_a_whole_group() -> None
     prompts, claims = [prompt(place) for place in range(5)], Counter()
     first, second = (Dealer(SHARED_QUEUE, 4, claims=claims).share(prompts, 2, EngineRank(i, 2)) for i in range(2))
     assert (first.take(0), second.take(0)) == ([0, 1], [2, 3])
-    assert first.take(3) == []  # of the two samples of a prompt only one would have room
+    assert first.take(3) == []  # only one of a prompt's two samples would fit
     assert (second.take(2), first.take(0), second.take(0)) == ([4], [], [])
     assert first.is_empty and second.is_empty
 

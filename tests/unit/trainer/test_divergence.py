@@ -1,4 +1,4 @@
-"""What becomes of a run is decided by fields of the results of its updates, which every rank knows."""
+"""Update results that every rank knows decide whether a run continues."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.unit.parallel.world import ThreadGroup, run_ranks
 
 @pytest.mark.usefixtures("rank_threads")
 def test_acceptance_by_depth_is_that_of_all_ranks() -> None:
-    """Of four passes: 2 of 2, 0 of 2, 1 of 1; and 1 of 3 on the second rank. The third rank has drawn nothing."""
+    """Four passes accept 2 of 2, 0 of 2 and 1 of 1 drafts, and 1 of 3 on the second rank. The third rank has no passes."""
     fields = [[[0, 0], [2, 2], [2, 0], [1, 1]], [[3, 1], [0, 0]], []]
 
     def body(group: ThreadGroup) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Batches are drawn until a step is full of prompts to learn from, with the same decision on every rank."""
+"""Batches are sampled until a step is full of prompts to learn from, with the same decision on every rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Source:
 def attempt_of(
     learnable: Callable[[int], bool], rank: int = 0, ranks: int = 1, log: list[int] | None = None
 ) -> Attempt:
-    """Two responses per prompt, of scores 0 and 1 where the prompt's index is learnable, else 1 and 1."""
+    """Sample two responses per prompt, with scores 0 and 1 if the prompt's index is learnable, else 1 and 1."""
 
     def attempt(prompts: list[Prompt], number: int) -> SampledBatch:
         if log is not None:
@@ -119,7 +119,7 @@ def test_what_is_missing_at_the_bound_is_filled_up() -> None:
 
 
 def test_what_has_no_score_is_not_taken_where_it_drops_its_prompt() -> None:
-    """Prompt 1 differs in score, but one of its two is none; where nothing else is left, the step is smaller."""
+    """Prompt 1 has different scores, but one is missing. Without other prompts the step is smaller."""
 
     def attempt(prompts: list[Prompt], number: int) -> SampledBatch:
         batch = attempt_of(lambda index: index < 3)(prompts, number)

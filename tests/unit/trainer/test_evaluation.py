@@ -142,7 +142,7 @@ def test_a_single_source_is_not_repeated() -> None:
         (1.9, {"math": 1.0, "format": 0.9}, False),
         (0.2, {"math": 1.0}, True),  # a weight of 0.2
         (5.0, {"math": 0.0}, False),
-        (0.0, {"parsed": 1.0}, False),  # what a function tells beside its score is no grade
+        (0.0, {"parsed": 1.0}, False),  # other values of a function are not grades
         (1.0, {"length": 37.0}, True),
     ],
 )
@@ -233,7 +233,7 @@ class LastToken:
 
 
 def records() -> list[Record]:
-    """As they come from a parts file: two responses for each of five prompts."""
+    """Make records as in a parts file: two responses for each of five prompts."""
     found = []
     for made_of in PROMPTS:
         for sample in range(2):

@@ -9,7 +9,7 @@ from rlhf_mcore.trainer.statistics import Graded
 
 
 def rows(right: str, source_of: str = "aabb") -> list[Graded]:
-    """One response per prompt; ``right`` has a 1 for each that is correct."""
+    """Make a response per prompt. ``right`` has a 1 for each correct response."""
     return [
         Graded(f"p{i}", i, source, 0, float(mark), mark == "1", "", i + 1, i == 3)
         for i, (mark, source) in enumerate(zip(right, source_of, strict=True))

@@ -106,7 +106,7 @@ def test_rows_of_all_engines_are_spread_over_all_ranks(leads: list[int]) -> None
     def body(
         group: ThreadGroup,
     ) -> tuple[TrainBatch, list[tuple[int, list[int], list[float], float]], dict[str, float]]:
-        """Engines have drawn every so many-th prompt; ranks that are not their engine's lead have nothing."""
+        """With N engines, each has every N-th prompt. Only the leading rank of an engine has responses."""
         mine: list[int] = []
         if group.rank() in leads:
             engine = leads.index(group.rank())
@@ -203,9 +203,9 @@ def test_what_an_engine_must_not_give_is_refused() -> None:
 @pytest.mark.usefixtures("rank_threads")
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_fault_24_a_prompt_with_a_response_without_a_score_leaves_the_step(world_size: int) -> None:
-    """What is left is what a step of the other prompts alone would have been, on every rank."""
+    """On every rank, the batch equals a step of the other prompts alone."""
     positions, trajectories = make_trajectories(7)
-    failed = {3: "timeout", 4: "error", 18: "error"}  # of prompts 1, 1 and 6
+    failed = {3: "timeout", 4: "error", 18: "error"}  # in prompts 1, 1 and 6
 
     def body(group: ThreadGroup) -> tuple[TrainBatch, ScoreFacts, list[Any]]:
         mine = [k for k in range(24) if k % group.size() == group.rank()]
@@ -244,7 +244,7 @@ def test_fault_24_a_prompt_with_a_response_without_a_score_leaves_the_step(world
     ],
 )
 def test_the_share_of_failures_is_that_of_all_ranks(on_error: OnError, message: str) -> None:
-    """No rank has more than a tenth of its own, or all of its prompts; the first has drawn one response in vain."""
+    """No rank has more than a tenth of its own, or all of its prompts; the first has one dropped response."""
     positions, trajectories = make_trajectories()
     failing = range(3) if not on_error.drop else range(0, 24, SAMPLES)
 
@@ -274,7 +274,7 @@ def test_parts_of_scores_arrive_by_row_on_every_rank() -> None:
     expected = [[0.0, 0.5], *([-float(k), float(k)] for k in range(1, 24))]
 
     def of_rank(group: ThreadGroup) -> list[list[float]] | None:
-        """The first rank has drawn nothing, the others in no order."""
+        """The first rank has no responses. The others have theirs in reverse order."""
         mine = [k for k in reversed(range(24)) if group.rank() == 1 + k % 2]
         batch, _ = exchange(
             sampled_batch(
@@ -304,7 +304,7 @@ def test_scores_of_greedy_responses_are_known_for_every_row_on_every_rank() -> N
     exchange = RowExchange(SAMPLES, baselines=True)
 
     def of_rank(group: ThreadGroup) -> tuple[list[float], float]:
-        """The first rank has drawn nothing, the others every other prompt."""
+        """The first rank has no responses. The others have every other prompt."""
         places = [place for place in reversed(range(8)) if group.rank() == 1 + place % 2]
         mine = [k for k, place in enumerate(positions) if place in places]
         scores = [score(trajectories[k]) for k in mine]

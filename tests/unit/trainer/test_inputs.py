@@ -1,4 +1,4 @@
-"""Fingerprints of what a run is made from: every kind of change is seen, and nothing else is one."""
+"""Fingerprints of a run's inputs detect every kind of change, and nothing else."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def other_weights(directory: str, name: str = "model.norm.weight") -> Callable[[
 
 
 def renamed_tensor() -> None:
-    """The same bytes under other names."""
+    """Rename tensors, and keep their bytes."""
     file = Path("model/model.safetensors")
     data = file.read_bytes()
     file.write_bytes(

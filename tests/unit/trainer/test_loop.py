@@ -200,7 +200,7 @@ SAYS = {"actor": -2.0, "reference": -3.0, "critic": 0.25}
 
 @dataclass(slots=True)
 class Run:
-    """A trainer, its fakes and what they have written down."""
+    """A trainer, its fakes and their log."""
 
     trainer: TrainingLoop
     log: Log
@@ -213,7 +213,7 @@ class Run:
 def make(
     due: set[int], *beside_the_actor: str, sampler: PromptSampler | None = None, lose: int = 0, **settings: int
 ) -> Run:
-    """With the roles that are named; ``settings`` are those of ``Roles``. ``lose``: the call whose last completion does not come."""
+    """Build a run with the given roles. ``settings`` go to ``Roles``. The call number ``lose`` lacks its last completion."""
     log: Log = []
     watch, reward = Watch(log), Reward(log)
     algorithm = AlgorithmConfig(
@@ -258,7 +258,7 @@ def step_of(number: int, prompts: list[int], *beside_the_actor: str) -> Log:
     return [
         ("phase", "generate"),
         ("generate", prompts),
-        ("score", 2),  # of a prompt, while others are drawn
+        ("score", 2),  # a prompt is scored while others are sampled
         ("score", 2),
         ("phase", "score"),
         ("rollouts", number, 4),
@@ -344,7 +344,7 @@ def test_a_run_that_ends_with_its_best_model_evaluates_that_one() -> None:
     assert log[log.index(("end",)) :] == [
         ("end",),
         ("sleep", 2),
-        *sync_log(4),  # a version of its own: these weights came after those of step 3
+        *sync_log(4),  # a new version: these weights are newer than the weights of step 3
         ("phase", "evaluate"),
         ("evaluate", 3),
         ("final", 3, 2),
@@ -473,7 +473,7 @@ def test_the_critic_alone_learns_in_its_first_steps() -> None:
     log = run.log
     run.trainer.run(3)
     assert [line for line in log if line[0] == "update"] == [("update", "critic")] * 3 + [("update", "actor")]
-    # The engines get weights and a version in every step all the same.
+    # The engines still get weights and a version in every step.
     assert [line for line in log if line[0] == "sync"] == [("sync", version) for version in range(4)]
     metrics = run.watch.metrics
     assert ["loss/actor" in metrics[step] for step in (1, 2, 3)] == [False, False, True]
@@ -550,7 +550,7 @@ def test_greedy_responses_are_scored_and_compared_with_and_nothing_learns_from_t
     assert batch.advantages is not None and batch.num_rows == 4
     assert batch.advantages[batch.loss_mask].tolist() == [0.75] * 3 + [-0.25] * 3 + [0.75] * 3 + [-0.25] * 3
     metrics = run.watch.metrics[1]
-    assert (metrics["reward/mean"], metrics["reward/baseline_mean"]) == (2.5, 2.25)  # of prompts 3 and 1
+    assert (metrics["reward/mean"], metrics["reward/baseline_mean"]) == (2.5, 2.25)  # for prompts 3 and 1
 
 
 def test_a_prompt_whose_samples_differ_from_the_greedy_response_alone_stays_in_the_step() -> None:

@@ -95,7 +95,7 @@ def pipeline(
     exchange = RowExchange(SAMPLES, asynchronous=True)
 
     def sync_again(version: int) -> None:
-        """Of what is published last there are copies in order, as ``cli.generation`` has it."""
+        """Sync the last published weights again if in order, as ``cli.generation`` does from its copies."""
         bridge.sync(bridge.synced[-1] if schedule.in_order else version)
 
     source = PipelinedBatches(PROMPTS, first, exchange, record, sync_again, fill_step=fill_step)
@@ -123,7 +123,7 @@ def test_rows_and_metrics_of_steps_that_were_sampled_ahead() -> None:
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_fault_18_and_36_engines_that_replace_all_others_get_weights_again(in_order: bool) -> None:
-    """Before the update those of the step before; after it the trainer's, or in order those that requests in flight belong to."""
+    """Before the update, engines get the last weights. After it they get the new weights, or in order those for requests in flight."""
     with pipeline(SamplingSchedule(2, 1, in_order=in_order, drain=True)) as (source, publisher, bridge):
         publisher.publish(0)
         bridge.lose_all()

@@ -34,7 +34,7 @@ LAYERS, EXPERTS = 3, 2
 
 
 def completion(first: int, num_tokens: int, **others: Any) -> Completion:
-    """Each token with the experts that it went to in each layer, and a picture of as many patches as its place tells."""
+    """Build a completion with each token's experts per layer. Token k has a picture of k patches."""
     tokens = np.arange(first, first + num_tokens, dtype=np.int32)
     routes = (tokens[:, None, None] + np.arange(LAYERS)[:, None] + 10 * np.arange(EXPERTS)).astype(np.uint8)
     counts = np.arange(num_tokens, dtype=np.int32)
@@ -69,7 +69,7 @@ def test_tokens_that_the_policy_has_not_sampled_have_zeros_and_no_values() -> No
 
 
 def test_a_turn_may_tell_of_all_tokens_before_it_and_fills_what_is_blank() -> None:
-    """As routes: of two prompt tokens, two of the policy, two of the environment and one of the policy."""
+    """Routes cover two prompt tokens, two of the policy, two of the environment and one of the policy."""
     first, second = np.arange(1, 5, dtype=np.int16), np.arange(11, 18, dtype=np.int16)
     first[0] = second[0] = 0  # nothing predicts the first token
     turns = [
@@ -117,7 +117,7 @@ def test_what_does_not_fit_the_tokens_is_named(turn: Completion, message: str) -
 
 @pytest.mark.usefixtures("rank_threads")
 def test_fields_arrive_at_the_owners_of_rows() -> None:
-    """The last rank has drawn nothing and owns a row all the same."""
+    """The last rank has sampled nothing, but owns a row."""
     trajectories = [two_turns(each) for each in PROMPTS]
 
     def body(group: ThreadGroup) -> Any:

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what it refuses to go on from."""
+"""The checkpoint that a run resumes from, and checkpoints that it rejects."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_fault_11_a_damaged_base_takes_its_deltas_along(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_a_manifest_is_named(tmp_path: Path) -> None:
-    """A run that began anew beside it would write over what somebody may want to save."""
+    """A new run in the same directory would overwrite a checkpoint that the user may need."""
     save(tmp_path, 1)
     (save(tmp_path, 2) / "manifest.json").unlink()
     found = start(tmp_path)

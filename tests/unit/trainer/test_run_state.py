@@ -33,7 +33,7 @@ class Number:
 
 
 class Generators:
-    """Stands for those of Megatron."""
+    """Replaces Megatron's generators."""
 
     def __init__(self) -> None:
         self.state = torch.tensor([1, 2], dtype=torch.uint8)

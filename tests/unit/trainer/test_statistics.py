@@ -187,7 +187,7 @@ def test_intervals_of_shares_hold_their_level(accuracy: float, num_prompts: int)
 
 @pytest.mark.parametrize("accuracy", [0.05, 0.5])
 def test_intervals_of_prompts_with_several_responses_hold_their_level(accuracy: float) -> None:
-    """50 prompts, of different difficulty (a beta distribution), with 8 responses each, drawn 2,000 times."""
+    """50 prompts, of different difficulty (a beta distribution), with 8 responses each, sampled 2,000 times."""
     generator, covered, num_draws = np.random.default_rng(0), 0, 2000
     for _ in range(num_draws):
         chances = generator.beta(2 * accuracy, 2 * (1 - accuracy), 50)

@@ -1,4 +1,4 @@
-"""The tokens that each one was drawn from, on their way from an engine to the trainers and through a checkpoint."""
+"""The support of each sampled token, from an engine to the trainers and through a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def completion(tokens: list[int], support: Ragged[Any] | None, number: int = 0) 
 
 
 def two_turns(made_of: Prompt, sample: int = 0) -> Trajectory:
-    """Two turns: of 1 to 3 tokens and of one, each with a support that says whose it is."""
+    """Build a turn of 1 to 3 tokens and a turn of one token. Each support identifies its prompt and sample."""
     own = 100 * made_of.index + 10 * sample
     first = [own + k for k in range(1 + made_of.index % 3)]
     turn = completion(first, build_ragged(*([token, *range(1000, 1000 + token % 3)] for token in first)))
@@ -61,7 +61,7 @@ def test_an_episode_has_the_support_of_the_policys_tokens_alone() -> None:
 
 @pytest.mark.usefixtures("rank_threads")
 def test_rows_arrive_with_their_supports() -> None:
-    """The last rank has a row without one: of a run that was resumed with top_p."""
+    """The last rank has a row without a support, as after a resume with top_p."""
     trajectories = [two_turns(each) for each in PROMPTS]
     trajectories[3] = replace(trajectories[3], support=None)
 

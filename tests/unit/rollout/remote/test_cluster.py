@@ -1,4 +1,4 @@
-"""Whether Ray's head is there, by looks that may fail once."""
+"""Detecting a lost Ray head by checks that may fail once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_head_is_lost_after_looks_that_fail_for_a_while_and_not_after_one(mo
         port = head.getsockname()[1]
         joined = Cluster(None, 1, joined=f"127.0.0.1:{port}")
         assert joined.problem() is None
-    clock[0] += 60  # nobody has looked for a minute
+    clock[0] += 60  # the last check was a minute ago
     assert joined.problem() is None
     clock[0] += 3
     assert joined.problem() is None

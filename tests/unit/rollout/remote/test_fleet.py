@@ -1,4 +1,4 @@
-"""What a fleet does when, with engines and a clock that are passed in. Real engines under Ray are in tests/e2e/remote."""
+"""The fleet's actions over time, with fake engines and a fake clock. Real engines under Ray are in tests/e2e/remote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_mcore.types import Completion, EngineWork, Job, Prompt, Request, Sampl
 from tests.messages import expect_error
 
 TIMEOUT_S = 10.0
-SLOTS = 4  # turns that an engine draws at a time
+SLOTS = 4  # turns that an engine samples at once
 
 
 @dataclass(eq=False)
@@ -43,13 +43,13 @@ class Call:
 
 @dataclass(eq=False)
 class Engine:
-    """A rank of an engine that does what it is told at once, until it is lost, or falls silent."""
+    """A rank of an engine that obeys at once, until it is lost or stops answering."""
 
     process: str
     calls: list[Call] = field(default_factory=list)
     drawing: dict[int, Work] = field(default_factory=dict)
     tokens: int = 0
-    reported: int = 0  # of them
+    reported: int = 0  # tokens in reports
     lost: bool = False
     answers: bool = True
     draws: bool = True
@@ -89,7 +89,7 @@ class Engine:
             self.tokens += 1
 
     def look(self) -> None:
-        """Draw something, and answer what was asked."""
+        """Sample tokens, and answer the pending calls."""
         self.tokens += self.draws and len(self.drawing)
         for call in self.calls:
             if call.method == "report" and not call.done and (self.answers or self.lost):
@@ -105,7 +105,7 @@ class Engine:
 
 
 class Machines:
-    """Starts fakes, and moves the clock where the fleet waits."""
+    """Starts fakes, and advances the clock when the fleet waits."""
 
     def __init__(self) -> None:
         self.now, self.engines, self.ended = 0.0, {}, []  # type: ignore[var-annotated]
@@ -154,7 +154,7 @@ class Run:
             self.futures.pop(number).cancel()
 
     def take_finished(self) -> dict[int, Trajectory]:
-        """Return what has finished since the last call."""
+        """Return the trajectories that have finished since the last call."""
         done = {number: future.result() for number, future in self.futures.items() if future.done()}
         self.futures = {number: future for number, future in self.futures.items() if number not in done}
         return done
@@ -246,7 +246,7 @@ def turns(count: int) -> list[Request]:
 
 
 def start_two_engines(run: Run) -> tuple[Engine, Engine]:
-    """Two engines with an episode each. The first draws four turns, and holds six back; the second draws one."""
+    """Start two engines with an episode each. The first runs four turns and queues six; the second runs one."""
     run.begin(jobs(1, 2, samples=1))
     first, second = run.engine("0.0.0"), run.engine("1.0.0")
     first.drawing |= {number: jobs(1)[0] for number in (901, 902, 903)}
@@ -366,7 +366,7 @@ def test_fault_18_and_19_requests_of_an_engine_that_fails_are_drawn_by_another(
     failed, *others = run.notes
     assert failed == f"engine 0 has failed and is started again, its 1 requests are drawn again: {reason}"
     assert all(note.startswith("engine 0 is ready after ") and note.endswith("the next publish") for note in others)
-    tokens = first.reported + second.reported + run.engine("0.1.0").reported  # of both starts of engine 0
+    tokens = first.reported + second.reported + run.engine("0.1.0").reported  # from both starts of engine 0
     assert run.fleet.pop_work() == (EngineWork(6, tokens, 1.5), 0) and run.fleet.pop_work() == (EngineWork(), 0)
     if fault is not lose:
         first.answers = True
@@ -411,7 +411,7 @@ def test_where_all_engines_were_lost_their_successors_wait_for_weights(start: St
     assert not run.fleet.needs_weights()
     lose(run.engine("0.0.0"))
     run.turn()
-    assert not run.fleet.needs_weights()  # nobody is there yet to get any
+    assert not run.fleet.needs_weights()  # no engine can receive weights yet
     run.turn(), run.turn(), run.turn()
     assert run.fleet.needs_weights() and run.take_finished() == {}
     run.begin(jobs(2))
@@ -544,7 +544,7 @@ def test_fault_33_engines_come_and_go(start: Start) -> None:
     run.fleet.drain("0")
     run.begin(jobs(4, 5, 6))
     assert sorted(run.engine("0.0.0").drawing) == [10, 11, 20, 21]
-    run.fleet.remove("1")  # others draw its requests
+    run.fleet.remove("1")  # others sample its requests
     assert sorted(run.engine("2.0.0").drawing) == [30, 31, 40, 41, 50, 51, 60, 61]
     with expect_error(ConfigError, field="engine '1'", remedy=(0, 2)):
         run.fleet.remove("1")
@@ -612,7 +612,7 @@ def test_fault_36_what_newer_weights_draw_is_counted_and_told_in_one_line(start:
     run.cancel(20)
     run.engine("0.1.0").draw(11, 30)
     run.turn()
-    assert run.fleet.pop_work()[1] == 1  # of request 30 nothing was lost
+    assert run.fleet.pop_work()[1] == 1  # request 30 lost no tokens
     run.engine("0.1.0").draw(21, 31)
     run.turn()
     assert numbers(run.take_finished()) == [10, 11, 21, 30, 31] and not run.futures
@@ -635,7 +635,7 @@ def test_what_another_engine_draws_with_the_same_weights_is_not_counted(start: S
 
 @pytest.mark.parametrize("fault", [lose, silence, keep_from_drawing])
 def test_fault_36_in_order_a_share_is_drawn_again_as_a_whole(start: Start, fault: Callable[[Engine], None]) -> None:
-    """With what was answered, so that the rest has the same beside it; answers to it come once, those to the rest together."""
+    """The new engine also samples the answered requests, so that each batch is the same. No request is answered twice."""
     run = start(engines=1, in_order=True)
     run.begin(jobs(1, 2))
     first = run.engine("0.0.0")
@@ -667,7 +667,7 @@ def test_fault_36_in_order_a_share_is_drawn_again_as_a_whole(start: Start, fault
 
 
 def test_fault_36_in_order_shares_are_those_of_a_run_whose_engines_are_all_well(start: Start) -> None:
-    """They do not depend on how many engines there are, nor on what these draw: an engine has one after the other."""
+    """Shares depend neither on the number of engines nor on their samples. An engine runs its shares one after the other."""
     run = start(engines=2, in_order=True)
     run.begin(jobs(1, 2, 3))
     assert [submitted_numbers(run.engine(name)) for name in ("0.0.0", "1.0.0")] == [[[10, 11, 30, 31]], [[20, 21]]]
@@ -739,7 +739,7 @@ def test_fault_36_in_order_an_evaluation_is_drawn_again_too(start: Start) -> Non
 
 
 def test_a_share_on_which_engines_fail_again_and_again_ends_the_run(start: Start) -> None:
-    """What was answered before is drawn again each time: that is no progress."""
+    """Each start samples the answered requests again, which does not count as progress."""
     run = start(engines=1, restarts=2, in_order=True)
     run.begin(jobs(1))
     run.engine("0.0.0").draw(10)

@@ -1,4 +1,4 @@
-"""What a Ray of the run's own leaves behind when everything is killed at once, and who removes it."""
+"""Leftovers of a run's own Ray after all its processes are killed at once, and their removal."""
 
 from __future__ import annotations
 

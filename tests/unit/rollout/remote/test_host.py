@@ -1,4 +1,4 @@
-"""What a rank of a remote engine does between two steps, with a fake engine inside and no Ray around it."""
+"""The actions of a remote engine's rank between two steps, with a fake engine and without Ray."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def no_task_is_left() -> Iterator[None]:
 
 
 class Engine:
-    """Draws a token in each step that the test allows, and finishes a request after as many as it asks for."""
+    """Samples a token in each step that the test allows, and finishes a request at its limit of tokens."""
 
     num_ranks, warnings = 1, ("no FlashInfer",)
 
@@ -205,7 +205,7 @@ def test_weights_come_between_two_steps_and_requests_after_them(running_host: tu
     assert [found.number for found in report.outcomes] == [1]
     assert (report.num_sampled_tokens, report.num_in_flight, report.version) == (2, 1, 3)
     assert (report.work.steps, report.work.preemptions) == (1, 2)
-    engine.allowed.release()  # of the step that it may have begun: pause waits for its end
+    engine.allowed.release()  # for a started step, because pause waits for its end
     host.pause()
     host.submit([job(3, 1)])
     host.join(ORDER, "{}")
@@ -226,7 +226,7 @@ def test_weights_come_between_two_steps_and_requests_after_them(running_host: tu
 
 
 class AheadEngine(engines.Engine):
-    """Has begun a pass when weights arrive, as vLLM's asynchronous scheduling has: what ends in it is finished by the sync."""
+    """Is within a pass when weights arrive, as with vLLM's asynchronous scheduling. The sync finishes this pass."""
 
     def __init__(self) -> None:
         VersionedWeights.__init__(self)
