@@ -349,6 +349,36 @@ def test_an_agent_that_forks_plays_on_engines_of_their_own_and_its_endpoint_is_k
     assert first["rollout/staleness_max"] == 0 and first["rollout/logprob_diff_max"] < 1e-4
 
 
+LATE = """
+import asyncio, os, random
+from examples.calculator_agent import play as play_at_once
+
+async def play(task, base_url, api_key):
+    with open("engines", "a") as file:
+        file.write(f"{os.getppid()}\\n")
+    await asyncio.sleep(random.SystemRandom().random() / 5)
+    return await play_at_once(task, base_url, api_key)
+"""
+
+
+def test_in_order_an_agent_run_whose_engine_is_killed_is_exact(calculator: Path) -> None:
+    (calculator / "late.py").write_text(LATE)
+    settings = ["environment.agent.function=late.py:play", "rollout.engine=hf", "rollout.placement=disaggregated"]
+    settings += ["trainer.max_staleness=1", "rollout.deterministic_order=true", "trainer.num_steps=3"]
+    settings += ["evaluate.every=0"]
+    calm = train(calculator, "agent", "calm", *settings)
+    engines = calculator / "engines"
+    engines.unlink()
+    with start_command(command("agent", "killed", *settings), calculator, dict(os.environ)) as running:
+        running.wait_for(lambda: engines.exists() and len(engines.read_text().splitlines()) > 20)
+        os.kill(int(engines.read_text().split()[0]), signal.SIGKILL)
+        printed = running.end()
+    assert running.process.returncode == 0 and printed.count("has failed and is started again") == 1, printed
+    killed = calm.with_name("killed")
+    assert len(rollouts(calm)) == 3 * 16 and rollouts(killed) == rollouts(calm)
+    assert (killed / WEIGHTS).read_bytes() == (calm / WEIGHTS).read_bytes()
+
+
 @pytest.mark.skipif(not machine_level().reaches("namespaces"), reason="this machine gives no namespaces")
 def test_a_coding_agent_edits_in_its_sandbox_until_tests_pass(workspace: Path) -> None:
     size = ["trainer.num_steps=2", "trainer.prompts_per_step=4", "trainer.minibatch_size=4", "evaluate.every=0"]

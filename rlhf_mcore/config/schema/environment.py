@@ -77,7 +77,7 @@ class EnvironmentConfig(Group):
     """`environment`: sum of its step rewards. `reward`: score of the last turn by `reward`. `sum`: both."""
     overlap: Optional[bool] = key(None, "an engine samples turns of other episodes while environments compute")
     """Faster if environment steps take long, but a run that was killed and resumed may differ in the last bits. `null`:
-    true if `trainer.max_staleness` is above 0 and `rollout.deterministic_order` is false."""
+    false with `rollout.deterministic_order`. Otherwise true for agents, and if `trainer.max_staleness` is above 0."""
     rewritten_history: Literal["refuse", "keep"] = key("refuse", "if a chat template changes earlier turns")
     """`refuse`: the run ends with an error. `keep`: the template formats only new messages; sampled tokens stay
     unchanged. Templates that remove the reasoning of earlier turns do this."""
