@@ -37,7 +37,7 @@ from rlhf_mcore.checkpoint.layout import CONFIG, DATALOADER, RNG_FILE, TRAINER_S
 from rlhf_mcore.checkpoint.manifest import CheckpointInfo, files_below, hash_files, write_manifest
 from rlhf_mcore.cli.saved_checkpoint import SharedChecker, check_saved, serve
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.config.settings import to_yaml
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.parallel.collectives import Ask, all_gather_json, lead
 from rlhf_mcore.parallel.layout import ParallelLayout

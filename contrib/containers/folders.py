@@ -13,7 +13,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.yaml_text import load_yaml
+from rlhf_mcore.config.settings import load_yaml
 from rlhf_mcore.environments.containers.task import TESTS_TIMEOUT_S, Task, TaskTests
 from rlhf_mcore.foreign import read_bytes
 

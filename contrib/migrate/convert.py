@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, leaves
-from rlhf_mcore.config.yaml_text import MAX_BYTES, load_yaml
+from rlhf_mcore.config.settings import MAX_BYTES, load_yaml
 from rlhf_mcore.foreign import read_text
 from rlhf_mcore.readers.hub_ids import model_id
 from rlhf_mcore.redaction import redact

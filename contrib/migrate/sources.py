@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.grammar_parser import parse
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.yaml_text import interpolated_texts, load_yaml
+from rlhf_mcore.config.settings import interpolated_texts, load_yaml
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore_contrib.migrate.shell import named_unknowns
 

@@ -13,7 +13,7 @@ from rlhf_mcore.config.former import translate
 from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
 from rlhf_mcore.config.schema import Config, RuleConfig
 from rlhf_mcore.config.schema.group import to_dict
-from rlhf_mcore.config.yaml_text import load_yaml
+from rlhf_mcore.config.settings import load_yaml
 
 # A resumed run with another value would be neither the old run nor a new run.
 FIXED = frozenset(name for name, description in DESCRIPTIONS.items() if description.is_fixed)

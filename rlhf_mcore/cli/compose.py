@@ -26,7 +26,7 @@ from rlhf_mcore.config.questions import has_teacher, role_layouts
 from rlhf_mcore.config.resolve import with_sequences
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import with_values
-from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.config.settings import to_yaml
 from rlhf_mcore.observability import rank_file
 from rlhf_mcore.observability.alarms import AlarmBell, RewardAlarm
 from rlhf_mcore.observability.console import Console

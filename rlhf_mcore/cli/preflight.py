@@ -29,7 +29,7 @@ from rlhf_mcore.config.questions import max_new_tokens
 from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import NEVER
-from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.config.settings import to_yaml
 from rlhf_mcore.environments.sessions import check_loads, worker_settings
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
 from rlhf_mcore.geometry import ModelGeometry

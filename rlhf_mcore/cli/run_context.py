@@ -25,7 +25,7 @@ from rlhf_mcore.config.questions import grades, longest_example, scores_alone
 from rlhf_mcore.config.resolve import with_sequences
 from rlhf_mcore.config.rules.environment import read_tools
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.config.settings import to_yaml
 from rlhf_mcore.data.examples import TokenizedExample, load_examples
 from rlhf_mcore.data.image_rows import ImageReader
 from rlhf_mcore.data.rendering import preview_prompt

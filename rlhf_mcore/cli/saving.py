@@ -29,7 +29,7 @@ from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.config.rules.run import ARCHIVE, DELTAS
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import time_left
-from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.config.settings import to_yaml
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.mcore.model import rng_tracker_states, set_rng_tracker_states
 from rlhf_mcore.own_files import shown_path

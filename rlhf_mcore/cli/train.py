@@ -25,8 +25,8 @@ from rlhf_mcore.config.resolve import default_world_size, num_steps, resolve
 from rlhf_mcore.config.rules.data import check_fills_a_step
 from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.settings import to_yaml
 from rlhf_mcore.config.validate import report_all, validate, warnings_of
-from rlhf_mcore.config.yaml_text import to_yaml
 from rlhf_mcore.data.first_rows import check_first_rows
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.readers.data_rows import count_rows

@@ -39,7 +39,7 @@ from rlhf_mcore.config.schema.group import (
     text_below,
     to_dict,
 )
-from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.config.settings import to_yaml
 from rlhf_mcore.redaction import redact
 
 _REFERENCE = {"type": "string", "pattern": r"\$\{"}  # a reference to another key or to an environment variable

@@ -21,7 +21,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
-from rlhf_mcore.config.yaml_text import load_yaml, read_yaml_text
+from rlhf_mcore.config.settings import load_yaml, read_yaml_text
 from rlhf_mcore.foreign import SMALL, read_json, shorten
 from rlhf_mcore.observability.files import read_lines
 from rlhf_mcore.observability.run_directory import METRICS

@@ -21,8 +21,7 @@ from rlhf_mcore.config.problems import problems_of
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.schema.tree import merge, nest, with_preset
-from rlhf_mcore.config.settings import SettingReader
-from rlhf_mcore.config.yaml_text import interpolated_texts
+from rlhf_mcore.config.settings import SettingReader, interpolated_texts
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.redaction import FromEnvironment
 

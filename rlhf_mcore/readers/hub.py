@@ -17,7 +17,7 @@ from typing import Any
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.yaml_text import load_yaml, read_yaml_text
+from rlhf_mcore.config.settings import load_yaml, read_yaml_text
 from rlhf_mcore.foreign import INDEX, read_json, shorten
 from rlhf_mcore.readers.hub_ids import HubId, data_id, id_of_snapshot, model_id
 from rlhf_mcore.readers.model_files import CHAT_TEMPLATE_FILES, INDEX_FILE, TOKENIZER_FILES, inspect_generator

@@ -15,7 +15,7 @@ from typing import Any
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves
-from rlhf_mcore.config.yaml_text import load_yaml, read_yaml_text
+from rlhf_mcore.config.settings import load_yaml, read_yaml_text
 from rlhf_mcore.foreign import read_bytes, read_json
 from rlhf_mcore.observability.files import read_lines
 from rlhf_mcore.observability.run_directory import METRICS, ROLLOUTS

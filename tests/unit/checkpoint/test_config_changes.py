@@ -9,7 +9,7 @@ import yaml
 from rlhf_mcore.checkpoint.config_changes import FIXED, compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.yaml_text import load_yaml, to_yaml
+from rlhf_mcore.config.settings import load_yaml, to_yaml
 from tests.messages import expect_error
 
 

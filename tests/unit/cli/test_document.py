@@ -12,7 +12,7 @@ from rlhf_mcore.cli.arguments import offer, receive
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema.group import to_dict
-from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.config.settings import to_yaml
 from tests.commands import ROOT
 
 SETTINGS = [

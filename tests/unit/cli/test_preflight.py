@@ -17,7 +17,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import EnvironmentConfig
-from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.config.settings import to_yaml
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.trainer.inputs import fingerprints
 

@@ -12,7 +12,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, is_group
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.config.settings import to_yaml
 from rlhf_mcore.redaction import redact
 from tools import document_config
 

@@ -14,8 +14,8 @@ from rlhf_mcore.config.keys import KEYS, changed_keys
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.settings import to_yaml
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.config.yaml_text import to_yaml
 from tests.messages import assert_names, expect_error
 
 # Settings of the last release, and the equal settings of today.

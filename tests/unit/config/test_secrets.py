@@ -12,8 +12,8 @@ from rlhf_mcore.cli import launch
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
+from rlhf_mcore.config.settings import to_yaml
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.config.yaml_text import to_yaml
 from rlhf_mcore.redaction import redact, redact_arguments, without_secrets
 from tests.messages import expect_error
 

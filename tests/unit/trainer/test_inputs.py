@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig, Config, RuleConfig
-from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.config.settings import to_yaml
 from rlhf_mcore.readers.user_functions import OwnFunction
 from rlhf_mcore.trainer import inputs as module
 from rlhf_mcore.trainer.inputs import fingerprints

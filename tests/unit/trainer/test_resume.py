@@ -18,7 +18,7 @@ from rlhf_mcore.checkpoint.layout import LATEST, scan
 from rlhf_mcore.checkpoint.manifest import DELTA, FULL, Base, CheckpointInfo
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig, Config
-from rlhf_mcore.config.yaml_text import to_yaml
+from rlhf_mcore.config.settings import to_yaml
 from rlhf_mcore.trainer.inputs import Inputs
 from rlhf_mcore.trainer.resume import find_start
 from rlhf_mcore.trainer.run_state import Start
