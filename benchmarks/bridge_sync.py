@@ -39,7 +39,7 @@ from torch import Tensor
 from benchmarks.common import Timing, report, time_call
 from rlhf_mcore.bridge.files.gather import GatherBridge, Gatherer
 from rlhf_mcore.bridge.files.hf_files import HFReader, load
-from rlhf_mcore.bridge.map.describe import describe_sources
+from rlhf_mcore.bridge.map.coverage import describe_sources
 from rlhf_mcore.bridge.map.engine import keep_loading_layout
 from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from rlhf_mcore.bridge.map.pieces import Piece, Place
+from rlhf_mcore.bridge.map.pieces import Piece, Place, contiguous_strides
 from rlhf_mcore.bridge.map.quantised import are_quantised, num_scales
-from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.bridge.map.rules import pieces
 from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Kind, Rule

@@ -39,9 +39,8 @@ from rlhf_mcore.bridge.files.tensor_files import (
     cut_into_shards,
     write_index,
 )
-from rlhf_mcore.bridge.map.describe import describe_sources, wire_dtypes
-from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rectangles import contiguous_strides
+from rlhf_mcore.bridge.map.coverage import describe_sources, wire_dtypes
+from rlhf_mcore.bridge.map.pieces import Piece, Place, contiguous_strides
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan

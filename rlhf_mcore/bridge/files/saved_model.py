@@ -13,7 +13,7 @@ import torch
 from rlhf_mcore.bridge.files.hf_files import HFReader, open_adapters
 from rlhf_mcore.bridge.files.state_files import MASTER, SECOND_MOMENT, STATE_INDEX
 from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars, value_problem
-from rlhf_mcore.bridge.map.rectangles import Rectangle, whole
+from rlhf_mcore.bridge.map.pieces import Rectangle, whole
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families.mtp import num_mtp_layers

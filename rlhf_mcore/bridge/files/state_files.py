@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.tensor_files import FileImage, FileLayout, bytes_of, create, write_at
-from rlhf_mcore.bridge.map.pieces import Piece
-from rlhf_mcore.bridge.map.rectangles import Rectangle, contiguous_strides, of_interval
+from rlhf_mcore.bridge.map.pieces import Piece, Rectangle, contiguous_strides, of_interval
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.families import embedding_name
 from rlhf_mcore.families.mtp import EMBEDDING_COPY

@@ -22,7 +22,7 @@ from rlhf_mcore.bridge.files.state_files import (
     region_key,
     regions,
 )
-from rlhf_mcore.bridge.map.rectangles import Rectangle, gaps, whole
+from rlhf_mcore.bridge.map.pieces import Rectangle, gaps, whole
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import INDEX, Fields, read_json

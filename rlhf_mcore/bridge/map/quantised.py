@@ -12,8 +12,7 @@ from math import prod
 
 import torch
 
-from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rectangles import contiguous_strides
+from rlhf_mcore.bridge.map.pieces import Piece, Place, contiguous_strides
 from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, pieces
 from rlhf_mcore.families.quantised import Quantisation
 from rlhf_mcore.families.quantised import quantisation as quantisation_of

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
-from rlhf_mcore.bridge.map.pieces import Piece
-from rlhf_mcore.bridge.map.rectangles import contiguous_strides
+from rlhf_mcore.bridge.map.pieces import Piece, contiguous_strides
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES, HEADS, Shapes, embedding_name, end_rules, hf_shapes, layer_rules
 from rlhf_mcore.families.adapters import (

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from rlhf_mcore.bridge.map.pieces import Piece
-from rlhf_mcore.bridge.map.rectangles import Interval, Rectangle, contiguous_strides, gaps, to_intervals
+from rlhf_mcore.bridge.map.pieces import Interval, Piece, Rectangle, contiguous_strides, gaps, to_intervals
 
 _Dim = tuple[int, int, int]  # size, source stride, destination stride
 _Copied = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]  # a piece without its name

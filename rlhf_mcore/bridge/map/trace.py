@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_mcore.bridge.map.pieces import Piece
-from rlhf_mcore.bridge.map.rectangles import Interval, Rectangle
+from rlhf_mcore.bridge.map.pieces import Interval, Piece, Rectangle
 from rlhf_mcore.bridge.map.strided import View, copied_pieces, covered_rectangles, find_padding
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import ADAPTER_SLOTS

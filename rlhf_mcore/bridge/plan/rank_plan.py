@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from rlhf_mcore.bridge.map.pieces import Piece
-from rlhf_mcore.bridge.map.rectangles import Cell
+from rlhf_mcore.bridge.map.pieces import Cell, Piece
 from rlhf_mcore.bridge.plan.routes import RankRoute
 from rlhf_mcore.bridge.plan.schedule import CellGroup, PlacedPieces, Schedule, Unit
 

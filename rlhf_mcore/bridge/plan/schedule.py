@@ -17,8 +17,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rectangles import Cell, Index, Rectangle, bounding_box, cut_into_cells
+from rlhf_mcore.bridge.map.pieces import Cell, Index, Piece, Place, Rectangle, bounding_box, cut_into_cells
 from rlhf_mcore.bridge.plan.routes import Ranks, RankSets, Route
 
 Load = NDArray[np.int64]  # [2 * profiles]: bytes sent, then bytes received, per rank of each profile

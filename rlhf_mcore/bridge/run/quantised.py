@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.pieces import Piece, Place, view
+from rlhf_mcore.bridge.map.pieces import Piece, Place, Rectangle, view
 from rlhf_mcore.bridge.map.quantised import SCALES, QuantisedNames, are_quantised, scale_tables
-from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import BuiltSources, KeptSources, Sources
 from rlhf_mcore.families.quantised import Quantisation

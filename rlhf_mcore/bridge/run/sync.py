@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf_mcore.bridge.map.coverage import check_coverage
-from rlhf_mcore.bridge.map.describe import describe_destinations, describe_sources, wire_dtypes
+from rlhf_mcore.bridge.map.coverage import check_coverage, describe_destinations, describe_sources, wire_dtypes
 from rlhf_mcore.bridge.map.engine import Weights, map_engine
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.quantised import QuantisedNames, SentNames

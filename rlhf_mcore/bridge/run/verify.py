@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rectangles import Rectangle, contiguous_strides
+from rlhf_mcore.bridge.map.pieces import Piece, Place, Rectangle, contiguous_strides
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.protocols import SyncMismatch
 

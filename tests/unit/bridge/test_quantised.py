@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.pieces import view
-from rlhf_mcore.bridge.map.rectangles import Rectangle
+from rlhf_mcore.bridge.map.pieces import Rectangle, view
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run import quantised

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rlhf_mcore.bridge.map.rectangles import Rectangle, bounding_box, gaps, to_intervals, whole
+from rlhf_mcore.bridge.map.pieces import Rectangle, bounding_box, gaps, to_intervals, whole
 
 SHAPE = (5, 4, 3)
 

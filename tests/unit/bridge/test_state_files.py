@@ -21,8 +21,7 @@ from torch import Tensor
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, make_index, regions, state_file, writes
 from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars
 from rlhf_mcore.bridge.files.tensor_files import FileImage, bytes_of
-from rlhf_mcore.bridge.map.pieces import Piece
-from rlhf_mcore.bridge.map.rectangles import of_interval
+from rlhf_mcore.bridge.map.pieces import Piece, of_interval
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import Fields

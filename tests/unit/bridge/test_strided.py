@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_mcore.bridge.map.pieces import Piece, view
-from rlhf_mcore.bridge.map.rectangles import contiguous_strides
+from rlhf_mcore.bridge.map.pieces import Piece, contiguous_strides, view
 from rlhf_mcore.bridge.map.strided import View, copied_pieces, covered_rectangles
 
 

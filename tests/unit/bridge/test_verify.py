@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.models import QWEN_235B, destinations
-from rlhf_mcore.bridge.map.pieces import Piece, Place, view
-from rlhf_mcore.bridge.map.rectangles import contiguous_strides
+from rlhf_mcore.bridge.map.pieces import Piece, Place, contiguous_strides, view
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run import verify
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests

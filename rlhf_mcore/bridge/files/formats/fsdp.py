@@ -24,7 +24,7 @@ from rlhf_mcore.bridge.files.formats.foreign_tensors import ForeignTensor, drop_
 from rlhf_mcore.bridge.files.formats.source import BUFFERS
 from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles, grid_tiles
 from rlhf_mcore.bridge.files.hf_files import inside
-from rlhf_mcore.bridge.map.rectangles import Rectangle
+from rlhf_mcore.bridge.map.pieces import Rectangle
 from rlhf_mcore.bridge.map.rules import hf_shapes, in_memory, row_runs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import embedding_name

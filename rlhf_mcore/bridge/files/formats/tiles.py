@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.bridge.map.coverage import CoverageError, padding_of
-from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rectangles import Index, Rectangle, contiguous_strides, whole
+from rlhf_mcore.bridge.map.pieces import Index, Piece, Place, Rectangle, contiguous_strides, whole
 from rlhf_mcore.bridge.map.rules import find_rule, row_runs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.geometry import ModelGeometry
