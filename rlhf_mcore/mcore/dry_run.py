@@ -34,9 +34,9 @@ from rlhf_mcore.mcore import optimizer as own_optimizer
 from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.groups import build_groups
+from rlhf_mcore.mcore.layers import RMSNorm
 from rlhf_mcore.mcore.model import LossFunction, MegatronModel
 from rlhf_mcore.mcore.model_spec import ModelSpec
-from rlhf_mcore.mcore.norms import RMSNorm
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.types import Microbatch

@@ -29,9 +29,9 @@ from rlhf_mcore.expected_kernels import (
 )
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.delta_net import DeltaKernels, GatedDeltaNet
+from rlhf_mcore.mcore.layers import RMSNorm
 from rlhf_mcore.mcore.mixture import GroupedExperts, group_experts, routers
 from rlhf_mcore.mcore.model import MegatronModel
-from rlhf_mcore.mcore.norms import RMSNorm
 from rlhf_mcore.mcore.weights import unwrap
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -1,4 +1,6 @@
-"""Build layer specs: Transformer Engine's modules if it is installed, else a local spec that also runs on a CPU.
+"""Build layer specs, with the norms that Megatron lacks.
+
+A spec uses Transformer Engine's modules if it is installed. Otherwise it is a local spec that also runs on a CPU.
 
 The local spec uses Megatron's linear layers and replaces two parts. torch's norm does not support sequence
 parallelism. Megatron's core attention does not support packed input. MoE layers use our router under both specs.
@@ -6,9 +8,11 @@ parallelism. Megatron's core attention does not support packed input. MoE layers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -26,14 +30,14 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from torch import Tensor
 
 from rlhf_mcore.families.base import Family
-from rlhf_mcore.mcore.attention import add_parts
+from rlhf_mcore.mcore.attention import LatentAttention, add_parts, local_attention_spec
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention, with_trees
 from rlhf_mcore.mcore.delta_net import delta_net_spec
-from rlhf_mcore.mcore.latent import LatentAttention, local_attention_spec
 from rlhf_mcore.mcore.mixture import use_mixture
-from rlhf_mcore.mcore.norms import NormedAdd, RMSNorm
+from rlhf_mcore.platform import cpu_kernels
 from rlhf_mcore.platform.megatron_versions import submodules_of
 
 try:
@@ -173,3 +177,50 @@ def _local_spec(config: TransformerConfig, family: Family, *, moe: bool) -> Modu
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467) over the last dimension, computed in fp32.
+
+    Under sequence parallelism a rank processes a part of the tokens, so the weight's gradient is summed over
+    tensor-parallel ranks. The attribute ``sequence_parallel`` requests this from Megatron. For norms of query and key
+    heads, Megatron recognises the module's name instead.
+
+    With Megatron's ``layernorm_zero_centered_gamma`` the norm multiplies by one plus the weight, in fp32 too.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
+        super().__init__()
+        self.eps, self._zero_centered = eps, config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if cpu_kernels.has_kernel(x) and self.weight.dtype == x.dtype:
+            return cpu_kernels.rms_norm(x, 1.0 + self.weight if self._zero_centered else self.weight, self.eps)
+        if x.is_cuda and not self._zero_centered:  # one kernel instead of five
+            return self.weight * F.rms_norm(x, (x.size(-1),), eps=self.eps)
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self._zero_centered:
+            return (normed * (1.0 + self.weight.float())).to(x.dtype)
+        return self.weight * normed.to(x.dtype)
+
+
+class NormedAdd(torch.nn.Module):
+    """Normalise the output of attention or of an MLP and add it to the residual, with Megatron's interface."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Return a function of ((output, its bias or None), residual, dropout rate)."""
+        add = get_bias_dropout_add(training, fused)
+
+        def normed_add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            output = self.norm(output if bias is None else output + bias)
+            return add((output, None), residual, dropout)
+
+        return normed_add

@@ -44,7 +44,7 @@ from torch.autograd.function import FunctionCtx
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.geometry import AdapterSizes
-from rlhf_mcore.mcore.latent import WholeLinear
+from rlhf_mcore.mcore.attention import WholeLinear
 from rlhf_mcore.mcore.layers import HAVE_TE
 from rlhf_mcore.plugins import load_plugin
 

@@ -17,7 +17,7 @@ from rlhf_mcore.bridge.map.rules import adapter_names, blocks, hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.families.adapters import EMBEDDING, B, M, base_name, hf_module, is_trained_whole
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
-from rlhf_mcore.mcore.ends import require_gradient
+from rlhf_mcore.mcore.build import require_gradient
 from rlhf_mcore.mcore.lora import Adapters, MatrixRows
 from rlhf_mcore.mcore.weights import global_names, unwrap
 from rlhf_mcore.parallel.layout import ParallelLayout

@@ -14,7 +14,7 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, holds_matrices, pieces
 from rlhf_mcore.config.errors import ConfigError, join_first
 from rlhf_mcore.families import embedding_name
 from rlhf_mcore.geometry import ModelGeometry, Shard
-from rlhf_mcore.mcore.ends import require_gradient
+from rlhf_mcore.mcore.build import require_gradient
 from rlhf_mcore.mcore.momentum import Locate, MatrixPart
 from rlhf_mcore.mcore.weights import global_names, unwrap
 from rlhf_mcore.parallel.layout import ParallelLayout

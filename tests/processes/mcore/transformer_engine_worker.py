@@ -113,10 +113,10 @@ def find_unmapped(directory: Path, layout: Any, with_mtp: bool, fp8: bool) -> di
     """Return tensor of the checkpoint -> elements that no rank holds according to the map, and parameter -> its unmapped part."""
     from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
     from rlhf_mcore.config.schema import ActorConfig, RecomputeConfig
+    from rlhf_mcore.mcore.attention import LATENT_NORM_EPS
     from rlhf_mcore.mcore.build import BuildOptions, build_model
     from rlhf_mcore.mcore.dry_run import fake_world
     from rlhf_mcore.mcore.groups import build_groups
-    from rlhf_mcore.mcore.latent import NORM_EPS
     from rlhf_mcore.mcore.model_spec import load_spec
     from rlhf_mcore.mcore.mtp import MTPLearning
     from rlhf_mcore.mcore.overrides import Overrides
@@ -141,7 +141,7 @@ def find_unmapped(directory: Path, layout: Any, with_mtp: bool, fp8: bool) -> di
                 outside |= {f"{name} of rank {rank}": 1 for name in computed_otherwise(model)}
             for chunk in model.chunks:
                 for name, module in chunk.named_modules():
-                    if name.endswith(("linear_q_up_proj", "linear_kv_up_proj")) and module.eps != NORM_EPS:
+                    if name.endswith(("linear_q_up_proj", "linear_kv_up_proj")) and module.eps != LATENT_NORM_EPS:
                         outside[f"epsilon of {name}"] = 1
             for parameter in model.local_parameters():
                 found = pieces(parameter.name, spec.geometry, parameter.shard)

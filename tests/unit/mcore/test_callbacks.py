@@ -23,16 +23,15 @@ from megatron.core.models.common.embeddings import rope_utils
 
 import rlhf_mcore.mcore
 from rlhf_mcore.config.rules.megatron import reason_refused
-from rlhf_mcore.mcore import dry_run, ends, mtp, packed
-from rlhf_mcore.mcore.attention import Rotary
+from rlhf_mcore.mcore import build, dry_run, mtp, packed
+from rlhf_mcore.mcore.attention import ProjectionNorm, Rotary, WholeLinear
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.delta_net import GatedDeltaNet
 from rlhf_mcore.mcore.groups import StageMessages
-from rlhf_mcore.mcore.latent import WholeLinear
+from rlhf_mcore.mcore.layers import NormedAdd, RMSNorm
 from rlhf_mcore.mcore.mixture import Router, _BestExpertOfGroups
 from rlhf_mcore.mcore.model import MegatronModel, _finalize
 from rlhf_mcore.mcore.model_spec import UnevenStages
-from rlhf_mcore.mcore.norms import NormedAdd, ProjectionNorm, RMSNorm
 from rlhf_mcore.mcore.optimizer import aligned_within
 from rlhf_mcore.mcore.route_replay import RoutedLayer, Routing
 from rlhf_mcore.platform import base, cpu, cpu_kernels, cuda
@@ -104,7 +103,7 @@ def output_functions() -> list[Callable[..., Any]]:
 
 def deferred_output() -> Callable[..., Any]:
     layer: Any = SimpleNamespace(sequence_parallel=False)
-    ends.defer_logits(layer, SELF)
+    build.defer_logits(layer, SELF)
     return layer.forward
 
 
@@ -148,7 +147,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Callable[..., Any],
     for name in ("linear_q_down_proj", "linear_kv_down_proj"):
         yield partial(WholeLinear.forward, SELF), ATTENTION, f"self.{name}"
     yield partial(mtp._embed, None, False), MTP, "embedding"
-    for output in (deferred_output(), partial(ends.ScalarHead.forward, SELF)):
+    for output in (deferred_output(), partial(build.ScalarHead.forward, SELF)):
         yield output, f"{MODEL} models.common.language_module.language_module", "self.output_layer output_layer"
 
     yield Router, "transformer.moe.moe_layer", "submodules.router self.submodules.router"

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
-from rlhf_mcore.mcore.layers import HAVE_TE, use_te
-from rlhf_mcore.mcore.norms import RMSNorm
+from rlhf_mcore.mcore.layers import HAVE_TE, RMSNorm, use_te
 from rlhf_mcore.mcore.packed import PackedSequences
 
 LENGTHS = [5, 1, 7]
