@@ -23,7 +23,7 @@ from rlhf_mcore.families.adapters import hf_module, pairs_of
 from rlhf_mcore.families.quantised import quantisation as quantisation_of
 from rlhf_mcore.protocols import ADAPTER_SLOTS
 from rlhf_mcore.rollout.hf.checkpoint_tensors import checkpoint_tensors
-from rlhf_mcore.rollout.vllm.wrapped_layers import SLOT, base_layers, set_adapter
+from rlhf_mcore.rollout.vllm.adapters import SLOT, base_layers, set_adapter
 
 Weights = Literal["loaders", "plain"]  # declared by each engine kind
 

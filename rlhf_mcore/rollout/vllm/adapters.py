@@ -1,19 +1,19 @@
-"""A vLLM engine that adds adapters to the weights. Its layers have slots, which a bridge writes like weights."""
+"""A vLLM engine that adds adapters to the weights. Its layers have slots, which a bridge finds and writes like weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
-from rlhf_mcore.families.adapters import hf_module
-from rlhf_mcore.rollout.vllm.wrapped_layers import SLOT, name_slots
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import nn
+from rlhf_mcore.families.adapters import hf_module
+from rlhf_mcore.protocols import ADAPTER_SLOTS
 
 Shapes = Mapping[str, tuple[int, ...]]
+SLOT = 0  # index in each buffer: the trained adapter
 
 
 def options(shapes: Shapes, count: int) -> dict[str, Any]:
@@ -67,3 +67,53 @@ def open_slots(runner: Any, shapes: Shapes, count: int) -> list[Any]:
 def forget_batch(runner: Any) -> None:
     """Discard the layout of the last batch. vLLM reuses it for an equal batch, but a sleep frees its memory."""
     runner.lora_manager._adapter_manager._last_mapping = None
+
+
+def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """List the layers that add adapters, with their names."""
+    return [(name, module) for name, module in model.named_modules() if "lora_a_stacked" in vars(module)]
+
+
+def set_adapter(model: nn.Module, slot: int, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Write the A and B matrices of an adapter to the layers' buffers.
+
+    ``pairs`` contains whole matrices, by the names of Hugging Face modules.
+    """
+    fused = getattr(model, "packed_modules_mapping", {})
+    for name, layer in adapter_layers(model):
+        head, _, last = name.rpartition(".")
+        parts = [pairs.get(f"{head}.{part}", (None, None)) for part in fused.get(last, [last])]
+        if any(a is not None for a, _ in parts):
+            layer.set_lora(slot, *(map(list, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]))
+
+
+def name_slots(model: nn.Module) -> None:
+    """Register the adapter buffers under separate names.
+
+    Each buffer contains one slot per adapter of the engine.
+    """
+    slots: dict[str, Tensor] = {
+        f"{name}.lora_{side}.{number}": tensor
+        for name, layer in adapter_layers(model)
+        for side, stacked in (("a", layer.lora_a_stacked), ("b", layer.lora_b_stacked))
+        for number, tensor in enumerate(stacked)
+    }
+    setattr(model, ADAPTER_SLOTS, slots)
+
+
+@contextmanager
+def base_layers(model: nn.Module) -> Iterator[None]:
+    """Replace vLLM's wrapper layers by the layers they wrap, within this block.
+
+    Weight loaders only know the wrapped layers.
+    """
+    wrapped = []
+    for parent in model.modules() if hasattr(model, ADAPTER_SLOTS) else ():
+        wrapped += [(parent, name, child) for name, child in parent.named_children() if "base_layer" in child._modules]
+    for parent, name, child in wrapped:
+        parent._modules[name] = child._modules["base_layer"]
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child

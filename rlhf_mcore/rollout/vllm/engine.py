@@ -19,6 +19,7 @@ from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import AddsAdapters, EngineModel, ExpectedTensors, LiveEngine
 from rlhf_mcore.rollout.vllm import adapters, cpu, images, reload, stages, token_records
+from rlhf_mcore.rollout.vllm.adapters import base_layers, set_adapter
 from rlhf_mcore.rollout.vllm.arguments import live_backends, quantised_options
 from rlhf_mcore.rollout.vllm.drafts import Drafts
 from rlhf_mcore.rollout.vllm.environment import (
@@ -31,7 +32,6 @@ from rlhf_mcore.rollout.vllm.environment import (
 )
 from rlhf_mcore.rollout.vllm.images import EngineImages
 from rlhf_mcore.rollout.vllm.limits import problem_of
-from rlhf_mcore.rollout.vllm.wrapped_layers import base_layers, set_adapter
 from rlhf_mcore.types import DRAFTS, ROUTES, Completion, Recorded, Request
 
 if TYPE_CHECKING:

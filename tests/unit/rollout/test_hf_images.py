@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from rlhf_mcore.data.images import LEVELS, ImageStore
-from rlhf_mcore.rollout.hf.engine import _Batch
-from rlhf_mcore.rollout.hf.images import BatchImages
+from rlhf_mcore.rollout.hf.engine import BatchImages, _Batch
 from rlhf_mcore.types import Request, Sampling
 from tests.distributed import models
 
