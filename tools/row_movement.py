@@ -24,9 +24,9 @@ from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.parallel import rows as row_transport
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles import model as role_models
-from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor, Reference
+from rlhf_mcore.roles.scalar_models import Critic
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.batches import Rollout, SampledBatch

@@ -36,8 +36,8 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform.cuda import CudaPlatform
 from rlhf_mcore.roles import trained_model
 from rlhf_mcore.roles.adapters import add_adapters
-from rlhf_mcore.roles.critic import ValueObjective
 from rlhf_mcore.roles.policy import PolicyObjective
+from rlhf_mcore.roles.scalar_models import ValueObjective
 from rlhf_mcore.roles.trained_model import MinibatchPlan, Objective, TrainedModel
 from rlhf_mcore.roles.trained_weights import matrices_of
 from rlhf_mcore.types import Ragged

@@ -51,10 +51,9 @@ from rlhf_mcore.readers.model_files import sees_images
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.roles.adapters import add_adapters, initialize, load_adapters
-from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor, Reference, replay_routes
-from rlhf_mcore.roles.reward_model import RewardModel
+from rlhf_mcore.roles.scalar_models import Critic, RewardModel
 from rlhf_mcore.roles.teacher import OTHERS, Average, Context, Teacher
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.trained_weights import freeze, matrices_of, trained_names

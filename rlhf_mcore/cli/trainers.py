@@ -37,10 +37,9 @@ from rlhf_mcore.planning.counts import model_flops, mtp_flops
 from rlhf_mcore.planning.inputs import GPUS, roles_of
 from rlhf_mcore.planning.plan import with_offload
 from rlhf_mcore.protocols import Evaluator, ResponseSampler, RewardFunction
-from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.policy import Actor, Reference, SupervisedActor
 from rlhf_mcore.roles.preference import PreferenceActor
-from rlhf_mcore.roles.reward_model import RewardModel, RewardModelTrainer
+from rlhf_mcore.roles.scalar_models import Critic, RewardModel, RewardModelTrainer
 from rlhf_mcore.roles.teacher import Teacher
 from rlhf_mcore.roles.trained_model import TrainedModel
 from rlhf_mcore.rollout.remote.fleet import Fleet

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rlhf_mcore.protocols import (
         TrainableModel,
     )
-    from rlhf_mcore.roles.critic import Critic
     from rlhf_mcore.roles.policy import Actor, Reference
+    from rlhf_mcore.roles.scalar_models import Critic
     from rlhf_mcore.trainer.advantages import AdvantageComputer
     from rlhf_mcore.trainer.record import RunRecord, TokenRecord
     from rlhf_mcore.trainer.work import StepWork

@@ -27,8 +27,7 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.planning.memory import state_bytes
 from rlhf_mcore.roles.adapters import add_adapters, load_adapters
-from rlhf_mcore.roles.critic import Critic
-from rlhf_mcore.roles.reward_model import RewardModelTrainer
+from rlhf_mcore.roles.scalar_models import Critic, RewardModelTrainer
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from tests import beside
 from tests.difference import any_rank, first_difference

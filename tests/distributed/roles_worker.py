@@ -22,10 +22,9 @@ from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.residency.ledger import KINDS, WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
-from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor, Reference
-from rlhf_mcore.roles.reward_model import RewardModel
+from rlhf_mcore.roles.scalar_models import Critic, RewardModel
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.divergence import share_results

@@ -21,7 +21,7 @@ from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.roles.policy import SupervisedActor
-from rlhf_mcore.roles.reward_model import RewardModelTrainer
+from rlhf_mcore.roles.scalar_models import RewardModelTrainer
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.example_learner import (
     ExampleEvaluator,

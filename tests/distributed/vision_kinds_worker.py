@@ -29,7 +29,7 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Reference, SupervisedActor
 from rlhf_mcore.roles.preference import PreferenceActor
-from rlhf_mcore.roles.reward_model import RewardModelTrainer
+from rlhf_mcore.roles.scalar_models import RewardModelTrainer
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.trained_weights import freeze
 from tests.difference import any_rank, first_difference

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.roles.critic import Critic
+from rlhf_mcore.roles.scalar_models import Critic
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.types import TrainBatch
 from tests.rows import flat, pad_rows, padded_batch

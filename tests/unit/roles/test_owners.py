@@ -13,8 +13,8 @@ import torch
 
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, TrainerConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.policy import Actor, Reference
+from rlhf_mcore.roles.scalar_models import Critic
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.batches import SampledBatch

@@ -7,7 +7,7 @@ import torch
 
 from rlhf_mcore.config.schema import TrainerConfig
 from rlhf_mcore.roles.model import RoleModel
-from rlhf_mcore.roles.reward_model import RewardModel
+from rlhf_mcore.roles.scalar_models import RewardModel
 from tests.rows import padded_batch
 from tests.unit.roles import lookup
 from tests.unit.roles.lookup import Lookup

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.policy import SupervisedActor
-from rlhf_mcore.roles.reward_model import RewardModelTrainer
+from rlhf_mcore.roles.scalar_models import RewardModelTrainer
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
 from rlhf_mcore.types import TrainBatch
 from tests.rows import pad_rows, padded_batch
