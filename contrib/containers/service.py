@@ -39,7 +39,7 @@ Opens = Callable[[Task, ContainerLimits], Awaitable[Container]]
 
 
 @dataclass(slots=True, eq=False)
-class _Lent:
+class _LentContainer:
     container: Container
     key: str
     end: asyncio.TimerHandle | None = None
@@ -56,7 +56,7 @@ class Service:
 
     def __init__(self, opens: Opens | None = None, token: str | None = None, most: ContainerLimits = USUAL) -> None:
         self._opens, self._token, self._most = opens, token, most
-        self._lent: dict[str, _Lent] = {}
+        self._lent: dict[str, _LentContainer] = {}
         self._opening = 0
 
     def application(self) -> web.Application:
@@ -74,7 +74,7 @@ class Service:
     def add(self, container: Container) -> tuple[str, str]:
         """Lend a container. Returns its id and its key."""
         name, key = secrets.token_hex(8), secrets.token_urlsafe(32)
-        self._lent[name] = _Lent(container, key)
+        self._lent[name] = _LentContainer(container, key)
         return name, key
 
     def remove(self, name: str) -> None:
@@ -85,7 +85,7 @@ class Service:
         lent, self._lent = list(self._lent.values()), {}
         await asyncio.gather(*(each.container.close() for each in lent))
 
-    def _one(self, request: web.Request) -> _Lent:
+    def _one(self, request: web.Request) -> _LentContainer:
         lent = self._lent.get(request.match_info["id"])
         if lent is None:
             raise web.HTTPGone(text="the container has ended or never existed")

@@ -10,24 +10,24 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.resolve import at_publish
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore_contrib.simulate.lengths import ResponseLengths
-from rlhf_mcore_contrib.simulate.schedule import CONTINUE, DRAIN, Outcome, Scenario, Schedule, simulate
+from rlhf_mcore_contrib.simulate.schedule import CONTINUE, DRAIN, Scenario, ScheduleOutcome, StepSchedule, simulate
 from rlhf_mcore_contrib.simulate.times import Split, Times
 
 _MOST_SPLITS = 9  # simulated per schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ScheduleRow:
     """A schedule on a split of the devices. ``bound``: upper bound of its samples/s."""
 
-    schedule: Schedule
+    schedule: StepSchedule
     split: Split
-    outcome: Outcome
+    outcome: ScheduleOutcome
     bound: float
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ScheduleComparison:
     """The simulated schedules.
 
     ``rows``: each schedule on the split that trains most tokens per second. ``tried``: all simulated splits by schedule name.
@@ -36,29 +36,29 @@ class Comparison:
 
     lengths: ResponseLengths
     source: str
-    rows: list[Row]
-    tried: Mapping[str, list[Row]]
+    rows: list[ScheduleRow]
+    tried: Mapping[str, list[ScheduleRow]]
     left_out: list[str]
 
 
-def schedules(cfg: Config, bounds: Sequence[int]) -> list[Schedule]:
+def schedules(cfg: Config, bounds: Sequence[int]) -> list[StepSchedule]:
     """List the schedules: synchronous, one step off, bounded staleness with partial rollouts, and the configuration's schedule."""
     own, rollout = read_schedule(cfg), cfg.rollout
     at_publish = CONTINUE if rollout.at_publish in (None, DRAIN) else rollout.at_publish
-    known = [Schedule(colocated=True), Schedule(), Schedule(1, DRAIN, rollout.oversample)]
-    known += [Schedule(bound, at_publish, rollout.oversample) for bound in sorted(set(bounds))]
+    known = [StepSchedule(colocated=True), StepSchedule(), StepSchedule(1, DRAIN, rollout.oversample)]
+    known += [StepSchedule(bound, at_publish, rollout.oversample) for bound in sorted(set(bounds))]
     return known if own in known else [*known, own]
 
 
-def read_schedule(cfg: Config) -> Schedule:
+def read_schedule(cfg: Config) -> StepSchedule:
     """Return the schedule of a configuration."""
     rollout, bound = cfg.rollout, cfg.trainer.max_staleness
     if not bound:
-        return Schedule(colocated=rollout.placement == "colocated")
-    return Schedule(bound, at_publish(cfg) or CONTINUE, rollout.oversample)
+        return StepSchedule(colocated=rollout.placement == "colocated")
+    return StepSchedule(bound, at_publish(cfg) or CONTINUE, rollout.oversample)
 
 
-def samples_bound(scenario: Scenario, schedule: Schedule, mean: float) -> float:
+def samples_bound(scenario: Scenario, schedule: StepSchedule, mean: float) -> float:
     """Return an upper bound of the samples/s. Engines are always full, and only the sync makes them or the trainer wait.
 
     ``mean``: mean tokens per response.
@@ -75,13 +75,13 @@ def samples_bound(scenario: Scenario, schedule: Schedule, mean: float) -> float:
 def compare(
     times: Times,
     lengths: ResponseLengths,
-    wanted: Mapping[Schedule, Sequence[Split]],
-    configured: tuple[Schedule, Split],
+    wanted: Mapping[StepSchedule, Sequence[Split]],
+    configured: tuple[StepSchedule, Split],
     *,
     steps: int,
     seed: int,
     begin: Callable[[str], None] = lambda schedule: None,
-) -> Comparison:
+) -> ScheduleComparison:
     """Simulate each schedule on its most promising splits. Schedules without a split are left out.
 
     The configured schedule is shown on the configured split, if this split is among its splits. ``begin`` receives the name of each
@@ -90,7 +90,7 @@ def compare(
     Raises:
         ConfigError: no schedule has a split.
     """
-    tried: dict[str, list[Row]] = {}
+    tried: dict[str, list[ScheduleRow]] = {}
     refusals: list[ConfigError] = []
     for schedule, candidates in wanted.items():
         begin(schedule.name)
@@ -106,7 +106,7 @@ def compare(
         own = [entry for entry in possible if (schedule, entry[1]) == configured]
         for bound, split, scenario in own + _promising([entry for entry in possible if entry not in own]):
             outcome = simulate(scenario, schedule, lengths.draw(scenario.samples, seed), steps)
-            rows.append(Row(schedule, split, outcome, bound))
+            rows.append(ScheduleRow(schedule, split, outcome, bound))
         if rows:
             tried[schedule.name] = sorted(rows, key=lambda row: row.split.rollout)
     if not tried:
@@ -117,7 +117,7 @@ def compare(
         max(rows, key=lambda row: ((row.schedule, row.split) == configured, row.outcome.tokens_per_s))
         for rows in tried.values()
     ]
-    return Comparison(lengths, times.source, best, tried, left_out)
+    return ScheduleComparison(lengths, times.source, best, tried, left_out)
 
 
 def _promising(possible: list[tuple[float, Split, Scenario]]) -> list[tuple[float, Split, Scenario]]:
@@ -127,7 +127,7 @@ def _promising(possible: list[tuple[float, Split, Scenario]]) -> list[tuple[floa
     return first + others[:: max(1, -(-len(others) // 4))]
 
 
-def as_json(comparison: Comparison, own: Schedule) -> dict[str, Any]:
+def as_json(comparison: ScheduleComparison, own: StepSchedule) -> dict[str, Any]:
     """Convert a comparison without its traces to JSON values. Times are in seconds."""
     lengths, first = comparison.lengths, comparison.rows[0].outcome.tokens_per_s
     described = {"source": lengths.name, "count": len(lengths.values), "mean": lengths.mean, "cut": lengths.cut}
@@ -141,6 +141,6 @@ def as_json(comparison: Comparison, own: Schedule) -> dict[str, Any]:
     return {"lengths": described, "times": comparison.source, "schedules": rows}
 
 
-def _rates(row: Row) -> dict[str, Any]:
+def _rates(row: ScheduleRow) -> dict[str, Any]:
     outcome, bound = row.outcome, {"bound_samples_per_s": row.bound}
     return {**asdict(row.split), "samples_per_s": outcome.samples_per_s, "tokens_per_s": outcome.tokens_per_s} | bound

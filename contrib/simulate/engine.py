@@ -27,7 +27,7 @@ class EngineTimes:
 
 
 @dataclass(slots=True)
-class Group:
+class SimulatedGroup:
     """The responses to one prompt. A step trains on all of them together.
 
     ``version``: policy version at submission. ``oldest``: oldest policy version of its tokens.
@@ -43,16 +43,16 @@ class Group:
 
 
 @dataclass(slots=True)
-class Request:
+class SimulatedRequest:
     """A response. Only the simulation knows its length in advance, not the engine."""
 
-    group: Group
+    group: SimulatedGroup
     length: int
     first_step: int = 0  # the engine's count of decode steps when it started
 
 
 @dataclass(slots=True)
-class Engine:
+class SimulatedEngine:
     """A simulated engine. Requests start in order, between two decode steps, when a slot is free.
 
     The state is the state at time ``at``, the end of the last processed decode step. ``next_at`` is the time of the next event.
@@ -67,8 +67,10 @@ class Engine:
     next_at: float = math.inf
     busy_s: float = 0.0
     sequence_seconds: float = 0.0  # integral of the running sequences over time
-    running: list[tuple[int, int, Request]] = field(default_factory=list)  # heap, ordered by the step of the last token
-    waiting: deque[Request] = field(default_factory=deque)
+    running: list[tuple[int, int, SimulatedRequest]] = field(
+        default_factory=list
+    )  # heap, ordered by the step of the last token
+    waiting: deque[SimulatedRequest] = field(default_factory=deque)
     publishes: list[int] = field(default_factory=list)  # count of decode steps at each new version
     slowdown: float = 1.0  # factor for all its durations
     _begun: int = 0
@@ -86,7 +88,7 @@ class Engine:
         """Return the seconds in which the engine has computed until ``now``."""
         return self.busy_s + (min(now, self.next_at) - self.at if self.running else 0.0)
 
-    def submit(self, requests: Iterable[Request], now: float) -> None:
+    def submit(self, requests: Iterable[SimulatedRequest], now: float) -> None:
         """Queue requests."""
         self.waiting.extend(requests)
         self._plan(now)
@@ -120,7 +122,7 @@ class Engine:
         self._admit()
         self._plan(now)
 
-    def settle(self) -> list[Request]:
+    def settle(self) -> list[SimulatedRequest]:
         """Process the event at ``next_at``. Returns the finished requests."""
         seconds = self.next_at - self.at
         if self.running:
@@ -180,7 +182,7 @@ class Engine:
         self.busy_s += seconds
         self.sequence_seconds += seconds * len(self.running)
 
-    def _count(self, request: Request) -> None:
+    def _count(self, request: SimulatedRequest) -> None:
         """Add the tokens of a finished request and their versions to its group."""
         group, end, newer = request.group, self.steps, self.version
         group.unfinished -= 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore_contrib.simulate.compare import Comparison, Row
+from rlhf_mcore_contrib.simulate.compare import ScheduleComparison, ScheduleRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ def check_can_draw() -> None:
         ) from error
 
 
-def draw(comparison: Comparison) -> bytes:
+def draw(comparison: ScheduleComparison) -> bytes:
     """Plot a comparison as a PNG: activity of engines and trainer over some steps, rates for each split, and staleness."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -54,7 +54,7 @@ def draw(comparison: Comparison) -> bytes:
     return content.getvalue()
 
 
-def _lane(axes: Axes, row: Row, points: list[tuple[float, int]], seconds: float, most: int) -> None:
+def _lane(axes: Axes, row: ScheduleRow, points: list[tuple[float, int]], seconds: float, most: int) -> None:
     """Plot one schedule over time."""
     trace, begin = row.outcome.trace, row.outcome.trace.begin
     axes.fill_between([at for at, _ in points], [running for _, running in points], step="post", color=_GENERATE, lw=0)
@@ -66,7 +66,7 @@ def _lane(axes: Axes, row: Row, points: list[tuple[float, int]], seconds: float,
     axes.set_title(title, loc="left", fontsize=9, pad=2)
 
 
-def _rates(axes: Axes, comparison: Comparison, colors: Mapping[str, str]) -> None:
+def _rates(axes: Axes, comparison: ScheduleComparison, colors: Mapping[str, str]) -> None:
     """Plot the samples/s for each split, or for each schedule if every schedule has a single split."""
     axes.set_title("samples/s by devices of the engines", loc="left", fontsize=9)
     for name, rows in comparison.tried.items():
@@ -80,7 +80,7 @@ def _rates(axes: Axes, comparison: Comparison, colors: Mapping[str, str]) -> Non
     axes.legend(fontsize=7)
 
 
-def _staleness(axes: Axes, rows: list[Row], colors: Mapping[str, str]) -> None:
+def _staleness(axes: Axes, rows: list[ScheduleRow], colors: Mapping[str, str]) -> None:
     """Plot the share of responses for each staleness of their oldest token."""
     axes.set_title("share of responses by versions between their oldest token and the step", loc="left", fontsize=9)
     width = 0.8 / len(rows)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from rich.box import SIMPLE
 from rich.table import Table
 
-from rlhf_mcore_contrib.simulate.compare import Comparison, Row
-from rlhf_mcore_contrib.simulate.schedule import Schedule
+from rlhf_mcore_contrib.simulate.compare import ScheduleComparison, ScheduleRow
+from rlhf_mcore_contrib.simulate.schedule import StepSchedule
 from rlhf_mcore_contrib.simulate.times import Split
 
 WIDTH = 150  # columns of the terminal; a narrower terminal wraps lines
 # Column title -> function that returns the cell, given a row and the tokens/s of the first row.
-_COLUMNS: dict[str, Callable[[Row, float], str]] = {
+_COLUMNS: dict[str, Callable[[ScheduleRow, float], str]] = {
     "devices": lambda row, _: str(row.split.devices) if row.split.colocated else _describe_split(row.split),
     "step": lambda row, _: f"{row.outcome.step_s:.3g} s",
     "samples/s": lambda row, _: f"{row.outcome.samples_per_s:.4g}",
@@ -28,7 +28,7 @@ _COLUMNS: dict[str, Callable[[Row, float], str]] = {
 }
 
 
-def tables(comparison: Comparison, own: Schedule) -> Iterator[Table | str]:
+def tables(comparison: ScheduleComparison, own: StepSchedule) -> Iterator[Table | str]:
     """Yield the lines and tables to print. ``own``: the configuration's schedule, which gets a mark."""
     lengths = comparison.lengths
     cut = f", {lengths.cut:.1%} of them as long as the limit" if lengths.cut else ""
@@ -55,7 +55,7 @@ def _describe_split(split: Split) -> str:
     return f"{split.rollout} + {split.training}"
 
 
-def _by_split(comparison: Comparison) -> Table:
+def _by_split(comparison: ScheduleComparison) -> Table:
     """List the samples/s of every simulated split."""
     table = Table(
         box=SIMPLE,

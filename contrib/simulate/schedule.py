@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from rlhf_mcore_contrib.simulate.engine import Engine, EngineTimes, Group, Request
+from rlhf_mcore_contrib.simulate.engine import EngineTimes, SimulatedEngine, SimulatedGroup, SimulatedRequest
 
 DRAIN, CONTINUE, RESUBMIT = "drain", "continue", "resubmit"
 TRACED_STEPS = 14
@@ -21,7 +21,7 @@ DrawLengths = Callable[[int], list[int]]  # number of a group -> lengths of its 
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class StepSchedule:
     """A schedule. ``max_staleness`` 0 is synchronous. ``at_publish`` and ``oversample`` are the keys of the configuration."""
 
     max_staleness: int = 0
@@ -89,7 +89,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ScheduleOutcome:
     """Means over all steps but the first ones, in which the pipeline fills.
 
     ``staleness``: number of responses for each lag, in versions, of their oldest token behind the trained weights.
@@ -116,7 +116,7 @@ class Outcome:
         return max(self.staleness)
 
 
-def simulate(scenario: Scenario, schedule: Schedule, draw: DrawLengths, steps: int) -> Outcome:
+def simulate(scenario: Scenario, schedule: StepSchedule, draw: DrawLengths, steps: int) -> ScheduleOutcome:
     """Simulate ``steps`` steps after some initial steps, which are not counted."""
     return _Run(scenario, schedule, draw).play(2 * schedule.max_staleness + 2, steps)
 
@@ -135,12 +135,12 @@ class _Totals:
 
 
 class _Run:
-    def __init__(self, scenario: Scenario, schedule: Schedule, draw: DrawLengths) -> None:
+    def __init__(self, scenario: Scenario, schedule: StepSchedule, draw: DrawLengths) -> None:
         self.scenario, self.schedule, self.draw = scenario, schedule, draw
-        self.engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]
+        self.engines = [SimulatedEngine(scenario.engine) for _ in range(scenario.num_engines)]
         self.groups = math.ceil(scenario.prompts * schedule.oversample - 1e-9)  # started per step
-        self.unfinished: dict[int, Group] = {}  # by group number
-        self.finished: list[Group] = []
+        self.unfinished: dict[int, SimulatedGroup] = {}  # by group number
+        self.finished: list[SimulatedGroup] = []
         self.now = 0.0
         self.version = self.drawn = self.started = 0
         self.trainer_at = math.inf  # end of the trainer's current activity
@@ -150,7 +150,7 @@ class _Run:
         self.staleness: Counter[int] = Counter()
         self.trace = Trace()
 
-    def play(self, uncounted: int, steps: int) -> Outcome:
+    def play(self, uncounted: int, steps: int) -> ScheduleOutcome:
         self._fill()
         trainer = self._train()
         may_go_on = next(trainer)
@@ -183,14 +183,14 @@ class _Run:
         limit = self.groups + self.schedule.max_staleness * self.scenario.prompts
         free = limit - len(self.unfinished) - len(self.finished) - len(restarted)
         loads = [engine.load for engine in self.engines]
-        submitted: dict[int, list[Request]] = {}
+        submitted: dict[int, list[SimulatedRequest]] = {}
         for order in [*restarted, *range(self.started, self.started + free)]:
             lengths = self.draw(self.drawn)
             self.drawn += 1
-            group = self.unfinished[order] = Group(len(lengths), self.version, order)
+            group = self.unfinished[order] = SimulatedGroup(len(lengths), self.version, order)
             number = loads.index(min(loads))
             loads[number] += len(lengths)
-            submitted.setdefault(number, []).extend(Request(group, length) for length in lengths)
+            submitted.setdefault(number, []).extend(SimulatedRequest(group, length) for length in lengths)
         self.started += max(0, free)
         for number, requests in submitted.items():
             self.engines[number].submit(requests, self.now)
@@ -249,7 +249,7 @@ class _Run:
         for engine in self.engines if contention.decode != 1 else ():
             engine.slow(self.now, contention.decode if self.learns else 1.0)
 
-    def _publish(self, batch: list[Group]) -> None:
+    def _publish(self, batch: list[SimulatedGroup]) -> None:
         for group in batch:
             self.staleness[self.version - group.oldest] += self.scenario.samples
             self.token_staleness += self.version * group.tokens - group.version_sum
@@ -266,10 +266,10 @@ class _Run:
         counts = (self.redrawn, self.token_staleness, self.tokens)
         return _Totals(self.now, busy_s, running_s, self.training_s, *counts)
 
-    def _outcome(self, before: _Totals, after: _Totals, steps: int) -> Outcome:
+    def _outcome(self, before: _Totals, after: _Totals, steps: int) -> ScheduleOutcome:
         seconds, trained = after.now - before.now, steps * self.scenario.prompts
         busy_s = after.busy_s - before.busy_s
-        return Outcome(
+        return ScheduleOutcome(
             step_s=seconds / steps,
             samples_per_s=steps * self.scenario.responses / seconds,
             rollout_busy=busy_s / seconds / len(self.engines),

@@ -18,7 +18,7 @@ from rlhf_mcore.planning.phases import GENERATE, SYNC
 from rlhf_mcore.planning.timing import decode_step_s, most_running, optimizer_s, phase_seconds, prefill_token_s
 from rlhf_mcore_contrib.simulate.engine import EngineTimes
 from rlhf_mcore_contrib.simulate.measured import PhaseFit
-from rlhf_mcore_contrib.simulate.schedule import Contention, Scenario, Schedule, TrainTimes
+from rlhf_mcore_contrib.simulate.schedule import Contention, Scenario, StepSchedule, TrainTimes
 
 _FITTED_AT = 16  # number of points of the fit, each a number of running sequences
 
@@ -47,7 +47,7 @@ class Times:
     scenario: Callable[[Split], Scenario]
 
 
-def splits(cfg: Config, devices: int, schedule: Schedule) -> list[Split]:
+def splits(cfg: Config, devices: int, schedule: StepSchedule) -> list[Split]:
     """List the splits of ``devices`` into engines and trainer that are multiples of both layouts."""
     size, unit = cfg.rollout.layout.num_ranks, math.lcm(*(role.model_size for role in role_layouts(cfg)))
     if schedule.colocated:

@@ -12,7 +12,7 @@ from benchmarks.common import report
 from rlhf_mcore_contrib.simulate.compare import samples_bound
 from rlhf_mcore_contrib.simulate.engine import EngineTimes
 from rlhf_mcore_contrib.simulate.lengths import read_lengths
-from rlhf_mcore_contrib.simulate.schedule import CONTINUE, Scenario, Schedule, TrainTimes, simulate
+from rlhf_mcore_contrib.simulate.schedule import CONTINUE, Scenario, StepSchedule, TrainTimes, simulate
 
 GOAL = 0.95
 LENGTHS = read_lengths("lognormal(5.5,0.3,600)", 600)
@@ -29,7 +29,7 @@ def main() -> None:
     rows = []
     for engines, train_s, bound in CASES:
         scenario = Scenario(16 * engines, 8, engines, ENGINE, TrainTimes(train_s, 0.0), sync_s=1.0)
-        schedule = Schedule(bound, CONTINUE)
+        schedule = StepSchedule(bound, CONTINUE)
         outcome = simulate(scenario, schedule, LENGTHS.draw(8, seed=0), 10 if quick else 40)
         ratio = outcome.samples_per_s / samples_bound(scenario, schedule, LENGTHS.mean)
         rows.append(

@@ -17,7 +17,7 @@ from rlhf_mcore_contrib.simulate.schedule import (
     RESUBMIT,
     Contention,
     Scenario,
-    Schedule,
+    StepSchedule,
     TrainTimes,
     simulate,
 )
@@ -31,7 +31,7 @@ def one_engine(prompts: int, samples: int, slots: int, sequence_s: float = 0.0, 
 
 
 def test_synchronous_with_one_slot() -> None:
-    outcome = simulate(one_engine(1, 2, slots=1), Schedule(), lambda number: [2, 3], 5)
+    outcome = simulate(one_engine(1, 2, slots=1), StepSchedule(), lambda number: [2, 3], 5)
     assert outcome.step_s == pytest.approx(2 + 3 + 4 + 1)
     assert outcome.samples_per_s == pytest.approx(0.2)
     assert (outcome.rollout_busy, outcome.training_busy, outcome.running) == pytest.approx((0.5, 0.4, 1.0))
@@ -39,7 +39,7 @@ def test_synchronous_with_one_slot() -> None:
 
 
 def test_sequences_that_are_decoded_together_slow_each_other() -> None:
-    outcome = simulate(one_engine(1, 2, slots=2, sequence_s=1.0), Schedule(), lambda number: [2, 3], 5)
+    outcome = simulate(one_engine(1, 2, slots=2, sequence_s=1.0), StepSchedule(), lambda number: [2, 3], 5)
     assert outcome.step_s == pytest.approx(
         2 * 3 + 1 * 2 + 4 + 1
     )  # two steps with both sequences, one with the longer sequence alone
@@ -47,18 +47,18 @@ def test_sequences_that_are_decoded_together_slow_each_other() -> None:
 
 
 def test_a_request_begins_when_a_slot_is_free() -> None:
-    outcome = simulate(one_engine(1, 3, slots=2), Schedule(), lambda number: [2, 5, 4], 5)
+    outcome = simulate(one_engine(1, 3, slots=2), StepSchedule(), lambda number: [2, 5, 4], 5)
     assert outcome.step_s == pytest.approx(2 + 4 + 4 + 1)  # the third follows the first
 
 
 def test_prompts_are_computed_before_their_first_token() -> None:
     scenario = replace(one_engine(1, 2, slots=2), engine=EngineTimes(1.0, 0.0, prompt_s=0.5, slots=2))
-    assert simulate(scenario, Schedule(), lambda number: [3, 3], 5).step_s == pytest.approx(2 * 0.5 + 3 + 4 + 1)
+    assert simulate(scenario, StepSchedule(), lambda number: [3, 3], 5).step_s == pytest.approx(2 * 0.5 + 3 + 4 + 1)
 
 
 @pytest.mark.parametrize(("train_s", "step_s"), [(4.0, 5 + 1), (7.0, 7 + 1)])
 def test_one_step_off_takes_the_longer_of_both_sides_and_the_sync(train_s: float, step_s: float) -> None:
-    outcome = simulate(one_engine(1, 2, slots=1, train_s=train_s), Schedule(1, DRAIN), lambda number: [2, 3], 5)
+    outcome = simulate(one_engine(1, 2, slots=1, train_s=train_s), StepSchedule(1, DRAIN), lambda number: [2, 3], 5)
     assert outcome.step_s == pytest.approx(step_s)
     assert (outcome.staleness, outcome.staleness_mean) == ({1: 10}, 1.0)
 
@@ -74,17 +74,17 @@ def test_trainer_and_engine_slow_each_other_while_both_compute(
     train_s: float, step_s: float, busy: tuple[float, float]
 ) -> None:
     scenario = replace(one_engine(1, 2, slots=1, train_s=train_s), contention=Contention(train=1.5, decode=1.2))
-    outcome = simulate(scenario, Schedule(1, DRAIN), lambda number: [2, 3], 5)
+    outcome = simulate(scenario, StepSchedule(1, DRAIN), lambda number: [2, 3], 5)
     assert outcome.step_s == pytest.approx(step_s)
     assert (outcome.rollout_busy * step_s, outcome.training_busy * step_s) == pytest.approx(busy)
-    alone = simulate(scenario, Schedule(), lambda number: [2, 3], 5)
+    alone = simulate(scenario, StepSchedule(), lambda number: [2, 3], 5)
     assert alone.step_s == pytest.approx(5 + train_s + 1)
 
 
 def test_a_trainer_slows_passes_over_prompts_too() -> None:
     engine = EngineTimes(1.0, 0.0, prompt_s=0.5, slots=1)  # the second prompt starts when the first response has ended
     scenario = replace(one_engine(1, 2, slots=1, train_s=8.0), engine=engine, contention=Contention(decode=1.2))
-    outcome = simulate(scenario, Schedule(1, DRAIN), lambda number: [2, 3], 5)
+    outcome = simulate(scenario, StepSchedule(1, DRAIN), lambda number: [2, 3], 5)
     assert outcome.step_s == pytest.approx(8 + 1)
     assert outcome.rollout_busy * outcome.step_s == pytest.approx(1.2 * (2 + 3 + 2 * 0.5))
 
@@ -92,13 +92,13 @@ def test_a_trainer_slows_passes_over_prompts_too() -> None:
 def test_an_engine_of_two_slows_the_trainer_by_half() -> None:
     """Training runs at half speed for 2 s (two busy engines), at two thirds for 4 s (one), and then at full speed."""
     scenario = Scenario(2, 1, 2, EngineTimes(1.0, 0.0, slots=1), TrainTimes(5.0, 0.0), 1.0, Contention(train=2.0))
-    outcome = simulate(scenario, Schedule(1, DRAIN), lambda number: [6 if number % 2 else 2], 5)
+    outcome = simulate(scenario, StepSchedule(1, DRAIN), lambda number: [6 if number % 2 else 2], 5)
     assert outcome.step_s == pytest.approx(2 + 4 + (5 - 2 / 2 - 4 / 1.5) + 1)
 
 
 def test_a_response_continues_over_a_publish() -> None:
     """3 of 10 tokens are decoded while the previous step trains (3 s), and 7 with the newer weights after the sync (1 s)."""
-    outcome = simulate(one_engine(1, 1, slots=1, train_s=3.0), Schedule(1, CONTINUE), lambda number: [10], 6)
+    outcome = simulate(one_engine(1, 1, slots=1, train_s=3.0), StepSchedule(1, CONTINUE), lambda number: [10], 6)
     assert outcome.step_s == pytest.approx(11.0)
     assert (outcome.rollout_busy, outcome.training_busy) == pytest.approx((10 / 11, 3 / 11))
     assert (outcome.staleness, outcome.staleness_max) == ({1: 6}, 1)
@@ -108,7 +108,7 @@ def test_a_response_continues_over_a_publish() -> None:
 def test_resubmitted_tokens_are_computed_again() -> None:
     scenario = one_engine(1, 1, slots=1, train_s=3.0)
     scenario = replace(scenario, engine=EngineTimes(1.0, 0.0, prompt_s=0.25, prefix_token_s=0.5, slots=1))
-    outcome = simulate(scenario, Schedule(1, RESUBMIT), lambda number: [10], 6)
+    outcome = simulate(scenario, StepSchedule(1, RESUBMIT), lambda number: [10], 6)
     # The prompt takes 0.25 s of the 3 s of training. That leaves 2.75 tokens, so 3 tokens are ready after 3.25 s. After the sync, the
     # prompt and the 3 tokens are computed again (1.75 s).
     assert outcome.step_s == pytest.approx(3.25 + 1 + 0.25 + 1.5 + 7)
@@ -117,7 +117,7 @@ def test_resubmitted_tokens_are_computed_again() -> None:
 def test_what_is_too_old_is_started_again() -> None:
     """Steps take 10 s. A response of 40 tokens is over three versions old at its end, so a staleness of 1 never trains on it."""
     scenario = one_engine(1, 1, slots=2, train_s=9.0)
-    outcome = simulate(scenario, Schedule(1, CONTINUE), lambda number: [40 if number == 6 else 8], 12)
+    outcome = simulate(scenario, StepSchedule(1, CONTINUE), lambda number: [40 if number == 6 else 8], 12)
     assert outcome.redrawn * 12 == 1
     assert outcome.length_mean == 8.0
     assert sum(outcome.staleness.values()) == 12 and outcome.staleness_max == 1
@@ -188,7 +188,7 @@ class SlowEngine:
 
 
 def slow(
-    scenario: Scenario, schedule: Schedule, lengths: list[list[int]], uncounted: int, steps: int
+    scenario: Scenario, schedule: StepSchedule, lengths: list[list[int]], uncounted: int, steps: int
 ) -> tuple[dict[int, int], dict[str, float]]:
     """Simulate every second. All durations are whole seconds. Order: engines, finished groups, trainer, engines again."""
     bound, engines = schedule.max_staleness, [SlowEngine(scenario.engine) for _ in range(scenario.num_engines)]
@@ -279,12 +279,12 @@ def slow(
     }
 
 
-def case(seed: int) -> tuple[Scenario, Schedule, list[list[int]]]:
+def case(seed: int) -> tuple[Scenario, StepSchedule, list[list[int]]]:
     """Return a small random case with durations in whole seconds."""
     rng = random.Random(seed)
     bound = rng.randrange(4)
     prompts, samples = rng.randint(1, 4), rng.randint(1, 3)
-    schedule = Schedule(
+    schedule = StepSchedule(
         bound,
         rng.choice((DRAIN, CONTINUE, RESUBMIT)) if bound else DRAIN,
         rng.choice((1.0, 1.0, 1.25, 2.0)) if bound else 1.0,
@@ -323,7 +323,7 @@ def test_partial_rollouts_come_near_to_the_bound_where_lengths_are_mild(train_s:
     """Benchmark row ``pipelined``: 64 prompts with 8 responses of about 250 tokens on four engines, 13 s of generation."""
     lengths = read_lengths("lognormal(5.5,0.3,600)", 600)
     scenario = replace(BALANCED, train=TrainTimes(train_s, 0.0))
-    schedule = Schedule(bound, CONTINUE)
+    schedule = StepSchedule(bound, CONTINUE)
     outcome = simulate(scenario, schedule, lengths.draw(8, 0), 20)
     assert 0.95 <= outcome.samples_per_s / samples_bound(scenario, schedule, lengths.mean) <= 1.01
 
@@ -332,19 +332,19 @@ def test_the_bound_by_hand() -> None:
     scenario = Scenario(4, 2, 2, EngineTimes(1.0, 0.5, 0.25, slots=3), TrainTimes(5.0, 0.1), sync_s=2.0)
     # On average an engine runs three of at most four requests: 10 * (1 + 3 / 2) / 3 + 1 / 4 seconds for each of its four responses.
     generate_s, train_s = 4 * (10 * 2.5 / 3 + 0.25), 5 + 0.1 * 8 * 10
-    assert samples_bound(scenario, Schedule(), 10.0) == pytest.approx(8 / (generate_s + train_s + 2))
-    assert samples_bound(scenario, Schedule(1, CONTINUE), 10.0) == pytest.approx(8 / (max(generate_s, train_s) + 2))
+    assert samples_bound(scenario, StepSchedule(), 10.0) == pytest.approx(8 / (generate_s + train_s + 2))
+    assert samples_bound(scenario, StepSchedule(1, CONTINUE), 10.0) == pytest.approx(8 / (max(generate_s, train_s) + 2))
 
 
 def test_a_long_tail_is_what_partial_rollouts_are_for() -> None:
     """With mild lengths, one step off comes equally close to its bound. With a long tail, only partial rollouts do."""
     scenario = replace(BALANCED, train=TrainTimes(20.0, 0.0))
 
-    def share(source: str, schedule: Schedule) -> float:
+    def share(source: str, schedule: StepSchedule) -> float:
         lengths = read_lengths(source, 4096)
         rate = simulate(scenario, schedule, lengths.draw(8, 0), 20).samples_per_s
         return rate / samples_bound(scenario, schedule, lengths.mean)
 
-    off, partial = Schedule(1, DRAIN), Schedule(2, CONTINUE)
+    off, partial = StepSchedule(1, DRAIN), StepSchedule(2, CONTINUE)
     assert share("lognormal(5.5,0.05,600)", off) > 0.9
     assert share("lognormal(5,1,4096)", off) < 0.6 < 0.85 < share("lognormal(5,1,4096)", partial)

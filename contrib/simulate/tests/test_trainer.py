@@ -15,9 +15,9 @@ from rlhf_mcore.sampling.rollouts import single_turn_trajectory
 from rlhf_mcore.trainer.ahead import SamplingAhead
 from rlhf_mcore.trainer.ahead import SamplingSchedule as TrainersSchedule
 from rlhf_mcore.types import Completion, Job, Sampling, Score, Trajectory
-from rlhf_mcore_contrib.simulate.engine import Engine, EngineTimes, Group, Request
+from rlhf_mcore_contrib.simulate.engine import EngineTimes, SimulatedEngine, SimulatedGroup, SimulatedRequest
 from rlhf_mcore_contrib.simulate.lengths import read_lengths
-from rlhf_mcore_contrib.simulate.schedule import CONTINUE, DRAIN, RESUBMIT, Scenario, Schedule, TrainTimes, simulate
+from rlhf_mcore_contrib.simulate.schedule import CONTINUE, DRAIN, RESUBMIT, Scenario, StepSchedule, TrainTimes, simulate
 from tests.episodes import resolved_future
 from tests.unit.trainer.records import prompt
 
@@ -29,16 +29,16 @@ class PlayedEngines:
     """Simulated engines. The samples of a prompt go to the engine with the fewest requests."""
 
     def __init__(self, scenario: Scenario, draw: Callable[[int], list[int]]) -> None:
-        self.engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]
+        self.engines = [SimulatedEngine(scenario.engine) for _ in range(scenario.num_engines)]
         self.draw, self.drawn, self.now, self.version = draw, 0, 0.0, 0
         self.jobs: dict[int, tuple[Job, Future[Trajectory]]] = {}  # by id() of a simulated request
-        self.kept: list[Request] = []
+        self.kept: list[SimulatedRequest] = []
 
     def begin(self, jobs: Sequence[Job]) -> list[Future[Trajectory]]:
         loads, futures = [engine.load for engine in self.engines], [Future[Trajectory]() for _ in jobs]
         for start in range(0, len(jobs), SAMPLES):
-            group = Group(SAMPLES, self.version, self.drawn)
-            mine = [Request(group, length) for length in self.draw(self.drawn)]
+            group = SimulatedGroup(SAMPLES, self.version, self.drawn)
+            mine = [SimulatedRequest(group, length) for length in self.draw(self.drawn)]
             self.drawn += 1
             self.kept += mine
             for place, request in enumerate(mine, start):
@@ -49,7 +49,7 @@ class PlayedEngines:
             self.engines[number].submit(mine, self.now)
         return futures
 
-    def note_end(self, group: Group, future: Future[Trajectory]) -> None:
+    def note_end(self, group: SimulatedGroup, future: Future[Trajectory]) -> None:
         if future.cancelled():
             group.cancelled = True
             for engine in self.engines:
@@ -66,7 +66,7 @@ class PlayedEngines:
             self.jobs[id(request)][1].set_result(self._outcome(engine, request))
         return True
 
-    def _outcome(self, engine: Engine, request: Request) -> Trajectory:
+    def _outcome(self, engine: SimulatedEngine, request: SimulatedRequest) -> Trajectory:
         places = [max(0, at - request.first_step) for at in engine.publishes]
         runs = {place: version for version, place in enumerate([0, *places])}  # the newest version at each place
         ids = np.zeros(request.length, np.int32)
@@ -80,7 +80,7 @@ def scores_of(trajectories: Sequence[Trajectory]) -> Future[list[Score]]:
 
 
 def train(
-    scenario: Scenario, schedule: Schedule, draw: Callable[[int], list[int]], steps: int
+    scenario: Scenario, schedule: StepSchedule, draw: Callable[[int], list[int]], steps: int
 ) -> tuple[list[float], ...]:
     """Run the loop of ``trainer/pipeline.py``.
 
@@ -132,7 +132,7 @@ def train(
 def test_a_simulated_schedule_is_the_trainers(bound: int, at_publish: str, oversample: float, train_s: float) -> None:
     engine = EngineTimes(0.031, 0.00173, 0.0037, 0.0001, slots=10)
     scenario = Scenario(6, SAMPLES, 2, engine, TrainTimes(train_s, 0.0011), sync_s=0.53)
-    schedule = Schedule(bound, at_publish, oversample)
+    schedule = StepSchedule(bound, at_publish, oversample)
     draw = read_lengths("lognormal(4,1,400)", 400).draw(SAMPLES, 3)
     outcome = simulate(scenario, schedule, draw, STEPS)
     first = 2 * bound + 2

@@ -17,7 +17,7 @@ _FIRST_NUMBER = -(2**50)  # number of the first lent turn; jobs have other numbe
 
 
 @dataclass(frozen=True, slots=True)
-class _Lent:
+class _LentTurn:
     """A turn that another engine samples. ``number`` is the turn's id in the lending engine; ``owner`` is that engine's key."""
 
     owner: str
@@ -36,7 +36,7 @@ class BorrowedTurns:
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._ids = count(_FIRST_NUMBER, -1)
-        self._lent: dict[int, _Lent] = {}  # by number in the fleet
+        self._lent: dict[int, _LentTurn] = {}  # by number in the fleet
         self._asked: set[str] = set()  # engines that were asked to lend and have not reported since then
         # Turns lent to an engine after and before its last report. They may have arrived after the engine wrote this report.
         self._given: dict[str, tuple[int, int]] = {}
@@ -47,7 +47,7 @@ class BorrowedTurns:
         self._given[engine.key] = 0, self._given.get(engine.key, (0, 0))[0]
         for request in report.lent:
             number = next(self._ids)
-            self._lent[number] = _Lent(engine.key, request.request_id)
+            self._lent[number] = _LentTurn(engine.key, request.request_id)
             others = [other for other in serving if other is not engine] or [engine]
             self._give(max(others, key=self._room), BorrowedTurn(number, request))
         return len(report.lent)
