@@ -27,8 +27,11 @@ from rlhf_mcore.cli.exit_codes import EPILOG, TOOL_EPILOG  # noqa: E402
 from rlhf_mcore.cli.main import COMMANDS, PLUGINS, SUMMARIES, module_of  # noqa: E402
 from rlhf_mcore.config.choices import PRESETS  # noqa: E402
 from rlhf_mcore.environments.agents import endpoint  # noqa: E402
-from rlhf_mcore.environments.agents.calls import RequestError, TurnOutput  # noqa: E402
-from rlhf_mcore.environments.agents.dialects import Dialect  # noqa: E402
+from rlhf_mcore.environments.agents.dialects import (  # noqa: E402
+    Dialect,
+    RequestError,
+    TurnOutput,
+)
 from rlhf_mcore.environments.agents.openai_api import MAX_N  # noqa: E402
 from rlhf_mcore.metrics.catalogue import GROUPS, Metric  # noqa: E402
 from rlhf_mcore.metrics.rules import MEASURES, RULES, MetricRule  # noqa: E402

@@ -23,8 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError, for_terminal
-from rlhf_mcore.environments.agents.calls import MODEL, TurnInput, TurnOutput
-from rlhf_mcore.environments.agents.dialects import ClientRequest
+from rlhf_mcore.environments.agents.dialects import MODEL, ClientRequest, TurnInput, TurnOutput
 from rlhf_mcore.environments.agents.endpoint import Endpoint, OnText
 from rlhf_mcore.redaction import redact
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_mcore.environments.agents.calls import MODEL, TurnInput, TurnOutput
 from rlhf_mcore.environments.agents.client_values import (
     ROLES,
     bad_request,
@@ -19,7 +18,17 @@ from rlhf_mcore.environments.agents.client_values import (
     read_number,
     text_of,
 )
-from rlhf_mcore.environments.agents.dialects import Body, ClientRequest, Dialect, Part, Stream, make_id
+from rlhf_mcore.environments.agents.dialects import (
+    MODEL,
+    Body,
+    ClientRequest,
+    Dialect,
+    Part,
+    Stream,
+    TurnInput,
+    TurnOutput,
+    make_id,
+)
 
 
 @dataclass(frozen=True, slots=True)

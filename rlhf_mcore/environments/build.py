@@ -19,12 +19,11 @@ from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.environments.containers.kinds import containers_of, options_of
 from rlhf_mcore.environments.containers.task import Task, task_of
-from rlhf_mcore.environments.control_tokens import most_characters
 from rlhf_mcore.environments.environment import EnvironmentRollout
 from rlhf_mcore.environments.function import FunctionRollout, InProcessSessions
 from rlhf_mcore.environments.function_worker import KEY as FUNCTION_KEY
 from rlhf_mcore.environments.sessions import Sessions, sessions_of, worker_settings
-from rlhf_mcore.environments.turn_text import TurnText
+from rlhf_mcore.environments.turn_text import TurnText, most_characters
 from rlhf_mcore.readers.data_rows import mapping
 from rlhf_mcore.readers.model_files import sees_images
 from rlhf_mcore.readers.user_functions import OwnFunction

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.episodes import episode
-from rlhf_mcore.environments.control_tokens import UnreadableText, most_characters
 from rlhf_mcore.environments.sessions import Session, Sessions, StepResult
-from rlhf_mcore.environments.turn_text import TurnText
+from rlhf_mcore.environments.turn_text import TurnText, UnreadableText, most_characters
 from rlhf_mcore.sampling.episode_log import linear_record
 from rlhf_mcore.types import Completion, Prompt, Score, Trajectory
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_mcore.environments.agents.calls import MODEL, RequestError, TurnInput, TurnOutput
 from rlhf_mcore.environments.agents.client_values import (
     bad_request,
     check_tool_choice,
@@ -20,7 +19,18 @@ from rlhf_mcore.environments.agents.client_values import (
     read_stops,
     text_of,
 )
-from rlhf_mcore.environments.agents.dialects import Body, ClientRequest, Dialect, Part, Stream, make_id
+from rlhf_mcore.environments.agents.dialects import (
+    MODEL,
+    Body,
+    ClientRequest,
+    Dialect,
+    Part,
+    RequestError,
+    Stream,
+    TurnInput,
+    TurnOutput,
+    make_id,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_mcore.environments.agents.calls import MAX_DEPTH, RequestError, TooDeep, parse_arguments
-from rlhf_mcore.environments.agents.dialects import Body
+from rlhf_mcore.environments.agents.dialects import MAX_DEPTH, Body, RequestError, TooDeep, parse_arguments
 
 MAX_STOPS = 16
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

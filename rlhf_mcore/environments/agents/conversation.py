@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError, printable
 from rlhf_mcore.data.rendering import in_child
-from rlhf_mcore.environments.agents.calls import RequestError, TooDeep, TurnInput, parse_arguments
-from rlhf_mcore.environments.agents.channels import CHANNEL, Channels, unmark
+from rlhf_mcore.environments.agents.dialects import RequestError, TooDeep, TurnInput, parse_arguments
 from rlhf_mcore.environments.agents.tree import Node, TokenTree, after
-from rlhf_mcore.environments.control_tokens import CUT, ControlTokens, UnreadableText
+from rlhf_mcore.environments.turn_text import CUT, ControlTokens, UnreadableText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 STRAY = "the conversation has an image token without an image, so no image can follow it"
 _NO_TEMPLATE = "the tokenizer has no chat template, so messages are not supported; use /v1/completions with a text"
 _THOUGHT = "<think>"  # some templates end the generation prompt with it
+CHANNEL = "<|channel|>"
+_START, _MESSAGE, _ENDS = "<|start|>assistant", "<|message|>", re.compile(r"<\|(?:end|call|return)\|>")
+_TO = re.compile(r"to=functions\.([\w.-]+)")
 # (text of a turn with special tokens, tool schemas of the request) -> message.
 Parse = Callable[[str, Sequence[Mapping[str, Any]]], dict[str, Any]]
 
@@ -299,3 +302,81 @@ def _contain(step: Callable[..., Any], *arguments: Any) -> Any:
         return step(*arguments)
     except Exception as error:
         return f"the request cannot be read ({type(error).__name__}: {printable(str(error))[:200]})"
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """A turn in channels, as gpt-oss writes it (OpenAI's harmony format): thoughts, tool calls, and text for the user.
+
+    ``words`` are the arguments of the tool ``called``, or text for the user.
+
+    Templates of such models accept a turn as ``thinking``, ``tool_calls`` and ``content``. They reject its raw text, and write the
+    parts in their own order. A template therefore gets marks instead of the sampled parts. If it writes all marks of a turn and the
+    sampled end token, its text reproduces the turn. If it leaves out the thoughts, its text does not.
+    """
+
+    thoughts: str
+    words: str
+    called: str | None = None
+
+    @classmethod
+    def read(cls, said: str) -> Channels:
+        """Parse the text of a turn, without its last token. A truncated turn may have no words."""
+        thoughts, words, called = "", "", None
+        for part in said.split(_START):
+            header, _, body = part.partition(_MESSAGE)
+            body = _ENDS.sub("", body)
+            to = _TO.search(header)
+            if to is not None:
+                words, called = body, to[1]
+            elif header.partition(CHANNEL)[2].strip() == "analysis":
+                thoughts += body
+            else:
+                words, called = body, None
+        return cls(thoughts, words, called)
+
+    def message(self) -> dict[str, Any]:
+        """Return the turn as a message for a client."""
+        if self.called is None:
+            return {"role": "assistant", "content": self.words, "tool_calls": []}
+        function = {"name": self.called, "arguments": self.words}
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "", "type": "function", "function": function}],
+        }
+
+    def to_message(self, mark: str) -> dict[str, Any]:
+        """Return the turn as a message for a template, with marks that begin with ``mark`` instead of its parts."""
+        told: dict[str, Any] = {"role": "assistant", "content": f"{mark}words;" if self.called is None else ""}
+        if self.thoughts:
+            told["thinking"] = f"{mark}thoughts;"
+        if self.called is not None:
+            function = {"name": self.called, "arguments": f"{mark}words;"}
+            told["tool_calls"] = [{"id": "", "type": "function", "function": function}]
+        return told
+
+    def end_in(self, text: str, place: int, mark: str, end: str) -> int | None:
+        """Return the position in a rendered ``text`` at which this turn ends if it starts at ``place``.
+
+        Returns None if the text lacks a part of the turn.
+        """
+        words = text.find(f"{mark}words;", place)
+        if words < 0 or (self.thoughts and not place <= text.find(f"{mark}thoughts;", place) < words):
+            return None
+        found = _ENDS.search(text, words)
+        return found.start() if found is not None and found[0] == end else None
+
+    def replace_marks(self, text: str, mark: str) -> str:
+        """Replace the marks in a text by the sampled parts."""
+        for name, said in (("words", self.words), ("thoughts", self.thoughts)):
+            own = f"{mark}{name};"
+            text = text.replace(f'"{own}"', said).replace(own, said)  # a template quotes the mark of arguments as JSON
+        return text
+
+
+def unmark(text: str, turns: Mapping[str, Channels]) -> str:
+    """Replace all marks in a text by the sampled parts. ``turns`` maps marks to turns."""
+    for mark, turn in turns.items():
+        text = turn.replace_marks(text, mark)
+    return text

@@ -1,4 +1,4 @@
-"""The interface of client APIs, which read a request and write its answer, either whole or as a stream.
+"""Requests of agents for turns of the policy, and the interface of client APIs that read them and write the answers.
 
 The run decides how turns are sampled. Temperature, top_p, seeds and penalties in requests are ignored. They would change the
 distribution that the policy is trained on.
@@ -6,6 +6,7 @@ distribution that the policy is trained on.
 
 from __future__ import annotations
 
+import json
 import secrets
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -13,10 +14,58 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_mcore.environments.agents.calls import RequestError, TurnInput, TurnOutput
+from rlhf_mcore.foreign import is_deeper
 
+MODEL = "policy"  # the model name in answers; names in requests are ignored
+MAX_DEPTH = 64  # limit for nested values in a request and in the arguments of a call
+NO_PARSER = "the request has tools, but environment.tool_parser is not set, so the policy cannot call them"
 Body = Mapping[str, Any]
 Part = tuple[str | None, Any]  # name of an event, and a JSON value or a text
+
+
+class RequestError(Exception):
+    """A rejected request, with its HTTP status and the reason."""
+
+    def __init__(self, status: int, reason: str, code: str | None = None) -> None:
+        super().__init__(reason)
+        self.status, self.reason, self.code = status, reason, code
+
+
+class TooDeep(ValueError):
+    """Arguments of a call are nested deeper than ``MAX_DEPTH``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnInput:
+    """The input of a turn: messages for the chat template, or a text or tokens, which are used unchanged.
+
+    A message with images also contains ``texts``, the texts around the images, and ``images``, their data URLs or digests.
+    """
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    prompt: str | Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOutput:
+    """A turn of the policy for a client. ``tokens`` are (text, logprob) pairs. ``stop`` is the stop text that ended the turn."""
+
+    message: Mapping[str, Any]
+    tokens: Sequence[tuple[str, float]]
+    finish_reason: str  # "stop" or "length"
+    num_prompt: int
+    stop: str | None = None
+
+    @property
+    def content(self) -> str:
+        """Return the text of the turn, without its tool calls."""
+        return str(self.message["content"] or "")
+
+    @property
+    def calls(self) -> Sequence[Mapping[str, Any]]:
+        """Return the tool calls: {"id", "type", "function": {"name", "arguments"}}."""
+        return self.message.get("tool_calls") or ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +80,7 @@ class ClientRequest:
 
 
 class Dialect(ABC):
-    """An API that reads requests and writes answers."""
+    """An API that reads requests and writes answers, either whole or as a stream."""
 
     @abstractmethod
     def read(self, body: Body) -> ClientRequest:
@@ -79,6 +128,23 @@ class Stream(ABC):
     @abstractmethod
     def end(self, said: Sequence[TurnOutput]) -> Iterator[Part]:
         """Yield the remaining events of the answer."""
+
+
+def parse_arguments(arguments: Any) -> Any:
+    """Return the JSON value of a call's arguments, or the text if it is not JSON.
+
+    Raises:
+        TooDeep: the arguments are nested too deep for templates and JSON writers, which are recursive.
+    """
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except RecursionError:
+        raise TooDeep from None
+    except ValueError:
+        return arguments
+    if is_deeper(value, MAX_DEPTH):
+        raise TooDeep
+    return value
 
 
 def make_id(kind: str) -> str:

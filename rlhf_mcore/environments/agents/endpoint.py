@@ -20,8 +20,17 @@ from aiohttp import web
 
 from rlhf_mcore.config.errors import ConfigError, printable
 from rlhf_mcore.environments.agents.anthropic_api import Messages
-from rlhf_mcore.environments.agents.calls import MAX_DEPTH, MODEL, NO_PARSER, RequestError, TurnInput, TurnOutput
-from rlhf_mcore.environments.agents.dialects import ClientRequest, Dialect, Part
+from rlhf_mcore.environments.agents.dialects import (
+    MAX_DEPTH,
+    MODEL,
+    NO_PARSER,
+    ClientRequest,
+    Dialect,
+    Part,
+    RequestError,
+    TurnInput,
+    TurnOutput,
+)
 from rlhf_mcore.environments.agents.openai_api import ChatCompletions, Completions
 from rlhf_mcore.foreign import is_deeper
 from rlhf_mcore.plugins import find_plugins, load_plugin

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.coroutines import cancel_all
-from rlhf_mcore.environments.agents.calls import NO_PARSER, RequestError, TurnInput, TurnOutput
 from rlhf_mcore.environments.agents.conversation import STRAY, Continuation, Conversation, comparable, num_characters
+from rlhf_mcore.environments.agents.dialects import NO_PARSER, RequestError, TurnInput, TurnOutput
 from rlhf_mcore.environments.agents.endpoint import ENDED, Endpoint
 from rlhf_mcore.environments.agents.program import NO_TURN, missing_reward
 from rlhf_mcore.environments.agents.tree import TokenTree, cut_at_stop, tree_record
-from rlhf_mcore.environments.control_tokens import most_characters
 from rlhf_mcore.environments.environment import PART, row_of
 from rlhf_mcore.environments.sessions import Session, Sessions, StepResult
+from rlhf_mcore.environments.turn_text import most_characters
 from rlhf_mcore.types import Completion, Prompt, Score, Trajectory
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.image_rows import MARK
-from rlhf_mcore.environments.agents.calls import RequestError, TurnInput
+from rlhf_mcore.environments.agents.dialects import RequestError, TurnInput
 
 if TYPE_CHECKING:
     from rlhf_mcore.data.image_rows import ImageReader

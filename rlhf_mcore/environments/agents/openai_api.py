@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_mcore.environments.agents.calls import MODEL, TurnInput, TurnOutput
 from rlhf_mcore.environments.agents.client_values import (
     bad_request,
     chat_messages,
@@ -17,7 +16,18 @@ from rlhf_mcore.environments.agents.client_values import (
     read_stops,
     wants_usage,
 )
-from rlhf_mcore.environments.agents.dialects import Body, ClientRequest, Dialect, Part, Stream, count_tokens, make_id
+from rlhf_mcore.environments.agents.dialects import (
+    MODEL,
+    Body,
+    ClientRequest,
+    Dialect,
+    Part,
+    Stream,
+    TurnInput,
+    TurnOutput,
+    count_tokens,
+    make_id,
+)
 
 MAX_N = 64  # maximum turns per request
 

@@ -28,8 +28,8 @@ from rlhf_mcore.environments.agents.conversation import Conversation
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.episode import AgentRollout, AgentRules
 from rlhf_mcore.environments.agents.program import AgentEnvironment
-from rlhf_mcore.environments.control_tokens import ControlTokens
 from rlhf_mcore.environments.sessions import StepResult
+from rlhf_mcore.environments.turn_text import ControlTokens
 from rlhf_mcore.sampling import rollouts
 from rlhf_mcore.sampling.rollouts import RolloutLimits, RolloutSetup
 from rlhf_mcore.types import Completion, Job, Prompt, Sampling, Trajectory

@@ -12,9 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf_mcore.environments import control_tokens
-from rlhf_mcore.environments.control_tokens import UnreadableText
-from rlhf_mcore.environments.turn_text import TurnText
+from rlhf_mcore.environments.turn_text import TurnText, UnreadableText
 from rlhf_mcore.environments.worker import Environments, messages_of_observation
 from rlhf_mcore.types import Completion, Prompt
 from tests.unit.environments.conftest import SPECIAL
@@ -185,6 +183,6 @@ def test_fault_42_a_text_that_the_tokenizer_cannot_split_is_the_episodes_failure
 
     text = TurnText(tokenizer)
     text.after(Completion(0, np.array([1], np.int32), np.zeros(1, np.float32), ((0, 0),), "stop"), [])
-    monkeypatch.setattr(control_tokens, "token_ids", fail)
+    monkeypatch.setattr("rlhf_mcore.environments.turn_text.token_ids", fail)
     with pytest.raises(UnreadableText, match="returned an observation that cannot be encoded: TextEncodeInput"):
         after(tokenizer, "a")

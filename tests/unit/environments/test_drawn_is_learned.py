@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen2Con
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.data.episodes import token_versions
-from rlhf_mcore.environments.agents.calls import RequestError, TurnInput
 from rlhf_mcore.environments.agents.conversation import Conversation
-from rlhf_mcore.environments.agents.dialects import ClientRequest
+from rlhf_mcore.environments.agents.dialects import ClientRequest, RequestError, TurnInput
 from rlhf_mcore.environments.agents.endpoint import ServedEpisode
 from rlhf_mcore.environments.agents.episode import AgentRollout, AgentRules
 from rlhf_mcore.environments.sessions import StepResult

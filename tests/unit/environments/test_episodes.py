@@ -15,10 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories
-from rlhf_mcore.environments.control_tokens import UnreadableText
 from rlhf_mcore.environments.environment import EnvironmentReward, EnvironmentRollout
 from rlhf_mcore.environments.sessions import Sessions
-from rlhf_mcore.environments.turn_text import TurnText
+from rlhf_mcore.environments.turn_text import TurnText, UnreadableText
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.sampling import followers

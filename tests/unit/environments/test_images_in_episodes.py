@@ -18,9 +18,9 @@ from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories
 from rlhf_mcore.data.image_rows import ImageReader
 from rlhf_mcore.data.images import ImageStore
-from rlhf_mcore.environments.agents.calls import RequestError
 from rlhf_mcore.environments.agents.client_values import message_of
 from rlhf_mcore.environments.agents.conversation import Conversation
+from rlhf_mcore.environments.agents.dialects import RequestError
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.episode import AgentRollout, AgentRules
 from rlhf_mcore.environments.agents.images import RequestImages

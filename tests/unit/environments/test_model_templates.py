@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mcore.environments.agents.calls import TurnInput
 from rlhf_mcore.environments.agents.conversation import Continuation, Conversation, comparable
+from rlhf_mcore.environments.agents.dialects import TurnInput
 from rlhf_mcore.environments.agents.tree import TokenTree
 from rlhf_mcore.types import Prompt
 from tests.unit.environments.model_templates import FAMILIES, Family, completion, parse, wide

@@ -12,7 +12,7 @@ from rlhf_mcore import plugins
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.environments.agents.calls import RequestError
+from rlhf_mcore.environments.agents.dialects import RequestError
 from rlhf_mcore.environments.agents.endpoint import dialect_at
 from rlhf_mcore.environments.containers.container import Container, ContainerKind, KindSettings
 from rlhf_mcore.environments.containers.kinds import Containers

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories, token_versions
 from rlhf_mcore.environments.agents import conversation
-from rlhf_mcore.environments.agents.calls import TurnInput
 from rlhf_mcore.environments.agents.conversation import Continuation, Conversation, comparable
+from rlhf_mcore.environments.agents.dialects import TurnInput
 from rlhf_mcore.environments.agents.tree import TokenTree
 from rlhf_mcore.types import Completion, Prompt, Ragged, Score, Trajectory
 
