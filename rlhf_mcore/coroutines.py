@@ -1,15 +1,16 @@
-"""Run coroutines on the calling thread, or on a separate thread."""
+"""Run coroutines on the calling thread, or on a separate thread, and end the tasks and programs that they start."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Coroutine
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from threading import Lock, Thread, current_thread
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_END_S = 5.0  # maximum wait for the end of a killed program
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -17,6 +18,24 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def end_program(process: asyncio.subprocess.Process) -> None:
+    """Kill a program of asyncio if it still runs, and wait for its end.
+
+    The output is read and dropped, because asyncio does not notice the end of a process with a full pipe.
+    """
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.kill()
+    streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]
+    with suppress(asyncio.TimeoutError):  # another process keeps the pipe open
+        await asyncio.wait_for(asyncio.gather(process.wait(), *map(_drop, streams)), _END_S)
+
+
+async def _drop(stream: asyncio.StreamReader) -> None:
+    while await stream.read(2**16):
+        pass
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.environments.containers.clients import end
+from rlhf_mcore.coroutines import end_program
 from rlhf_mcore.environments.containers.container import Blocking, ContainerLost
 from rlhf_mcore.environments.containers.task import task_of
 from rlhf_mcore.environments.containers.workplace import Workplace, Workplaces, workplaces_of
@@ -287,7 +287,7 @@ class AgentEnvironment:
             for reader in readers:
                 reader.cancel()
             await asyncio.wait(readers)
-            await end(process)
+            await end_program(process)
         if code:
             how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
             raise EnvironmentFailed(f"{how}; it last printed: {(errors or printed)[-_SHOWN_CHARS:]!r}")

@@ -13,11 +13,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.environments.containers.clients import call
+from rlhf_mcore.coroutines import cancel_all, end_program
 from rlhf_mcore.environments.containers.container import (
     CommandResult,
     Container,
@@ -85,10 +86,10 @@ class DockerKind(ContainerKind):
         return replace(task, image=name, context={})
 
     async def _get(self, name: str, context: dict[str, bytes]) -> None:
-        if (await call(self._program, "image", "inspect", name, timeout_s=60, max_bytes=2**24)).ok:
+        if (await _call(self._program, "image", "inspect", name, timeout_s=60, max_bytes=2**24)).ok:
             return
         if not context:
-            ran = await call(self._program, "pull", name, timeout_s=self._timeout_s, max_bytes=2**24)
+            ran = await _call(self._program, "pull", name, timeout_s=self._timeout_s, max_bytes=2**24)
         else:
             with tempfile.TemporaryDirectory() as folder:
                 for path, content in context.items():
@@ -100,7 +101,7 @@ class DockerKind(ContainerKind):
                     file.write_bytes(content)
                     file.chmod(0o755 if content.startswith(b"#!") else 0o644)
                 build = ("build", "--tag", name, folder)
-                ran = await call(self._program, *build, timeout_s=self._timeout_s, max_bytes=2**26)
+                ran = await _call(self._program, *build, timeout_s=self._timeout_s, max_bytes=2**26)
         if not ran.ok:
             what = "built from its Dockerfile" if context else "pulled"
             why = ran.output.strip()[-_SHOWN_CHARS:] or f"it took longer than {self._timeout_s:g} s"
@@ -124,7 +125,7 @@ class DockerContainer(Container):
             OSError: the container cannot be started. The message contains the output of ``program``.
         """
         made = cls(program, f"rlhf-mcore-{secrets.token_hex(8)}", limits.timeout_s, task)
-        started = await call(program, *made._start(image, limits), timeout_s=limits.start_timeout_s)
+        started = await _call(program, *made._start(image, limits), timeout_s=limits.start_timeout_s)
         if not started.ok:
             await made.close()
             why = started.output.strip()[-_SHOWN_CHARS:] or started.reason
@@ -155,7 +156,7 @@ class DockerContainer(Container):
         timed = ["timeout", "-s", "KILL", f"{max(order.timeout_s, 1):.0f}"] if self._can_time else []
         begun = time.monotonic()
         try:
-            ran = await call(
+            ran = await _call(
                 self._program,
                 *options,
                 self._name,
@@ -169,7 +170,7 @@ class DockerContainer(Container):
             )
         except asyncio.CancelledError:
             kill = ("exec", self._name, "/bin/sh", "-c", _KILL.format(mark))
-            await asyncio.shield(call(self._program, *kill, timeout_s=_SLACK_S))
+            await asyncio.shield(_call(self._program, *kill, timeout_s=_SLACK_S))
             raise
         if ran.exit_code in _MAY_BE_LOST and not await self._is_alive():
             return None
@@ -181,8 +182,52 @@ class DockerContainer(Container):
         return ran
 
     async def _is_alive(self) -> bool:
-        shown = await call(self._program, "inspect", "--format", "{{.State.Running}}", self._name, timeout_s=60)
+        shown = await _call(self._program, "inspect", "--format", "{{.State.Running}}", self._name, timeout_s=60)
         return shown.stdout.strip() == "true"
 
     async def _end(self) -> None:
-        await call(self._program, "rm", "--force", self._name, timeout_s=60)
+        await _call(self._program, "rm", "--force", self._name, timeout_s=60)
+
+
+async def _call(
+    program: str, *arguments: str, stdin: bytes = b"", timeout_s: float, max_bytes: int = 2**16
+) -> CommandResult:
+    """Call a client program, and return its result. Processes that it started in a container may outlive it."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(program, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+
+    async def tell() -> None:
+        assert process.stdin is not None
+        with suppress(ConnectionError):
+            process.stdin.write(stdin)
+            await process.stdin.drain()
+        process.stdin.close()
+
+    streams = [asyncio.ensure_future(_read(stream, max_bytes)) for stream in (process.stdout, process.stderr)]
+    told = asyncio.ensure_future(tell())
+    try:
+        await asyncio.wait_for(asyncio.gather(*streams, told), timeout_s)
+        out, err = (stream.result() for stream in streams)
+        code = await asyncio.wait_for(process.wait(), timeout_s)
+        return CommandResult(code, out.decode(errors="replace"), err.decode(errors="replace"))
+    except asyncio.TimeoutError:
+        return CommandResult(None, reason="timeout")
+    except _TooMuch:
+        return CommandResult(None, reason="output")
+    finally:
+        await cancel_all([*streams, told])
+        await end_program(process)
+
+
+class _TooMuch(Exception):
+    pass
+
+
+async def _read(stream: asyncio.StreamReader, max_bytes: int) -> bytes:
+    data = b""
+    while part := await stream.read(2**16):
+        data += part
+        if len(data) > max_bytes:
+            raise _TooMuch
+    return data
