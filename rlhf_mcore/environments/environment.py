@@ -15,6 +15,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.environments.sessions import Session, Sessions, StepResult
 from rlhf_mcore.environments.turn_text import TurnText, UnreadableText, most_characters
+from rlhf_mcore.rewards.pool import encode_item
 from rlhf_mcore.sampling.episode_log import linear_record
 from rlhf_mcore.types import Completion, Prompt, Score, Trajectory
 
@@ -256,18 +257,12 @@ def row_of(prompt: Prompt) -> Mapping[str, Any]:
         "data_source": prompt.data_source,
     }
     try:
-        return json.loads(json.dumps(row, default=_plain))
+        return json.loads(encode_item(row))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"prompt {prompt.prompt_id!r}: ground_truth or extra_info cannot be sent to environment.function as JSON: {error}. "
             "Store such values as texts or numbers"
         ) from error
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{value!r:.60} is a {type(value).__name__}")
 
 
 @dataclass(frozen=True, slots=True)
