@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
-from rlhf_mcore.checkpoint.layout import MANIFEST
+from rlhf_mcore.checkpoint.layout import MANIFEST, ROLLOUTS
+from tests.unit.checkpoint import saving
 from tests.unit.checkpoint.saving import save
 from tools.chaos import Run, differences, make_run, torment
 
@@ -49,6 +52,25 @@ def test_a_file_that_differs_and_a_damaged_one_are_named(runs: tuple[Path, Path]
     ]
     (calm / "checkpoint-1" / "actor" / "config.json").write_text("")
     assert any("actor/config.json: truncated" in line for line in differences(calm, chaos))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text", "token", "equal"),
+    [(2.0, "a", 1, True), (1.0, "b", 1, False), (1.0, "a", 2, False)],
+    ids=["times", "text", "tokens"],
+)
+def test_waiting_responses_are_compared_without_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, text: str, token: int, equal: bool
+) -> None:
+    calm, chaos = tmp_path / "calm", tmp_path / "chaos"
+    for run, *values in ((calm, 1.0, "a", 1), (chaos, seconds, text, token)):
+        records = json.dumps([{"text": values[1], "record": {"seconds": values[0]}}])
+        waiting = safetensors.numpy.save({"tokens": np.array([values[2]])}, {"records": records})
+        monkeypatch.setattr(saving, "contents", lambda step, version, waiting=waiting: {ROLLOUTS: waiting})
+        write_metrics(run, {"step": 1})
+        save(run, 1)
+    wanted = [] if equal else ["checkpoint-1 against checkpoint-1: rollouts.safetensors differs"]
+    assert differences(calm, chaos) == wanted
 
 
 def test_both_runs_begin_in_directories_of_their_own(workspace: Any) -> None:
