@@ -285,9 +285,9 @@ def test_a_transform_changes_rows_and_leaves_some_out(tmp_path: Path, tokenizer:
 
 
 def test_the_first_prompt_is_shown_within_bounds() -> None:
-    assert rendering.shown("<s>a\nb\x1b[0m", 4) == (
+    assert rendering.preview_prompt("<s>a\nb\x1b[0m", 4) == (
         "first prompt, as the model reads it (4 tokens):\n  | <s>a\n  | b\\x1b[0m"
     )
-    assert rendering.shown("a" + "<|pad|>" * 512 + "b", 514).endswith("  | a<|pad|> x 512 b")
-    long = rendering.shown("\n".join(["x" * 500] * 50), 9).splitlines()
+    assert rendering.preview_prompt("a" + "<|pad|>" * 512 + "b", 514).endswith("  | a<|pad|> x 512 b")
+    long = rendering.preview_prompt("\n".join(["x" * 500] * 50), 9).splitlines()
     assert len(long) <= 12 and max(map(len, long)) <= 170 and long[-1] == "  | ..."
