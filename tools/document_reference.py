@@ -23,8 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rlhf_mcore.cli.exit_codes import EPILOG, TOOL_EPILOG  # noqa: E402
 from rlhf_mcore.cli.main import COMMANDS, PLUGINS, SUMMARIES, module_of  # noqa: E402
+from rlhf_mcore.cli.terminal import EPILOG, TOOL_EPILOG  # noqa: E402
 from rlhf_mcore.config.choices import PRESETS  # noqa: E402
 from rlhf_mcore.environments.agents import endpoint  # noqa: E402
 from rlhf_mcore.environments.agents.dialects import (  # noqa: E402

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert a configuration, write it and report lost keys. Returns the exit code."""
     args = _parser().parse_args(argv)
@@ -65,13 +65,13 @@ def _migrate(source: Path, output: Path, kind: str) -> int:
         cfg = load_config(output)
     except ConfigError as error:
         say("\n".join(f"to correct: {problem}" for problem in error.problems))
-        return exit_codes.DONE
+        return terminal.DONE
     try:
         validate(cfg)
     except ConfigError as error:
         say("\n".join(f"to correct: {problem}" for problem in error.problems))
     say(_plan(cfg, output))
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 def _plan(cfg: Config, output: Path) -> str:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from contextlib import closing
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.reward_pools import reward_pools
 from rlhf_mcore.cli.terminal import say
@@ -22,12 +22,12 @@ exit codes:
   2          a mistake in the configuration or the command line, or an address that cannot be used"""
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit code."""
     args = _parser().parse_intermixed_args(argv)
     _serve(args.config, args.overrides, args.host, args.port, args.token_env)
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say, working
 from rlhf_mcore.config.choices import run_kind
@@ -27,14 +27,14 @@ from rlhf_mcore_contrib.simulate.report import WIDTH, tables
 from rlhf_mcore_contrib.simulate.times import configured_split, measured_times, planned_times, splits
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print. Returns the exit code."""
     try:
         return _simulate(_parser().parse_intermixed_args(argv))
     except KeyboardInterrupt:
         say("interrupted; fewer --steps or bounds of --staleness take less time", file=sys.stderr)
-        return exit_codes.INTERRUPTED
+        return terminal.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,7 +119,7 @@ def _simulate(args: argparse.Namespace) -> int:
     console = Console(width=WIDTH, highlight=False)
     for part in tables(comparison, own):
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 def _check(args: argparse.Namespace) -> list[int]:

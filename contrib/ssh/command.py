@@ -19,9 +19,9 @@ from pathlib import Path
 from types import FrameType
 from uuid import uuid4
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
+from rlhf_mcore.cli.agent import FORWARDED, TRAIN, with_restarts
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.launch import FORWARDED, TRAIN, with_restarts
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import kill_group, start
@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         return nodes.run(args.interface)
     except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
+        return terminal.report_of_tool(error)
     except KeyboardInterrupt:  # before the nodes start; later, Ctrl-C is forwarded to them
         say("\ninterrupted before any process was started", file=sys.stderr)
-        return exit_codes.INTERRUPTED
+        return terminal.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
             "rlhf-mcore multinode --hosts node1,node2 --ranks-per-node 8 my_run.yaml",
             "rlhf-mcore multinode --hosts node1,node2 --ssh 'ssh -p 2222' my_run.yaml experiment=two",
         ],
-        exits=exit_codes.EPILOG,
+        exits=terminal.EPILOG,
         config="YAML file, as for train",
     )
     parser.add_argument("--hosts", required=True, metavar="A,B", help="host names; the first host runs rank 0")
@@ -104,10 +104,10 @@ class Nodes:
     def _attempt(self, interface: str | None, number: int) -> int:
         for _ in range(MEETINGS):
             code = self._start(interface, number)
-            if code != exit_codes.PORT_TAKEN:
+            if code != terminal.PORT_TAKEN:
                 return code
             say("the nodes meet again, at another port", file=sys.stderr)
-        return exit_codes.FAILED
+        return terminal.FAILED
 
     def _start(self, interface: str | None, number: int) -> int:
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}.{number}"
@@ -132,7 +132,7 @@ class Nodes:
             self._command(self.hosts[0], options), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
         )
         words = done.stdout.strip().rpartition("\n")[2].split(maxsplit=3)
-        if done.returncode != exit_codes.DONE or len(words) != 4 or not (words[1] + words[2]).isdecimal():
+        if done.returncode != terminal.DONE or len(words) != 4 or not (words[1] + words[2]).isdecimal():
             raise ConfigError(
                 f"host {self.hosts[0]!r} gave no address for the ranks (exit code {done.returncode}); see the message above"
             )
@@ -151,9 +151,9 @@ class Nodes:
                 break
             time.sleep(POLL_S)
         if not failed:
-            return exit_codes.DONE
-        rank, code = failed[0], exit_codes.to_shell_code(self._agents[failed[0]].returncode)
-        if code not in (exit_codes.REQUEUE, exit_codes.STOPPED):
+            return terminal.DONE
+        rank, code = failed[0], terminal.to_shell_code(self._agents[failed[0]].returncode)
+        if code not in (terminal.REQUEUE, terminal.STOPPED):
             say(f"node {rank} ({self.hosts[rank]}) ended with exit code {code}", file=sys.stderr)
         end = time.monotonic() + self.grace_s
         while time.monotonic() < end and None in [agent.poll() for agent in self._agents]:

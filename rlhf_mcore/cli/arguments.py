@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
 
-from rlhf_mcore.cli.exit_codes import TOOL_EPILOG
+from rlhf_mcore.cli.terminal import TOOL_EPILOG
 from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, is_group
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.other_names import hint

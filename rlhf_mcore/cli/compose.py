@@ -16,7 +16,7 @@ from rlhf_mcore.checkpoint.commit import Permissions
 from rlhf_mcore.checkpoint.layout import BEST, LATEST
 from rlhf_mcore.checkpoint.rng import seed_process
 from rlhf_mcore.checkpoint.triggers import SignalRequests
-from rlhf_mcore.cli import exit_codes, rank
+from rlhf_mcore.cli import rank, terminal
 from rlhf_mcore.cli.preflight import continues_text, finished_text, is_over
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.saved_checkpoint import SharedChecker, serve
@@ -83,15 +83,15 @@ def run(cfg: Config, announced: int = 0) -> int:
     """
     with open_run(cfg, announced) as opened:
         if opened.trainer is None:
-            return exit_codes.DONE
+            return terminal.DONE
         finished = opened.trainer.run(cfg.trainer.num_steps, opened.first_step)
         opened.record.close_profile()
         if finished:
             opened.finish()
-            return exit_codes.DONE
+            return terminal.DONE
         bell = opened.record.bell
         by_alarm = broadcast_json(bell is not None and bool(bell.stopped_by), 0)
-        return exit_codes.STOPPED if by_alarm else exit_codes.REQUEUE
+        return terminal.STOPPED if by_alarm else terminal.REQUEUE
 
 
 def build_trainer(run: RunContext) -> TrainingLoop:

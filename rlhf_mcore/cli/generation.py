@@ -1,4 +1,7 @@
-"""Build the sampling side of a run from its configuration: engines, the bridge to them, and the source of batches."""
+"""Build the sampling side of a run from its configuration: engines, the bridge to them, and the source of batches.
+
+Colocated engines are in the trainer's processes. Disaggregated engines are in other processes, which Ray starts.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,8 +22,10 @@ from rlhf_mcore.bridge.map.engine import keep_loading_layout, map_engine
 from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, part_of
 from rlhf_mcore.bridge.map.trace import EngineMap
 from rlhf_mcore.bridge.plan.sent_weights import sends_adapters, sent_geometry, sent_quantisation
+from rlhf_mcore.bridge.run.endpoints import HostCopies, KeptSources
 from rlhf_mcore.bridge.run.merged import MergedSources, SeparateAdapterSources, adapted_weights
-from rlhf_mcore.bridge.run.sync import EngineWeights, PlannedBridge, SentWeights, SyncOptions
+from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
+from rlhf_mcore.bridge.run.sync import EngineWeights, NoTarget, PlannedBridge, SentWeights, SyncOptions
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.questions import adapter_sizes, draws_greedy
@@ -29,7 +35,10 @@ from rlhf_mcore.coroutines import Background
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.environments.build import EpisodeSpec
+from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
+from rlhf_mcore.mcore.model_spec import load_spec
+from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.parallel.shared_store import SharedProgress, StoreClaims
 from rlhf_mcore.platform import DTYPES
@@ -49,12 +58,19 @@ from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.roles.trained_model import TrainedModel
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
+from rlhf_mcore.rollout.remote.cluster import Cluster
+from rlhf_mcore.rollout.remote.control import listening
+from rlhf_mcore.rollout.remote.fleet import Fleet
+from rlhf_mcore.rollout.remote.fleet_state import RESTARTS, FleetPlan
+from rlhf_mcore.rollout.remote.host import EngineSpec
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.sampling.rollouts import RolloutSetup
+from rlhf_mcore.trainer.ahead import SamplingAhead, SamplingSchedule
 from rlhf_mcore.trainer.batches import AddScores, BatchSampler, ColocatedBatches, FillStep, take_next_batch
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer, ExpectedLengths
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
+from rlhf_mcore.trainer.pipeline import FirstRank, FleetSampler, PipelinedBatches
 from rlhf_mcore.trainer.publishers import (
     MAX_NEW_TOKENS,
     NUM_TOKENS,
@@ -62,13 +78,11 @@ from rlhf_mcore.trainer.publishers import (
     TOLERANCE,
     Canary,
     EnginePublisher,
+    RemotePublisher,
     canary_prompts,
 )
 from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
-
-if TYPE_CHECKING:
-    from rlhf_mcore.trainer.ahead import SamplingAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +123,7 @@ def build_colocated(
     sharing.settle()
     record.progress(f"{cfg.rollout.engine}: libraries, model and cache")
     geometry = sent_geometry(cfg, actor.model.spec.geometry)
-    sent_shapes, adapters = hf_shapes(geometry), engine_adapters(cfg, geometry)
+    sent_shapes, adapters = hf_shapes(geometry), _engine_adapters(cfg, geometry)
     engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, sent_shapes, adapters))
     for text in dict.fromkeys(text for texts in all_gather_json(engine.warnings) for text in texts):
         record.note(f"{cfg.rollout.engine}: {text}")
@@ -119,7 +133,7 @@ def build_colocated(
     if engine_kind(cfg.rollout.engine).has_live_weights:
         sharing.engine_bytes = storage_bytes(_live(cfg, engine).model.parameters())
     batch_sampler = BatchSampler(engine, engine.rank, data.decode, ranks=engine.ranks)
-    canary = build_canary(run, actor, batch_sampler, engine)
+    canary = _build_canary(run, actor, batch_sampler, engine)
     if cfg.environment.function is not None:
         spec = EpisodeSpec.of(cfg, engine.rank.num_engines, ToolCallParser)
         setup = on_every_rank(lambda: spec.build() if engine.rank.is_lead else RolloutSetup())
@@ -129,15 +143,15 @@ def build_colocated(
     engine.on_progress = progress.note
     dealer = Dealer(cfg.rollout.order, cfg.rollout.slots, claims=claims)
     batch_sampler = replace(batch_sampler, wait=progress.wait, dealer=dealer)
-    sampling = training_sampling(cfg)
+    sampling = _training_sampling(cfg)
     on_error = OnError.of(cfg.reward)
     source = ColocatedBatches(
         PromptBatches(data.train, sampler),
         batch_sampler,
         sampling,
         rewards.begin,
-        choose_fill_step(cfg, on_error),
-        build_exchange(cfg, on_error, actor),
+        _choose_fill_step(cfg, on_error),
+        _build_exchange(cfg, on_error, actor),
         record,
         rewards.add_model,
         engine.pop_preemptions if engine_kind(cfg.rollout.engine).reserves_cache else None,
@@ -169,13 +183,113 @@ def _close_at_end(engine: Engine) -> Iterator[None]:
     engine.close()
 
 
-def build_exchange(cfg: Config, on_error: OnError, actor: Actor) -> RowExchange:
+def build_disaggregated(
+    run: RunContext,
+    actor: Actor,
+    rewards: Rewards,
+    sampler: Sampler,
+    data: Data[Prompt],
+    fleet: Fleet | None,
+) -> Generation:
+    """Build the sampling side of a run with disaggregated engines, which sample while the trainer trains."""
+    cfg, rollout = run.cfg, run.cfg.rollout
+    in_order, drain, bound = rollout.deterministic_order, rollout.at_publish == "drain", cfg.trainer.max_staleness
+    last = cfg.trainer.num_steps
+    schedule = SamplingSchedule(cfg.trainer.prompts_per_step, bound, rollout.oversample, in_order, drain, last)
+    first = None
+    if fleet is not None:
+        sampling = _training_sampling(cfg)
+        ahead = SamplingAhead(data.train, sampler, fleet.begin, sampling, schedule, rewards.begin)
+        first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work, fleet.num_sampled_tokens)
+    kind = engine_kind(rollout.engine)
+    assert kind.weights != "full", "config.validate keeps others from engines that run apart"
+    sent = select_sent(cfg, actor.model)
+    copies = _kept_sources(sent) if in_order or cfg.bridge.full_every is not None else None
+    remote = RemoteBridge(
+        Side(sent.parameters, NoTarget(), sources=sent.sources),
+        BridgeJob(
+            sent_geometry(cfg, actor.model.spec.geometry),
+            cfg.bridge.bucket_bytes,
+            verify=cfg.bridge.verify == "digest",
+            live_cpu_weights=cfg.bridge.live_cpu_weights and kind.reads("bridge.live_cpu_weights"),
+            adapter=sent.adapter,
+            full_every=cfg.bridge.full_every,
+            transport=cfg.bridge.transport,
+            quantisation=sent_quantisation(cfg),
+            changing=sent.changing,
+            weights=kind.weights,
+        ),
+        world_group(),
+        fleet,
+        address=LOOPBACK if rollout.ray.address is None else source_address(rollout.ray.address.rpartition(":")[0]),
+        timeout_s=rollout.engine_timeout_s,
+        note=run.record.note,
+        kept=copies,
+    )
+    run.stack.callback(remote.leave)
+    bridge = OnDeviceBridge(remote, actor.model)
+
+    def sync_again() -> SyncStats:
+        with actor.model.on_device():
+            return remote.sync_again()
+
+    fleet_sampler = FleetSampler(first, data.decode, sync_again, run.record.beat)
+    on_error = OnError.of(cfg.reward)
+    exchange = _build_exchange(cfg, on_error, actor)
+    fill_step = _choose_fill_step(cfg, on_error)
+    resync = bridge.sync if copies is None else lambda _version: sync_again()
+    source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, fill_step)
+    canary = _build_canary(run, actor, replace(fleet_sampler, single_turn=True), NoTarget())
+    publisher = RemotePublisher(bridge, run.record, source.drain if drain else None, canary)
+    return Generation(source, publisher, fleet_sampler, None if first is None else first.ahead)
+
+
+def start_fleet(run: RunContext) -> Fleet:
+    """Start the engines under Ray, and do not wait for them. Called on the first rank only."""
+    spec = load_spec(run.cfg.model.path)
+    geometry = sent_geometry(run.cfg, replace(spec.geometry, mtp_layers=getattr(spec.hf_config, MTP_KEY, 0)))
+    model = EngineModel.of(run.cfg, run.dtype, hf_shapes(geometry), _engine_adapters(run.cfg, geometry))
+    cfg, rollout, on_cuda = run.cfg, run.cfg.rollout, run.platform.name == "cuda"
+    spare: list[str] = []
+    if on_cuda and rollout.ray.address is None:  # ranks use the first devices, engines the others
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        spare = visible.split(",")[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
+    cluster = Cluster(rollout.ray.address, 1, gpus=int(on_cuda), own_gpus=spare)
+    episodes = None
+    if cfg.environment.function is not None:
+        episodes = EpisodeSpec.of(cfg, rollout.num_engines, ToolCallParser).build
+    plan = FleetPlan(
+        EngineSpec(
+            rollout, model, EngineEnd, episodes, os.getcwd(), cfg.deterministic, cfg.trainer.bind_numa == "auto"
+        ),
+        rollout.num_engines,
+        rollout.layout.num_ranks,
+        cfg.trainer.threads_per_rank,
+        rollout.engine_timeout_s,
+        RESTARTS,
+        rollout.deterministic_order,
+        rollout.slots,
+        sends_rows=episodes is not None,
+    )
+    fleet = Fleet(cluster, plan, run.record.note)
+    count = "an engine" if plan.num_engines == 1 else f"{plan.num_engines} engines"
+    of = f" of {plan.engine_ranks} processes" if plan.engine_ranks > 1 else ""
+    run.record.note(f"starting {count}{of} {f'at {cluster.address}' if cluster.address else 'on this machine'}")
+    fleet.start()
+    run.stack.callback(fleet.close)
+    if run.record.exporter is not None:
+        run.record.exporter.engines = fleet.status
+    run.stack.enter_context(listening(fleet, run.directory))
+    return fleet
+
+
+def _build_exchange(cfg: Config, on_error: OnError, actor: Actor) -> RowExchange:
     asynchronous, parts = cfg.trainer.max_staleness > 0, tuple(cfg.algorithm.reward_weights or ())
     owners = actor.model.choose_owners
     return RowExchange(cfg.rollout.sampling.n, asynchronous, on_error, parts, draws_greedy(cfg), owners)
 
 
-def training_sampling(cfg: Config) -> Sampling:
+def _training_sampling(cfg: Config) -> Sampling:
     sampling = cfg.rollout.sampling
     return Sampling(
         **vars(sampling),
@@ -188,14 +302,14 @@ def training_sampling(cfg: Config) -> Sampling:
     )
 
 
-def choose_fill_step(cfg: Config, on_error: OnError) -> FillStep:
+def _choose_fill_step(cfg: Config, on_error: OnError) -> FillStep:
     dynamic = cfg.algorithm.dynamic_sampling
     if not dynamic.enabled:
         return take_next_batch
     return DynamicSampling(dynamic.max_batches, drop=on_error.drop).fill_step
 
 
-def build_canary(run: RunContext, actor: Actor, sampler: ResponseSampler, target: WeightTarget) -> Canary | None:
+def _build_canary(run: RunContext, actor: Actor, sampler: ResponseSampler, target: WeightTarget) -> Canary | None:
     cfg, drawn = run.cfg, run.cfg.rollout.sampling
     if not cfg.bridge.canary:
         return None
@@ -272,7 +386,7 @@ class SyncSources:
     changing: tuple[str, ...] | None = None
 
 
-def engine_adapters(cfg: Config, geometry: ModelGeometry) -> Shapes | None:
+def _engine_adapters(cfg: Config, geometry: ModelGeometry) -> Shapes | None:
     """Return the names and shapes of the adapters that engines add themselves; None if engines receive merged weights."""
     if not sends_adapters(cfg, geometry):
         return None
@@ -293,6 +407,11 @@ def select_sent(cfg: Config, model: TrainedModel) -> SyncSources:
     gains = _gains_of(model) if geometry.adapter is not None and geometry.adapter.use_dora else None
     merged, kept = (MergedSources(weights, adapters, geometry, keep=keep, gains=gains) for keep in (False, True))
     return SyncSources(weights, merged, kept, None, tuple(adapted_weights(geometry)))
+
+
+def _kept_sources(sent: SyncSources) -> KeptSources:
+    """Return the copies of this rank's sent weights, for engines that restart."""
+    return sent.kept or HostCopies({parameter.name: parameter.tensor.view(-1) for parameter in sent.parameters})
 
 
 def _gains_of(model: RoleModel) -> Callable[[], Mapping[str, Tensor]]:

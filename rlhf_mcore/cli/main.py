@@ -19,8 +19,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import rlhf_mcore
-from rlhf_mcore.cli.exit_codes import DONE, EPILOG, INTERRUPTED, OF_OUTPUT, USER_ERROR, report, report_of_tool
-from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.cli.terminal import DONE, EPILOG, INTERRUPTED, OF_OUTPUT, USER_ERROR, report, report_of_tool, say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.plugins import find_plugins, missing_plugin

@@ -16,7 +16,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability import rank_file
@@ -69,13 +69,13 @@ def run(main: Callable[[], int]) -> int:
     """Run ``main`` of a module that the supervisor or torchrun starts. Returns the exit code.
 
     The process ends with the process that started it. Ctrl-C ends it at once until the run installs its own handler.
-    ``DUMP_STACKS`` prints the stacks of all threads. Every exception becomes a message (``exit_codes.report``).
+    ``DUMP_STACKS`` prints the stacks of all threads. Every exception becomes a message (``terminal.report``).
     """
     try:
         if torchrun_world_size() is None:
             return main()
     except ConfigError as error:
-        return exit_codes.report(error)
+        return terminal.report(error)
     end_with_parent(signal.SIGKILL)
     raise_open_files()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that the locale cannot encode must not end a run
@@ -87,8 +87,8 @@ def run(main: Callable[[], int]) -> int:
     try:
         code = main()
     except Exception as error:
-        code = exit_codes.report(error)
-    if code == exit_codes.DONE:
+        code = terminal.report(error)
+    if code == terminal.DONE:
         rank_file.note_done()
     _flush(code)
     return code
@@ -181,7 +181,7 @@ class EarlyExit(RuntimeError):
 def _end_at_once(_number: int, _frame: FrameType | None) -> None:
     if os.environ["RANK"] == "0" and not rank_file.is_read():
         os.write(2, b"interrupted: ended before the first step; there was nothing to save\n")
-    os._exit(exit_codes.INTERRUPTED)
+    os._exit(terminal.INTERRUPTED)
 
 
 def _flush(code: int) -> None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from rlhf_mcore.cli.exit_codes import (
+from rlhf_mcore.cli.terminal import (
     DONE,
     FAILED,
     INTERRUPTED,
@@ -37,9 +37,10 @@ from rlhf_mcore.cli.exit_codes import (
     USER_ERROR,
     full_disks_here,
     report_of_tool,
+    say,
     to_shell_code,
+    working,
 )
-from rlhf_mcore.cli.terminal import say, working
 from rlhf_mcore.config.errors import printable
 from rlhf_mcore.observability.files import FULL, full_disks
 from rlhf_mcore.observability.rank_file import CONSEQUENCE, USER, VARIABLE, RankFiles

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
-from rlhf_mcore.cli import exit_codes, launch, preflight, rank
+from rlhf_mcore.cli import agent, preflight, rank, terminal
 from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration, offer
 from rlhf_mcore.cli.rank import torchrun_world_size
 from rlhf_mcore.cli.terminal import find_console, say, working
@@ -36,7 +36,7 @@ from rlhf_mcore.readers.hub import localize, notes_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the configuration, then train: in this process under torchrun, else under a torchrun that this process starts.
 
-    Returns the exit code (see ``exit_codes``). A ConfigError is printed without a traceback, even if a rank raised it.
+    Returns the exit code (see ``terminal``). A ConfigError is printed without a traceback, even if a rank raised it.
     """
     args = _parser().parse_intermixed_args(argv)
     args.overrides += ["logging.console=off"] * args.quiet + ["logging.console=json"] * args.json
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             quiet()
         return _start(args)
     except ConfigError as error:
-        return exit_codes.report(error)
+        return terminal.report(error)
 
 
 def _start(args: argparse.Namespace) -> int:
@@ -73,7 +73,7 @@ def _start(args: argparse.Namespace) -> int:
     epochs, cfg = epochs_text(cfg), resolve(cfg)
     if args.print_config:
         _show(cfg)
-        return exit_codes.DONE
+        return terminal.DONE
     preflight.check_engine(cfg)
     if world_size is None:
         for note in (*notes_of(local), *([epochs] if epochs else [])):
@@ -105,7 +105,7 @@ def _launch(cfg: Config, arguments: Sequence[str], *, is_dry: bool) -> int:
             directory = held.enter_context(preflight.take_directory(cfg))
             continues_after = preflight.announce(cfg, directory)
             if continues_after is None:
-                return exit_codes.DONE
+                return terminal.DONE
             preflight.check_devices(cfg, world_size)
             preflight.check_world(world_size)
             if run_kind(cfg).generates:
@@ -126,11 +126,11 @@ def _launch(cfg: Config, arguments: Sequence[str], *, is_dry: bool) -> int:
                 notes = check_as_ranks(cfg, directory, continues_after)
                 preflight.say(cfg, "\n  ".join(["the run would print:", *"\n".join(notes).splitlines()]))
                 preflight.say(cfg, "dry run: no error was found; nothing was started or changed")
-                return exit_codes.DONE
+                return terminal.DONE
         logs = preflight.logs_directory(cfg)
         count = "one process" if world_size == 1 else f"{world_size} processes"
         preflight.say(cfg, f"starting {count}; logs are in {shown_path(logs)}")
-        return launch.launch(
+        return agent.launch(
             [*arguments, *([f"--announced={continues_after}"] if continues_after else [])],
             world_size,
             cfg.trainer.threads_per_rank,
@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
             "rlhf-mcore train model.path=my/model data.train=prompts.jsonl reward.rules=final_number",
             "torchrun --nproc-per-node 8 -m rlhf_mcore.cli.train my_run.yaml",
         ],
-        exits=exit_codes.EPILOG,
+        exits=terminal.EPILOG,
         config="YAML file (configs/base.yaml lists all keys); optional if the settings are complete",
     )
     shown = parser.add_mutually_exclusive_group()

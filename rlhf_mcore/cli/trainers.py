@@ -12,8 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.checkpoint.registry import Stateful
-from rlhf_mcore.cli.disaggregated import build_disaggregated, start_fleet
-from rlhf_mcore.cli.generation import Generation, Rewards, build_colocated
+from rlhf_mcore.cli.generation import Generation, Rewards, build_colocated, build_disaggregated, start_fleet
 from rlhf_mcore.cli.models import ModelBuilder, build_teacher
 from rlhf_mcore.cli.preflight import load_environment
 from rlhf_mcore.cli.reward_pools import build_graders, reward_pools

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import argcomplete
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 
 
@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the script that the shell must run once. Returns the exit code."""
     args = _parser().parse_args(argv)
     print(argcomplete.shellcode(["rlhf-mcore"], shell=args.shell))  # noqa: T201 (the shell runs it)
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import add_completed, add_overrides, command_parser
 from rlhf_mcore.cli.terminal import align_columns, say
 from rlhf_mcore.config.choices import PRESETS
@@ -47,12 +47,12 @@ _LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "ex
 _SCALARS = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand and print its lines. Returns the exit code."""
     args = _parser().parse_args(argv)
     say("\n".join(args.lines(args)))
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import add_completed, command_parser
 from rlhf_mcore.cli.terminal import align_columns, say
 from rlhf_mcore.config.errors import ConfigError
@@ -13,11 +13,11 @@ from rlhf_mcore.foreign import shorten
 from rlhf_mcore.metrics.catalogue import GROUPS, matching, nearest_metric
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the description of the metrics. Returns the exit code."""
     say("\n".join(_lines(_parser().parse_args(argv).name)))
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 def _parser() -> argparse.ArgumentParser:

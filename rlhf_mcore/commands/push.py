@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_mcore.checkpoint.delta import checked_model
 from rlhf_mcore.checkpoint.layout import BEST, LATEST, linked_step, step_of
 from rlhf_mcore.checkpoint.manifest import read_manifest
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.choices import RL, RUN_KINDS
@@ -67,7 +67,7 @@ _OF_THIS_MACHINE = (
 )  # keys in a model's JSON files with the path that it was loaded from
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Build the card and upload the model. Returns the exit code."""
     args = _parser().parse_args(argv)
@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.dry_run:
             say(card)
             say("\n".join(f"{path.stat().st_size:>15,}  {path.name}" for path in sorted(folder.iterdir())))
-            return exit_codes.DONE
+            return terminal.DONE
         say(f"{args.repo}: {_send(folder, args)}")
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 def _parser() -> argparse.ArgumentParser:

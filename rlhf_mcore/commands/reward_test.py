@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import align_columns, say, working
 from rlhf_mcore.config.choices import ASKING, ROLLOUT, run_kind
@@ -40,7 +40,7 @@ exit codes:
   2          there are disagreements, or an error in the configuration, the command line or the data"""
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Test the reward and print the reports. Returns the exit code."""
     args = _parser().parse_intermixed_args(argv)
@@ -111,11 +111,11 @@ def _try(cfg: Config, limit: int) -> int:
     say("\n\n".join(texts))
     if failed:
         say("\nthe environment fails, see above", file=sys.stderr)
-        return exit_codes.USER_ERROR
+        return terminal.USER_ERROR
     if all(report.is_sound for report in reports):
-        return exit_codes.DONE
+        return terminal.DONE
     say(f"\n{scoring_keys(cfg.reward)} does not agree with the data, see above", file=sys.stderr)
-    return exit_codes.USER_ERROR
+    return terminal.USER_ERROR
 
 
 def as_text(report: TrialReport) -> str:

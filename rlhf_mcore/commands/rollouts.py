@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import align_columns, say
 from rlhf_mcore.config.errors import ConfigError
@@ -25,13 +25,13 @@ _COLUMNS = {
 _MOST = 256  # engines added by one command
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Send the command to the job, then print its engines. Returns the exit code."""
     args = _parser().parse_args(argv)
     engines = _ask(Path(args.directory), args.command, args.argument)
     say(json.dumps(engines, indent=1) if args.json else "\n".join(_table(engines)))
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 def _parser() -> argparse.ArgumentParser:

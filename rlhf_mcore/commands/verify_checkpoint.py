@@ -17,7 +17,7 @@ from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.checkpoint.housekeeping import read_pins
 from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, linked_checkpoints, linked_step, scan, step_of
 from rlhf_mcore.checkpoint.manifest import Problem, base_of, read_manifest
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import progress_bar, say, working
 from rlhf_mcore.config.errors import ConfigError
@@ -63,7 +63,7 @@ def _count(problems: Sequence[Problem]) -> str:
     return ", ".join(f"{number:,} {kind}" for kind, number in Counter(each.kind for each in problems).most_common())
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the checkpoints and print the reports. Returns the exit code."""
     args = _parser().parse_args(argv)
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(json.dumps([report.as_json() for report in reports], indent=1))
     else:
         say("\n".join(report.as_text() for report in reports))
-    return exit_codes.DONE if all(report.is_intact for report in reports) else exit_codes.USER_ERROR
+    return terminal.DONE if all(report.is_intact for report in reports) else terminal.USER_ERROR
 
 
 def _parser() -> argparse.ArgumentParser:

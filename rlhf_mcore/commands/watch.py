@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.commands.report.command import add_options, check_options, serve
 from rlhf_mcore.commands.report.server import ReportServer
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until Ctrl-C. Returns the exit code."""
     args = _parser().parse_args(argv)

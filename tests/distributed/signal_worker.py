@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.triggers import SignalRequests
-from rlhf_mcore.cli.exit_codes import REQUEUE
+from rlhf_mcore.cli.terminal import REQUEUE
 from tests.unit.checkpoint.saving import save
 
 T = TypeVar("T")

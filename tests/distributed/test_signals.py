@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.manifest import verify
-from rlhf_mcore.cli.launch import supervisor_command
+from rlhf_mcore.cli.agent import supervisor_command
 from tests.commands import ROOT, Started, start_command
 
 

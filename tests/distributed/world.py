@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf_mcore.cli.launch import supervisor_command
+from rlhf_mcore.cli.agent import supervisor_command
 from tests.commands import descendants
 from tests.distributed import forked, nccl_rules, rank_failures
 from tests.machine_speed import scale_seconds

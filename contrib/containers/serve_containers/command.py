@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.environments.containers.kinds import Containers
@@ -24,11 +24,11 @@ exit codes:
   2          a mistake in the command line, no such containers on this machine, or an address that cannot be used"""
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit code."""
     _serve(_parser().parse_args(argv))
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import working
 from rlhf_mcore.config.errors import ConfigError
@@ -21,20 +21,20 @@ DTYPES = ("fp32", "bf16", "fp16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert a model between formats. Returns the exit code (see ``exit_codes``)."""
+    """Convert a model between formats. Returns the exit code (see ``terminal``)."""
     args = _parser().parse_args(argv)
     args.shard_bytes = num_bytes(args.shard_size)
     if args.destination is not None:
         check_destination(args.destination, args.source, may_exist=args.overwrite or args.dry_run)
 
-    with exit_codes.end_on_signals():
+    with terminal.end_on_signals():
         with working("importing torch"):
             from rlhf_mcore.commands.convert.conversion import Conversion, run
 
         run(Conversion(**{field.name: getattr(args, field.name) for field in fields(Conversion)}))
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,9 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rlhf_mcore import machine
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
+from rlhf_mcore.cli.agent import launch
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.launch import launch
 from rlhf_mcore.cli.preflight import check_world
 from rlhf_mcore.cli.rank import torchrun_world_size
 from rlhf_mcore.cli.terminal import say, working
@@ -73,7 +73,7 @@ def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding
 Check = Callable[[argparse.Namespace, int], Iterable[Finding]]
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None, local: Check = local_findings) -> int:
     """Run the checks and print the findings. Under torchrun every node checks itself, and rank 0 prints. Returns the exit code."""
     args = _parser().parse_args(argv)
@@ -88,12 +88,12 @@ def main(argv: Sequence[str] | None = None, local: Check = local_findings) -> in
         with working("checking versions, imports, devices, disk"):
             findings = [*local(args, args.ranks or 1), *traffic]
     if findings is None:
-        return exit_codes.DONE
+        return terminal.DONE
     if args.traffic_file:
         Path(args.traffic_file).write_text(json.dumps(as_json(findings)), encoding="utf-8")
-        return exit_codes.DONE
+        return terminal.DONE
     say(json.dumps(as_json(findings), indent=1) if args.json else as_text(findings))
-    return exit_codes.FAILED if worst(findings) == "error" else exit_codes.DONE
+    return terminal.FAILED if worst(findings) == "error" else terminal.DONE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,7 +124,7 @@ def _start_ranks(args: argparse.Namespace) -> list[Finding]:
     with TemporaryDirectory(prefix="rlhf_mcore-") as folder:
         out = Path(folder) / "findings.json"
         code = launch(["--traffic-file", str(out)], args.ranks, 1, module="rlhf_mcore.commands.doctor.command")
-        if code == exit_codes.DONE and out.is_file():
+        if code == terminal.DONE and out.is_file():
             return [Finding(**entry) for entry in json.loads(out.read_text(encoding="utf-8"))["findings"]]
     remedy = "read the message above; check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and that ports are free"
     ended = f"{args.ranks} ranks ended with code {code}"

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from rlhf_mcore.checkpoint.layout import CONFIG
-from rlhf_mcore.cli import exit_codes, preflight, rank
+from rlhf_mcore.cli import preflight, rank, terminal
+from rlhf_mcore.cli.agent import launch
 from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration, offer
-from rlhf_mcore.cli.launch import launch
 from rlhf_mcore.cli.rank import torchrun_world_size
 from rlhf_mcore.cli.terminal import find_console, say, working
 from rlhf_mcore.cli.train import quiet
@@ -35,13 +35,13 @@ exit codes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the configuration, then evaluate: in this process under torchrun, else under a torchrun that this process starts.
 
-    Returns the exit code (see ``exit_codes``). A ConfigError is printed without a traceback, even if a rank raised it.
+    Returns the exit code (see ``terminal``). A ConfigError is printed without a traceback, even if a rank raised it.
     """
     args = _parser().parse_intermixed_args(argv)
     try:
         return _run_rank(configuration(args)) if args.resolved else _evaluate(args)
     except ConfigError as error:
-        return exit_codes.report(error)
+        return terminal.report(error)
 
 
 def preload(argv: Sequence[str]) -> None:
@@ -126,7 +126,7 @@ def _run_rank(cfg: Config) -> int:
 
     with rank.forbid_early_exit():
         run(cfg)
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say, working
 from rlhf_mcore.commands.plan.suggest import Offers, find_offers
@@ -31,7 +31,7 @@ from rlhf_mcore.readers.hub import MODEL_KEYS, localize
 _OUTSIDE = re.compile("memory/(.+)_outside_bytes")
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan. Returns 0 if every phase fits into memory, 2 if not or if the configuration is invalid."""
     return _plan(_parser().parse_intermixed_args(argv))
@@ -121,10 +121,10 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
         if offers:
             say("\n".join(_offer_lines(offers)))
     if plan.fits:
-        return exit_codes.DONE
+        return terminal.DONE
     hint = "" if args.suggest else "\nLayouts that fit: add --suggest."
     say(f"error: {refusal(plan)}{hint}", file=sys.stderr)
-    return exit_codes.USER_ERROR
+    return terminal.USER_ERROR
 
 
 def _trace(cfg: Config, plan: RunPlan, assumed: Assumptions) -> str:

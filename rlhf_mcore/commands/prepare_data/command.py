@@ -9,7 +9,7 @@ from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say, show_progress
 from rlhf_mcore.commands.prepare_data.prepare import TASKS, Options, prepare, read_source, write_splits
@@ -18,7 +18,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.tokenizer import load_tokenizer
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare data. Returns the exit code."""
     args = _parser().parse_args(argv)
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say("\n".join(report.lines()))
     for path in write_splits(splits, args.out):
         say(f"wrote {path}")
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say, working
 from rlhf_mcore.commands.report.page import page
@@ -22,7 +22,7 @@ PORT = 8321
 MAX_ROLLOUTS = 10_000
 
 
-@exit_codes.report_errors
+@terminal.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report and print its path. Returns the exit code."""
     args = _parser().parse_args(argv)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for run in runs:
         if run.num_rollouts > args.rollouts:
             say(f"{run.name}: the page contains about {args.rollouts} of {run.num_rollouts} rollouts (--rollouts)")
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 def serve(server: ReportServer, what: str) -> int:
@@ -55,7 +55,7 @@ def serve(server: ReportServer, what: str) -> int:
     with server, suppress(KeyboardInterrupt):
         say(f"http://127.0.0.1:{server.server_port}/ shows {what}; Ctrl-C stops the server", flush=True)
         server.serve_forever()
-    return exit_codes.DONE
+    return terminal.DONE
 
 
 def _parser() -> argparse.ArgumentParser:

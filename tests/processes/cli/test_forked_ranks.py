@@ -54,7 +54,7 @@ print(json.dumps(codes))
 """
 
 
-def exit_codes(folder: Path, *ends: str) -> dict[str, list[int]]:
+def terminal(folder: Path, *ends: str) -> dict[str, list[int]]:
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "LEFT_OUT": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONIOENCODING"] = "ascii"  # a locale without all letters
     ended = run_command([sys.executable, "-W", "ignore", "-c", AGENT, *ends], folder, environment, 60)
@@ -65,7 +65,7 @@ def exit_codes(folder: Path, *ends: str) -> dict[str, list[int]]:
 
 @pytest.mark.skipif(has_gpu(), reason="ranks are forked on a CPU only")
 def test_forks_have_what_torchrun_gives_to_a_rank_and_their_exit_codes_come_out(tmp_path: Path) -> None:
-    assert exit_codes(tmp_path, "end", "sleep", "raise") == {
+    assert terminal(tmp_path, "end", "sleep", "raise") == {
         "end": [0, 7],
         "sleep": [-signal.SIGTERM, -signal.SIGKILL],
         "raise": [1, 1],

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.cli import launch, supervisor
-from rlhf_mcore.cli.launch import build_environment, run_child, supervisor_command, with_restarts
+from rlhf_mcore.cli import agent, supervisor
+from rlhf_mcore.cli.agent import build_environment, run_child, supervisor_command, with_restarts
 from rlhf_mcore.observability.rank_file import RankFiles
 from rlhf_mcore.own_processes import STARTED_BY, has_ended
 from rlhf_mcore.parallel.addresses import interface_of, listener, source_address
@@ -56,7 +56,7 @@ time.sleep(600)
 """
 PARENT = f"""
 import os, sys
-from rlhf_mcore.cli.launch import run_child
+from rlhf_mcore.cli.agent import run_child
 sys.exit(run_child([sys.executable, "-c", {CHILD!r}], os.environ))
 """
 
@@ -79,18 +79,18 @@ def test_nodes_use_the_interface_that_they_meet_on_and_keep_the_users_choice() -
 
 def test_engines_of_other_machines_are_reached_by_nccl_too(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, str]] = []
-    monkeypatch.setattr(launch, "run_child", lambda _, environment: started.append(environment) or 0)
-    monkeypatch.setattr(launch, "source_address", {"head": "10.0.0.7"}.__getitem__)
-    monkeypatch.setattr(launch, "interface_of", {"10.0.0.7": "eth1"}.__getitem__)
+    monkeypatch.setattr(agent, "run_child", lambda _, environment: started.append(environment) or 0)
+    monkeypatch.setattr(agent, "source_address", {"head": "10.0.0.7"}.__getitem__)
+    monkeypatch.setattr(agent, "interface_of", {"10.0.0.7": "eth1"}.__getitem__)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert launch.launch([], 1, 1, engines="head:6379") == 0
+    assert agent.launch([], 1, 1, engines="head:6379") == 0
     assert (started[0]["NCCL_SOCKET_IFNAME"], started[0]["GLOO_SOCKET_IFNAME"]) == (
         "eth1",
         "lo",
     )  # the ranks are all here
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    launch.launch([], 1, 1, engines="head:6379")
+    agent.launch([], 1, 1, engines="head:6379")
     assert started[1]["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
@@ -185,7 +185,7 @@ def test_workers_are_found_whatever_their_name() -> None:
 def test_signals_that_ask_for_a_save_end_nothing() -> None:
     assert {number.name for number in supervisor.FORWARDED} == {"SIGUSR1", "SIGUSR2", "SIGTERM"}
     assert not {number.name for number in supervisor.FORWARDED} & set(supervisor.ENDING)
-    assert set(supervisor.FORWARDED) <= set(launch.FORWARDED)
+    assert set(supervisor.FORWARDED) <= set(agent.FORWARDED)
 
 
 class Files(RankFiles):
@@ -265,9 +265,9 @@ def test_the_log_of_a_killed_rank_is_named_and_its_end_is_shown(
 
 ORPHANS = """
 import os, subprocess, sys
-from rlhf_mcore.cli import launch
-from rlhf_mcore.cli.launch import run_child
-launch._GRACE_S = 0.1
+from rlhf_mcore.cli import agent
+from rlhf_mcore.cli.agent import run_child
+agent._GRACE_S = 0.1
 code = 'import os, subprocess as s; print(s.Popen(["sleep", "60"], start_new_session=True).pid, flush=True); os.kill(os.getpid(), 9)'
 print(run_child([sys.executable, "-c", code], os.environ), flush=True)
 """
@@ -323,9 +323,9 @@ print(*(number.name for number in signal.sigpending()))
 
 def test_only_a_training_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[Any] = []
-    monkeypatch.setattr(launch, "run_child", lambda command, _: commands.append(command) or 0)
-    launch.launch([], 1, 1)
-    launch.launch([], 1, 1, module="rlhf_mcore.commands.evaluate.command")
+    monkeypatch.setattr(agent, "run_child", lambda command, _: commands.append(command) or 0)
+    agent.launch([], 1, 1)
+    agent.launch([], 1, 1, module="rlhf_mcore.commands.evaluate.command")
     assert ["--unsaved" in command for command in commands] == [False, True]
 
 

@@ -40,7 +40,7 @@ def test_a_reward_function_is_loaded_before_any_rank_starts(
     message: str,
 ) -> None:
     launched: list[Any] = []
-    for module in ("rlhf_mcore.cli.launch", "rlhf_mcore.commands.evaluate.command"):
+    for module in ("rlhf_mcore.cli.agent", "rlhf_mcore.commands.evaluate.command"):
         monkeypatch.setattr(f"{module}.launch", lambda *arguments, **options: launched.append(arguments) or 0)
     (workspace.root / "grade.py").write_text(source)
     arguments = [command, "run.yaml", "reward.function=grade.py:grade", "trainer.prompts_per_step=1"]

@@ -22,7 +22,7 @@ def test_nothing_heavy_is_imported_to_read_a_configuration() -> None:
     modules = sorted(path.stem for path in (ROOT / "rlhf_mcore" / "config").glob("*.py") if path.stem != "__init__")
     assert "validate" in modules
     imports = "".join(f"import rlhf_mcore.config.{name}\n" for name in modules)
-    imports += "import rlhf_mcore.cli.main, rlhf_mcore.cli.train, rlhf_mcore.cli.launch, rlhf_mcore.cli.supervisor\n"
+    imports += "import rlhf_mcore.cli.main, rlhf_mcore.cli.train, rlhf_mcore.cli.agent, rlhf_mcore.cli.supervisor\n"
     heavy = "[m for m in ('torch', 'transformers', 'vllm', 'megatron', 'numpy', 'pyarrow', 'ray') if m in sys.modules]"
     code = f"import sys\n{imports}print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

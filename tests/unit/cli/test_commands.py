@@ -138,7 +138,7 @@ def test_a_good_config_is_launched_with_its_own_arguments(
         calls.append((arguments, world_size, threads_per_rank, max_restarts))
         return 9
 
-    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", launch)
+    monkeypatch.setattr("rlhf_mcore.cli.agent.launch", launch)
     overrides = ["actor.layout.tp=2", "rollout.layout.tp=4", "trainer.threads_per_rank=3", "trainer.max_restarts=2"]
     assert train.main(["run.yaml", *overrides]) == 2
     assert "data.train has 1 rows, fewer than trainer.prompts_per_step=32" in capsys.readouterr().err
@@ -153,7 +153,7 @@ def test_a_good_config_is_launched_with_its_own_arguments(
 def test_more_engines_than_this_machine_can_start(
     workspace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str
 ) -> None:
-    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *_, **__: 9)
+    monkeypatch.setattr("rlhf_mcore.cli.agent.launch", lambda *_, **__: 9)
     monkeypatch.setattr("rlhf_mcore.cli.preflight.memory_bytes", lambda: {"MemAvailable": 2 * 2**30})
     engines = ["rollout.placement=disaggregated", "rollout.num_engines=8", "rollout.layout.tp=2"]
     elsewhere = address != "null"  # for a cluster elsewhere, Ray reports its capacity

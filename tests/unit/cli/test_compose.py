@@ -11,7 +11,7 @@ import rich.console
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.compose import OpenRun, explain_out_of_memory
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
@@ -85,7 +85,7 @@ def test_a_device_out_of_memory_is_compared_with_the_plan(
         record.phase("update"),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    told = exit_codes.cause(caught.value)
+    told = terminal.cause(caught.value)
     assert "out of memory in phase update: CUDA out of memory. Tried to allocate 2.00 GiB." in told
     assert "outside torch (CUDA, NCCL, other processes): 6.5 GiB" in told
     rows = {line[:13].rstrip(): line for line in told.splitlines()}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.cli import agent, exit_codes
+from rlhf_mcore.cli import agent, terminal
 from rlhf_mcore.observability import rank_file
 from rlhf_mcore.observability.files import full_disks
 from rlhf_mcore.observability.rank_file import RankFiles
@@ -41,11 +41,11 @@ def test_fault_37_torchruns_file_is_whole_or_not_there(
     full: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(full / "attempt" / "error.json"))
-    assert exit_codes.report(RuntimeError("the cause")) == 1
+    assert terminal.report(RuntimeError("the cause")) == 1
     assert not (full / "attempt" / "error.json").exists()
     assert "error: RuntimeError: the cause" in capsys.readouterr().err
     (full / "filler").unlink()
-    exit_codes.report(RuntimeError("the cause"))
+    terminal.report(RuntimeError("the cause"))
     assert json.loads((full / "attempt" / "error.json").read_text())["message"].startswith("RuntimeError: the cause")
 
 
@@ -55,7 +55,7 @@ def test_fault_37_the_launcher_is_told_where_no_file_can_be_written(monkeypatch:
         monkeypatch.setenv(name, value)
     rank_file.note_start()
     monkeypatch.setattr("sys.stderr", FullLog())
-    assert exit_codes.report(RuntimeError("the cause")) == 1
+    assert terminal.report(RuntimeError("the cause")) == 1
     assert {rank: told["message"] for rank, told in files.read().items()} == {1: "RuntimeError: the cause"}
 
 
@@ -63,7 +63,7 @@ def test_fault_37_a_librarys_error_names_the_full_temporary_folder(
     full: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(full))
-    exit_codes.report(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    terminal.report(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     assert f"No space left on device; the disk of {full} is full (0 bytes are free)" in capsys.readouterr().err
 
 

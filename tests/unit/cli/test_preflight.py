@@ -28,7 +28,7 @@ RUN = Path("outputs") / "rlhf_mcore" / "default"
 def launches(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return the log directories of the launches, without creating them."""
     calls: list[Path] = []
-    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *given, logs, **more: calls.append(logs) or 0)
+    monkeypatch.setattr("rlhf_mcore.cli.agent.launch", lambda *given, logs, **more: calls.append(logs) or 0)
     monkeypatch.setattr("rlhf_mcore.checkpoint.delta.verify_chain", lambda path, hashes: [])
     return calls
 
@@ -119,7 +119,7 @@ def test_a_directory_is_in_use_from_the_first_check_of_a_launcher_on(
     launches: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     codes: list[int] = []
-    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *_, **__: codes.append(train()) or 0)
+    monkeypatch.setattr("rlhf_mcore.cli.agent.launch", lambda *_, **__: codes.append(train()) or 0)
     assert train() == 0 and codes == [2]
     assert f"in use by another run (process {os.getpid()}" in capsys.readouterr().err
 

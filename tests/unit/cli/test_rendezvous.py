@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.cli import supervisor
-from rlhf_mcore.cli.exit_codes import PORT_TAKEN
 from rlhf_mcore.cli.supervisor import open_store
+from rlhf_mcore.cli.terminal import PORT_TAKEN
 from rlhf_mcore.parallel.addresses import free_port, listener
 
 

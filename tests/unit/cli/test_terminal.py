@@ -8,7 +8,7 @@ import json
 import pytest
 import rich.console
 
-from rlhf_mcore.cli import exit_codes, preflight
+from rlhf_mcore.cli import preflight, terminal
 from rlhf_mcore.cli.terminal import progress_bar, say
 from rlhf_mcore.config.errors import ConfigError, for_terminal
 from rlhf_mcore.config.schema import Config
@@ -26,9 +26,9 @@ def test_control_characters_are_shown_and_lines_stay() -> None:
 
 def test_every_way_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     say(HOSTILE)
-    exit_codes.report(ConfigError(f"the reward raised {HOSTILE}"))
-    exit_codes.report(RuntimeError(HOSTILE))
-    exit_codes.report_of_tool(OSError(5, HOSTILE, HOSTILE))
+    terminal.report(ConfigError(f"the reward raised {HOSTILE}"))
+    terminal.report(RuntimeError(HOSTILE))
+    terminal.report_of_tool(OSError(5, HOSTILE, HOSTILE))
     preflight.say(Config(), HOSTILE)
     shown = capsys.readouterr()
     for text in (shown.out, shown.err):

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rlhf_mcore.checkpoint.config_changes import compare_configs
-from rlhf_mcore.cli import launch
+from rlhf_mcore.cli import agent
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
@@ -127,17 +127,17 @@ def this_command_of(arguments: list[str]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["x.py", *arguments])
         patch.setattr("sys.orig_argv", ["python", "x.py", *arguments])
-        return launch.format_command()
+        return agent.format_command()
 
 
 def test_a_command_to_be_typed_again_tells_of_what_it_leaves_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "with_restarts", lambda attempt, number: launch.STOPPED)
+    monkeypatch.setattr(agent, "with_restarts", lambda attempt, number: agent.STOPPED)
     for override, hides in (("alarms.command=[/bin/true,agent.py]", True), ("seed=3", False)):
         monkeypatch.setattr("sys.orig_argv", ["python", "x.py", override])
         monkeypatch.setattr("sys.argv", ["x.py", override])
-        assert launch.launch([override], 1, 1) == launch.STOPPED
+        assert agent.launch([override], 1, 1) == agent.STOPPED
         told = capsys.readouterr().err
         assert told.startswith("to continue: python x.py ") and ("replace <redacted>" in told) == hides
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import ActorConfig, CriticConfig
 from rlhf_mcore.mcore import overrides
@@ -43,7 +43,7 @@ def test_a_rejection_by_megatron_names_the_keys_that_it_mentions(
 ) -> None:
     with expect_error(ConfigError, field=f"actor.megatron.{named}", remedy="change or remove it") as caught:
         Overrides("actor.megatron", values).build(TransformerConfig, **SIZES)
-    assert exit_codes.kind_of(caught.value) == exit_codes.USER  # one message without a traceback, and exit code 2
+    assert terminal.kind_of(caught.value) == terminal.USER  # one message without a traceback, and exit code 2
     assert other not in str(caught.value)
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.supervisor import read_last_lines
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability import rank_file
@@ -100,7 +100,7 @@ def test_an_error_is_told_where_the_working_directory_is_gone(tmp_path: Path, mo
     try:
         raise ValueError("lost")
     except ValueError as error:
-        assert exit_codes.cause(error).startswith(f"ValueError: lost ({__file__}:")
+        assert terminal.cause(error).startswith(f"ValueError: lost ({__file__}:")
 
 
 def test_nothing_is_told_without_a_reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_whose_mistake_it_was_is_told_with_the_cause(
         try:
             raise error
         except Exception as caught:
-            assert exit_codes.report(caught) == code
+            assert terminal.report(caught) == code
     told = world.files.read()[0]
     assert (told["kind"], str(error) in told["message"]) == (kind, True)
     assert ("Traceback" in capsys.readouterr().err) is (kind != USER)
@@ -198,7 +198,7 @@ def test_an_error_says_where_it_was_raised_and_no_secret(monkeypatch: pytest.Mon
         try:
             raise ValueError("no access with hunter2-hunter2 at https://user:word@host/")
         except ValueError as error:
-            exit_codes.report(error)
+            terminal.report(error)
     text = world.files.read()[0]["message"]
     assert text.startswith("ValueError: no access with <redacted: MY_API_KEY> at https://<redacted>@host/")
     assert f"({os.path.relpath(__file__)}:" in text and "in test_an_error_says_where" in text
