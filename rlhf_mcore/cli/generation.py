@@ -39,8 +39,7 @@ from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
-from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
-from rlhf_mcore.parallel.shared_store import SharedProgress, StoreClaims
+from rlhf_mcore.parallel.collectives import SharedProgress, StoreClaims, all_gather_json, on_every_rank, world_group
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.plugins import load_plugin
 from rlhf_mcore.protocols import (

@@ -28,8 +28,8 @@ from rlhf_mcore.config.schema import (
     RewardModelConfig,
     TeacherConfig,
 )
-from rlhf_mcore.data.context import PromptContext
 from rlhf_mcore.data.images import ImageStore
+from rlhf_mcore.data.rendering import PromptContext
 from rlhf_mcore.expected_kernels import why_unshared
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.mtp import MTP_KEY

@@ -20,7 +20,7 @@ from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability import rank_file
-from rlhf_mcore.observability.watchdog import Watchdog
+from rlhf_mcore.observability.rank_file import Watchdog
 from rlhf_mcore.own_processes import end_with_parent, raise_open_files
 from rlhf_mcore.parallel.addresses import LOOPBACK, listener
 

@@ -1,4 +1,4 @@
-"""What a command shows and returns: texts without control characters, progress, reports of errors, and exit codes.
+"""Output and exit codes of all commands: texts without control characters, progress, and reports of errors.
 
 The library rich is imported when progress is shown.
 """

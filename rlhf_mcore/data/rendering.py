@@ -1,4 +1,4 @@
-"""Renders prompts as text. Chat templates run in a separate process with limits.
+"""Renders prompts as text, also a teacher's prompts. Chat templates run in a separate process with limits.
 
 A template is a program that comes with a model. Jinja's sandbox isolates it, but it may still loop forever or compute
 ``10 ** 10 ** 8`` in C code, which no signal handler interrupts. Templates therefore run in a forked child, whose CPU time and
@@ -8,23 +8,29 @@ memory the kernel limits. The limits apply to each prompt and count CPU time, so
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.data.tokenizer import token_ids
 from rlhf_mcore.foreign import is_plain
 from rlhf_mcore.own_processes import ProcessLost, map_in_fork
 from rlhf_mcore.readers.data_rows import checked_prompt
+from rlhf_mcore.readers.user_functions import load_function, place_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlhf_mcore.types import Prompt
+
 CPU_S = 10  # CPU seconds per prompt; published templates take a millisecond
 MEMORY_BYTES = 384 * 2**20  # in addition to the memory of the process; the longest prompt uses a sixth of it
 MAX_CHARACTERS = 16 * 2**20  # per rendered prompt
+_CONTEXT_KEY = "teacher.context"
 
 Content = (
     str | list[dict[str, Any]]
@@ -151,3 +157,53 @@ def preview_prompt(text: str, num_tokens: int) -> str:
         printable.append("...")
     title = f"first prompt, as the model reads it ({num_tokens} tokens):"
     return "\n".join([title, *(f"  | {line}" for line in printable)])
+
+
+@dataclass(slots=True)
+class PromptContext:
+    """Calls the user's function ``spec`` for each prompt, and renders and tokenises its result.
+
+    ``max_tokens`` is the limit for a prompt that leaves space for the longest response.
+    """
+
+    spec: str
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    _function: Callable[..., Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._function = load_function(self.spec, _CONTEXT_KEY)
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Return the token ids of the teacher's prompts, one for each of ``prompts``. Local.
+
+        Raises:
+            ConfigError: the function fails or returns no prompt, the template rejects the prompt, or the prompt is too long.
+        """
+        named = {prompt.prompt_id: prompt for prompt in prompts}  # responses to the same prompt share one entry
+        # "false": a text is used unchanged; messages go through the chat template.
+        contents = [(self._call(prompt), f"{_CONTEXT_KEY}, prompt {name!r}") for name, prompt in named.items()]
+        tokens = token_ids(self.tokenizer, list(Renderer(self.tokenizer, "false").all(contents)))
+        for name, ids in zip(named, tokens, strict=True):
+            if not 0 < len(ids) <= self.max_tokens:
+                raise ConfigError(
+                    f"{_CONTEXT_KEY}={self.spec}: its prompt for {name!r} has {len(ids)} tokens; it must have between 1 and "
+                    f"{self.max_tokens} to leave space for a response; shorten it, or raise trainer.forward_tokens"
+                )
+        found = dict(zip(named, tokens, strict=True))
+        return [found[prompt.prompt_id] for prompt in prompts]
+
+    def _call(self, prompt: Prompt) -> Any:
+        if prompt.images:
+            raise ConfigError(
+                f"{_CONTEXT_KEY}={self.spec}: prompt {prompt.prompt_id!r} has images, which {_CONTEXT_KEY} does not support "
+                f"yet; set {_CONTEXT_KEY}=null, or data.image_key=null"
+            )
+        content = prompt.text if prompt.messages is None else prompt.messages
+        try:
+            return self._function(content, prompt.ground_truth, prompt.extra_info, prompt.data_source)
+        except Exception as error:
+            raise ConfigError(
+                f"{_CONTEXT_KEY}={self.spec} fails for prompt {prompt.prompt_id!r} ({type(error).__name__}: {error})"
+                f"{place_of(error, self.spec)}; correct the function"
+            ) from error

@@ -15,7 +15,7 @@ from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.types import Prompt
 
 if TYPE_CHECKING:
-    from rlhf_mcore.parallel.shared_store import StoreClaims
+    from rlhf_mcore.parallel.collectives import StoreClaims
 
 IN_ORDER, LONGEST_FIRST, SHARED_QUEUE = "in_order", "longest_first", "shared_queue"
 _ROWS = 65536  # limit of stored lengths, because a checkpoint stores them as JSON

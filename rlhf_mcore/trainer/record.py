@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.observability.alarms import AlarmBell, RewardAlarm
 from rlhf_mcore.observability.console import Console
+from rlhf_mcore.observability.rank_file import Watchdog
 from rlhf_mcore.observability.run_directory import RunDirectory, rollout_record, write_rollouts
 from rlhf_mcore.observability.throughput import Throughput, Timers, seconds_beside
-from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json
 from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.residency.sharing import DeviceSharing

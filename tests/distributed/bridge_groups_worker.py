@@ -23,8 +23,7 @@ from rlhf_mcore.bridge.run.sync import ChangedOnly, NoTarget
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.families.quantised import QUANTISATIONS
 from rlhf_mcore.geometry import LocalParameter, Shard, StateShard
-from rlhf_mcore.parallel.collectives import all_gather_json, world_group
-from rlhf_mcore.parallel.shared_store import StoreClaims
+from rlhf_mcore.parallel.collectives import StoreClaims, all_gather_json, world_group
 from rlhf_mcore.protocols import SyncMismatch
 from tests.distributed import eight_bit_engines
 from tests.distributed.setting import finish, start

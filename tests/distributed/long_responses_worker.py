@@ -14,8 +14,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.parallel.shared_store import SharedProgress
+from rlhf_mcore.parallel.collectives import SharedProgress, all_gather_json
 from rlhf_mcore.protocols import EngineRank, PeersLost
 from rlhf_mcore.rollout.engine import Engine, VersionedWeights
 from rlhf_mcore.trainer.batches import BatchSampler

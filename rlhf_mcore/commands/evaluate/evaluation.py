@@ -34,7 +34,7 @@ from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.files import digest_of_file, digest_of_json, pretty_json, write_atomically
-from rlhf_mcore.observability.watchdog import Watchdog
+from rlhf_mcore.observability.rank_file import Watchdog
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank, world_group
 from rlhf_mcore.platform import Platform

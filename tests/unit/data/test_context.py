@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.data.context import PromptContext
+from rlhf_mcore.data.rendering import PromptContext
 from rlhf_mcore.types import Prompt
 
 FILE = """

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.observability import rank_file
-from rlhf_mcore.observability.watchdog import Watchdog
+from rlhf_mcore.observability.rank_file import Watchdog
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from rlhf_mcore.parallel import shared_store
-from rlhf_mcore.parallel.shared_store import StoreClaims
+from rlhf_mcore.parallel import collectives
+from rlhf_mcore.parallel.collectives import StoreClaims
 
 
 def test_claims_are_each_engines_own_and_leave_a_counter_a_round_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr(shared_store, "broadcast_json", lambda value, source: "name")
+    monkeypatch.setattr(collectives, "broadcast_json", lambda value, source: "name")
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     engines = StoreClaims(), StoreClaims()
     for count in (3, 2):

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.observability.timeline import RankTrace, merge_traces
+from rlhf_mcore.trainer.profiler import RankTrace, merge_traces
 
 SECOND = 10**9
 
