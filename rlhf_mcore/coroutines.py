@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine
+import os
+import signal
+from collections.abc import Collection, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from threading import Lock, Thread, current_thread
@@ -20,14 +22,62 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class OutputTooLong(Exception):
+    """A program printed more than its limit to stdout or stderr."""
+
+
+async def start_program(*command: str, env: Mapping[str, str] | None = None) -> asyncio.subprocess.Process:
+    """Start a program with pipes, in its own process group."""
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
+    )
+
+
+async def exchange(process: asyncio.subprocess.Process, stdin: bytes, max_bytes: int) -> tuple[int, str, str]:
+    """Send a program its input, and return its exit code, stdout and stderr when it has ended.
+
+    Raises:
+        OutputTooLong: it printed more than ``max_bytes`` to stdout or stderr. It may still run.
+    """
+    assert process.stdout is not None and process.stderr is not None
+    streams = (process.stdout, process.stderr)
+    sending = asyncio.ensure_future(_send(process, stdin))
+    reading = [asyncio.ensure_future(_read(stream, max_bytes)) for stream in streams]
+    try:
+        await asyncio.gather(sending, *reading)
+        code = await process.wait()
+        out, err = (each.result().decode(errors="replace") for each in reading)
+        return code, out, err
+    finally:
+        await cancel_all([sending, *reading])
+
+
+async def _send(process: asyncio.subprocess.Process, stdin: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(ConnectionError):  # a program may end without reading its input
+        process.stdin.write(stdin)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _read(stream: asyncio.StreamReader, max_bytes: int) -> bytes:
+    data = b""
+    while part := await stream.read(2**16):
+        data += part
+        if len(data) > max_bytes:
+            raise OutputTooLong
+    return data
+
+
 async def end_program(process: asyncio.subprocess.Process) -> None:
-    """Kill a program of asyncio if it still runs, and wait for its end.
+    """Kill a program of ``start_program`` and its process group if the program still runs, and wait for its end.
 
     The output is read and dropped, because asyncio does not notice the end of a process with a full pipe.
     """
     if process.returncode is None:
         with suppress(ProcessLookupError):
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
     streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]
     with suppress(asyncio.TimeoutError):  # another process keeps the pipe open
         await asyncio.wait_for(asyncio.gather(process.wait(), *map(_drop, streams)), _END_S)

@@ -164,6 +164,12 @@ def end_all(pids: Iterable[int]) -> None:
                 time.sleep(0.01)
 
 
+def end_children() -> None:
+    """Kill all children of this process, and the orphans that it adopts meanwhile, until none runs."""
+    while running := [pid for pid in children() if not has_ended(pid)]:
+        end_all(running)
+
+
 def _status(pid: int) -> list[str] | None:
     """Return [state, parent, ...] of a process, or None if it does not exist."""
     try:

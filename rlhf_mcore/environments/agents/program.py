@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.coroutines import end_program
+from rlhf_mcore.coroutines import OutputTooLong, end_program, exchange, start_program
 from rlhf_mcore.environments.containers.container import Blocking, ContainerLost
 from rlhf_mcore.environments.containers.task import task_of
 from rlhf_mcore.environments.containers.workplace import Workplace, Workplaces, workplaces_of
@@ -261,50 +261,29 @@ class AgentEnvironment:
             "ANTHROPIC_API_KEY": api_key,
             **{f"CONTAINER_{name.upper()}": value for name, value in lent.items()},
         }
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            env={**os.environ, **own},
-            start_new_session=True,
-        )
+        process = await start_program(*self._command, env={**os.environ, **own})
         _keeper().keep(process.pid)
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        readers = [asyncio.ensure_future(self._read_output(stream)) for stream in (process.stdout, process.stderr)]
         try:
-            with suppress(ConnectionError):  # a program may end without reading its task
-                process.stdin.write(json.dumps(self._task).encode() + b"\n")
-                await process.stdin.drain()
-            process.stdin.close()
-            printed, errors = await asyncio.gather(*readers)
-            code = await process.wait()
+            task = json.dumps(self._task).encode() + b"\n"
+            code, printed, errors = await exchange(process, task, self._max_output_bytes)
+        except OutputTooLong:
+            raise EnvironmentFailed(
+                f"printed more than {self._max_output_bytes} bytes ({KEY}.max_output_kib)"
+            ) from None
         finally:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):  # also kills processes that the program left running
                 os.killpg(process.pid, signal.SIGKILL)
             _keeper().release(process.pid)
-            for reader in readers:
-                reader.cancel()
-            await asyncio.wait(readers)
             await end_program(process)
         if code:
             how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
-            raise EnvironmentFailed(f"{how}; it last printed: {(errors or printed)[-_SHOWN_CHARS:]!r}")
-        last = printed.rpartition("\n")[2]
+            raise EnvironmentFailed(f"{how}; it last printed: {(errors.strip() or printed.strip())[-_SHOWN_CHARS:]!r}")
+        last = printed.strip().rpartition("\n")[2]
         with suppress(ValueError, RecursionError):
             result = json.loads(last)
             if isinstance(result, dict) and "reward" in result:
                 return result
         return Ungraded(last[-_SHOWN_CHARS:])
-
-    async def _read_output(self, stream: asyncio.StreamReader) -> str:
-        printed = b""
-        while part := await stream.read(2**16):
-            printed += part
-            if len(printed) > self._max_output_bytes:
-                raise EnvironmentFailed(f"printed more than {self._max_output_bytes} bytes ({KEY}.max_output_kib)")
-        return printed.decode(errors="replace").strip()
 
     @staticmethod
     def _read(result: Any) -> tuple[Any, float, bool]:

@@ -13,12 +13,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.coroutines import cancel_all, end_program
+from rlhf_mcore.coroutines import OutputTooLong, end_program, exchange, start_program
 from rlhf_mcore.environments.containers.container import (
     CommandResult,
     Container,
@@ -193,41 +192,13 @@ async def _call(
     program: str, *arguments: str, stdin: bytes = b"", timeout_s: float, max_bytes: int = 2**16
 ) -> CommandResult:
     """Call a client program, and return its result. Processes that it started in a container may outlive it."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(program, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-
-    async def tell() -> None:
-        assert process.stdin is not None
-        with suppress(ConnectionError):
-            process.stdin.write(stdin)
-            await process.stdin.drain()
-        process.stdin.close()
-
-    streams = [asyncio.ensure_future(_read(stream, max_bytes)) for stream in (process.stdout, process.stderr)]
-    told = asyncio.ensure_future(tell())
+    process = await start_program(program, *arguments)
     try:
-        await asyncio.wait_for(asyncio.gather(*streams, told), timeout_s)
-        out, err = (stream.result() for stream in streams)
-        code = await asyncio.wait_for(process.wait(), timeout_s)
-        return CommandResult(code, out.decode(errors="replace"), err.decode(errors="replace"))
+        code, out, err = await asyncio.wait_for(exchange(process, stdin, max_bytes), timeout_s)
+        return CommandResult(code, out, err)
     except asyncio.TimeoutError:
         return CommandResult(None, reason="timeout")
-    except _TooMuch:
+    except OutputTooLong:
         return CommandResult(None, reason="output")
     finally:
-        await cancel_all([*streams, told])
         await end_program(process)
-
-
-class _TooMuch(Exception):
-    pass
-
-
-async def _read(stream: asyncio.StreamReader, max_bytes: int) -> bytes:
-    data = b""
-    while part := await stream.read(2**16):
-        data += part
-        if len(data) > max_bytes:
-            raise _TooMuch
-    return data

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_files import open_own
-from rlhf_mcore.own_processes import adopt_orphans, children, end_all, has_ended
+from rlhf_mcore.own_processes import adopt_orphans, children, end_children, has_ended
 from rlhf_mcore.parallel.addresses import LOOPBACK
 
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: no cluster, so Ray listens on the loopback only
@@ -61,8 +61,7 @@ def main() -> None:
             if any(has_ended(pid) for pid in needed):
                 break
     finally:
-        while running := [pid for pid in children() if not has_ended(pid)]:
-            end_all(running)
+        end_children()
         remove_folder(folder)
         os._exit(0)  # Ray's exit handlers would call processes that have ended
 

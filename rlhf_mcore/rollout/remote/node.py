@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from rlhf_mcore.own_processes import adopt_orphans, children, end_all, has_ended
+from rlhf_mcore.own_processes import adopt_orphans, end_children, has_ended, start
 from rlhf_mcore.parallel.addresses import shared_port, source_address
 from rlhf_mcore.rollout.remote.head import LOOPBACK_ONLY, OBJECT_STORE_BYTES, SETTINGS, make_folder, remove_folder
 
@@ -52,7 +52,7 @@ def main() -> int:
     try:
         while True:
             command = _command(args, own, reserved.getsockname()[1], folder)
-            ray = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+            ray = start(command, env=environment, stdout=subprocess.DEVNULL)
             port = ""
             while not ending and not has_ended(ray.pid):
                 if args.head and not port and (port := _port_of_head(folder)):
@@ -60,9 +60,9 @@ def main() -> int:
                 time.sleep(_LOOK_S)
             if ending or port or time.monotonic() > end:
                 return 0 if ending else 1
-            _end_children()
+            end_children()
     finally:
-        _end_children()
+        end_children()
         remove_folder(Path(folder))
 
 
@@ -86,11 +86,6 @@ def _port_of_head(folder: str) -> str:
     with contextlib.suppress(OSError):
         return Path(folder, "ray_current_cluster").read_text(encoding="utf-8").strip().rpartition(":")[2]
     return ""
-
-
-def _end_children() -> None:
-    while running := [pid for pid in children() if not has_ended(pid)]:
-        end_all(running)
 
 
 if __name__ == "__main__":
