@@ -376,7 +376,7 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str, isolates:
 
 
 def worker_settings(cfg: Config, *, loads_only: bool = False) -> EnvironmentConfig:
-    """Return the settings of ``environment``. For a rollout function, ``options`` are the arguments of ``RolloutFunction``.
+    """Return the settings of ``environment``. For a rollout function, ``options`` are the arguments of ``FunctionEnvironment``.
 
     ``loads_only``: without the tokenizer, which takes seconds to load.
     """
