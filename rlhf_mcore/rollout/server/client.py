@@ -7,12 +7,12 @@ import json
 import os
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
-from threading import Thread
 from typing import Any, TypeVar
 
 import aiohttp
 
 from rlhf_mcore.config.errors import printable
+from rlhf_mcore.coroutines import Background
 from rlhf_mcore.redaction import without_secrets
 
 T = TypeVar("T")
@@ -28,12 +28,10 @@ class ServerFailed(RuntimeError):
 
 
 class Client:
-    """An HTTP session to the servers, in a thread with an event loop."""
+    """An HTTP session to the servers, in a separate thread."""
 
     def __init__(self, token: str | None, timeout_s: float) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="servers", daemon=True)
-        self._thread.start()
+        self._thread = Background("servers")
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._session: aiohttp.ClientSession = self.wait(self._open(headers, timeout_s))
 
@@ -42,13 +40,14 @@ class Client:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=30)
         headers = {**headers, "Accept-Encoding": "identity"}  # a compressed answer could unpack to any size
-        return aiohttp.ClientSession(
+        session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=headers, trust_env=False, auto_decompress=False
         )
+        return await self._thread.resources.enter_async_context(session)
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine in the thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._thread.start(work)
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Start a coroutine, and wait for its result."""
@@ -83,10 +82,7 @@ class Client:
 
     def close(self) -> None:
         """Cancel the requests in flight, and close the session and the thread."""
-        self.wait(self._session.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close()
 
 
 def token_of(variable: str | None) -> str | None:
