@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -92,6 +92,17 @@ class StepwiseEngine(Protocol):
 
     def sampled_tokens(self, request_ids: Collection[int]) -> Mapping[int, Sequence[int]]:
         """Return the tokens sampled so far for the requests in flight; {} if the engine does not report them."""
+        ...
+
+
+@runtime_checkable
+class AsyncEngine(Protocol):
+    """An engine that answers each request separately, such as the client of servers. Only its lead rank samples."""
+
+    on_progress: Callable[[], object] | None  # called about once a second while requests are in flight
+
+    async def answer(self, request: Request) -> Completion:
+        """Return the completion of a request, in any event loop. If the caller is cancelled, the engine stops sampling."""
         ...
 
 

@@ -56,7 +56,7 @@ from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.roles.trained_model import TrainedModel
 from rlhf_mcore.rollout import build_engine
-from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
+from rlhf_mcore.rollout.engine import AnyEngine, EngineModel, LiveEngine
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from rlhf_mcore.rollout.remote.control import listening
 from rlhf_mcore.rollout.remote.fleet import Fleet
@@ -166,7 +166,7 @@ def build_colocated(
 
 
 @contextmanager
-def _close_at_end(engine: Engine) -> Iterator[None]:
+def _close_at_end(engine: AnyEngine) -> Iterator[None]:
     """Close the engine at the end of the block.
 
     After an error, the engine is closed only in a world of one process, which may start another run. In a larger world
@@ -319,12 +319,12 @@ def _build_canary(run: RunContext, actor: Actor, sampler: ResponseSampler, targe
     return Canary(sampler, target, actor, prompts, sampling, tolerance)
 
 
-def _live(cfg: Config, engine: Engine) -> LiveEngine:
+def _live(cfg: Config, engine: AnyEngine) -> LiveEngine:
     assert engine_kind(cfg.rollout.engine).has_live_weights, "config.validate keeps others from what writes them"
     return cast("LiveEngine", engine)
 
 
-def _trace(cfg: Config, shapes: Shapes, adapters: Shapes | None, engine: Engine) -> EngineMap | None:
+def _trace(cfg: Config, shapes: Shapes, adapters: Shapes | None, engine: AnyEngine) -> EngineMap | None:
     """Map the weights of an engine for the planned bridge; None if no planned bridge is used."""
     kind = engine_kind(cfg.rollout.engine)
     if cfg.bridge.method == "gather" or kind.weights == "full":
@@ -338,7 +338,7 @@ def _trace(cfg: Config, shapes: Shapes, adapters: Shapes | None, engine: Engine)
     )
 
 
-def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap | None) -> WeightBridge:
+def _build_bridge(cfg: Config, actor: Actor, engine: AnyEngine, traced: EngineMap | None) -> WeightBridge:
     geometry = sent_geometry(cfg, actor.model.spec.geometry)
     if cfg.bridge.method == "gather":
         model = actor.model.model

@@ -21,7 +21,7 @@ from rlhf_mcore.plugins import find_plugins
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import ModelConfig, RolloutConfig
     from rlhf_mcore.geometry import ModelGeometry
-    from rlhf_mcore.rollout.engine import Engine, EngineModel
+    from rlhf_mcore.rollout.engine import AnyEngine, EngineModel
 
 SEQUENCES = 256  # default number of sequences that an engine decodes at once
 
@@ -88,7 +88,7 @@ class EngineKind:
         """Return a context for creating communicators with processes that have not run ``prepare_process``."""
         return nullcontext()
 
-    def build(self, cfg: RolloutConfig, model: EngineModel) -> Engine:
+    def build(self, cfg: RolloutConfig, model: EngineModel) -> AnyEngine:
         """Build the engine of this rank. Every rank calls it at the same time, with torch.distributed initialised.
 
         Raises:

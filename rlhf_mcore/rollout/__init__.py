@@ -12,10 +12,10 @@ from rlhf_mcore.config.engine_kinds import engine_kind
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
-    from rlhf_mcore.rollout.engine import Engine, EngineModel
+    from rlhf_mcore.rollout.engine import AnyEngine, EngineModel
 
 
-def build_engine(cfg: RolloutConfig, model: EngineModel) -> Engine:
+def build_engine(cfg: RolloutConfig, model: EngineModel) -> AnyEngine:
     """Build the engine that ``cfg.engine`` names (:meth:`EngineKind.build`)."""
     kind = engine_kind(cfg.engine)
     if cfg.max_num_seqs is None:

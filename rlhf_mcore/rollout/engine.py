@@ -137,26 +137,89 @@ class InFlight:
     handle: str = ""
 
 
-class Engine(VersionedWeights, ABC):
-    """The engine on one rank: a StepwiseEngine, a WeightTarget and a Sleeper. It is an engine itself, or the client of a server.
+class BaseEngine(VersionedWeights, ABC):
+    """The common part of all engines, on one rank: a WeightTarget and a Sleeper. An engine starts without weights."""
 
-    An engine starts without weights, and generates only after all weights are loaded. Weights may be replaced while requests are in
-    flight; later tokens are then sampled from the new weights. A completion stores the version of each token.
-    """
-
-    on_progress: Callable[[], object] | None = None  # called after steps that sampled tokens, at most once a second
-    _reported: tuple[float, float] = (-math.inf, -1)  # time and value of the last progress check
+    on_progress: Callable[[], object] | None = None  # called while the engine makes progress, at most once a second
     warnings: Sequence[str] = ()  # warnings of the engine's library at its start, about kernels and communication
-    _digest = 0  # digest of the responses that finished since the last compare_ranks
     _preemptions = 0  # number of preemptions since the last pop_preemptions
 
-    def __init__(self, model: EngineModel, rank: EngineRank, at_publish: str | None = None) -> None:
+    def __init__(self, model: EngineModel, rank: EngineRank) -> None:
         super().__init__()
         refuse_foreign_code(model.model_dir)
         self.rank = rank
         self._max_model_len = model.max_model_len
         self._tokenizer = load_tokenizer(model.tokenizer_dir)
         self._stops = stop_token_ids(model.model_dir, self._tokenizer)
+
+    def pop_preemptions(self) -> int:
+        """Return the number of preemptions since the last call; 0 on ranks that do not lead.
+
+        A response is preempted if the engine frees its cache for other responses.
+        """
+        count, self._preemptions = self._preemptions, 0
+        return count if self.rank.is_lead else 0
+
+    def kernels(self) -> dict[str, str]:
+        """Return the name of the backend for each part of the engine; {} if the engine does not report them."""
+        return {}
+
+    def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of responses, without special tokens."""
+        return self._tokenizer.batch_decode(responses, skip_special_tokens=True)
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks of this engine."""
+        return 1
+
+    @cached_property
+    def ranks(self) -> dist.ProcessGroup | None:
+        """Return the gloo group of the engine's ranks, which are consecutive; None if the engine has one rank.
+
+        The first access is collective over the engine's ranks.
+        """
+        if self.num_ranks == 1:
+            return None
+        import torch.distributed as dist
+
+        first = dist.get_rank() // self.num_ranks * self.num_ranks
+        own = list(range(first, first + self.num_ranks))
+        return dist.new_group(own, backend="gloo", use_local_synchronization=True)
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
+
+    def sleep(self, level: int = 2) -> None:
+        """Free device memory between rollouts. This default does nothing."""
+
+    def wake(self, tags: Sequence[str] = MEMORY) -> None:
+        """Undo ``sleep``. This default does nothing."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free all resources of the engine."""
+
+
+class AnsweringEngine(BaseEngine):
+    """The client of servers, which sample each request separately: an AsyncEngine."""
+
+    @abstractmethod
+    async def answer(self, request: Request) -> Completion: ...
+
+
+class Engine(BaseEngine):
+    """An engine that samples in steps: a StepwiseEngine.
+
+    It generates only after all weights are loaded. Weights may be replaced while requests are in flight; later tokens are then
+    sampled from the new weights. A completion stores the version of each token.
+    """
+
+    _reported: tuple[float, float] = (-math.inf, -1)  # time and value of the last progress check
+    _digest = 0  # digest of the responses that finished since the last compare_ranks
+
+    def __init__(self, model: EngineModel, rank: EngineRank, at_publish: str | None = None) -> None:
+        super().__init__(model, rank)
         self._at_publish = at_publish or "continue"
         self._in_flight: dict[int, InFlight] = {}
         self._finished: list[Completion] = []  # finished, but not returned yet
@@ -244,13 +307,9 @@ class Engine(VersionedWeights, ABC):
         now, (last, before) = time.monotonic(), self._reported
         if self.on_progress is None or now - last < PROGRESS_S:
             return
-        self._reported = now, self._progress()
+        self._reported = now, self.num_sampled_tokens
         if self._reported[1] != before:
             self.on_progress()
-
-    def _progress(self) -> float:
-        """Return a number that changes while the engine makes progress."""
-        return self.num_sampled_tokens
 
     def _drop_finished(self, finished: list[Completion]) -> list[Completion]:
         for completion in finished:
@@ -302,44 +361,9 @@ class Engine(VersionedWeights, ABC):
         """
         return self._tokens_of_finished + sum(self._num_sampled().values())
 
-    def pop_preemptions(self) -> int:
-        """Return the number of preemptions since the last call; 0 on ranks that do not lead.
-
-        A response is preempted if the engine frees its cache for other responses.
-        """
-        count, self._preemptions = self._preemptions, 0
-        return count if self.rank.is_lead else 0
-
-    def kernels(self) -> dict[str, str]:
-        """Return the name of the backend for each part of the engine; {} if the engine does not report them."""
-        return {}
-
     def sampled_tokens(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
         """Return the tokens sampled so far for the requests in flight; {} if the engine does not report them."""
         return {}
-
-    def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
-        """Return the texts of responses, without special tokens."""
-        return self._tokenizer.batch_decode(responses, skip_special_tokens=True)
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the number of ranks of this engine."""
-        return 1
-
-    @cached_property
-    def ranks(self) -> dist.ProcessGroup | None:
-        """Return the gloo group of the engine's ranks, which are consecutive; None if the engine has one rank.
-
-        The first access is collective over the engine's ranks.
-        """
-        if self.num_ranks == 1:
-            return None
-        import torch.distributed as dist
-
-        first = dist.get_rank() // self.num_ranks * self.num_ranks
-        own = list(range(first, first + self.num_ranks))
-        return dist.new_group(own, backend="gloo", use_local_synchronization=True)
 
     @abstractmethod
     def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
@@ -357,19 +381,6 @@ class Engine(VersionedWeights, ABC):
     def _num_sampled(self) -> dict[int, int]:
         """Return the number of tokens sampled so far for each request in flight, by request id."""
 
-    @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
-
-    def sleep(self, level: int = 2) -> None:
-        """Free device memory between rollouts. This default does nothing."""
-
-    def wake(self, tags: Sequence[str] = MEMORY) -> None:
-        """Undo ``sleep``. This default does nothing."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free all resources of the engine."""
-
 
 class LiveEngine(Engine):
     """An engine whose parameters are in this process. It is also a LiveWeights."""
@@ -380,6 +391,10 @@ class LiveEngine(Engine):
 
     @abstractmethod
     def begin(self, version: int) -> AbstractContextManager[nn.Module]: ...
+
+
+# The types of ``build_engine``.
+AnyEngine = Engine | AnsweringEngine
 
 
 class AddsAdapters(ABC):

@@ -16,7 +16,8 @@ from rlhf_mcore.sampling.episode_log import EpisodeLog
 from rlhf_mcore.types import Completion, Job, Prompt, Request, Sampling, Trajectory
 
 if TYPE_CHECKING:
-    from rlhf_mcore.sampling.engine_loop import EngineLoop, OnTokens
+    from rlhf_mcore.sampling.engine_loop import OnTokens
+    from rlhf_mcore.sampling.served_loop import RolloutLoop
 
 _SEED_BITS = 63  # torch.Generator and vLLM both take any non-negative int64
 # Token ids of responses -> their texts without special tokens.
@@ -113,7 +114,7 @@ class RolloutSetup:
 class LocalPlayer:
     """Runs rollouts in the process of their engine."""
 
-    engine: EngineLoop
+    engine: RolloutLoop
     decode: Decode
     setup: RolloutSetup = field(default_factory=RolloutSetup)
 
@@ -138,7 +139,7 @@ class Policy:
     ``num_turns`` counts the requested turns. ``log`` stores their times.
     """
 
-    def __init__(self, engine: EngineLoop, job: Job, limits: RolloutLimits) -> None:
+    def __init__(self, engine: RolloutLoop, job: Job, limits: RolloutLimits) -> None:
         self._engine, self._job, self._limits = engine, job, limits
         self._began = time.monotonic()
         self._first = request_of(job)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlhf_mcore.coroutines import run
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform.base import preserved_rng
-from rlhf_mcore.protocols import EngineRank, StepwiseEngine
+from rlhf_mcore.protocols import AsyncEngine, EngineRank, StepwiseEngine
 from rlhf_mcore.sampling.engine_loop import EngineLoop
 from rlhf_mcore.sampling.followers import follow, run_pass
 from rlhf_mcore.sampling.rollouts import (
@@ -22,6 +22,7 @@ from rlhf_mcore.sampling.rollouts import (
     number_occurrences,
     sampling_of_batch,
 )
+from rlhf_mcore.sampling.served_loop import RolloutLoop, ServedLoop
 from rlhf_mcore.trainer.dealing import Dealer
 from rlhf_mcore.trainer.metrics import draft_metrics, rollout_metrics, source_metrics
 from rlhf_mcore.types import DRAFTS, Job, Prompt, Sampling, Score, Trajectory
@@ -218,7 +219,7 @@ class BatchSampler:
         wait: waits until all ranks finish sampling, without a timeout. Collective over the world.
     """
 
-    engine: StepwiseEngine
+    engine: StepwiseEngine | AsyncEngine
     rank: EngineRank
     decode: Decode
     ranks: dist.ProcessGroup | None = None
@@ -250,14 +251,14 @@ class BatchSampler:
         """
         numbered = number_occurrences(prompts)
 
-        async def sample_group(engine: EngineLoop, place: int) -> SampledGroup:
+        async def sample_group(engine: RolloutLoop, place: int) -> SampledGroup:
             jobs = jobs_of([numbered[place]], sampling, step, first=place)
             trajectories = await self._run_rollouts(engine, jobs)
             group = SampledGroup(place, trajectories, begin_scores(trajectories))
             progress(trajectories, engine.num_in_flight)
             return group
 
-        async def sample_share(engine: EngineLoop) -> list[SampledGroup]:
+        async def sample_share(engine: RolloutLoop) -> list[SampledGroup]:
             share = self.dealer.share(numbered, sampling.num_responses, self.rank)
             groups = []
             while not share.is_empty:
@@ -279,18 +280,21 @@ class BatchSampler:
         jobs = jobs_of(prompts, sampling, step)
         return self._run(lambda engine: self._run_rollouts(engine, jobs))
 
-    async def _run_rollouts(self, engine: EngineLoop, jobs: Sequence[Job]) -> list[Trajectory]:
+    async def _run_rollouts(self, engine: RolloutLoop, jobs: Sequence[Job]) -> list[Trajectory]:
         return await engine.join(LocalPlayer(engine, self.decode, self.setup).begin(jobs))
 
-    def _run(self, sample: Callable[[EngineLoop], Coroutine[Any, Any, list[T]]]) -> list[T]:
+    def _run(self, sample: Callable[[RolloutLoop], Coroutine[Any, Any, list[T]]]) -> list[T]:
         """Run ``sample`` on the engine's lead rank while its other ranks follow. Returns [] on the other ranks."""
-        in_order = self.setup.in_order
-        passes = partial(run_pass, self.engine, self.ranks)
-        places = self.setup.places
-        engine = EngineLoop(self.engine, passes, in_order=in_order, until_finished=in_order, places=places)
+        in_order, places = self.setup.in_order, self.setup.places
+        engine: RolloutLoop
+        if isinstance(self.engine, AsyncEngine):
+            engine = ServedLoop(self.engine, places)
+        else:
+            passes = partial(run_pass, self.engine, self.ranks)
+            engine = EngineLoop(self.engine, passes, in_order=in_order, until_finished=in_order, places=places)
         with preserved_rng():  # vLLM's sampler also uses torch's global generator
             if self.rank.is_lead:
                 return run(engine.run(sample(engine)))
-            if self.ranks is not None:
+            if self.ranks is not None and not isinstance(self.engine, AsyncEngine):
                 follow(self.engine, self.ranks)
             return []

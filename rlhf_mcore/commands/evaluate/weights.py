@@ -29,7 +29,7 @@ from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, read_adapters
 from rlhf_mcore.readers.model_files import read_config, read_geometry
 from rlhf_mcore.rollout import build_engine
-from rlhf_mcore.rollout.engine import AddsAdapters, Engine, EngineModel
+from rlhf_mcore.rollout.engine import AddsAdapters, AnyEngine, EngineModel
 from rlhf_mcore.sampling.rollouts import RolloutSetup
 from rlhf_mcore.trainer.batches import BatchSampler
 
@@ -105,7 +105,7 @@ class EngineAdapters:
         is_base = model.format == "hf" and os.path.realpath(model.weights) == os.path.realpath(self.base)
         return is_base or model.weights in self.directories
 
-    def choose(self, engine: Engine, model: EvaluatedModel) -> None:
+    def choose(self, engine: AnyEngine, model: EvaluatedModel) -> None:
         """Make an engine sample with the adapter of a model, or without adapters if the model is the base.
 
         Raises:
@@ -174,7 +174,7 @@ class Engines:
     def __init__(self, dtype: str, adapters: EngineAdapters | None = None) -> None:
         self.dtype = dtype
         self._adapters = adapters
-        self._engine: Engine | None = None
+        self._engine: AnyEngine | None = None
         self._built_for: tuple[object, ...] = ()
         self._loaded = ""  # directory of the weights in the engine
         self._version = 0
@@ -216,7 +216,7 @@ class Engines:
             setup = on_every_rank(lambda: spec.build() if engine.rank.is_lead else RolloutSetup())
         return BatchSampler(engine, engine.rank, decode, engine.ranks, setup)
 
-    def _load(self, engine: Engine, path: str, weights: Weights) -> None:
+    def _load(self, engine: AnyEngine, path: str, weights: Weights) -> None:
         try:
             engine.load_weights(weights.read(), version=self._version)
         except ValueError as error:

@@ -17,7 +17,7 @@ from rlhf_mcore.redaction import without_secrets
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import ModelConfig, RolloutConfig
     from rlhf_mcore.geometry import ModelGeometry
-    from rlhf_mcore.rollout.engine import Engine, EngineModel
+    from rlhf_mcore.rollout.engine import AnsweringEngine, EngineModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class _Server(EngineKind):
     ) -> Iterator[str]:
         return _problems(cfg)
 
-    def build(self, cfg: RolloutConfig, model: EngineModel) -> Engine:
+    def build(self, cfg: RolloutConfig, model: EngineModel) -> AnsweringEngine:
         from rlhf_mcore.rollout.server.engine import ServerEngine
 
         return ServerEngine(cfg, model)

@@ -6,14 +6,11 @@ import asyncio
 import secrets
 import shutil
 import tempfile
-import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +23,7 @@ from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.readers.model_files import read_config, read_geometry
 from rlhf_mcore.redaction import without_secrets
-from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
+from rlhf_mcore.rollout.engine import AnsweringEngine, EngineModel, ExpectedTensors, new_token_limits
 from rlhf_mcore.rollout.server.client import MAX_BYTES, Client, ServerFailed, token_of
 from rlhf_mcore.types import MAX_LOGPROB, Completion, Request
 
@@ -40,10 +37,9 @@ SHARD_BYTES = 4 * 2**30  # size of a weight file
 _TOKEN_BYTES = 1024  # allowed answer bytes per token and logprob; vLLM uses about a fifth of it
 _FLOAT = 3e38  # limit for logprobs, which are stored in fp32
 REQUEST_TIMES = 60  # the timeout of a request, as a multiple of rollout.engine_timeout_s
-_WAIT_S = 1.0  # maximum wait for an answer in one step
 
 
-class ServerEngine(Engine):
+class ServerEngine(AnsweringEngine):
     """All servers as one engine, which the first rank leads.
 
     A request is sent to the server with the fewest requests in flight. If a server fails, it gets no requests until the next weight
@@ -70,8 +66,7 @@ class ServerEngine(Engine):
         self._timeout_s = REQUEST_TIMES * cfg.engine_timeout_s
         self._room = asyncio.Semaphore(cfg.sequences * len(self._urls))
         self._well: dict[str, int] = {}  # number of requests in flight for each healthy server
-        self._answers: SimpleQueue[Completion | Exception] = SimpleQueue()
-        self._under_way: dict[int, Future[None]] = {}
+        self._num_in_flight = 0
         self._client: Client | None = None
         self._model_dir = model.model_dir
         self._vocab_size = _vocab_size(model.model_dir)
@@ -156,24 +151,24 @@ class ServerEngine(Engine):
                 "server with the configuration of model.path"
             )
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        if self.rank.is_lead:
-            super().submit(requests)
+    async def answer(self, request: Request) -> Completion:
+        """Return the completion of a request. If the caller is cancelled, the connection is closed, so the server stops sampling.
 
-    def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
-        assert self._client is not None
-        for request, limit in zip(requests, limits, strict=True):
-            label = f"{self._run}-{self.policy_version}"
-            self._under_way[request.request_id] = self._client.begin(self._draw(request, limit, label))
-        return [request.name for request in requests]
-
-    async def _draw(self, request: Request, limit: int, label: str) -> None:
-        """Sample a response on a server, and put it, or the error, into ``_answers``."""
+        Raises:
+            RuntimeError: the weights are not usable, or all servers failed.
+            ValueError: the prompt is empty, or fills ``max_model_len``.
+        """
+        self.require_weights()
+        [limit] = new_token_limits([request], self._max_model_len)
+        assert self._client is not None, "only the lead rank samples"
+        self._num_in_flight += 1
         try:
-            async with self._room:
-                self._answers.put(await self._ask_any(request, limit, label))
-        except Exception as error:
-            self._answers.put(error)
+            label = f"{self._run}-{self.policy_version}"
+            return await asyncio.wrap_future(self._client.begin(self._ask_any(request, limit, label)))
+        except ServerFailed as error:
+            raise RuntimeError(f"the servers of rollout.server.urls stopped sampling: {error}") from error
+        finally:
+            self._num_in_flight -= 1
 
     async def _ask_any(self, request: Request, limit: int, label: str) -> Completion:
         """Send a request to the server with the fewest requests. If that server fails, send it to another.
@@ -182,18 +177,19 @@ class ServerEngine(Engine):
             ServerFailed: all servers failed.
         """
         problem = ServerFailed("no server is left")
-        while self._well:
-            url = min(self._well, key=self._well.__getitem__)
-            self._well[url] += 1
-            try:
-                return await self._ask_for(url, request, limit, label)
-            except Exception as error:
-                self._well.pop(url, None)
-                reason = f"{url} answers with an invalid response: {type(error).__name__} {error}"
-                problem = error if isinstance(error, ServerFailed) else ServerFailed(reason)
-            finally:
-                if url in self._well:
-                    self._well[url] -= 1
+        async with self._room:
+            while self._well:
+                url = min(self._well, key=self._well.__getitem__)
+                self._well[url] += 1
+                try:
+                    return await self._ask_for(url, request, limit, label)
+                except Exception as error:
+                    self._well.pop(url, None)
+                    reason = f"{url} answers with an invalid response: {type(error).__name__} {error}"
+                    problem = error if isinstance(error, ServerFailed) else ServerFailed(reason)
+                finally:
+                    if url in self._well:
+                        self._well[url] -= 1
         raise problem
 
     async def _ask_for(self, url: str, request: Request, limit: int, label: str) -> Completion:
@@ -214,39 +210,15 @@ class ServerEngine(Engine):
         bounds = AnswerBounds(label, limit, self._vocab_size)
         return completion_of(answer, request, url, bounds, self.policy_version)
 
-    def _step(self) -> list[Completion]:
-        """Wait for an answer for at most ``_WAIT_S``, and return all answers received."""
-        finished: list[Completion] = []
-        with suppress(Empty):
-            answer = self._answers.get(timeout=_WAIT_S)
-            while True:
-                if isinstance(answer, Exception):
-                    raise RuntimeError(f"the servers of rollout.server.urls stopped sampling: {answer}") from answer
-                if self._under_way.pop(answer.request_id, None) is not None:  # None: the request was cancelled
-                    finished.append(answer)
-                answer = self._answers.get_nowait()
-        return finished
-
-    def _end(self, request_ids: Sequence[int]) -> None:
-        for request_id in request_ids:
-            self._under_way.pop(request_id).cancel()  # closes the connection, so that the server stops sampling
-
-    def _num_sampled(self) -> dict[int, int]:
-        return dict.fromkeys(self._in_flight, 0)
-
-    def _progress(self) -> float:
-        """Return the time. Servers do not report tokens in progress, and ``rollout.engine_timeout_s`` limits their requests."""
-        return time.monotonic()
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Write the weights to the shared directory, and make all servers load them. Collective.
 
         Raises:
             RuntimeError: requests are in flight, or no server loaded the weights; raised on every rank.
         """
-        if self._in_flight:
+        if self._num_in_flight:
             raise RuntimeError(
-                f"{len(self._in_flight)} requests are in flight; servers load weights only between requests"
+                f"{self._num_in_flight} requests are in flight; servers load weights only between requests"
             )
         self.begin_load()
         folder = self._folder / str(version)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +22,14 @@ from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config, RolloutConfig
 from rlhf_mcore.config.schema.rollout import ServerConfig
+from rlhf_mcore.coroutines import run
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.server.engine import ServerEngine, ShardWriter
-from rlhf_mcore.types import Request, Sampling
+from rlhf_mcore.sampling.rollouts import Context, Policy, RolloutSetup
+from rlhf_mcore.sampling.served_loop import ServedLoop
+from rlhf_mcore.trainer.batches import BatchSampler
+from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
+from tests.episodes import single_turn
 from tests.messages import expect_error
 from tests.unit.parallel.world import world
 
@@ -49,6 +55,7 @@ class Server:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     loaded: dict[str, torch.Tensor] = field(default_factory=dict)
     is_ready: Callable[[], bool] = lambda: True  # responses wait until it returns true
+    num_closed: int = 0  # number of connections that the client closed before the response
     url: str = ""
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -72,8 +79,12 @@ class Server:
             self.label = body["new_version"]
         if path == "/inference/v1/generate":
             self.bodies.append(body)
-            while not self.is_ready():
-                await asyncio.sleep(0.01)
+            try:
+                while not self.is_ready():
+                    await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                self.num_closed += 1
+                raise
             answer = {"choices": [self.choice(body["token_ids"][-1])]}
             return web.json_response(answer) if self.lie is None else web.Response(body=self.lie(answer))
         return web.json_response({})
@@ -94,7 +105,7 @@ def running(server: Server) -> Iterator[Server]:
     async def start() -> None:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", server.answer)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -155,16 +166,26 @@ def requests(count: int) -> list[Request]:
     return [Request(10 + n, f"prompt {n}", [3, 20 + n], sampling, seed=100 + n) for n in range(count)]
 
 
+def generate(engine: ServerEngine, requests: Sequence[Request]) -> list[Completion]:
+    """Return the completions of requests, in order."""
+    loop = ServedLoop(engine)
+
+    async def sample_all() -> list[Completion]:
+        return await loop.join([loop.begin(loop.sample(request)) for request in requests])
+
+    return run(loop.run(sample_all()))
+
+
 def test_responses_come_from_all_servers_by_the_weights_that_they_were_given(
     build: Any, servers: list[Server], tmp_path: Path
 ) -> None:
     engine = build(*servers)
     with pytest.raises(RuntimeError, match="no weights were ever loaded"):
-        engine.generate(requests(1))
+        generate(engine, requests(1))
     engine.load_weights(weights(2.0), version=4)
     for server in servers:  # an early answer would make its server the one with the fewest requests
         server.is_ready = lambda: sum(len(server.bodies) for server in servers) == 6
-    drawn = engine.generate(requests(6))
+    drawn = generate(engine, requests(6))
     assert [completion.request_id for completion in drawn] == [10, 11, 12, 13, 14, 15]
     assert [completion.token_ids.tolist() for completion in drawn] == [[21 + n, 22 + n, 23 + n] for n in range(6)]
     assert all(completion.logprobs.tolist() == [-0.5, -1.0, -1.5] for completion in drawn)
@@ -184,13 +205,13 @@ def test_a_server_that_fails_is_left_out_until_the_next_weights(build: Any, serv
     engine = build(*servers)
     engine.load_weights(weights(1.0), version=0)
     servers[0].fails_at = "/inference/v1/generate"
-    assert len(engine.generate(requests(4))) == 4
+    assert len(generate(engine, requests(4))) == 4
     assert len(servers[1].bodies) == 4
     servers[0].fails_at = ""
-    engine.generate(requests(4))
+    generate(engine, requests(4))
     assert servers[0].bodies == []
     engine.load_weights(weights(1.0), version=1)
-    engine.generate(requests(4))
+    generate(engine, requests(4))
     assert servers[0].bodies  # the number depends on which of the two answers first
 
 
@@ -236,12 +257,12 @@ def test_a_server_that_lies_is_left_out(build: Any, servers: list[Server], tmp_p
     engine = build(*servers)
     engine.load_weights(weights(1.0), version=0)
     servers[0].lie = lie
-    drawn = engine.generate(requests(4))
+    drawn = generate(engine, requests(4))
     assert [completion.token_ids.tolist() for completion in drawn] == [[21 + n, 22 + n, 23 + n] for n in range(4)]
     assert len(servers[1].bodies) == 4
     servers[1].lie = lie
     with pytest.raises(RuntimeError, match=f"stopped sampling: {servers[1].url}") as raised:
-        engine.generate(requests(1))
+        generate(engine, requests(1))
     assert len(str(raised.value)) < 1200
 
 
@@ -286,11 +307,57 @@ def test_a_login_in_an_address_is_not_shown(build: Any, servers: list[Server]) -
     assert "secretpw" not in problems and "more than once" in problems and "not a server address" in problems
 
 
+def test_an_agents_turns_are_answered_while_another_request_hangs(build: Any, servers: list[Server]) -> None:
+    engine = build(*servers)
+    engine.load_weights(weights(1.0), version=0)
+    has_ended = Event()
+    servers[0].is_ready = has_ended.is_set  # the first request is sent to the first server
+
+    async def rollout(policy: Policy, prompt: Prompt, ctx: Context) -> Trajectory:
+        turns = [await policy.sample(prompt.prompt_ids)]
+        while prompt.index and len(turns) < 20:
+            await asyncio.to_thread(time.sleep, 0.001)  # the agent's own work
+            turns.append(await policy.sample([*prompt.prompt_ids, *turns[-1].token_ids]))
+        has_ended.set()
+        return single_turn(prompt, ctx.job.sample, turns[-1].token_ids, turns[-1].logprobs, "", "stop", 0)
+
+    setup = RolloutSetup(rollout, in_order=False)
+    prompts = [Prompt(f"p{index}", index, [20 + 10 * index], "text") for index in range(2)]
+    began = time.monotonic()
+    sampler = BatchSampler(engine, engine.rank, lambda rows: [""] * len(rows), setup=setup)
+    hung, played = sampler.sample(prompts, Sampling(max_new_tokens=5), step=1)
+    assert time.monotonic() - began < 10  # much less than a second per turn
+    assert (len(servers[0].bodies), len(servers[1].bodies)) == (1, 20)
+    assert hung.sampled_ids.tolist() == [21, 22, 23]
+    assert played.sampled_ids.tolist() == [30 + 19 * 3 + k for k in (1, 2, 3)]
+
+
+def test_a_cancelled_request_closes_its_connection(build: Any, servers: list[Server]) -> None:
+    engine = build(servers[0])
+    engine.load_weights(weights(1.0), version=0)
+    servers[0].is_ready = lambda: False
+    loop = ServedLoop(engine)
+
+    async def cancel_one() -> None:
+        task = loop.begin(loop.sample(requests(1)[0]))
+        while not servers[0].bodies:
+            await asyncio.sleep(0.01)
+        with pytest.raises(RuntimeError, match="1 requests are in flight"):
+            engine.load_weights(weights(1.0), version=1)
+        task.cancel()
+        while not servers[0].num_closed:
+            await asyncio.sleep(0.01)
+        assert task.cancelled() and loop.num_in_flight == 0
+
+    run(asyncio.wait_for(loop.run(cancel_one()), 20))
+    engine.load_weights(weights(1.0), version=1)
+
+
 def test_a_server_that_does_not_take_weights_draws_nothing(build: Any, servers: list[Server]) -> None:
     engine = build(*servers)
     servers[1].fails_at = "/collective_rpc"
     engine.load_weights(weights(1.0), version=0)
-    engine.generate(requests(4))
+    generate(engine, requests(4))
     assert servers[1].bodies == [] and len(servers[0].bodies) == 4
     assert servers[1].asked[-1] == "/resume" and servers[1].label.endswith("-0-incomplete")  # the server is shared
     servers[0].fails_at = "/collective_rpc"
@@ -303,7 +370,7 @@ def test_a_server_that_does_not_take_weights_draws_nothing(build: Any, servers: 
     with pytest.raises(RuntimeError, match=f"it is still paused, until POST {servers[1].url}/resume"):
         engine.load_weights(weights(1.0), version=2)
     with pytest.raises(RuntimeError, match="cannot generate"):
-        engine.generate(requests(1))
+        generate(engine, requests(1))
 
 
 def test_a_server_of_another_model_is_sent_nothing(build: Any, servers: list[Server], tmp_path: Path) -> None:
@@ -344,7 +411,7 @@ def test_a_response_of_other_weights_or_half_a_response_is_none(
     with pytest.raises(
         RuntimeError, match=f"the servers of rollout.server.urls stopped sampling: {servers[0].url}.*{told}"
     ):
-        engine.generate(requests(2))
+        generate(engine, requests(2))
 
 
 @pytest.mark.parametrize(
@@ -387,7 +454,7 @@ def test_the_key_is_sent_from_its_variable(build: Any, servers: list[Server], mo
     monkeypatch.setenv("KEY_OF_A_TEST", "s3cret")
     engine = build(servers[0], token_env="KEY_OF_A_TEST")
     engine.load_weights(weights(1.0), version=0)
-    assert len(engine.generate(requests(1))) == 1
+    assert len(generate(engine, requests(1))) == 1
 
 
 def test_weights_go_to_files_of_a_bounded_size(tmp_path: Path) -> None:
