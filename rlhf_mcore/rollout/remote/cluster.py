@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -171,15 +170,18 @@ class Cluster:
             )
             theirs.close()
             self._line.settimeout(_START_S)
-            with contextlib.suppress(OSError, ValueError):
+            reason = "no reason given"
+            try:
                 self._line.sendall(json.dumps({"gpus": len(self.own_gpus)}).encode() + b"\n")
                 return str(json.loads(self._line.makefile().readline())["address"])
+            except TimeoutError:
+                reason = f"no answer within {_START_S:g} s; this machine may be overloaded"
+            except (OSError, ValueError):  # it has ended; its output may say why
+                pass
             self.close()
             errors.seek(0)
             text = errors.read().decode(errors="replace").strip().splitlines()[-3:]
-        raise RuntimeError(
-            "Ray did not start on this machine: " + without_secrets(" | ".join(text) or "no reason given")
-        )
+        raise RuntimeError("Ray did not start on this machine: " + without_secrets(" | ".join(text) or reason))
 
     def problem(self) -> str | None:
         """Return a message if Ray has ended, else None. The head is checked at most every ``_PROBE_S`` seconds."""

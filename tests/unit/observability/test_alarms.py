@@ -254,7 +254,7 @@ def test_mistakes_are_named_with_what_was_meant() -> None:
     assert list(alarm_problems(wrong)) == [
         "alarms.rules[0].metric='kl/men' is not a metric; did you mean kl/mean?",
         "alarms.rules[1].above and below are null; give reward/mean a bound",
-        "alarms.webhook is not a URL; write it as https://host/path, or as ${oc.env:NAME} (the value is not shown)",
+        "alarms.webhook is not a URL; write it as https://host:port/path, or as ${oc.env:NAME} (the value is not shown)",
         "alarms.command=[] is empty, but an alarm uses the action command; set it to a program and its arguments",
     ]
     with expect_error(ConfigError, field="alarms.actions[0]", value="'wern'", remedy="'warn'"):
