@@ -33,14 +33,14 @@ def experts_without_adapters() -> Iterator[None]:
 
     vLLM 0.32 has one kernel that adds adapters of experts, for GPUs. It selects this kernel for every engine with adapters.
     """
-    from vllm.model_executor.layers.fused_moe import layer
+    from vllm.model_executor.layers.fused_moe import layer as experts
 
-    original = layer.FusedMoEConfig
+    original = experts.FusedMoEConfig
 
     def configuration(**fields: Any) -> Any:
         return original(**{**fields, "is_lora_enabled": False})
 
-    with mock.patch.object(layer, "FusedMoEConfig", configuration):
+    with mock.patch.object(experts, "FusedMoEConfig", configuration):
         yield
 
 
