@@ -146,6 +146,9 @@ class EngineLoop:
             if self._can_pass:
                 self._make_pass()
                 await asyncio.sleep(0)  # coroutines with a completion continue
+            elif self._pass_waits and len(self._pass_waits) == self._num_live:
+                self._end_pass_waits()  # no coroutine is left that could make a request
+                await asyncio.sleep(0)
             else:
                 self._changed.clear()
                 await self._changed.wait()
@@ -185,10 +188,13 @@ class EngineLoop:
         if self._running and not self._engine.num_in_flight and all(are_valid):
             missing = [each.request.name for each in self._running.values()]
             raise LostTrajectory(f"the engine returned no completion for {join_first(missing)}. {REMEDY}")
+        self._end_pass_waits()
+        self._report_tokens()
+
+    def _end_pass_waits(self) -> None:
         waits, self._pass_waits = self._pass_waits, []
         for future, worker in waits:
             self._resolve(future, None, worker)
-        self._report_tokens()
 
     def _take(self, completion: Completion) -> bool:
         """Resolve a request. Returns whether the completion is valid for training."""
@@ -285,7 +291,7 @@ class EngineLoop:
             raise
 
     async def next_pass(self) -> None:
-        """Wait until the engine has run one pass. At least one response finishes in a pass."""
+        """Wait until the engine has run one pass, or all other coroutines have ended. At least one response finishes in a pass."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         worker = _CURRENT.get()
         self._pass_waits.append((future, worker))

@@ -54,7 +54,9 @@ class ServedLoop:
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a coroutine that may call ``sample``. ``join`` waits for its task."""
-        return asyncio.ensure_future(coroutine)
+        task = asyncio.ensure_future(coroutine)
+        task.add_done_callback(lambda _: self._answered.set())
+        return task
 
     async def join(self, tasks: Sequence[asyncio.Task[T]]) -> list[T]:
         """Wait for tasks of ``begin`` and return their results, in order. The first error is raised, and cancels the other tasks."""
@@ -85,7 +87,7 @@ class ServedLoop:
         return completion
 
     async def next_pass(self) -> None:
-        """Wait until a request has its completion."""
+        """Wait until a request has its completion, or a coroutine has ended."""
         self._answered.clear()
         await self._answered.wait()
 

@@ -331,3 +331,21 @@ def test_a_request_that_nobody_waits_for_is_cancelled_at_the_engine() -> None:
         return engine.log
 
     assert run(leave()) == [[0], ("cancel", [0]), "compare"]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_wait_for_a_pass_ends_if_no_rollout_makes_a_request(in_order: bool) -> None:
+    engine = BatchDependent()
+    loop = EngineLoop(engine, in_order=in_order)
+
+    async def score_without_sampling(number: int) -> int:
+        await asyncio.sleep(0.01)
+        return number
+
+    async def play_all() -> list[int]:
+        tasks = [loop.begin(score_without_sampling(number)) for number in range(3)]
+        await loop.next_pass()
+        return await loop.join(tasks)
+
+    assert run(asyncio.wait_for(loop.run(play_all()), 30)) == [0, 1, 2]
+    assert not any(isinstance(entry, list) and entry for entry in engine.log)  # no request

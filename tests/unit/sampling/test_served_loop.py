@@ -86,3 +86,14 @@ def test_progress_is_reported_only_while_a_request_is_in_flight(monkeypatch: pyt
 
     run(loop.run(play()))
     assert set(reports) == {1}
+
+
+def test_a_wait_for_a_pass_ends_if_no_rollout_makes_a_request() -> None:
+    loop = ServedLoop(Answering())
+
+    async def play_all() -> list[int]:
+        tasks = [loop.begin(asyncio.sleep(0.01, number)) for number in range(3)]
+        await loop.next_pass()
+        return await loop.join(tasks)
+
+    assert run(asyncio.wait_for(loop.run(play_all()), 30)) == [0, 1, 2]
