@@ -252,6 +252,15 @@ def test_what_is_too_old_is_begun_again_with_other_seeds() -> None:
     }
 
 
+def test_each_step_of_an_asynchronous_run_has_its_own_seeds() -> None:
+    engines = Engines(random.Random(0))
+    ahead, _ = ahead_of(engines, SamplingSchedule(2, 1, drain=True))
+    ahead.fill(1)
+    jobs = [job for job, *_ in engines.begun.values()]
+    assert [job.step for job in jobs] == [1, 1, 1, 1, 2, 2, 2, 2]  # two prompts per step, two samples each
+    assert {job.sampling.seed for job in jobs} == {9}  # the seed of the run, until a group is sampled again
+
+
 def test_a_wait_ends_when_a_group_finishes_or_the_engines_fail() -> None:
     engines = Engines(random.Random(0))
     ahead, _ = ahead_of(engines, SamplingSchedule(2, 1, drain=True))

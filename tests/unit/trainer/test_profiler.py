@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.trainer.profiler import RankTrace, merge_traces
+from rlhf_mcore.trainer.profiler import RankTrace, StepProfiler, merge_traces
+from tests.unit.parallel.world import world
 
+__all__ = ["world"]
 SECOND = 10**9
 
 
@@ -46,3 +48,13 @@ def test_ranks_are_on_the_first_ones_clock_with_names_and_ids_of_their_own(tmp_p
     arrows = [(event["id"], event["ph"]) for event in events if "id" in event]
     assert arrows == [("0:9", "s"), ("0:9", "f"), ("1:9", "s"), ("1:9", "f")]
     assert len(events) == 10
+
+
+def test_each_profiled_step_has_a_file_in_the_directory(world: None, tmp_path: Path) -> None:
+    notes: list[str] = []
+    profiler = StepProfiler([1, 3], tmp_path / "profile", "rank 0", notes.append)
+    for step in range(1, 5):
+        profiler.begin(step)
+        profiler.end(is_last=step == 4)
+    assert sorted(file.name for file in (tmp_path / "profile").iterdir()) == ["steps-1-1.json.gz", "steps-3-3.json.gz"]
+    assert len(notes) == 2

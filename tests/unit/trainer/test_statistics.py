@@ -202,6 +202,13 @@ def test_an_estimate_holds_the_mean_and_lies_in_its_interval() -> None:
         assert estimate.low <= estimate.value <= estimate.high
 
 
+def test_a_reward_of_zeros_and_ones_has_the_interval_of_a_share() -> None:
+    found = estimates(ROWS, seed=0)
+    assert (found["reward"].low, found["reward"].high) == share_interval([2 / 4, 1 / 4], len(ROWS))
+    halved = estimates([replace(row, score=row.score / 2) for row in ROWS], seed=0)["reward"]
+    assert (halved.low, halved.high) == (1 / 8, 2 / 8)  # the bootstrap over two prompts reaches their means
+
+
 def test_a_comparison_by_hand() -> None:
     first = {"a": 0.0, "b": 0.5, "c": 1.0, "d": 0.25}
     second = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.0}
