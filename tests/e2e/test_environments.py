@@ -366,15 +366,15 @@ def test_in_order_an_agent_run_whose_engine_is_killed_is_exact(calculator: Path)
     settings = ["environment.agent.function=late.py:play", "rollout.engine=hf", "rollout.placement=disaggregated"]
     settings += ["trainer.max_staleness=1", "rollout.deterministic_order=true", "trainer.num_steps=3"]
     settings += ["evaluate.every=0"]
-    calm = train(calculator, "agent", "calm", *settings)
+    calm = train(calculator, "agent", "calm-agent", *settings)
     engines = calculator / "engines"
     engines.unlink()
-    with start_command(command("agent", "killed", *settings), calculator, dict(os.environ)) as running:
+    with start_command(command("agent", "engine-killed", *settings), calculator, dict(os.environ)) as running:
         running.wait_for(lambda: engines.exists() and len(engines.read_text().splitlines()) > 20)
         os.kill(int(engines.read_text().split()[0]), signal.SIGKILL)
         printed = running.end()
     assert running.process.returncode == 0 and printed.count("has failed and is started again") == 1, printed
-    killed = calm.with_name("killed")
+    killed = calm.with_name("engine-killed")
     assert len(rollouts(calm)) == 3 * 16 and rollouts(killed) == rollouts(calm)
     assert (killed / WEIGHTS).read_bytes() == (calm / WEIGHTS).read_bytes()
 
