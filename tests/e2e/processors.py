@@ -31,6 +31,8 @@ def needs_kernel(kind: str) -> pytest.MarkDecorator:
 
 
 has_amx = "amx_tile" in processor().split()
+# vLLM's build for AVX2 has no all-reduce through shared memory.
+ALL_REDUCE = "shared memory or gloo" if "avx512f" in processor().split() else "gloo"
 has_delta_kernels = "avx512f" not in processor().split() or "avx512_bf16" in processor().split()
 
 

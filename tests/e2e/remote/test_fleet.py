@@ -17,6 +17,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from tests.commands import ROOT, descendants, start_command, wait_for
+from tests.e2e.processors import ALL_REDUCE
 from tests.e2e.remote.fleets import begin, collect, jobs, plan, publish, running
 from tests.e2e.rollout.drawing import logprobs_across_a_sync
 from tests.e2e.rollout.tiny import save_model
@@ -70,7 +71,7 @@ def test_an_engine_of_two_ranks_goes_on_with_new_weights(
         drawn = collect(fleet, futures, *directories)
         ready, kernels = notes
         assert ready.startswith("engine 0 is ready after ") and ready.endswith(" s, at 127.0.0.1")
-        assert kernels == "engine 0: kernels: engine attention CPU_ATTN, engine all-reduce shared memory or gloo"
+        assert kernels == f"engine 0: kernels: engine attention CPU_ATTN, engine all-reduce {ALL_REDUCE}"
     assert capfd.readouterr() == ("", "")
     before, after = (AutoModelForCausalLM.from_pretrained(found).eval() for found in directories)
     synced = 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.world import run_world
+from tests.e2e.processors import ALL_REDUCE
 from tests.e2e.rollout.tiny import EOS, VOCABULARY, save_model
 
 Seen = list[dict[str, Any]]  # the result of each rank
@@ -56,7 +57,7 @@ def test_ranks_know_their_engine(two_engines: Seen, one_engine: Seen) -> None:
 
 def test_an_engine_names_its_backends(two_engines: Seen, one_engine: Seen) -> None:
     assert [rank["kernels"] for rank in two_engines] == 2 * [{"engine attention": "CPU_ATTN"}]
-    both = {"engine attention": "CPU_ATTN", "engine all-reduce": "shared memory or gloo"}
+    both = {"engine attention": "CPU_ATTN", "engine all-reduce": ALL_REDUCE}
     assert [rank["kernels"] for rank in one_engine] == [both, both]
 
 
