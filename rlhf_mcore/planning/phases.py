@@ -32,7 +32,7 @@ from rlhf_mcore.planning.memory import (
 )
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 
-_STATE = (("weights", WEIGHTS), ("gradients", GRADIENTS), ("masters", OPTIMIZER), ("moments", OPTIMIZER))
+STATE = (("weights", WEIGHTS), ("gradients", GRADIENTS), ("masters", OPTIMIZER), ("moments", OPTIMIZER))
 GENERATE, SYNC, SCORE = "generate", "sync", "score"
 _Maker = Callable[[PlanInputs, int], "PhaseMemory"]
 
@@ -60,9 +60,9 @@ class PhaseMemory:
         return sorted(self.parts.items(), key=lambda item: -item[1])[:count]
 
 
-def phases(inputs: PlanInputs) -> list[PhaseMemory]:
-    """List each phase with the rank that needs the most memory in it."""
-    ranks, makers = _ranks(inputs), [*_engine_phases(inputs), *_model_phases(inputs)]
+def phases(inputs: PlanInputs, ranks: Collection[int] = ()) -> list[PhaseMemory]:
+    """List each phase with the rank that needs the most memory in it, of ``ranks`` or of all ranks."""
+    ranks, makers = ranks or _ranks(inputs), [*_engine_phases(inputs), *_model_phases(inputs)]
     return [max((make(inputs, rank) for rank in ranks), key=lambda phase: phase.total) for make in makers]
 
 
@@ -111,7 +111,7 @@ def resident(inputs: PlanInputs, rank: int, used: str = "", kinds: Collection[st
     for role in inputs.roles:
         state = state_bytes(role, rank)
         sizes = (weights_of_pass(role, rank), state.gradients, state.masters, state.moments)
-        for (name, kind), size in zip(_STATE, sizes, strict=True):
+        for (name, kind), size in zip(STATE, sizes, strict=True):
             if size and (kind not in role.offload or (role.name == used and kind in kinds)):
                 parts[f"{role.name} {name}"] = size
     parts["reserve"] = inputs.assumed.reserve_bytes

@@ -131,9 +131,11 @@ class DeviceSharing:
     def phase(self, name: str) -> Iterator[None]:
         """Count memory used in this block for the phase ``name``."""
         self.platform.reset_peak()
+        asleep = self._sleeping
         with self.ledger.phase(name):
             yield
         if (peak := self.platform.peak_bytes()) is not None:
+            peak -= min(asleep, self._sleeping)  # torch counts the memory of a sleeping engine as allocated, too
             self._allocated[name] = max(self._allocated.get(name, 0), peak)
         if (outside := self.outside_bytes()) is not None:
             self._outside[name] = max(self._outside.get(name, 0), outside)
@@ -142,7 +144,8 @@ class DeviceSharing:
         """Return this rank's memory metrics since the last call.
 
         - ``memory/<phase>_bytes``: the peak of the movable parts, if there are any.
-        - ``memory/<phase>_allocated_bytes``: the peak of everything that torch allocated on a GPU, including passes.
+        - ``memory/<phase>_allocated_bytes``: the peak of everything that torch allocated on a GPU, including passes,
+          without an engine that sleeps in the whole phase.
         - ``memory/<phase>_outside_bytes``: see :meth:`outside_bytes`, at the end of a phase.
         """
         metrics = {f"memory/{name}_allocated_bytes": float(peak) for name, peak in self._allocated.items()}

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say, working
+from rlhf_mcore.commands.plan.recorded import OUTSIDE, compare_with_record, comparison_lines, read_peaks
 from rlhf_mcore.commands.plan.suggest import Offers, find_offers
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import default_world_size, resolve
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.observability.files import read_lines
-from rlhf_mcore.observability.run_directory import METRICS
 from rlhf_mcore.planning.inputs import ASSUMED, GPUS, HOPPER, RATES, Assumptions, GpuType, device_and_assumptions
 from rlhf_mcore.planning.known_models import with_known_configs
 from rlhf_mcore.planning.plan import RunPlan, as_json, make_plan
 from rlhf_mcore.planning.report import as_text, gib, refusal
 from rlhf_mcore.readers.hub import MODEL_KEYS, localize
-
-_OUTSIDE = re.compile("memory/(.+)_outside_bytes")
 
 
 @terminal.report_errors
@@ -71,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "--run",
         type=Path,
         metavar="DIR",
-        help="directory of an earlier run on GPUs: use its memory outside torch as reserve_bytes",
+        help="directory of an earlier run: compare its recorded memory with the plan, and reserve its memory outside torch",
     )
     parser.add_argument(
         "--set",
@@ -86,17 +83,20 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(args: argparse.Namespace) -> int:
     if args.trace and args.json:
         raise ConfigError("--trace prints a table, which --json does not contain; leave one of them out")
-    measured = [] if args.run is None else [f"reserve_bytes={_measured_reserve(args.run)}"]
+    peaks = {} if args.run is None else read_peaks(args.run)
+    measured = [f"reserve_bytes={max(peaks[OUTSIDE].values())}"] if peaks and peaks[OUTSIDE] else []
     gpu, assumed = device_and_assumptions(args.gpu, measured + args.set)
     cfg = load_config(args.config, args.overrides)
     localize(cfg, MODEL_KEYS, download=False)  # config.json is enough, and even that is not needed for known models
     with with_known_configs(cfg) as notes:
         for note in notes:
             say(f"note: {note}", file=sys.stderr)
-        return _plan_described(args, cfg, gpu, assumed)
+        return _plan_described(args, cfg, gpu, assumed, peaks)
 
 
-def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed: Assumptions) -> int:
+def _plan_described(
+    args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed: Assumptions, peaks: Mapping[str, Mapping[str, int]]
+) -> int:
     world_size = args.world_size if args.world_size is not None else default_world_size(cfg)
     if world_size < 1:
         raise ConfigError(f"--world-size {world_size} is out of range; it must be at least 1")
@@ -112,10 +112,14 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
         is_chosen = args.world_size is not None or cfg.trainer.world_size is not None
         with working("trying layouts"):
             offers = find_offers(cfg, plan, assumed, is_chosen=is_chosen)
+    recorded = compare_with_record(cfg, world_size, gpu, assumed, peaks) if peaks else []
     if args.json:
-        say(json.dumps(as_json(plan) | (_offers_json(offers) if offers else {}), indent=1))
+        compared = {"recorded": [asdict(row) for row in recorded]} if peaks else {}
+        say(json.dumps(as_json(plan) | (_offers_json(offers) if offers else {}) | compared, indent=1))
     else:
         say(as_text(plan))
+        if recorded:
+            say("\n".join(comparison_lines(args.run, recorded, peaks[OUTSIDE])))
         if args.trace:
             say(f"\n{_trace(cfg, plan, assumed)}")
         if offers:
@@ -134,20 +138,6 @@ def _trace(cfg: Config, plan: RunPlan, assumed: Assumptions) -> str:
         from rlhf_mcore.commands.plan.trace import compare_with_trace  # imports torch and Megatron
 
         return compare_with_trace(cfg, plan.world_size, update.rank, plan.dtype, assumed)
-
-
-def _measured_reserve(directory: Path) -> int:
-    """Return the largest memory outside torch that a run has recorded in any phase, in bytes.
-
-    Raises:
-        ConfigError: the run has recorded none.
-    """
-    remedy = "name the directory of a run on GPUs"
-    records = read_lines(directory / METRICS, remedy, is_growing=True)
-    sizes = [record.number(name, minimum=0) for record in records for name in record if _OUTSIDE.fullmatch(name)]
-    if not sizes:
-        raise ConfigError(f"--run {directory}: {METRICS} contains no memory/<phase>_outside_bytes; {remedy}")
-    return int(max(sizes))
 
 
 def _offers_json(offers: Offers) -> dict[str, Any]:

@@ -163,3 +163,31 @@ def test_memory_outside_torch_is_that_of_an_earlier_run(
         assert plan.main([run_yaml, "--run", name]) == 2
         told = capsys.readouterr().err
         assert name in told and "name the directory of a run on GPUs" in told
+
+
+def test_recorded_peaks_are_compared_with_their_prediction(
+    run_yaml: str, workspace: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU records what torch allocates. A run on CPUs records the parts that it offloads."""
+    peaks = [{"generate": 6.0e9, "old_logprobs": 8.0e9, "update": 3.0e10}, {"update": 3.2e10, "exchange": 1e9}]
+    kinds = {"gpus": "_allocated", "cpus": ""}
+    for name, kind in kinds.items():
+        lines = [{f"memory/{phase}{kind}_bytes": size for phase, size in step.items()} for step in peaks]
+        outside = {"memory/update_outside_bytes": 3e9} if name == "gpus" else {}
+        workspace.write(f"{name}/metrics.jsonl", "".join(json.dumps(line | outside) + "\n" for line in lines))
+    arguments = [run_yaml, "--world-size", "8", "actor.layout.tp=2", "actor.offload=always"]
+    shown = ""
+    for name in kinds:
+        assert plan.main([*arguments, "--json", "--run", name]) == 0
+        found = json.loads(capsys.readouterr().out)
+        parts = {phase["phase"]: phase["parts"] for phase in found["phases"]}
+        state = sum(parts["actor update"][f"actor {part}"] for part in ("weights", "gradients", "masters", "moments"))
+        update = sum(parts["actor update"].values()) - parts["actor update"]["reserve"] if name == "gpus" else state
+        rows = {row["phase"]: (row["predicted"], row["recorded"]) for row in found["recorded"]}
+        assert list(rows) == ["generate", "old_logprobs", "update"]  # the plan has no phase "exchange"
+        assert rows["update"] == (update, 32_000_000_000)
+        shown = f"{32e9 / update - 1:+.1%}" if name == "gpus" else shown
+        assert parts["actor update"]["reserve"] == (3_000_000_000 if name == "gpus" else 5 * 2**30)
+    assert plan.main([*arguments, "--run", "gpus"]) == 0
+    (line,) = re.findall("^update +allocated.*", capsys.readouterr().out, re.MULTILINE)
+    assert line.split()[3:] == ["29.8", shown, "2.8"]

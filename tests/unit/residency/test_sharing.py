@@ -143,6 +143,9 @@ def test_the_peak_of_a_step_is_the_greatest_need_of_a_phase_and_not_their_sum(la
     assert list(late_cuda.pinned.values()) == [512] * 5
 
 
+RECORDED_PEAKS = {"generate": 510.0, "update": 180.0, "sync": 510.0}
+
+
 class SleepingEngine:
     """An engine of 330 bytes with vLLM's allocator. torch counts its memory as reserved even while it sleeps."""
 
@@ -150,6 +153,7 @@ class SleepingEngine:
         self.mapped, self.outside = 330, 50  # bytes; the device has 1000, and torch reserves 200 for models
         cuda.mem_get_info = lambda: (1000 - 200 - self.mapped - self.outside, 1000)
         cuda.memory_reserved = lambda: 200 + 330
+        cuda.max_memory_allocated = lambda: 180 + 330
 
     def wake(self, tags: Sequence[str]) -> None:
         self.mapped += sum(ENGINE[tag] for tag in tags)
@@ -175,6 +179,19 @@ def test_memory_outside_torch_is_recorded_per_phase_also_while_an_engine_sleeps(
     with sharing.phase("generate"):
         pass
     assert outside() == {"memory/generate_outside_bytes": 90.0}
+
+
+def test_allocated_memory_excludes_an_engine_that_sleeps_in_the_whole_phase(late_cuda: LateCuda) -> None:
+    engine, sharing = SleepingEngine(late_cuda), DeviceSharing(LatePlatform())
+    with sharing.phase("generate"):
+        sharing.sleep(engine)
+    with sharing.phase("update"):
+        pass
+    with sharing.phase("sync"):
+        sharing.wake(engine, "weights")
+        sharing.wake(engine, "kv_cache")
+    allocated = {name: size for name, size in sharing.pop().items() if name.endswith("_allocated_bytes")}
+    assert allocated == {f"memory/{name}_allocated_bytes": size for name, size in RECORDED_PEAKS.items()}
 
 
 def test_an_engine_wakes_its_weights_first_and_its_cache_when_nothing_else_is_there() -> None:
