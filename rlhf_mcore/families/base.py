@@ -264,8 +264,6 @@ class Family:
     window_switch: Literal["sliding_window", "use_sliding_window", "max_window_layers"] = "max_window_layers"
     default_window: int = 0
 
-    dequantised: tuple[Literal["mxfp4"], ...] = ()  # supported quantisations of stored experts
-
     @property
     def parts(self) -> list[Latent | Windows | DeltaNet | Mixture | SigmoidMixture]:
         """List the family's parts. Each part reads sizes, Megatron's settings and unsupported values from config.json."""

@@ -21,5 +21,4 @@ FAMILY = Family(
     flags={"attention_bias": True},
     numbers={"swiglu_alpha": 1.702, "swiglu_limit": LIMIT, "rms_norm_eps": 1e-5},  # vLLM supports only these values
     windows=Windows(every=2, is_fixed=True),
-    dequantised=("mxfp4",),
 )

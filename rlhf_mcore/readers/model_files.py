@@ -18,6 +18,7 @@ from rlhf_mcore.families.sizes import size
 from rlhf_mcore.foreign import INDEX, SMALL, Fields, MissingFile, ReadLimits, open_file, read_json, shorten
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.readers.hub_ids import absent_hint
+from rlhf_mcore.readers.stored_formats import StoredFormat, read_stored_format
 
 SINGLE_FILE = "model.safetensors"
 WEIGHT_DTYPES = ("F32", "BF16", "F16")  # names in safetensors
@@ -107,11 +108,26 @@ def sizes_of(hf_config: Fields) -> ModelGeometry:
     return family.geometry(hf_config)
 
 
-def is_dequantised(hf_config: Fields) -> bool:
-    """Return whether the stored weights have a quantised format that loading dequantises."""
-    family, _ = ARCHITECTURES.get(architecture(hf_config), (UNSUPPORTED, ""))
-    quantisation = hf_config.object("quantization_config", default=None)
-    return quantisation is not None and quantisation.text("quant_method", default="") in family.dequantised
+def needs_own_code(hf_config: Fields) -> bool:
+    """Return whether loading the model would run code from its directory (``auto_map``).
+
+    The entry has no effect on a model type that transformers contains: without ``trust_remote_code`` its own class is
+    used. DeepSeek-V3 is published with such an entry.
+    """
+    known = ARCHITECTURES.get(architecture(hf_config))
+    is_known = known is not None and hf_config.text("model_type", default="").startswith(known[0].name)
+    return "auto_map" in hf_config and not is_known
+
+
+def stored_format_of(directory: str | Path) -> StoredFormat | None:
+    """Return the quantised format of a directory's weights, or None if they are not quantised.
+
+    Raises:
+        ConfigError: the format is not supported, or config.json is broken.
+    """
+    if not isfile(Path(directory, "config.json")):
+        return None
+    return read_stored_format(read_config(directory, str(directory)))
 
 
 def read_config(directory: str | Path, prefix: str) -> Fields:
@@ -142,14 +158,19 @@ def model_in_run(directory: str | Path) -> Path | None:
 
 
 def tensor_names(folder: Path) -> set[str] | None:
-    """Return the tensor names of a model directory, or None if it has no weights.
+    """Return the names of a model directory's weights, or None if it has none.
 
     Raises:
         ConfigError: a file is damaged.
     """
     if isfile(folder / INDEX_FILE):
-        return set(_read(folder / INDEX_FILE, str(folder), INDEX).table("weight_map"))
-    return set(read_tensors(folder / SINGLE_FILE)) if isfile(folder / SINGLE_FILE) else None
+        names = set(_read(folder / INDEX_FILE, str(folder), INDEX).table("weight_map"))
+    elif isfile(folder / SINGLE_FILE):
+        names = set(read_tensors(folder / SINGLE_FILE))
+    else:
+        return None
+    stored = stored_format_of(folder)
+    return names if stored is None else stored.weights(names)
 
 
 def weight_problems(folder: Path, prefix: str) -> Iterator[str]:
@@ -180,15 +201,18 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
     embedding = embedding_name(geometry)
     if f"{embedding.removesuffix(_EMBEDDING)}layers.{number}.post_attention_layernorm.weight" in tensors:
         yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
-    different = []
-    for name, shape in _some_shapes(geometry).items():
-        if len(shape) == 3 and name not in tensors and is_dequantised(hf_config):
-            # Experts in MXFP4 have blocks and scales instead
-            name, shape = f"{name}_scales", (shape[0], shape[2], shape[1] // 32)
-        if name not in tensors:
-            different.append(f"{name} is missing")
-        elif (stored := tensors[name].shape) != shape:
-            different.append(f"{name} is {list(stored[:8])}, but config.json requires {list(shape)}")
+    different, stored = [], read_stored_format(hf_config)
+    matrices = stored.matrices(tensors.keys()) if stored is not None else {}
+    for weight, shape in _some_shapes(geometry).items():
+        shapes = {weight: [shape]}
+        if stored is not None and weight in matrices:
+            shapes = stored.part_shapes(matrices[weight], shape)
+        for name, allowed in shapes.items():
+            if name not in tensors:
+                different.append(f"{name} is missing")
+            elif (found := tensors[name].shape) not in allowed:
+                wanted = " or ".join(str(list(each)) for each in allowed)
+                different.append(f"{name} is {list(found[:8])}, but config.json requires {wanted}")
     if different:
         yield f"{prefix}: the weights do not match config.json: {join_first(different, _SHOWN)}; {_REMEDY}"
     elif geometry.tied_embeddings and _HEAD in tensors:
@@ -261,11 +285,13 @@ def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
 
 
 def _unusable(hf_config: Fields, prefix: str) -> Iterator[str]:
-    """Report models with code, and quantised weights that loading does not dequantise."""
-    if "auto_map" in hf_config:
+    """Report models with code, and quantised formats that loading does not dequantise."""
+    if needs_own_code(hf_config):
         yield f"{prefix}: config.json has auto_map, which would run code from the directory; remove the entry"
-    if hf_config.object("quantization_config", default=None) is not None and not is_dequantised(hf_config):
-        yield f"{prefix}: quantised weights (quantization_config) are not supported; use the unquantised model"
+    try:
+        read_stored_format(hf_config)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from rlhf_mcore.data.images import ImageStore
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.foreign import Fields, read_json
 from rlhf_mcore.protocols import MEMORY, EngineRank
-from rlhf_mcore.readers.model_files import end_tokens, sees_images
+from rlhf_mcore.readers.model_files import end_tokens, needs_own_code, sees_images
 from rlhf_mcore.types import Completion, Ragged, Request
 
 if TYPE_CHECKING:
@@ -458,12 +458,12 @@ def refuse_foreign_code(model_dir: str) -> None:
     """Reject a model directory whose config.json would run Python code from that directory.
 
     Raises:
-        ConfigError: config.json does not exist, or contains an ``auto_map``.
+        ConfigError: config.json does not exist, or loading the model would run code from the directory.
     """
     path = Path(model_dir) / "config.json"
     if not path.is_file():
         raise ConfigError(f"model.path={model_dir!r}: no config.json there; give a Hugging Face model directory")
-    if "auto_map" in _read(path):
+    if needs_own_code(_read(path)):
         raise ConfigError(
             f"model.path={model_dir!r}: config.json would run code from this directory (auto_map), which is not allowed; "
             "use an architecture that transformers supports"

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rlhf_mcore.bridge.files.dequantise import QuantisedMatrix
 from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
@@ -32,21 +33,23 @@ from rlhf_mcore.readers.adapter_files import (
     read_adapters,
     short_names,
 )
-from rlhf_mcore.readers.model_files import COMPANIONS, WEIGHT_DTYPES
+from rlhf_mcore.readers.model_files import COMPANIONS, WEIGHT_DTYPES, stored_format_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 * 2**30
-GROUP = 32  # mxfp4 values that share an exponent
-BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the names of mxfp4 tensors
+_OF_FILES = ("quantization_config", "auto_map")  # entries of config.json that describe other files of a directory
 _REMEDY = "Download or export the model again."
 
 
 class HFReader:
     """Read parts of tensors in a directory of safetensors files. Only the requested rectangles are read from disk.
 
-    A tensor stored in mxfp4, as blocks and scales, appears here as one bf16 tensor that is dequantised when it is
-    read. ``single`` is the only file to read, if given; the index is then ignored.
+    A quantised matrix, which is stored as several tensors, appears here as one bf16 tensor. Its rectangles are
+    dequantised when they are read. ``single`` is the only file to read, if given; the index is then ignored.
+
+    Raises:
+        ConfigError: a file is missing, damaged or outside of the directory, or its quantised format is not supported.
     """
 
     def __init__(self, directory: str | Path, single: str | None = None):
@@ -57,14 +60,15 @@ class HFReader:
             str, frozenset[str]
         ] = {}  # tensor names by file, because safetensors builds them again for every call
         self._shard_of = self._locate()
-        blocks = {name.removesuffix(BLOCKS) for name in self._shard_of if name.endswith(BLOCKS)}
-        self._packed = {name for name in blocks if name + SCALES in self._shard_of}
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        parts = {name + part for name in self._packed for part in (BLOCKS, SCALES)}
-        return self._shard_of.keys() - parts | self._packed
+        stored = None if single is not None else stored_format_of(self.directory)
+        self._matrices: dict[str, QuantisedMatrix] = {}
+        self.names = set(self._shard_of)
+        if stored is not None:
+            self.names = stored.weights(self._shard_of.keys())
+            self._matrices = {
+                name: QuantisedMatrix(stored, parts, self._slice, f"{self.directory}: tensor {name}")
+                for name, parts in stored.matrices(self._shard_of.keys()).items()
+            }
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the file's header.
@@ -72,16 +76,8 @@ class HFReader:
         Raises:
             ConfigError: there is no such tensor.
         """
-        if name not in self._packed:
-            return tuple(self._handle(name).get_slice(name).get_shape())
-        blocks, scales = self.shape(name + BLOCKS), self.shape(name + SCALES)
-        if len(blocks) < 3 or blocks != (*scales, GROUP // 2):
-            raise ConfigError(
-                f"{self.directory}: tensor {name} is in blocks of shape {blocks} with scales of shape {scales}, not "
-                f"[..., columns, rows / {GROUP}, {GROUP // 2}] and [..., columns, rows / {GROUP}]. {_REMEDY}"
-            )
-        *outer, columns, groups = scales
-        return (*outer, groups * GROUP, columns)
+        matrix = self._matrices.get(name)
+        return matrix.shape if matrix is not None else tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """Dtype of a tensor in safetensors' spelling (``F32``, ``BF16``, ``I8``, ``F8_E4M3``, ...).
@@ -89,13 +85,12 @@ class HFReader:
         Raises:
             ConfigError: there is no such tensor.
         """
-        if name in self._packed:
-            return next((code for part in (BLOCKS, SCALES) if (code := self.dtype(name + part)) != "U8"), "BF16")
-        return str(self._handle(name).get_slice(name).get_dtype())
+        matrix = self._matrices.get(name)
+        return matrix.dtype if matrix is not None else str(self._slice(name).get_dtype())
 
     def shard(self, name: str) -> str:
         """Name of the file that contains a tensor."""
-        return self._shard_of[name + BLOCKS if name in self._packed else name]
+        return self._shard_of[self._matrices[name].parts.values if name in self._matrices else name]
 
     def check_index(self) -> None:
         """Compare the index with the contents of the files.
@@ -124,20 +119,17 @@ class HFReader:
         self._open.clear()
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """Read a rectangle of a tensor in the file's dtype, or in bf16 if the file stores mxfp4."""
-        if name not in self._packed:
-            return self._handle(name).get_slice(name)[where]
-        *outer, rows, columns = where
-        first, end, _ = rows.indices(self.shape(name)[-2])
-        groups = slice(first // GROUP, -(-end // GROUP))
-        blocks = self.read(name + BLOCKS, (*outer, columns, groups, slice(None)))
-        whole = dequantise_mxfp4(blocks, self.read(name + SCALES, (*outer, columns, groups)))
-        return whole[..., first - groups.start * GROUP : end - groups.start * GROUP, :]
+        """Read a rectangle of a tensor in the dtype that ``dtype`` names."""
+        matrix = self._matrices.get(name)
+        return matrix.read(where) if matrix is not None else self._slice(name)[where]
 
     def tensors(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole tensor in the file's dtype, file by file, except the tensors in ``without``."""
         for name in sorted(self.names.difference(without), key=lambda name: (self.shard(name), name)):
             yield name, self.read(name, (slice(None),) * len(self.shape(name)))
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(name).get_slice(name)
 
     def _handle(self, name: str) -> safe_open:
         if name not in self._shard_of:
@@ -234,36 +226,17 @@ def copy_companions(
     For each file, the first source that has it wins.
 
     The copied config gets ``dtype`` and ``updates``. Its quantisation is removed, because written weights are not
-    quantised.
+    quantised. Its ``auto_map`` is removed, because code is not copied.
     """
     for companion in companion_files(sources):
         data = read_bytes(companion, limit=INDEX_LIMITS.num_bytes, remedy=_REMEDY)
         (directory / companion.name).write_bytes(data)
     path = directory / "config.json"
-    config = {key: value for key, value in read_json(path).content.items() if key != "quantization_config"}
+    config = {key: value for key, value in read_json(path).content.items() if key not in _OF_FILES}
+    if isinstance(text := config.get("text_config"), dict):
+        config["text_config"] = {key: value for key, value in text.items() if key not in _OF_FILES}
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     path.write_text(json.dumps({**config, key: str(dtype).removeprefix("torch."), **(updates or {})}, indent=2) + "\n")
-
-
-# Weights in mxfp4: 32 four-bit values share an exponent (OCP Microscaling Formats v1.0, 2023, section 5). A matrix
-# [rows, columns] is stored by columns. ``blocks`` [columns, rows / 32, 16] uint8 contains two values per byte, the
-# first in the lower half. ``scales`` [columns, rows / 32] uint8 contains the exponents. The authors of gpt-oss
-# store a layer's experts in this format. The table contains doubled values, and the bias is one larger than the
-# exponents' bias: half of the largest power of two is still representable in bf16.
-_TWICE = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
-_BIAS_OF_HALVES = 128
-
-
-def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Compute matrices [..., rows, columns] bf16 from mxfp4.
-
-    ``blocks`` are [..., columns, rows / 32, 16], and ``scales`` [..., columns, rows / 32].
-    """
-    values = torch.tensor([*_TWICE, *(-value for value in _TWICE)], dtype=torch.bfloat16)
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # [256, 2]: values of each byte
-    powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS_OF_HALVES).bfloat16()
-    matrices = pairs.view(torch.int32)[:, 0][blocks.int()].view(torch.bfloat16)  # both values move as one int32
-    return matrices.mul_(powers[scales.int()].unsqueeze(-1)).flatten(-2).mT
 
 
 _OF_MODEL = ("config.json", "generation_config.json")  # with them it would look like a model

@@ -54,7 +54,8 @@ from rlhf_mcore.readers.adapter_files import (
     base_model,
     holds_adapter,
 )
-from rlhf_mcore.readers.model_files import architecture, is_dequantised, read_config, read_geometry
+from rlhf_mcore.readers.model_files import architecture, needs_own_code, read_config, read_geometry
+from rlhf_mcore.readers.stored_formats import read_stored_format
 
 _PROMPT_TOKENS = 8  # number of tokens for the comparison of logits
 
@@ -251,14 +252,11 @@ def _companions(request: Conversion) -> Path:
             f"{places[0]}: no config.json; name the directory of the Hugging Face model with --hf-config DIR"
         )
     config = read_config(directory, str(directory))
-    if "auto_map" in config:
+    if needs_own_code(config):
         raise ConfigError(
             f"{directory}: config.json has auto_map, which would run code from the directory; use a model without it"
         )
-    if "quantization_config" in config and not is_dequantised(config):
-        raise ConfigError(
-            f"{directory}: quantised weights (quantization_config) are not converted; use the unquantised model"
-        )
+    read_stored_format(config)  # raises for formats that are not dequantised
     return directory
 
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from rlhf_mcore.bridge.files.dequantise import dequantise_mxfp4 as dequantise
 from rlhf_mcore.bridge.files.hf_files import HFReader, copy_companions, load
-from rlhf_mcore.bridge.files.hf_files import dequantise_mxfp4 as dequantise
 from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
@@ -110,5 +110,5 @@ def test_the_weights_of_config_json_are_looked_for_as_they_are_stored(packed_mod
     (tmp_path / "config.json").write_text((packed_model / "config.json").read_text())
     _, (problem,) = inspect_model(str(tmp_path), "model.path")
     assert f"{first}_scales is [3, 256, 2], but config.json requires [4, 256, 2]" in problem
-    with expect_error(ConfigError, field=first, value="(4, 256, 2, 16)"):
+    with expect_error(ConfigError, field=first, value="[4, 256, 2, 16]"):
         HFReader(tmp_path).shape(first)

@@ -227,13 +227,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ("GptOss", {**WINDOW, **EXPERTS, "attention_bias": False}, "attention_bias=false is not supported for GptOss"),
         (
             "GptOss",
-            {**WINDOW, **EXPERTS, "quantization_config": {"quant_method": "fp8"}},
-            "quantised weights (quantization_config) are not supported; use the unquantised model",
-        ),
-        (
-            "Mixtral",
-            {**EXPERTS, "quantization_config": {"quant_method": "mxfp4"}},
-            "quantised weights (quantization_config) are not supported; use the unquantised model",
+            {**WINDOW, **EXPERTS, "quantization_config": {"quant_method": "awq"}},
+            "config.json has quantization_config.quant_method='awq', not one of mxfp4, fp8, compressed-tensors; use the unq",
         ),
         (
             "Gemma3",

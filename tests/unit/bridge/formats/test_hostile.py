@@ -183,8 +183,8 @@ def test_pickle_where_safetensors_are_expected(llama: Path, capsys: Capture) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
-        ({"quantization_config": {}}, "quantised weights"),
+        ({"auto_map": {"AutoModel": "evil.Model"}, "model_type": "evil"}, "auto_map"),
+        ({"quantization_config": {}}, "quantization_config.quant_method"),
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
         ({"num_hidden_layers": "4"}, "config.json has num_hidden_layers='4', not an integer"),
         ({"hidden_size": None}, "config.json has no hidden_size"),
