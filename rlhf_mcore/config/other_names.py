@@ -13,6 +13,7 @@ SYNONYMS = {
     "critic.optimizer.lr": "critic_learning_rate critic_lr",
     "actor.optimizer.name": "optim optimizer",
     "actor.optimizer.clip_grad": "max_grad_norm grad_clip max_norm",
+    "actor.optimizer.offload": "optimizer_cpu_offload optimizer_offload_fraction",
     "actor.optimizer.schedule.name": "lr_scheduler_type lr_scheduler lr_decay_style",
     "actor.optimizer.schedule.warmup": "warmup_steps lr_warmup_steps lr_warmup_iters lr_warmup_ratio lr_warmup_steps_ratio",
     "actor.layout.tp": "tensor_model_parallel_size tensor_parallel_size tp_size",

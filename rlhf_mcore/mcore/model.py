@@ -144,8 +144,8 @@ class MegatronModel:
             self.movable.add(GRADIENTS, Gradients(f"{name} {GRADIENTS}", self.chunks, self.platform))
         if OPTIMIZER in kinds:
             assert self.optimizer is not None
-            tensors = [tensor for shard in self.optimizer.shards() for tensor in shard.tensors.values()]
-            self.movable.add(OPTIMIZER, MovablePart(f"{name} {OPTIMIZER}", tensors, self.platform))
+            part = MovablePart(f"{name} {OPTIMIZER}", self.optimizer.device_state(), self.platform)
+            self.movable.add(OPTIMIZER, part)
         if WEIGHTS in kinds:
             for chunk in self.chunks if by_layer else ():
                 assert not isinstance(chunk, DistributedDataParallel), "its weights are in one buffer"

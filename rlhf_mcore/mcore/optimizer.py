@@ -28,6 +28,7 @@ from torch.nn.utils import get_total_norm
 from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
 from rlhf_mcore.geometry import LocalParameter, StateShard
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
+from rlhf_mcore.mcore.host_state import HostRange, HostSteps, choose_hosted, move_to_host
 from rlhf_mcore.mcore.momentum import MatrixExchange, MomentumSteps, MuonRange
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import adapter_parameters, local_parameters
@@ -53,6 +54,15 @@ class StepOutcome:
     grad_norm: float
     finite: bool = True
     norm_alone: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class _Hosted:
+    """A range whose state is in host memory, with its Megatron optimizer and model parameter."""
+
+    part: DistributedOptimizer
+    param: Tensor
+    range: HostRange
 
 
 class Optimizer:
@@ -108,6 +118,11 @@ class Optimizer:
             group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
         config.grad_scale_func = self.megatron.scale_loss
         self._reader: Future[None] | None = None
+        self._hosted: list[_Hosted] = []
+        self._host: HostSteps | None = None
+        if cfg.offload:
+            self._hosted = self._move_to_host(cfg.offload)
+            self._host = HostSteps([one.range for one in self._hosted], platform)
         self._momentum: MomentumSteps | None = None
         if cfg.name != "adamw":
             ranges = list(self._ranges_with_momentum(cfg.name, locate))
@@ -147,6 +162,10 @@ class Optimizer:
                         parameter.grad = None  # for 16-bit gradients this is an fp32 copy
 
     def _step(self) -> StepOutcome:
+        for one in self._hosted:
+            span = one.part._get_model_param_range_map(one.param)["param"]
+            grad: Tensor = one.param.main_grad  # type: ignore[attr-defined]
+            one.range.stepped.grad = grad.view(-1)[span.start : span.end].float()  # as Megatron does
         if self.megatron.prepare_grads():
             return StepOutcome(False, math.nan)
         norms = self._norms()
@@ -158,6 +177,8 @@ class Optimizer:
                     clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
         if self._momentum is not None:
             self._momentum.step()
+        if self._host is not None:
+            self._host.step()
         updated = bool(self.megatron.step_with_ready_grads())
         return StepOutcome(updated, norms[0], norm_alone=norms[-1])
 
@@ -181,17 +202,37 @@ class Optimizer:
         """Split the stepped tensors by clipping: one list of all, or [clipped together, clipped alone]."""
         if not self._clips_alone:
             return [part.get_parameters()]
-        alone = {id(stepped) for param, stepped in _list_stepped(part) if getattr(param, "is_clipped_alone", False)}
+        stepped = self._list_stepped(part)
+        alone = {id(tensor) for param, tensor in stepped if getattr(param, "is_clipped_alone", False)}
         parts: list[list[Tensor]] = [[], []]
         for parameter in part.get_parameters():
             parts[id(parameter) in alone].append(parameter)
         return parts
 
+    def _move_to_host(self, share: float) -> list[_Hosted]:
+        """Move the state of a share of this rank's ranges to the host. Megatron no longer steps and copies them."""
+        held = [(part, param, stepped) for part in self._parts() for param, stepped in _list_stepped(part)]
+        groups, hosted = self._groups_of_stepped(), []
+        for number in sorted(choose_hosted([len(stepped) for *_, stepped in held], share)):
+            part, param, stepped = held[number]
+            span = part._get_model_param_range_map(param)["param"]
+            weights = param.detach().view(-1)[span.start : span.end]
+            part.optimizer.state[stepped] = state = move_to_host(weights, stepped)
+            hosted.append(_Hosted(part, param, HostRange(weights, stepped, groups[id(stepped)], state)))
+        moved = {id(one.range.stepped) for one in hosted}
+        for params, tensors in (pair for part in self._parts() for pair in _pairs_of_groups(part)):
+            kept = [pair for pair in zip(params, tensors, strict=True) if id(pair[1]) not in moved]
+            params[:], tensors[:] = [param for param, _ in kept], [stepped for _, stepped in kept]
+        return hosted
+
+    def _groups_of_stepped(self) -> dict[int, dict[str, Any]]:
+        """Return the group of settings of each stepped tensor, by the tensor's id."""
+        groups = (group for part in self._parts() for group in part.optimizer.param_groups)
+        return {id(stepped): group for group in groups for stepped in group["params"]}
+
     def _ranges_with_momentum(self, name: str, locate: Locate) -> Iterator[MuonRange]:
         """Yield the ranges that this module steps: all with SGD, those within matrices with Muon."""
-        groups = {
-            id(p): group for part in self._parts() for group in part.optimizer.param_groups for p in group["params"]
-        }
+        groups = self._groups_of_stepped()
         for part, parameter, span, stepped in self._ranges():
             matrices = locate(parameter.name, parameter.shard, span.start, span.stop) if name == "muon" else []
             if matrices or name == "sgd":
@@ -204,14 +245,24 @@ class Optimizer:
         """
         local = {_place(one.tensor): one for one in self._parameters()}
         for part in self._parts():
-            for param, stepped in _list_stepped(part):
+            for param, stepped in self._list_stepped(part):
                 ranges = part._get_model_param_range_map(param)["param"]
                 yield part, local[_place(param)], range(ranges.start, ranges.end), stepped
+
+    def _list_stepped(self, part: DistributedOptimizer) -> list[tuple[Tensor, Tensor]]:
+        """List (model parameter, stepped tensor of its range), on the device and in host memory."""
+        return [*_list_stepped(part), *((one.param, one.range.stepped) for one in self._hosted if one.part is part)]
+
+    def device_state(self) -> list[Tensor]:
+        """List the tensors of the state that are not hosted. They are on the device, except while they are offloaded."""
+        hosted = {id(one.range.stepped) for one in self._hosted}
+        held = ((part, one.tensor, stepped) for part, one, _, stepped in self._ranges() if id(stepped) not in hosted)
+        return [tensor for part, param, stepped in held for tensor in _tensors(part.optimizer, param, stepped).values()]
 
     def shards(self) -> list[StateShard]:
         """Return views of this rank's part of the state.
 
-        Offloaded state is viewed in the host's copy. With 16-bit parameters, ``master`` contains the fp32 weights
+        Offloaded and hosted state is viewed in host memory. With 16-bit parameters, ``master`` contains the fp32 weights
         that Adam steps. With fp32 parameters there is no ``master``, because Adam steps the parameters themselves.
         Moments that do not exist yet (before the first update) are created as zeros.
         """
@@ -271,8 +322,7 @@ class Optimizer:
         """
         step, scale = scalars["step"], scalars["loss_scale"]
         for part in self._parts():
-            for _, stepped in _list_stepped(part):
-                state = part.optimizer.state[stepped]
+            for state in part.optimizer.state.values():
                 if "step" in state:
                     state["step"] = torch.full_like(state["step"], step)
             for group in part.optimizer.param_groups:
@@ -328,13 +378,14 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 def _list_stepped(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (model parameter, flat fp32 tensor of its range that Adam steps)."""
-    pairs = (
-        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-        (part.model_fp32_groups, part.shard_fp32_groups),
-    )
-    for models, shards in pairs:
-        for params, tensors in zip(models, shards, strict=True):
-            yield from zip(params, tensors, strict=True)
+    for params, tensors in _pairs_of_groups(part):
+        yield from zip(params, tensors, strict=True)
+
+
+def _pairs_of_groups(part: DistributedOptimizer) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield Megatron's lists (model parameters, stepped tensors) of each group of parameters."""
+    yield from zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
+    yield from zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True)
 
 
 def _tensors(adam: torch.optim.Optimizer, param: Tensor, stepped: Tensor) -> dict[str, Tensor]:
@@ -345,7 +396,7 @@ def _tensors(adam: torch.optim.Optimizer, param: Tensor, stepped: Tensor) -> dic
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(stepped), torch.zeros_like(stepped)
     tensors = {kind: state[kind] for kind in ("exp_avg", "exp_avg_sq", "momentum") if kind in state}
     if param.dtype != torch.float32:
-        tensors["master"] = stepped.detach()
+        tensors["master"] = state.get("master", stepped.detach())
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
     return tensors
 

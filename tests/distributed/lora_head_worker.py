@@ -41,7 +41,7 @@ LAYOUTS = ("dp4", "tp2_dp2", "tp2_dp2_sp", "pp2_dp2", "tp2_pp2", "tp2_sp_cp2")
 KINDS = {"sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}
 TASKS = {"sequence": "SEQ_CLS", "token": "TOKEN_CLS"}
 SIZES = AdapterSizes(3, 12.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
-OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1, offload=0.5)
 
 
 def main(directory: Path) -> None:

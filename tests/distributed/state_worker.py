@@ -53,6 +53,8 @@ CIRCLES = {
     # Stacked and transposed experts, published in mxfp4.
     "gpt_oss": ("tp2_sp_pp2_ep2_etp1", "cp4_ep2", "tp2_sp_pp2_ep2_etp1"),
 }
+# Shares of the optimizer state in host memory by layout. A run that resumes at another layout changes the share.
+SHARES = {"tp2_pp2_vpp2_sp": 0.5, "tp4": 1.0, "cp4_ep2": 0.5}
 STEPS_BEFORE, BIAS_RATE = 2, 0.01
 MUON = ("qwen3_moe",)  # trained by Muon; AdamW trains the others
 LR, DECAY, MOMENTUM = 1e-2, 0.1, 0.9
@@ -93,6 +95,8 @@ class World:
     def build(self, name: str, path: Path, layout: str, dtype: str = "fp32") -> tuple[MegatronModel, Actor]:
         make = moe_groups_of if layout in MOE_LAYOUTS else groups_of
         settings = Settings(dtype=dtype, max_tokens=48, expert_bias_rate=BIAS_RATE * (name == "deepseek_v3"))
+        share = 0.5 if dtype == "fp16" else SHARES.get(layout, 0.0)
+        settings.optimizer = OptimizerConfig(lr=LR, eps=1e-3, clip_grad=0.5, weight_decay=DECAY, offload=share)
         if name in MUON:
             settings.optimizer = OptimizerConfig(
                 name="muon", momentum=MOMENTUM, lr=LR, eps=1e-3, clip_grad=0.5, weight_decay=DECAY

@@ -84,6 +84,11 @@ class OptimizerConfig(Group):
     eps: PositiveFloat = key(1e-8, "added to the denominator of an update", only_with=".name=adamw or muon")
     weight_decay: NonNegativeFloat = key(0.0, "decoupled weight decay")
     clip_grad: NonNegativeFloat = key(1.0, "maximum norm of the gradient of the whole model; 0: no clipping")
+    offload: Fraction = key(
+        0.0, "share of masters and moments in host memory, which the CPU steps", only_with=".name=adamw"
+    )
+    """Unlike `actor.offload`, this also saves device memory during an update. See [host
+    steps](scale/memory.md#step-the-optimizer-on-the-host)."""
     schedule: ScheduleConfig = group(ScheduleConfig, "counted in optimizer updates")
 
 

@@ -165,7 +165,9 @@ class TrainerConfig(Group):
     world_size: Optional[Annotated[int, Ge(1), Le(MAX_WORLD)]] = key(None, "processes that `rlhf-mcore train` starts")
     """`null`: the smallest number that the layouts divide. The run is rejected if the processes do not fit into the
     machine's free memory, at 200 MiB each."""
-    threads_per_rank: PositiveInt = key(1, "CPU: compute threads per process")
+    threads_per_rank: PositiveInt = key(
+        1, "CPU threads per process, for passes on a CPU and optimizer steps on the host"
+    )
     bind_numa: Literal["auto", "off"] = key("auto", "CUDA: CPU cores of ranks, and of engines under Ray")
     """`auto`: cores of the GPU's NUMA node, if the machine has several nodes. `off`: all cores."""
     max_staleness: Annotated[int, Ge(0), Le(64)] = key(0, "`disaggregated`: maximum staleness of a token in versions")

@@ -119,6 +119,11 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
         None,
         ["environment.max_seconds=60", "depends on timing", "remove it"],
     ),
+    (
+        ["actor.optimizer={name: muon, offload: 0.5}"],
+        None,
+        ["actor.optimizer.offload=0.5", "actor.optimizer.name=muon; remove it, or set actor.optimizer.name=adamw"],
+    ),
     (["environment.env=[NOT_SET_HERE]"], None, ["environment.env names NOT_SET_HERE", "remove it from the list"]),
     (
         ["environment.function=tools", "reward.sources={a: [{name: math}]}"],

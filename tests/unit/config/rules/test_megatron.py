@@ -81,6 +81,10 @@ def test_mistakes_are_named(workspace: Any) -> None:
             "actor.megatron={calculate_per_token_loss: false}",
             ["calculate_per_token_loss=False", "divided", "remove it"],
         ),
+        (
+            "actor.megatron={optimizer_cpu_offload: true}",
+            ["optimizer_cpu_offload=True", "optimizer.offload", "remove it"],
+        ),
         ("actor.megatron={clip_grad: 1.0}", ["clip_grad=1.0", "optimizer", "remove it"]),
         (
             "actor={layout: {cp: 2}, megatron: {cp_comm_type: a2a+p2p}}",
