@@ -116,7 +116,11 @@ def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     drafts = cfg.rollout.speculative
     if kind.generates and drafts.method == "mtp" and engine_kind(cfg.rollout.engine).reads("rollout.speculative"):
         yield from _mtp_model_problems(path, geometry, "rollout.speculative.method=mtp", "set it to off")
-        count, wanted = num_mtp_layers(read_config(path, path)), drafts.num_tokens
+        hf_config = read_config(path, path)
+        if "quantization_config" in hf_config and mode not in MTP_TRAINED:
+            loaded = f"with actor.mtp.mode={mode} engines load MTP layers from model.path={path}, which is quantised"
+            yield f"rollout.speculative.method=mtp: {loaded}; set actor.mtp.mode=train, or that to off or ngram"
+        count, wanted = num_mtp_layers(hf_config), drafts.num_tokens
         if wanted > count > 0 and wanted % count:
             relation = f"is neither at most nor a multiple of the {_layers(count)} of model.path"
             yield f"rollout.speculative.num_tokens={wanted} {relation}; set it to {count}"

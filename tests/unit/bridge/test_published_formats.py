@@ -19,7 +19,9 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.run.quantised import largest_magnitudes, quantise, scales_of
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.families.quantised import quantisation
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.readers.stored_formats import read_stored_format
 from tests.messages import expect_error
@@ -61,6 +63,21 @@ def test_fp8_in_blocks_equals_transformers(tmp_path: Path, scale_dtype: torch.dt
     expected = Fp8Dequantize(None)._dequantize_one(padded, scales, torch.bfloat16)[:ROWS]
     stored = {NAME: values, f"{NAME}_scale_inv": scales, NAME.replace("weight", "activation_scale"): torch.ones(1)}
     expect_equal(write(tmp_path, stored, {"quant_method": "fp8", "weight_block_size": [128, 128]}), expected)
+
+
+def test_engines_in_8_bits_start_with_the_published_bytes(tmp_path: Path) -> None:
+    plain, kind = torch.randn(256, COLUMNS, generator=torch.Generator().manual_seed(2)).bfloat16(), quantisation("fp8")
+    blocks = plain.float().view(2, 128, 3, 128)
+    scales = blocks.abs().amax((1, 3)) / 448  # as DeepSeek-V3 and vLLM quantise
+    values = (blocks * (1 / scales)[:, None, :, None]).view_as(plain).to(torch.float8_e4m3fn)
+    stored = {NAME: values, f"{NAME}_scale_inv": scales}
+    reader = write(tmp_path, stored, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    trained = reader.read(NAME, (slice(0, 256), slice(0, COLUMNS)))
+    largest = largest_magnitudes(trained, (0, 0), kind)
+    sent = torch.empty_like(values)
+    quantise(trained, (0, 0), largest, kind, sent)
+    assert torch.equal(sent.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(scales_of(largest, kind), scales)
 
 
 def test_fp8_with_exponents_and_with_one_scale(tmp_path: Path) -> None:

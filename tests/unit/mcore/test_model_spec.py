@@ -204,7 +204,7 @@ def test_a_rotary_factor_that_megatron_cannot_express_is_refused(tmp_path: Path)
     [
         (dict(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel is not supported"),
         (dict(architectures=None), "architecture none is not supported"),
-        (dict(auto_map={"AutoConfig": "x.Y"}), "auto_map"),
+        (dict(auto_map={"AutoConfig": "x.Y"}, model_type="own"), "auto_map"),
         (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
         (dict(attention_bias=True), "attention_bias is not supported"),
         (dict(mlp_bias=True), "mlp_bias is not supported"),

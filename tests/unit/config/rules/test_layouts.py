@@ -347,23 +347,20 @@ def test_what_drafts_do_not_go_together_with(workspace: Any, overrides: list[str
     assert any(all(word in problem for word in words) for problem in problems), problems
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "keep",
-    ],
-)
-def test_layers_that_draft_have_8_bits_where_they_are_sent(workspace: Any, mode: str) -> None:
+def test_layers_that_draft_have_8_bits_where_they_are_sent(workspace: Any) -> None:
     write_mtp_model(workspace)
-    found = check("rollout.quantization=int8", "rollout.speculative.method=mtp", f"actor.mtp.mode={mode}")
-    named = [problem for problem in found if problem.startswith("rollout.quantization=int8")]
-    if mode == "keep":
-        assert (
-            "actor.mtp.mode=keep engines load MTP layers from files, which are not quantised; set actor.mtp.mode=train"
-            in only(named)
-        )
-    else:
-        assert named == []
+    found = check("rollout.quantization=int8", "rollout.speculative.method=mtp", "actor.mtp.mode=keep")
+    expected = (
+        "actor.mtp.mode=keep engines load MTP layers from files, which are not quantised; set actor.mtp.mode=train"
+    )
+    assert expected in only([problem for problem in found if problem.startswith("rollout.quantization=int8")])
+
+
+def test_engines_do_not_load_draft_layers_from_quantised_files(workspace: Any) -> None:
+    write_mtp_model(workspace, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    found = check("rollout.speculative.method=mtp")
+    assert "engines load MTP layers from model.path=model, which is quantised; set actor.mtp.mode=train" in only(found)
+    assert check("rollout.speculative.method=mtp", "actor.mtp.mode=train") == []
 
 
 @pytest.mark.parametrize(
