@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlhf_mcore.masters import SplitMaster
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedSizes:
@@ -243,11 +245,11 @@ class StateShard:
     """The optimizer state of this rank for elements ``start`` to ``stop`` of a local parameter, in flat order.
 
     ``tensors`` are live views [stop - start] by kind: ``exp_avg`` and ``exp_avg_sq``, or ``momentum``. ``master`` is included if the
-    optimizer updates a copy of the weights instead of the parameter.
+    weights have 16 bits. Files store all kinds in fp32.
     """
 
     name: str
     shard: Shard
     start: int
     stop: int
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor | SplitMaster]

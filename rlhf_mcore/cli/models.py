@@ -40,6 +40,7 @@ from rlhf_mcore.mcore.image_features import StepFeatures
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import ModelSpec, load_spec
 from rlhf_mcore.mcore.mtp import MTPLearning
+from rlhf_mcore.mcore.optimizer import check_state_dtype
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import on_every_rank
@@ -223,6 +224,7 @@ class ModelBuilder:
         """Build a model with its optimizer. ``name`` prefixes its metrics."""
         layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
         role = "critic" if cfg is self.cfg.critic else "actor"
+        check_state_dtype(cfg.optimizer, f"{role}.optimizer")
         options = replace(
             self._options(dtype),
             recompute=cfg.recompute,

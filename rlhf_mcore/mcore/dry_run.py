@@ -140,7 +140,7 @@ def dry_run(
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
         add_optimizer(model)
         assert model.optimizer is not None
-        state = sum(tensor.nbytes for shard in model.optimizer.shards() for tensor in shard.tensors.values())
+        state = sum(tensor.nbytes for tensor in model.optimizer.device_state())
         for chunk in model.chunks:
             _stand_in(chunk)
         before, counted.peak = counted.live, counted.live

@@ -106,10 +106,10 @@ class _Slot:
                 amsgrad=False,
                 maximize=False,
             )
-            self._staged(piece).copy_(master)
-        self.wait = self._copies([(piece.owner.weights[piece.span], self._staged(piece)) for piece in bucket])
+            self._staging_of(piece).copy_(master)
+        self.wait = self._copies([(piece.owner.weights[piece.span], self._staging_of(piece)) for piece in bucket])
 
-    def _staged(self, piece: _Piece) -> Tensor:
+    def _staging_of(self, piece: _Piece) -> Tensor:
         """View the place of a piece's weights, in their dtype."""
         start, weights = piece.place.start * self._width, piece.owner.weights[piece.span]
         return self._weights[start : start + weights.nbytes].view(weights.dtype)

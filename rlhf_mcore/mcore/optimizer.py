@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,10 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
 from rlhf_mcore.geometry import LocalParameter, StateShard
+from rlhf_mcore.masters import SplitMaster, rounds_to
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.host_state import HostRange, HostSteps, choose_hosted, move_to_host
 from rlhf_mcore.mcore.momentum import MatrixExchange, MomentumSteps, MuonRange
@@ -34,11 +37,32 @@ from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import adapter_parameters, local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import ModuleView, Platform
-from rlhf_mcore.residency.ledger import OPTIMIZER
+from rlhf_mcore.residency.ledger import OPTIMIZER, WEIGHTS
 from rlhf_mcore.residency.sharing import Movable
 
 if TYPE_CHECKING:
     from rlhf_mcore.mcore.momentum import Locate
+
+
+# bf16 moments, and masters as 16-bit remainders. Transformer Engine's FusedAdam makes the steps.
+_PRECISION_AWARE = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": torch.bfloat16,
+    "exp_avg_sq_dtype": torch.bfloat16,
+}
+
+
+def check_state_dtype(cfg: OptimizerConfig, key: str) -> None:
+    """Check that this machine can step the state. ``key`` names the settings in messages.
+
+    Raises:
+        ConfigError: bf16 state needs a kernel that is missing.
+    """
+    if cfg.state_dtype == "bf16" and "store_param_remainders" not in signature(megatron_optimizer.Adam).parameters:
+        raise ConfigError(
+            f"{key}.state_dtype=bf16 needs the FusedAdam of Transformer Engine 2.1 or later, which is not installed; set it to "
+            f"fp32, and save memory with {key}.offload"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +132,10 @@ class Optimizer:
             min_loss_scale=1.0,
             loss_scale_window=1000,
             hysteresis=2,
+            **(_PRECISION_AWARE if cfg.state_dtype == "bf16" else {}),
         )
+        # Megatron's name of the gradient of a stepped tensor. A stepped bf16 weight may have an fp32 gradient.
+        self._grad = "decoupled_grad" if settings.use_precision_aware_optimizer else "grad"
         with use_groups(groups, platform), aligned_within(groups.collection.intra_dist_opt):
             self.megatron: MegatronOptimizer = megatron_optimizer.get_megatron_optimizer(
                 settings, list(chunks), use_gloo_process_groups=False, pg_collection=groups.collection
@@ -138,8 +165,10 @@ class Optimizer:
         """
         self.wait_for_reader()
         self._reader = self._platform.in_thread(read)
-        if (part := self._movable.parts.get(OPTIMIZER)) is not None:
-            part.reader = self._reader  # the state also stays on the device until then
+        # Until then the state also stays on the device, with the weights that complete 16-bit remainders.
+        for kind in (OPTIMIZER, WEIGHTS) if self._grad == "decoupled_grad" else (OPTIMIZER,):
+            if (part := self._movable.parts.get(kind)) is not None:
+                part.reader = self._reader
         return self._reader
 
     def wait_for_reader(self) -> None:
@@ -159,7 +188,7 @@ class Optimizer:
             finally:
                 for part in self._parts():
                     for parameter in part.get_parameters():
-                        parameter.grad = None  # for 16-bit gradients this is an fp32 copy
+                        setattr(parameter, self._grad, None)  # for 16-bit gradients this may be an fp32 copy
 
     def _step(self) -> StepOutcome:
         for one in self._hosted:
@@ -174,7 +203,8 @@ class Optimizer:
         for part in self._parts():
             for parameters, norm in zip(self._split_by_clipping(part), norms, strict=True):
                 if parameters and part.config.clip_grad > 0.0:
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+                    limit, is_decoupled = part.config.clip_grad, self._grad == "decoupled_grad"
+                    clip_grad_by_total_norm_fp32(parameters, limit, norm, use_decoupled_grad=is_decoupled)
         if self._momentum is not None:
             self._momentum.step()
         if self._host is not None:
@@ -193,7 +223,7 @@ class Optimizer:
         for part in self._parts():
             grads = part.get_main_grads_for_grad_norm()
             for number, parameters in enumerate(self._split_by_clipping(part)):
-                mine = {id(parameter.grad) for parameter in parameters}
+                mine = {id(getattr(parameter, self._grad)) for parameter in parameters}
                 counted[number] += [grad for grad in grads if id(grad) in mine]
         group = self._groups.collection.intra_dist_opt
         return [float(get_grad_norm_fp32(grads, grad_stats_parallel_group=group)) for grads in counted]
@@ -257,7 +287,10 @@ class Optimizer:
         """List the tensors of the state that are not hosted. They are on the device, except while they are offloaded."""
         hosted = {id(one.range.stepped) for one in self._hosted}
         held = ((part, one.tensor, stepped) for part, one, _, stepped in self._ranges() if id(stepped) not in hosted)
-        return [tensor for part, param, stepped in held for tensor in _tensors(part.optimizer, param, stepped).values()]
+        state = [
+            tensor for part, param, stepped in held for tensor in _tensors(part.optimizer, param, stepped).values()
+        ]
+        return [tensor.remainders if isinstance(tensor, SplitMaster) else tensor for tensor in state]
 
     def shards(self) -> list[StateShard]:
         """Return views of this rank's part of the state.
@@ -269,9 +302,14 @@ class Optimizer:
         views = []
         for part, parameter, span, stepped in self._ranges():
             tensors = _tensors(part.optimizer, parameter.tensor, stepped)
-            current = {kind: self._movable.current(tensor) for kind, tensor in tensors.items()}
+            current = {kind: self._current(tensor) for kind, tensor in tensors.items()}
             views.append(StateShard(parameter.name, parameter.shard, span.start, span.stop, current))
         return views
+
+    def _current(self, tensor: Tensor | SplitMaster) -> Tensor | SplitMaster:
+        if isinstance(tensor, SplitMaster):
+            return SplitMaster(*map(self._movable.current, (tensor.weights, tensor.remainders)))
+        return self._movable.current(tensor)
 
     def is_finite(self) -> bool:
         """Return whether this rank's stepped weights, master weights and moments are all finite. Local.
@@ -282,7 +320,9 @@ class Optimizer:
         weights = self._flat_weights()
         tensors = []
         for shard in self.shards():
-            tensors += [weights[shard.name][shard.start : shard.stop], *shard.tensors.values()]
+            tensors.append(weights[shard.name][shard.start : shard.stop])
+            # A split master is finite if its weight is.
+            tensors += [tensor for tensor in shard.tensors.values() if isinstance(tensor, Tensor)]
         tensors = [tensor for tensor in tensors if tensor.numel()]
         return math.isfinite(get_total_norm(tensors)) or all(bool(tensor.isfinite().all()) for tensor in tensors)
 
@@ -294,9 +334,9 @@ class Optimizer:
         local = self._flat_weights()
         names = []
         for shard in self.shards():
-            if (master := shard.tensors.get("master")) is not None:
+            if isinstance(master := shard.tensors.get("master"), Tensor):
                 weights = local[shard.name][shard.start : shard.stop]
-                if not torch.equal(master.to(weights), weights):
+                if not rounds_to(master, weights.to(master.device)):
                     names.append(shard.name)
         return names
 
@@ -377,27 +417,33 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 
 def _list_stepped(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (model parameter, flat fp32 tensor of its range that Adam steps)."""
+    """Yield (model parameter, flat tensor of its range that Adam steps)."""
     for params, tensors in _pairs_of_groups(part):
         yield from zip(params, tensors, strict=True)
 
 
 def _pairs_of_groups(part: DistributedOptimizer) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield Megatron's lists (model parameters, stepped tensors) of each group of parameters."""
-    yield from zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
+    is_split = part.config.use_precision_aware_optimizer
+    stepped = part.shard_float16_groups if is_split else part.shard_fp32_from_float16_groups
+    yield from zip(part.model_float16_groups, stepped, strict=True)
     yield from zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True)
 
 
-def _tensors(adam: torch.optim.Optimizer, param: Tensor, stepped: Tensor) -> dict[str, Tensor]:
+def _tensors(adam: torch.optim.Optimizer, param: Tensor, stepped: Tensor) -> dict[str, Tensor | SplitMaster]:
     state = adam.state[stepped]
+    is_split = stepped.dtype == torch.bfloat16
+    if not state and getattr(adam, "use_decoupled_grad", False):
+        adam.initialize_state(stepped, store_param_remainders=is_split)  # type: ignore[attr-defined]
     if not state.keys() & {"exp_avg", "momentum"}:
         if _counts_per_parameter(adam):
             state["step"] = torch.zeros((), dtype=torch.float32)  # like torch's Adam
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(stepped), torch.zeros_like(stepped)
     tensors = {kind: state[kind] for kind in ("exp_avg", "exp_avg_sq", "momentum") if kind in state}
-    if param.dtype != torch.float32:
+    if is_split:
+        tensors["master"] = SplitMaster(stepped.detach(), state["master_param"])
+    elif param.dtype != torch.float32:
         tensors["master"] = state.get("master", stepped.detach())
-    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
     return tensors
 
 

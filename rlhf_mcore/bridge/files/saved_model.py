@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from rlhf_mcore.bridge.files.hf_files import HFReader, open_adapters
 from rlhf_mcore.bridge.files.state_files import MASTER, SECOND_MOMENT, STATE_INDEX
 from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars, value_problem
@@ -19,6 +17,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.foreign import INDEX, read_json
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.masters import rounds_to
 from rlhf_mcore.readers.adapter_files import adapted_model, base_model, holds_adapter
 from rlhf_mcore.readers.model_files import WEIGHT_DTYPES, read_config, read_geometry
 
@@ -96,7 +95,7 @@ class SavedModel:
         values = self._state.read_region(stored.file.name, kind, name, stored.rectangle)
         if kind == MASTER:
             weights = self._reader.read(name, stored.rectangle.slices())
-            if not torch.equal(values.to(weights.dtype), weights):
+            if not rounds_to(values, weights):
                 return f"{called} does not round to the weights; choose another checkpoint"
         return value_problem(called, values, kind == SECOND_MOMENT)
 

@@ -17,8 +17,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.families import embedding_name
 from rlhf_mcore.families.mtp import EMBEDDING_COPY
 from rlhf_mcore.geometry import ModelGeometry, Shard, StateShard
+from rlhf_mcore.masters import SplitMaster
 from rlhf_mcore.parallel.collectives import gather_json
 
 STATE_INDEX = "index.json"
@@ -37,6 +39,9 @@ FORMAT_OF_ALL = 1  # the index covers all tensors of the model
 FORMAT_OF_SOME = 2  # the index declares its tensors
 
 Described = list[tuple[str, list[str], list[int], list[int]]]  # per region: Hugging Face name, kinds, start, shape
+
+
+Flat = TypeVar("Flat", bound=Tensor | SplitMaster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,12 @@ class Region:
     offset: int
     axes: tuple[int, ...]
 
-    def of(self, flat: Tensor) -> Tensor:
+    def of(self, flat: Flat) -> Flat:
         """View the region's elements of the flat range in the rectangle's shape."""
-        stored = flat[self.offset : self.offset + self.rectangle.numel]
+        stored: Any = flat[self.offset : self.offset + self.rectangle.numel]
         shape = [self.rectangle.shape[axis] for axis in self.axes]
-        return stored.view(shape).permute([self.axes.index(axis) for axis in range(len(shape))])
+        view: Flat = stored.view(shape).permute([self.axes.index(axis) for axis in range(len(shape))])
+        return view
 
 
 def regions(held: Sequence[Piece], begin: int, end: int) -> list[Region]:
@@ -101,7 +107,7 @@ class RankState:
 
     def __init__(self, shards: Sequence[StateShard], geometry: ModelGeometry):
         self.described: Described = []
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor | SplitMaster] = {}
         for shard in shards:
             if not writes(shard.name, geometry, shard.shard):
                 continue
@@ -112,14 +118,14 @@ class RankState:
                 self.described.append((region.hf_name, kinds, list(start), list(shape)))
             for kind, tensor in shard.tensors.items():
                 self._tensors |= {region_key(kind, r.hf_name, r.rectangle): r.of(tensor) for r in parts}
-        self.layout = FileLayout({key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self._tensors.items()})
+        self.layout = FileLayout({key: (torch.float32, tuple(tensor.shape)) for key, tensor in self._tensors.items()})
 
     def write(self, path: Path) -> None:
         """Write the file tensor by tensor, and make it durable."""
         file = create(path, self.layout)
         try:
             for key, tensor in self._tensors.items():
-                write_at(file, bytes_of(tensor), self.layout.offset(key))
+                write_at(file, bytes_of(tensor.float()), self.layout.offset(key))
             os.fsync(file)
         finally:
             os.close(file)
@@ -127,7 +133,7 @@ class RankState:
     def copy_to(self, image: FileImage) -> None:
         """Copy all tensors into the file's image. The caller must wait for copies from a device."""
         for key, tensor in self._tensors.items():
-            image.layout.flat(image.body, key).view(tensor.shape).copy_(tensor, non_blocking=True)
+            image.layout.flat(image.body, key).view(tensor.shape).copy_(tensor.float(), non_blocking=True)
 
 
 def state_file(rank: int) -> str:

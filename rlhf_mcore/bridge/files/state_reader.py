@@ -27,6 +27,7 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import INDEX, Fields, read_json
 from rlhf_mcore.geometry import ModelGeometry, StateShard
+from rlhf_mcore.masters import SplitMaster
 
 _REMEDY = "Resume from another checkpoint, or start from the weights alone (model.path)."
 
@@ -135,10 +136,10 @@ class StateReader:
                 for region in parts:
                     self._read_region(kind, region, values := region.of(tensor))
                     called = f"{self.directory}: {kind} of tensor {region.hf_name}"
-                    if problem := value_problem(called, values, kind == SECOND_MOMENT):
+                    if problem := value_problem(called, values.float(), kind == SECOND_MOMENT):
                         raise ConfigError(problem)
 
-    def _read_region(self, kind: str, region: Region, target: Tensor) -> None:
+    def _read_region(self, kind: str, region: Region, target: Tensor | SplitMaster) -> None:
         """Assemble a rectangle from the stored rectangles that intersect it."""
         name, target_rectangle = region.hf_name, region.rectangle
         if name not in self.covers:
@@ -155,7 +156,10 @@ class StateReader:
             shared = target_rectangle.intersection(stored)
             if shared is not None:
                 part = self._map(self._files[number], region_key(kind, name, stored), stored.shape)
-                target[shared.slices(target_rectangle.start)].copy_(part[shared.slices(stored.start)])
+                try:
+                    target[shared.slices(target_rectangle.start)].copy_(part[shared.slices(stored.start)])
+                except ValueError as error:
+                    raise self._damage_error(f"tensor {name}: {error}") from error
                 filled.append(shared.relative_to(target_rectangle.start))
         self._check_filled(name, target_rectangle.shape, filled)
 

@@ -57,9 +57,10 @@ REFUSED = {
     "gradient_reduce_div_fusion",
     "optimizer.offload sets it": "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
     "pin_cpu_grads pin_cpu_params use_torch_optimizer_for_cpu_offload",
-    "checkpoints require fp32 moments and masters in the distributed optimizer": "use_distributed_optimizer "
-    "num_distributed_optimizer_instances overlap_param_gather_with_optimizer_step use_precision_aware_optimizer "
-    "main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
+    "optimizer.state_dtype sets it": "use_precision_aware_optimizer store_param_remainders main_params_dtype "
+    "main_grads_dtype exp_avg_dtype exp_avg_sq_dtype",
+    "checkpoints require the distributed optimizer": "use_distributed_optimizer num_distributed_optimizer_instances "
+    "overlap_param_gather_with_optimizer_step",
     "the bridge and checkpoints read weights in dtype from the distributed optimizer": "fp8_param* fp4_param *_fsdp",
     "microbatches differ in shape": "variable_seq_lengths *cuda_graph*",
     "weights are loaded": "*_initialization init_model_with_meta_device",

@@ -28,10 +28,22 @@ def schedule_problems(cfg: Config) -> Iterator[str]:
         lr, min_lr = optimizer.lr, optimizer.schedule.min_lr
         if run_kind(cfg).reads(f"{role}.optimizer") and min_lr > lr:
             yield f"{role}.optimizer.schedule.min_lr={min_lr:g} is above {role}.optimizer.lr={lr:g}; lower it"
+        if run_kind(cfg).reads(f"{role}.optimizer") and optimizer.state_dtype == "bf16":
+            yield from _state_problems(cfg, role)
     last = num_steps(cfg)
     if beyond := [step for step in cfg.trainer.profile.steps if not 1 <= step <= last]:
         steps = join_first(beyond, separator=", ")
         yield f"trainer.profile.steps: {steps} is not a step of the run; choose steps from 1 to trainer.num_steps={last}"
+
+
+def _state_problems(cfg: Config, role: str) -> Iterator[str]:
+    """List settings that bf16 optimizer state does not support."""
+    shown, offload = f"{role}.optimizer.state_dtype=bf16", value_of(cfg, f"{role}.optimizer.offload")
+    dtype = (cfg.critic.dtype if role == "critic" else None) or cfg.model.dtype
+    if dtype not in ("auto", "bf16"):
+        yield f"{shown} needs weights in bf16, but their dtype is {dtype}; set it to fp32"
+    if offload:
+        yield f"{shown} is not supported with {role}.optimizer.offload={offload:g}, which keeps fp32 state; set one to its default"
 
 
 def batch_problems(cfg: Config) -> Iterator[str]:

@@ -89,6 +89,9 @@ class OptimizerConfig(Group):
     )
     """Unlike `actor.offload`, this also saves device memory during an update. See [host
     steps](scale/memory.md#step-the-optimizer-on-the-host)."""
+    state_dtype: Literal["fp32", "bf16"] = key("fp32", "data type of moments on the device", only_with=".name=adamw")
+    """`bf16`: bf16 moments and masters as 16-bit remainders, 6 bytes per weight instead of 12. It needs bf16 weights and
+    Transformer Engine's FusedAdam. See [bf16 state](scale/memory.md#bf16-optimizer-state)."""
     schedule: ScheduleConfig = group(ScheduleConfig, "counted in optimizer updates")
 
 

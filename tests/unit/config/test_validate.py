@@ -124,6 +124,16 @@ REFUSED: list[tuple[list[str], int | None, list[str]]] = [
         None,
         ["actor.optimizer.offload=0.5", "actor.optimizer.name=muon; remove it, or set actor.optimizer.name=adamw"],
     ),
+    (
+        ["actor.optimizer={state_dtype: bf16, offload: 0.5}"],
+        None,
+        ["actor.optimizer.state_dtype=bf16", "actor.optimizer.offload=0.5", "set one to its default"],
+    ),
+    (
+        ["actor.optimizer.state_dtype=bf16", "model.dtype=fp16"],
+        None,
+        ["actor.optimizer.state_dtype=bf16 needs weights in bf16", "fp16; set it to fp32"],
+    ),
     (["environment.env=[NOT_SET_HERE]"], None, ["environment.env names NOT_SET_HERE", "remove it from the list"]),
     (
         ["environment.function=tools", "reward.sources={a: [{name: math}]}"],

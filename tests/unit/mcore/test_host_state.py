@@ -78,7 +78,7 @@ def test_host_steps_are_those_of_adamw_while_copies_are_late(dtypes: str, bucket
     assert late_cuda.num_late > 0 and hosted[0].state["step"] == 5
 
 
-def trained(path: Path, groups: ModelGroups, share: float, dtype: str) -> MegatronModel:
+def trainable(path: Path, groups: ModelGroups, share: float, dtype: str) -> MegatronModel:
     model = build(path, groups, trainable=True, dtype=dtype)
     model.add_optimizer(OptimizerConfig(lr=LR, weight_decay=DECAY, clip_grad=0.5, offload=share))
     return model
@@ -115,7 +115,7 @@ def test_twenty_updates_equal_those_of_the_plain_optimizer(
 ) -> None:
     """Clipping, and weight decay of matrices only. Each update of an element may round differently in its last bits."""
     make("qwen3_tied", tmp_path)
-    plain, hosted = trained(tmp_path, groups, 0.0, dtype), trained(tmp_path, groups, share, dtype)
+    plain, hosted = trainable(tmp_path, groups, 0.0, dtype), trainable(tmp_path, groups, share, dtype)
     before = late_cuda.num_late
     assert steps_of(plain, STEPS) == steps_of(hosted, STEPS), "the norm is computed on the device"
     assert late_cuda.num_late > before
@@ -134,7 +134,7 @@ def test_twenty_updates_equal_those_of_the_plain_optimizer(
 
 def test_a_nan_in_a_gradient_steps_nothing_on_the_host(tmp_path: Path, groups: ModelGroups) -> None:
     make("qwen3", tmp_path)
-    model = trained(tmp_path, groups, 1.0, "bf16")
+    model = trainable(tmp_path, groups, 1.0, "bf16")
     before = state_of(model)
     model.chunks[0].buffers[0].grad_data.fill_(float("nan"))
     assert not model.step(lr=LR).updated
@@ -145,9 +145,9 @@ def test_parts_that_leave_the_device_exclude_hosted_state(
     tmp_path: Path, groups: ModelGroups, late_cuda: LateCuda
 ) -> None:
     make("qwen3_tied", tmp_path)
-    expected = trained(tmp_path, groups, 0.5, "bf16")
+    expected = trainable(tmp_path, groups, 0.5, "bf16")
     steps_of(expected, 3)
-    model = trained(tmp_path, groups, 0.5, "bf16")
+    model = trainable(tmp_path, groups, 0.5, "bf16")
     assert model.optimizer is not None
     on_device = sum(tensor.nbytes for tensor in model.optimizer.device_state())
     whole = sum(tensor.nbytes for shard in model.optimizer.shards() for tensor in shard.tensors.values())

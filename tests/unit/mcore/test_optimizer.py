@@ -13,8 +13,9 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm
 
-from rlhf_mcore.config.schema import ScheduleConfig
-from rlhf_mcore.mcore.optimizer import aligned_within, learning_rate
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
+from rlhf_mcore.mcore.optimizer import aligned_within, check_state_dtype, learning_rate
 from rlhf_mcore.platform import current_platform
 from tests.unit.parallel.world import Meeting, ThreadGroup
 
@@ -50,6 +51,14 @@ def test_runs_that_end_in_or_right_after_the_warm_up(name: str) -> None:
     assert rates(1, name=name, total_updates=1) == [8.0]
     assert rates(2, name=name, warmup=2, total_updates=2) == [4.0, 8.0]
     assert rates(3, name=name, warmup=2, total_updates=3) == [4.0, 8.0, 8.0]
+
+
+def test_bf16_state_without_transformer_engine_is_rejected() -> None:
+    check_state_dtype(OptimizerConfig(), "critic.optimizer")
+    with pytest.raises(
+        ConfigError, match=r"critic\.optimizer\.state_dtype=bf16 needs .* Transformer Engine .* set it to fp32"
+    ):
+        check_state_dtype(OptimizerConfig(state_dtype="bf16"), "critic.optimizer")
 
 
 def test_only_megatrons_optimizer_module_sees_other_collectives_and_only_in_the_block() -> None:

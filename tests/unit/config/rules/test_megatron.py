@@ -85,6 +85,10 @@ def test_mistakes_are_named(workspace: Any) -> None:
             "actor.megatron={optimizer_cpu_offload: true}",
             ["optimizer_cpu_offload=True", "optimizer.offload", "remove it"],
         ),
+        (
+            "actor.megatron={use_precision_aware_optimizer: true}",
+            ["use_precision_aware_optimizer=True", "optimizer.state_dtype", "remove it"],
+        ),
         ("actor.megatron={clip_grad: 1.0}", ["clip_grad=1.0", "optimizer", "remove it"]),
         (
             "actor={layout: {cp: 2}, megatron: {cp_comm_type: a2a+p2p}}",
