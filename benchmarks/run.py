@@ -67,6 +67,7 @@ ROWS = (
     Row("save_stall", "training's wait for a save in the background by one in the foreground"),
     Row("save_speed", "GB/s of a checkpoint by write and fsync", at_least=True),
     Row("export", "GB/s of an export by safetensors' save_file", at_least=True),
+    Row("published", "bytes read by bytes needed, of quantised files"),
     Row("reshard_load", "resume on another layout by the same"),
     Row("resume_check", "bytes that a rank reads to check a checkpoint by its part and one file"),
     Row("reward_pool", "items/s of the reward pool by the bare grader", at_least=True),
