@@ -136,6 +136,10 @@ class Optimizer:
         )
         # Megatron's name of the gradient of a stepped tensor. A stepped bf16 weight may have an fp32 gradient.
         self._grad = "decoupled_grad" if settings.use_precision_aware_optimizer else "grad"
+        # Megatron creates all masters on the device. Before they move, they use the memory of the gradients.
+        resting = chunks if cfg.offload else ()
+        for chunk in resting:
+            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)  # type: ignore[operator]
         with use_groups(groups, platform), aligned_within(groups.collection.intra_dist_opt):
             self.megatron: MegatronOptimizer = megatron_optimizer.get_megatron_optimizer(
                 settings, list(chunks), use_gloo_process_groups=False, pg_collection=groups.collection
@@ -150,6 +154,9 @@ class Optimizer:
         if cfg.offload:
             self._hosted = self._move_to_host(cfg.offload)
             self._host = HostSteps([one.range for one in self._hosted], platform)
+            platform.empty_cache()
+        for chunk in resting:
+            chunk.restore_grad_buffers(synchronize=False)  # type: ignore[operator]
         self._momentum: MomentumSteps | None = None
         if cfg.name != "adamw":
             ranges = list(self._ranges_with_momentum(cfg.name, locate))

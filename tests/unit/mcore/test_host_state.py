@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from megatron.core import optimizer as megatron_optimizer
 from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig
@@ -130,6 +132,23 @@ def test_twenty_updates_equal_those_of_the_plain_optimizer(
     held = sum(tensor.numel() for tensor in plain.optimizer.device_state())  # type: ignore[union-attr]
     left = sum(tensor.numel() for tensor in hosted.optimizer.device_state())
     assert left == pytest.approx((1 - share) * held, abs=0.01 * held)
+
+
+def test_masters_are_created_while_there_are_no_gradients(
+    tmp_path: Path, groups: ModelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("qwen3", tmp_path)
+    model = build(tmp_path, groups, trainable=True, dtype="bf16")
+    (buffer,) = model.chunks[0].buffers
+    whole, create, sizes = buffer.grad_data.untyped_storage().nbytes(), megatron_optimizer.get_megatron_optimizer, []
+
+    def create_now(*args: Any, **named: Any) -> Any:
+        sizes.append(buffer.grad_data.untyped_storage().nbytes())
+        return create(*args, **named)
+
+    monkeypatch.setattr(megatron_optimizer, "get_megatron_optimizer", create_now)
+    model.add_optimizer(OptimizerConfig(offload=1.0))
+    assert sizes == [0] and buffer.grad_data.untyped_storage().nbytes() == whole
 
 
 def test_a_nan_in_a_gradient_steps_nothing_on_the_host(tmp_path: Path, groups: ModelGroups) -> None:
