@@ -73,7 +73,7 @@ def test_every_loss_and_aggregation_is_another_one(findings: Any) -> None:
     assert len(set(found)) == len(found)
 
 
-def test_overlapped_communication_changes_nothing(findings: Any) -> None:
+def test_overlapped_communication_and_hosted_state_change_nothing(findings: Any) -> None:
     """Gradients overlap with the backward pass, and weights with the forward pass. The order of bucket sums changes."""
 
     def check(found: Any) -> None:

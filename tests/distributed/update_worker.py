@@ -57,6 +57,8 @@ RECOMPUTE = {
 }
 # Small buckets, so that several buckets are reduced and gathered one after the other.
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}
+# The default optimizer of these checks, with half of its state in host memory.
+HOSTED = OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1, offload=0.5)
 AGGREGATIONS = ("token", "sequence", "constant")
 LOSSES = {f"{loss}/{by}": (loss, by, "off") for loss in POLICY_LOSSES for by in AGGREGATIONS} | {
     f"corrected by {mode}": ("ppo_clip", "sequence", mode) for mode in ("token", "sequence")
@@ -133,7 +135,7 @@ def main(directory: Path) -> None:
     for layout in OVERLAPPED_LAYOUTS:
         settings = Settings(max_tokens=48, epochs=2)
         plain = twice(path, groups_of(layout, groups), platform, settings, reference, None)
-        overlapped = replace(settings, megatron=OVERLAP)
+        overlapped = replace(settings, megatron=OVERLAP, optimizer=HOSTED)
         found = twice(path, groups_of(layout, groups), platform, overlapped, reference, plain[1])
         findings["overlap"][layout] = {"plain": plain[0], "overlapped": found[0], "weights": found[2]}
     for where, losses in {UNSHARED: list(LOSSES), **shared_losses()}.items():
