@@ -37,6 +37,7 @@ from rlhf_mcore_contrib.migrate.verl_losses import (
 
 MODEL = "actor_rollout_ref.model."
 MEGATRON, OPTIM = ACTOR + "megatron.", ACTOR + "optim."
+MEGATRON_OPTIMIZER = "override_optimizer_config."
 RECOMPUTE = MEGATRON + "override_transformer_config.recompute_"
 
 
@@ -201,6 +202,7 @@ def _optimizer_rows(theirs: str, ours: str) -> list[Row]:
         Row(theirs + "lr_decay_style", ours + "schedule.name", choose(styles)),
         Row(theirs + "lr_scheduler_type", ours + "schedule.name", choose(styles)),
         Row(theirs + "min_lr", ours + "schedule.min_lr", float),
+        Row(theirs + MEGATRON_OPTIMIZER + "optimizer_offload_fraction", ours + "offload", float),
     ]
 
 
@@ -418,6 +420,15 @@ REASONS = {
     "global_profiler": "see trainer.profile",
     **dict.fromkeys(("ray_kwargs", "ray_init"), "training does not run on Ray here"),
     ACTOR + "use_torch_compile": "Megatron-core's own kernels are used",
+    **{
+        theirs + MEGATRON_OPTIMIZER + name: f"see {ours}.optimizer.{key}"
+        for theirs, ours in ((OPTIM, "actor"), ("critic.optim.", "critic"))
+        for name, key in {
+            "optimizer_cpu_offload": "offload",
+            "overlap_cpu_optimizer_d2h_h2d": "offload",
+            "use_precision_aware_optimizer": "state_dtype",
+        }.items()
+    },
     **dict.fromkeys((MEGATRON + "optimizer_offload", MEGATRON + "grad_offload"), "see actor.offload"),
     ROLLOUT + "enable_chunked_prefill": "the engine always splits prefills",
     ROLLOUT + "calculate_log_probs": _ALWAYS,

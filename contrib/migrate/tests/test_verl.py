@@ -41,6 +41,10 @@ def test_what_is_carried_over() -> None:
     for overrides, expected in [
         (["algorithm.adv_estimator=grpo"], {"algorithm.advantage": "grpo", "algorithm.whiten_advantages": False}),
         (["algorithm.adv_estimator=gae"], {"algorithm.preset": "ppo", "algorithm.whiten_advantages": True}),
+        (
+            [ACTOR + "optim.override_optimizer_config.optimizer_offload_fraction=1"],
+            {"actor.optimizer.offload": 1.0},
+        ),
         (["algorithm.norm_adv_by_std_in_grpo=False"], {"algorithm.normalize_std": False}),
         ([ACTOR + "clip_ratio=0.3"], {"algorithm.clip_low": 0.3, "algorithm.clip_high": 0.3}),
         ([ACTOR + "clip_ratio_high=0.28"], {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28}),
