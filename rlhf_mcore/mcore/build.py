@@ -27,7 +27,7 @@ from rlhf_mcore.mcore.attention import set_latent_frequencies, set_window_freque
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.kernels import use_fast_kernels
 from rlhf_mcore.mcore.layers import decoder_spec, use_te
-from rlhf_mcore.mcore.mixture import keep_biases_whole
+from rlhf_mcore.mcore.mixture import drop_graphs, keep_biases_whole
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
 from rlhf_mcore.mcore.mtp import add_mtp_layers
@@ -119,6 +119,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         modules = [module for chunk in chunks for module in chunk.modules()]
         if spec.geometry.experts is not None:
             keep_biases_whole(modules)
+            drop_graphs(modules)
         tell_of_padding(modules)
         if platform.name == "cuda":
             use_fast_kernels(modules, config)

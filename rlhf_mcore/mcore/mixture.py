@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,6 +156,26 @@ def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:
     """Yield the routers of a model's chunks in layer order, without MTP layers."""
     for chunk in chunks:
         yield from (module for module in unwrap(chunk).decoder.modules() if isinstance(module, Router))
+
+
+def drop_graphs(modules: Iterable[torch.nn.Module]) -> None:
+    """Make the dispatchers of MoE layers keep only the dtype of probabilities, which is all that Megatron reads later.
+
+    The graph of a recomputed layer's probabilities ends at the layer's input, which holds the input's gradient. Each layer
+    would keep both until its next forward pass.
+    """
+    for module in modules:
+        if isinstance(module, MoELayer) and isinstance(module.token_dispatcher, MoEAlltoAllTokenDispatcher):
+            dispatcher = module.token_dispatcher
+            dispatcher.dispatch_preprocess = partial(_preprocess, dispatcher, dispatcher.dispatch_preprocess)
+
+
+def _preprocess(
+    dispatcher: MoEAlltoAllTokenDispatcher, preprocess: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    prepared = preprocess(*args, **kwargs)
+    dispatcher.probs = dispatcher.probs.detach().new_empty(0)
+    return prepared
 
 
 def keep_biases_whole(modules: Iterable[torch.nn.Module]) -> None:
