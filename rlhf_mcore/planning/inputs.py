@@ -52,6 +52,8 @@ class GpuType:
     nvlink_bytes_per_s: float  # to all other devices of the node together
     network_bytes_per_s: float  # this device's share of the node's network
     host_bytes_per_s: float = 64e9  # between the host and the device
+    cpu_bytes_per_s: float = 40e9  # memory of the host's processors, this device's share
+    storage_bytes_per_s: float = 2e9  # from storage to a node
     per_node: int = 8
 
 
@@ -108,6 +110,8 @@ class PlannedRole:
     updates: int = 1
     by_layer: bool = False
     optimizer: str = "adamw"
+    state_dtype: str = "fp32"  # masters and moments
+    hosted: float = 0.0  # share of masters and moments that stays on the host, which steps it
     adapters: ModelGeometry | None = None  # trained instead of the weights
     frozen: frozenset[str] = frozenset()
     fp8: bool = False
@@ -177,6 +181,8 @@ def _plan_trained_role(
         dtype,
         group.recompute,
         optimizer=group.optimizer.name,
+        state_dtype=group.optimizer.state_dtype,
+        hosted=group.optimizer.offload,
         adapters=None if sizes is None else replace(geometry, adapter=sizes),
         frozen=still,
         fp8=in_fp8(group),

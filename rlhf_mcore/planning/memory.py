@@ -26,10 +26,12 @@ from rlhf_mcore.planning.inputs import PlannedRole
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32 = 4
+_INDEX = 8
 _FP8 = 1 + FP32 / 128  # bytes per element, with a scale per 128 elements
 # Copied from parallel/logprobs.py, which imports torch: tokens per chunk of given logits, bytes of logits per output-layer chunk.
 CHUNK_TOKENS = 2048
 CHUNK_BYTES = 512 * 2**20
+HOST_BUCKET = 1 << 25  # elements; copied from mcore/host_state.py, which has two slots of this size
 # Numbers of delta-net tensors with one element per key, per value, per token of a chunk, and per state element.
 _DELTA_KEYS, _DELTA_VALUES, _DELTA_CHUNKS, _DELTA_STATES = 11, 8, 6, 3
 
@@ -37,12 +39,16 @@ _DELTA_KEYS, _DELTA_VALUES, _DELTA_CHUNKS, _DELTA_STATES = 11, 8, 6, 3
 # ------------------------------------------------------------------------------------------------------------------ state
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """The bytes that a model always uses on one rank. ``masters`` and ``moments`` count the rank's shard."""
+    """The bytes that a model always uses on one rank. ``masters`` and ``moments`` count the rank's shard.
+
+    ``hosted``: masters and moments in host memory, which the host steps. They are in no other field.
+    """
 
     weights: int
     gradients: int = 0
     masters: int = 0
     moments: int = 0
+    hosted: int = 0
 
     @property
     def total(self) -> int:
@@ -67,9 +73,11 @@ def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
         held = replace(held, ends=held.ends - tower_elements(role.geometry, role.frozen))
     in_layers = held.layers / (layout.dp * layout.cp) + held.experts / layout.expert_dp
     owned = held.ends / (layout.dp * layout.cp) + in_layers
-    masters = 0 if role.dtype == "fp32" else int(FP32 * owned)  # fp32 weights are their own masters
-    moments = int(FP32 * _num_moments(role, owned, in_layers))
-    return StateBytes(weights, int(_gradient_width(role) * held.total), masters, moments)
+    # fp32 weights are their own masters. 16-bit masters are the bits that bf16 weights lack.
+    masters = 0.0 if role.dtype == "fp32" else BYTES[role.state_dtype] * owned
+    moments, stays = BYTES[role.state_dtype] * _num_moments(role, owned, in_layers), 1 - role.hosted
+    gradients, hosted = int(_gradient_width(role) * held.total), int(role.hosted * (masters + moments))
+    return StateBytes(weights, gradients, int(stays * masters), int(stays * moments), hosted)
 
 
 def _num_moments(role: PlannedRole, owned: float, in_layers: float) -> float:
@@ -83,9 +91,20 @@ def _gradient_width(role: PlannedRole) -> int:
 
 
 def stepped_gradients(role: PlannedRole, rank: int) -> int:
-    """Count the extra gradient bytes during the optimizer step. 16-bit gradients are copied to fp32."""
-    state = state_bytes(role, rank)
-    return state.masters if state.masters and _gradient_width(role) < FP32 else 0
+    """Count the extra gradient bytes during the optimizer step. 16-bit gradients are copied to fp32, except for a 16-bit state."""
+    copied = role.dtype != "fp32" and _gradient_width(role) < FP32 == BYTES[role.state_dtype]
+    return state_bytes(replace(role, hosted=0.0), rank).masters if copied else 0
+
+
+def staging_bytes(role: PlannedRole, rank: int) -> int:
+    """Count the pinned bytes through which gradients and weights of a hosted optimizer state are copied."""
+    hosted = state_bytes(role, rank).hosted // hosted_width(role)
+    return 2 * (3 * FP32 if role.dtype == "fp32" else FP32 + BYTES[role.dtype]) * min(hosted, HOST_BUCKET)
+
+
+def hosted_width(role: PlannedRole) -> int:
+    """Return the bytes of an element's optimizer state on the host."""
+    return 2 * FP32 if role.dtype == "fp32" else 3 * FP32
 
 
 def copies_in_8_bits(role: PlannedRole, rank: int, *, training: bool) -> int:
@@ -232,8 +251,16 @@ def _chunk_bytes(run: Pass, layers: list[int]) -> float:
         return inputs + sum(whole) - sum(_of_each(run, layers, _dropped_bytes))
     if recompute.granularity == "block":
         recomputed = min(recompute.num_layers, len(whole))
-        return (1 + recomputed) * inputs + sum(whole[recomputed:])
-    return (1 + -(-len(whole) // recompute.num_layers)) * inputs
+        return (1 + recomputed) * inputs + sum(whole[recomputed:]) + _route_bytes(run, layers[:recomputed])
+    return (1 + -(-len(whole) // recompute.num_layers)) * inputs + _route_bytes(run, layers)
+
+
+def _route_bytes(run: Pass, layers: list[int]) -> float:
+    """Count the bytes per token that dispatchers keep of recomputed layers: a map of experts, and an index per copy."""
+    if (experts := run.role.geometry.experts) is None:
+        return 0.0
+    num_routed = sum(map(run.role.geometry.is_moe_layer, layers))
+    return num_routed * (experts.count + _INDEX * experts.per_token) / run.share
 
 
 def _layer_parts(run: Pass, layer: int) -> dict[str, float]:

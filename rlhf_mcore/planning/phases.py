@@ -24,6 +24,7 @@ from rlhf_mcore.planning.memory import (
     Pass,
     copies_in_8_bits,
     forward_activations,
+    staging_bytes,
     state_bytes,
     stepped_gradients,
     tower_bytes,
@@ -62,19 +63,19 @@ class PhaseMemory:
 
 def phases(inputs: PlanInputs, ranks: Collection[int] = ()) -> list[PhaseMemory]:
     """List each phase with the rank that needs the most memory in it, of ``ranks`` or of all ranks."""
-    ranks, makers = ranks or _ranks(inputs), [*_engine_phases(inputs), *_model_phases(inputs)]
+    ranks, makers = ranks or stage_ranks(inputs), [*_engine_phases(inputs), *_model_phases(inputs)]
     return [max((make(inputs, rank) for rank in ranks), key=lambda phase: phase.total) for make in makers]
 
 
 def models_fit(inputs: PlanInputs) -> bool:
     """Return whether every phase of the models fits, without engine phases. Stop at the first phase that does not fit."""
-    ranks = _ranks(inputs)
+    ranks = stage_ranks(inputs)
     return all(make(inputs, rank).fits for make in reversed(_model_phases(inputs)) for rank in ranks)
 
 
 def engines_fit(inputs: PlanInputs) -> bool:
     """Return whether the phases of the engines fit."""
-    ranks = _ranks(inputs)
+    ranks = stage_ranks(inputs)
     return all(make(inputs, rank).fits for make in _engine_phases(inputs) for rank in ranks)
 
 
@@ -87,7 +88,7 @@ def _model_phases(inputs: PlanInputs) -> list[_Maker]:
     return [*forward, *(partial(_update, role) for role in inputs.roles if role.trained)]
 
 
-def _ranks(inputs: PlanInputs) -> Collection[int]:
+def stage_ranks(inputs: PlanInputs) -> Collection[int]:
     """Return the first rank for every combination of pipeline stages. Every other rank holds at most as much as one of them."""
     borders = {0}
     for role in inputs.roles:
@@ -220,12 +221,18 @@ def _pass(
     return PhaseMemory(name, rank, parts, inputs.available)
 
 
+def hosted_bytes(inputs: PlanInputs, rank: int) -> int:
+    """Sum the optimizer states of a rank that the host keeps and steps. They are not pinned."""
+    return sum(state_bytes(role, rank).hosted for role in inputs.roles)
+
+
 def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
     """Sum the pinned host memory of a rank.
 
     It contains:
 
     - offloaded parts;
+    - buffers for the updates of a hosted optimizer state;
     - copies for asynchronous saves (optimizer state and a share of the weights);
     - the weights of an engine that keeps them when it sleeps;
     - copies of the weights last sent to disaggregated engines.
@@ -235,7 +242,7 @@ def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
     for role in inputs.roles:
         state = state_bytes(role, rank)
         total += state.weights * (WEIGHTS in role.offload)
-        total += (state.masters + state.moments) * (OPTIMIZER in role.offload)
+        total += (state.masters + state.moments) * (OPTIMIZER in role.offload) + staging_bytes(role, rank)
         if role.name == "actor" and inputs.cfg.rollout.deterministic_order:
             total += state.weights
         if role.trained and inputs.cfg.checkpoint.async_save:

@@ -31,15 +31,18 @@ from rlhf_mcore.planning.inputs import (
     plan_inputs,
     rank_share,
 )
+from rlhf_mcore.planning.loading import LoadEstimate, load_of
 from rlhf_mcore.planning.memory import BYTES, StateBytes, checkpoint_bytes, describe, state_bytes
 from rlhf_mcore.planning.phases import (
     GENERATE,
     SYNC,
     PhaseMemory,
     engines_fit,
+    hosted_bytes,
     models_fit,
     phases,
     pinned_bytes,
+    stage_ranks,
 )
 from rlhf_mcore.planning.timing import SyncEstimate, phase_seconds, sync_of
 from rlhf_mcore.readers.adapter_files import adapted_modules
@@ -117,6 +120,8 @@ class RunPlan:
     sync: SyncEstimate | None
     work: Workload
     seconds: dict[str, float]
+    load: LoadEstimate
+    hosted_bytes: int  # optimizer state of the fullest rank that the host keeps and steps
     engine_devices: int = 0  # in addition to the trainer's ``world_size`` devices
     state_tokens: int = 0  # cache tokens with the same size as a sequence's gated delta-net states
     samples_ahead: bool = False  # trainer.max_staleness > 0: responses are sampled while the trainer learns
@@ -147,6 +152,7 @@ def make_plan(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions =
     cfg = with_offload(cfg, world_size, gpu, assumed)
     inputs = plan_inputs(cfg, world_size, gpu, assumed)
     roles, seconds, generates = inputs.roles, phase_seconds(inputs), run_kind(cfg).generates
+    ranks = stage_ranks(inputs)
     return RunPlan(
         world_size,
         gpu,
@@ -154,10 +160,12 @@ def make_plan(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions =
         [_role_plan(role, inputs) for role in roles],
         phases(inputs),
         kv_tokens(inputs) if generates else 0,
-        max(pinned_bytes(inputs, rank) for rank in (0, world_size - 1)),
+        max(pinned_bytes(inputs, rank) for rank in ranks),
         sync_of(inputs) if generates else None,
         inputs.work,
         seconds,
+        load_of(inputs),
+        max(hosted_bytes(inputs, rank) for rank in ranks),
         num_devices(cfg, world_size) - world_size,
         state_tokens(inputs) if generates else 0,
         samples_ahead(cfg),

@@ -50,6 +50,11 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f}"
 
 
+def size_text(size: float) -> str:
+    """Return a size with its unit."""
+    return f"{gib(size)} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Align columns: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
@@ -113,14 +118,16 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
         way = "between nodes" if sync.crosses_nodes else "within nodes"
         yield from _wrap(f"sync        at most {gib(sync.received)} GiB to each engine rank, {way}")
     if plan.later_sync_bytes is not None:
-        later = plan.later_sync_bytes
-        size = f"{gib(later)} GiB" if later >= GIB else f"{later / 2**20:.1f} MiB"
-        yield f"later syncs {size} to each engine: adapted weights only"
+        yield f"later syncs {size_text(plan.later_sync_bytes)} to each engine: adapted weights only"
     saved = sum(role.checkpoint_bytes for role in plan.roles)
-    yield from _wrap(f"checkpoint  {gib(saved)} GiB; pinned host memory per rank {gib(plan.pinned_bytes)} GiB")
+    hosted = f", optimizer state {gib(plan.hosted_bytes)} GiB" if plan.hosted_bytes else ""
+    yield from _wrap(f"checkpoint  {gib(saved)} GiB; host memory per rank: pinned {gib(plan.pinned_bytes)} GiB{hosted}")
+    load, rate = plan.load, plan.gpu.storage_bytes_per_s / 1e9
+    yield from _wrap(
+        f"load        {size_text(load.node_bytes)} of model files per node: about {load.seconds:.0f} s at {rate:g} GB/s"
+    )
     if plan.route_bytes:
-        whole = plan.route_bytes * plan.work.tokens
-        size = f"{gib(whole)} GiB" if whole >= GIB else f"{whole / 2**20:.1f} MiB"
+        size = size_text(plan.route_bytes * plan.work.tokens)
         yield from _wrap(f"routes      {plan.route_bytes} bytes per token, {size} per step over all hosts")
     if not plan.kv_tokens:
         return

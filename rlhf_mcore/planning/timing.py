@@ -34,13 +34,17 @@ from rlhf_mcore.planning.inputs import (
 )
 from rlhf_mcore.planning.memory import (
     BYTES,
+    FP32,
     delta_elements,
+    hosted_width,
     state_bytes,
 )
 from rlhf_mcore.planning.phases import GENERATE, SYNC
 
 FORWARD, TRAIN, TRAIN_RECOMPUTED = 1, 3, 4  # cost of a pass in forward passes
-_UPDATE_BYTES = 28  # bytes per optimizer element: gradient, master and two moments read, three written
+_HOST_UPDATE_BYTES = (
+    34  # bytes per element on the host: gradient, state read and written, master read, 16-bit weight written
+)
 
 
 def phase_seconds(inputs: PlanInputs) -> dict[str, float]:
@@ -199,9 +203,16 @@ def _link(inputs: PlanInputs, group: int) -> float:
 
 
 def optimizer_s(inputs: PlanInputs, role: PlannedRole) -> float:
-    """Estimate the optimizer updates of a step: reduce-scatter gradients in fp32, update the shard, all-gather weights."""
-    layout = role.layout
+    """Estimate the optimizer updates of a step: reduce-scatter gradients, update the shard, all-gather weights.
+
+    An update reads a gradient and reads and writes the state. The host's copies and its update overlap.
+    """
+    layout, gpu, width = role.layout, inputs.gpu, BYTES[role.state_dtype]
     state = state_bytes(role, layout.first_rank)
     group = layout.tp * layout.cp * layout.dp
     exchange_s = (state.gradients + state.weights) / _link(inputs, group) if layout.dp * layout.cp > 1 else 0.0
-    return role.updates * (exchange_s + state.moments / 8 * _UPDATE_BYTES / inputs.gpu.memory_bytes_per_s)
+    device_s = state.moments / (2 * width) * (FP32 + 6 * width) / gpu.memory_bytes_per_s
+    hosted = state.hosted / hosted_width(role)
+    copies_s = hosted * (FP32 + BYTES[role.dtype]) / (gpu.host_bytes_per_s * inputs.assumed.link_efficiency)
+    host_s = max(copies_s, hosted * _HOST_UPDATE_BYTES / gpu.cpu_bytes_per_s)
+    return role.updates * (exchange_s + device_s + host_s)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.config.schema import OptimizerConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.weights import unwrap
@@ -36,6 +37,12 @@ CASES = [
 FIELDS: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen2", "tp2_cp2"): {"grad_reduce_in_fp32": False},
 }
+# Shares of the optimizer state in host memory.
+HOSTED = {
+    ("llama", "dp4"): 0.5,
+    ("qwen3_moe_mixed", "tp2_sp_ep2_etp1_dp2"): 0.75,
+    ("qwen2_moe", "tp2_sp_pp2_ep2_etp1"): 1.0,
+}
 BUCKET_BYTES = 20_000
 
 
@@ -50,10 +57,11 @@ def main(directory: Path) -> None:
     for name, layout, dtype in CASES:
         make = moe_groups_of if layout in MOE_LAYOUTS else groups_of
         fields = FIELDS.get((name, layout), {})
-        settings = Settings(dtype=dtype, megatron=fields)
+        hosted = HOSTED.get((name, layout), 0.0)
+        settings = Settings(dtype=dtype, megatron=fields, optimizer=OptimizerConfig(offload=hosted))
         model, actor = build(directory / name, make(layout, groups), platform, settings)
         geometry = read_geometry(directory / name, "lm")
-        role = PlannedRole("actor", geometry, model.groups.layout, True, dtype, megatron=fields)
+        role = PlannedRole("actor", geometry, model.groups.layout, True, dtype, megatron=fields, hosted=hosted)
         key = f"{name}/{layout}/{dtype}"
         findings[key] = compare_state(model, actor, role)
         findings[key] |= compare_checkpoint(model, actor, role, directory / name)
@@ -63,12 +71,15 @@ def main(directory: Path) -> None:
 def compare_state(model: MegatronModel, actor: Actor, role: PlannedRole) -> dict[str, Any]:
     """Return for each rank the bytes of live tensors and the prediction, and the same for the frozen model."""
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    shards = model.optimizer.shards()
+    assert model.optimizer is not None
+    on_device = {tensor.data_ptr() for tensor in model.optimizer.device_state()}
+    state = [(kind, tensor) for shard in model.optimizer.shards() for kind, tensor in shard.tensors.items()]
     held = {
         "weights": sum(buffer.param_data.nbytes for buffer in buffers),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
-        "masters": sum(shard.tensors["master"].nbytes for shard in shards if "master" in shard.tensors),
-        "moments": sum(shard.tensors[kind].nbytes for shard in shards for kind in ("exp_avg", "exp_avg_sq")),
+        "masters": sum(tensor.nbytes for kind, tensor in state if kind == "master" and tensor.data_ptr() in on_device),
+        "moments": sum(tensor.nbytes for kind, tensor in state if kind != "master" and tensor.data_ptr() in on_device),
+        "hosted": sum(tensor.nbytes for _, tensor in state if tensor.data_ptr() not in on_device),
     }
     frozen = replace(role, trained=False)
     predicted = asdict(state_bytes(role, dist.get_rank()))

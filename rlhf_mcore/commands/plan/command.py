@@ -15,7 +15,7 @@ from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say, working
 from rlhf_mcore.commands.plan.recorded import OUTSIDE, compare_with_record, comparison_lines, read_peaks
-from rlhf_mcore.commands.plan.suggest import Offers, find_offers
+from rlhf_mcore.commands.plan.suggest import Offers, Suggestion, find_offers
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import default_world_size, resolve
@@ -141,15 +141,18 @@ def _trace(cfg: Config, plan: RunPlan, assumed: Assumptions) -> str:
 
 
 def _offers_json(offers: Offers) -> dict[str, Any]:
-    layouts = [
-        {"world_size": each.plan.world_size, "overrides": list(each.overrides), "step_s": each.plan.step_s}
-        for each in offers.layouts
-    ]
-    if offers.adapters is None:
-        return {"suggestions": layouts}
-    fullest = offers.adapters.plan.fullest
-    sizes = {"needed": fullest.total, "available": fullest.available}
-    return {"suggestions": layouts, "adapters": {"overrides": list(offers.adapters.overrides), **sizes}}
+    data: dict[str, Any] = {"suggestions": [_offer_json(each) for each in offers.layouts]}
+    if offers.with_costs:
+        data["with_costs"] = [_offer_json(each) | {"cost": each.cost} for each in offers.with_costs]
+    if offers.adapters is not None:
+        fullest = offers.adapters.plan.fullest
+        sizes = {"needed": fullest.total, "available": fullest.available}
+        data["adapters"] = {"overrides": list(offers.adapters.overrides), **sizes}
+    return data
+
+
+def _offer_json(offer: Suggestion) -> dict[str, Any]:
+    return {"world_size": offer.plan.world_size, "overrides": list(offer.overrides), "step_s": offer.plan.step_s}
 
 
 def _offer_lines(offers: Offers) -> Iterator[str]:
@@ -162,11 +165,20 @@ def _offer_lines(offers: Offers) -> Iterator[str]:
         smaller = "" if sizes[0] == 1 else f"; fewer than {sizes[0]} do not fit"
         yield f"\nthe fastest layout on 1, 2, 4, ... processes, with the estimated time of a step{smaller}:"
     for each in offers.layouts:
-        keys = " ".join(each.overrides) or "(no change)"
-        yield f"  {each.plan.step_s:8.1f} s  {each.plan.world_size} processes  {keys}"
+        yield _offer_line(each)
+    if offers.with_costs:
+        yield f"\nlayouts that fit on {offers.with_costs[0].plan.world_size} processes at a cost, the fastest first:"
+    for each in offers.with_costs:
+        yield f"  {each.cost}"
+        yield _offer_line(each)
     if (adapters := offers.adapters) is not None:
         fullest = adapters.plan.fullest
         yield (
             f"\nlow-rank adapters fit (processes: {adapters.plan.world_size}): {' '.join(adapters.overrides)} takes "
             f"{gib(fullest.total)} of {gib(fullest.available)} GiB of a device (docs/algorithms/lora.md)"
         )
+
+
+def _offer_line(offer: Suggestion) -> str:
+    keys = " ".join(offer.overrides) or "(no change)"
+    return f"  {offer.plan.step_s:8.1f} s  {offer.plan.world_size} processes  {keys}"

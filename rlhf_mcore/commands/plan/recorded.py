@@ -14,7 +14,7 @@ from rlhf_mcore.observability.run_directory import METRICS
 from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlanInputs, plan_inputs
 from rlhf_mcore.planning.phases import GENERATE, STATE, SYNC, PhaseMemory, phases
 from rlhf_mcore.planning.plan import with_offload
-from rlhf_mcore.planning.report import gib, table
+from rlhf_mcore.planning.report import size_text, table
 
 ALLOCATED, OUTSIDE, MOVABLE = "allocated", "outside", "movable"
 _METRIC = re.compile(f"memory/(.+?)(?:_({ALLOCATED}|{OUTSIDE}))?_bytes")
@@ -69,13 +69,13 @@ def compare_with_record(
     planned = {phase.phase: phase for phase in phases(inputs, ranks=(0,)) if phase.rank == 0}
     kind = ALLOCATED if peaks[ALLOCATED] else MOVABLE
     return [
-        Recorded(name, kind, max(_predicted(inputs, phase, kind) for phase in contained), peaks[kind][name])
+        Recorded(name, kind, max(_sum_counted(inputs, phase, kind) for phase in contained), peaks[kind][name])
         for name, names in _PLANNED.items()
         if (contained := [planned[each] for each in names if each in planned]) and peaks[kind].get(name)
     ]
 
 
-def _predicted(inputs: PlanInputs, phase: PhaseMemory, kind: str) -> int:
+def _sum_counted(inputs: PlanInputs, phase: PhaseMemory, kind: str) -> int:
     """Sum the parts that a metric counts. On a CPU, an engine's memory is unknown to the record."""
     offloaded = {f"{role.name} {name}" for role in inputs.roles for name, part in STATE if part in role.offload}
     return sum(
@@ -89,13 +89,13 @@ def comparison_lines(directory: Path, rows: Sequence[Recorded], outside: Mapping
         (
             row.phase,
             row.kind,
-            gib(row.predicted),
-            gib(row.recorded),
+            size_text(row.predicted),
+            size_text(row.recorded),
             f"{row.recorded / max(row.predicted, 1) - 1:+.1%}",
-            gib(outside[row.phase]) if row.phase in outside else "-",
+            size_text(outside[row.phase]) if row.phase in outside else "-",
         )
         for row in rows
     ]
-    header = ("first rank (GiB)", "bytes", "planned", "recorded", "difference", "outside torch")
+    header = ("first rank", "bytes", "planned", "recorded", "difference", "outside torch")
     yield f"\nmemory that {directory} has recorded:"
     yield from table(header, cells)

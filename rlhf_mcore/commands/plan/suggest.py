@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -45,15 +45,26 @@ MAX_SHOWN_WORLDS, MAX_SHOWN_SIZE = 6, 1024  # limits of a list of several worlds
 _GROUPS = ("actor.layout", "actor.recompute", "critic.layout", "critic.recompute", "rollout.layout")
 _VARIED = [key for key in KEYS if key.rpartition(".")[0] in _GROUPS]
 _VARIED += ["rollout.num_engines", "rollout.gpu_memory_utilization"]
+# Ways to need less memory, and their costs. A way with all changes of another way is offered only if the other does not fit.
+_BF16_SUMS, _BF16_STATE = {"megatron": {"grad_reduce_in_fp32": False}}, {"optimizer.state_dtype": "bf16"}
+_LESS_MEMORY: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer.offload": 0.5}, "the host steps half of the optimizer state: same arithmetic, slower updates"),
+    (_BF16_SUMS, "gradients are summed in bf16: less precise"),
+    (_BF16_STATE, "moments in bf16: less precise, needs Transformer Engine and a beta2 of about 0.95"),
+    ({"optimizer.offload": 1.0}, "the host steps the optimizer state: same arithmetic, slower updates"),
+    (_BF16_SUMS | _BF16_STATE, "gradients and moments in bf16: less precise, needs Transformer Engine"),
+    (_BF16_SUMS | {"optimizer.offload": 1.0}, "gradients in bf16, and the host steps the optimizer state"),
+]
 ADAPTER_RANK = 8  # rank of suggested adapters; see docs/algorithms/lora.md
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A layout that fits: its overrides of the configuration, and its plan."""
+    """A layout that fits: its overrides of the configuration, its plan, and its other costs."""
 
     overrides: tuple[str, ...]
     plan: RunPlan
+    cost: str = ""
 
 
 def suggest(
@@ -151,22 +162,24 @@ def _is_cut(role: PlannedRole, cfg: Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """Layouts that fit, and a run with adapters if no run that trains all weights fits."""
+    """Layouts that fit. If no layout fits the chosen world: larger worlds, ways that cost something, and adapters."""
 
     layouts: list[Suggestion]
+    with_costs: Sequence[Suggestion] = ()
     adapters: Suggestion | None = None
 
 
 def find_offers(cfg: Config, plan: RunPlan, assumed: Assumptions, *, is_chosen: bool) -> Offers:
     """Search layouts that fit: in the plan's world if the user has chosen it (``is_chosen``), else in several worlds.
 
-    If none fits the chosen world, offer the fastest in a larger world, and adapters.
+    If none fits the chosen world, offer the fastest in a larger world, layouts with costs, and adapters.
     """
     found = suggest(cfg, plan.world_size, plan.gpu, assumed=assumed) if is_chosen else worlds(cfg, plan.gpu, assumed)
     if found or plan.fits:
         return Offers(found)
-    larger = smallest_world(cfg, plan.world_size, plan.gpu, assumed) if is_chosen else []
-    return Offers(larger, with_adapters(cfg, plan.world_size, plan.gpu, assumed))
+    world = (plan.world_size, plan.gpu, assumed)
+    with_costs = with_less_memory(cfg, *world) if is_chosen else []
+    return Offers(smallest_world(cfg, *world) if is_chosen else [], with_costs, with_adapters(cfg, *world))
 
 
 def worlds(cfg: Config, gpu: GpuType, assumed: Assumptions) -> list[Suggestion]:
@@ -183,6 +196,23 @@ def smallest_world(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumpti
     """Return the fastest layout in the smallest of 2, 4, ..., 64 times this world with a layout that fits, or [] if there is none."""
     found = (suggest(cfg, world_size * factor, gpu, 1, assumed) for factor in (2, 4, 8, 16, 32, 64))
     return next(filter(None, found), [])
+
+
+def with_less_memory(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions) -> list[Suggestion]:
+    """Return the fastest layout that fits for each way to need less memory, the fastest first. Each way has a cost."""
+    found: list[tuple[set[str], Suggestion]] = []
+    for ways, cost in _LESS_MEMORY:
+        if any(keys <= ways.keys() for keys, _ in found):
+            continue
+        changed = {
+            f"{name}.{key}": (getattr(cfg, name).megatron or {}) | value if key == "megatron" else value
+            for name in ("actor", *(["critic"] if needs_critic(cfg) else []))
+            for key, value in ways.items()
+        }
+        overrides = tuple(f"{key}={_override(value)}" for key, value in changed.items())
+        for best in suggest(with_values(cfg, changed), world_size, gpu, 1, assumed):
+            found.append(({*ways}, Suggestion((*overrides, *best.overrides), best.plan, cost)))
+    return sorted((each for _, each in found), key=lambda each: each.plan.step_s)
 
 
 def with_adapters(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions) -> Suggestion | None:
@@ -287,6 +317,10 @@ def changes(old: Config, new: Config) -> tuple[str, ...]:
     overrides = []
     for key in _VARIED:
         if (value := value_of(new, key)) != value_of(old, key):
-            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-            overrides.append(f"{key}={text}")
+            overrides.append(f"{key}={_override(value)}")
     return tuple(overrides)
+
+
+def _override(value: object) -> str:
+    """Write a value as on a command line."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

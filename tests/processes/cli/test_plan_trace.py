@@ -29,6 +29,9 @@ TINY = {
 GLM = ROOT / "configs" / "models" / "GLM-4.5-Air" / "config.json"
 SHARED_EXPERTS = {"num_hidden_layers": 4, "n_routed_experts": 16, "num_nextn_predict_layers": 0}
 # Both sizes of an expert-parallel group occur with and without recomputed experts.
+MOE = ROOT / "configs" / "models" / "Qwen3-30B-A3B" / "config.json"
+SMALL = {"hidden_size": 256, "head_dim": 32, "num_attention_heads": 8, "moe_intermediate_size": 64, "num_experts": 8}
+DEEP = SMALL | {"num_hidden_layers": 16, "num_experts_per_tok": 2, "vocab_size": 512}
 RECOMPUTED = {
     "nothing": "",
     "everything": "actor.recompute.granularity=full actor.optimizer.name=sgd",
@@ -59,6 +62,13 @@ def check(found: dict[str, str]) -> None:
 def test_formulas_are_within_5_percent(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     check(differences(tmp_path, 8, "actor.layout.tp=2 actor.layout.pp=2 actor.layout.cp=2 actor.optimizer.name=muon"))
+
+
+@pytest.mark.full
+def test_recomputed_experts_keep_no_gradients_and_a_hosted_state_is_not_on_the_device(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(MOE.read_text()) | DEEP))
+    layout = "actor.layout.tp=2 actor.layout.ep=4 actor.layout.etp=1 actor.recompute.granularity=full"
+    check(differences(tmp_path, 4, f"{layout} actor.optimizer.offload=0.5"))
 
 
 @pytest.mark.full

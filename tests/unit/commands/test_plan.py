@@ -70,7 +70,9 @@ def test_numbers_of_devices_are_shown_side_by_side(run_yaml: str, capsys: pytest
 def test_adapters_are_offered_where_nothing_else_fits(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
     """7B with all weights trained takes 18 bytes a parameter, more than one device has; the weights alone are 15 GB."""
     assert plan.main([run_yaml, "--world-size", "1", "--suggest", "--json"]) == 2
-    offered = json.loads(capsys.readouterr().out)["adapters"]
+    found = json.loads(capsys.readouterr().out)
+    assert [offer["overrides"][0] for offer in found["with_costs"]] == ["actor.optimizer.offload=1.0"]
+    offered = found["adapters"]
     assert offered["overrides"][0] == "actor.lora.rank=8"
     assert 15.2e9 < offered["needed"] <= offered["available"]
     assert plan.main([run_yaml, "--world-size", "1", *offered["overrides"], "--json"]) == 0
@@ -190,4 +192,4 @@ def test_recorded_peaks_are_compared_with_their_prediction(
         assert parts["actor update"]["reserve"] == (3_000_000_000 if name == "gpus" else 5 * 2**30)
     assert plan.main([*arguments, "--run", "gpus"]) == 0
     (line,) = re.findall("^update +allocated.*", capsys.readouterr().out, re.MULTILINE)
-    assert line.split()[3:] == ["29.8", shown, "2.8"]
+    assert line.split()[4:] == ["29.8", "GiB", shown, "2.8", "GiB"]

@@ -16,7 +16,9 @@ from rlhf_mcore.planning.inputs import EngineGrid, PlannedRole
 from rlhf_mcore.planning.memory import (
     checkpoint_bytes,
     copies_in_8_bits,
+    staging_bytes,
     state_bytes,
+    stepped_gradients,
     weights_of_pass,
 )
 from rlhf_mcore.readers.model_files import read_geometry
@@ -102,6 +104,25 @@ def test_one_rank_holds_18_bytes_a_parameter_in_bf16_and_16_in_fp32() -> None:
     in_layers = count - 2 * 128256 * 4096 - 4096
     muon, sgd = (state_bytes(replace(role("Llama-3-8B", alone), optimizer=name), 0).moments for name in ("muon", "sgd"))
     assert (muon, sgd) == (4 * (2 * count - in_layers), 4 * count)
+
+
+def test_a_hosted_or_16_bit_optimizer_state_is_not_on_the_device() -> None:
+    """16-bit state: two bf16 moments and the lower half of the master. The host keeps and steps a share in fp32."""
+    count, alone = PARAMETERS["Llama-3-8B"], role("Llama-3-8B", ParallelLayout(2))
+    halved = {"grad_reduce_in_fp32": False}
+    narrow = state_bytes(replace(alone, state_dtype="bf16"), 0)
+    assert (narrow.weights, narrow.gradients) == (2 * count, 4 * count)
+    assert (narrow.masters, narrow.moments, narrow.hosted) == (2 * count // 2, 4 * count // 2, 0)
+    hosted = replace(alone, hosted=0.75)
+    state = state_bytes(hosted, 0)
+    assert (state.masters, state.moments, state.hosted) == (count // 2, 2 * count // 2, 9 * count // 2)
+    assert state.total == (2 + 4) * count + 3 * count // 2
+    assert staging_bytes(hosted, 0) == 384 * 2**20 and staging_bytes(alone, 0) == 0
+    full = state_bytes(replace(hosted, dtype="fp32"), 0)
+    assert (full.masters, full.moments, full.hosted) == (0, 2 * count // 2, 6 * count // 2)
+    # All 16-bit gradients are copied for a step in fp32. A step with 16-bit state reads them as they are.
+    assert stepped_gradients(replace(hosted, megatron=halved), 0) == 4 * count // 2
+    assert stepped_gradients(replace(alone, megatron=halved, state_dtype="bf16"), 0) == 0
 
 
 def test_tensor_and_pipeline_ranks_share_everything_and_data_parallel_ranks_the_state() -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlhf_mcore.commands.plan.suggest import _engine_layouts, _engines, changes, smallest_world, suggest
+from rlhf_mcore.commands.plan.suggest import (
+    _engine_layouts,
+    _engines,
+    changes,
+    smallest_world,
+    suggest,
+    with_less_memory,
+)
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config, RolloutLayoutConfig
@@ -21,6 +30,10 @@ from rlhf_mcore.planning.timing import FORWARD, TRAIN, TRAIN_RECOMPUTED, SyncEst
 
 ROOT = Path(__file__).resolve().parents[3]
 H100 = GPUS["H100"]
+# quantization_config of DeepSeek-V3 and of Kimi-K2-Thinking
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+_INT4_GROUP = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}}
+INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": _INT4_GROUP}}
 
 
 def config(model: str, *overrides: str) -> Config:
@@ -65,11 +78,60 @@ def test_gradients_of_16_bits_take_half_and_are_copied_while_they_are_stepped() 
         assert halved.phases[-1].total < usual.phases[-1].total
 
 
+def test_a_hosted_state_takes_the_time_of_the_hosts_memory_or_of_copies() -> None:
+    count = 494_032_768 // 2
+    usual, hosted, narrow = (
+        plan_run("Qwen2.5-0.5B-Instruct", 2, f"actor.optimizer.{key}")
+        for key in ("lr=1e-6", "offload=1", "state_dtype=bf16")
+    )
+    assert hosted.roles[0].state.hosted == 12 * count
+    usual_s, hosted_s, narrow_s = (plan.seconds["actor update"] for plan in (usual, hosted, narrow))
+    on_host = count * (16 + 12 + 6) / 40e9  # gradient, master and moments are read, and these and a bf16 weight written
+    assert hosted_s - usual_s == pytest.approx(on_host - count * 28 / 3.35e12, rel=1e-3)
+    assert usual_s - narrow_s == pytest.approx(count * (28 - 16) / 3.35e12, rel=1e-3)
+    assert "optimizer state 2.8 GiB" in " ".join(as_text(hosted).split()) and hosted.hosted_bytes == 12 * count
+    assert hosted.pinned_bytes - usual.pinned_bytes == 384 * 2**20
+
+
 def test_fields_of_megatron_whose_memory_is_not_counted_are_named() -> None:
     fields = "actor.megatron={moe_z_loss_coeff: 0.1, nccl_ub: true, moe_shared_expert_overlap: false}"
     (warning,) = plan_run("Qwen3-30B-A3B", 8, "actor.layout.ep=8", fields).warnings
     assert warning == "actor: the memory that megatron.moe_z_loss_coeff, megatron.nccl_ub saves or takes is not counted"
     assert not plan_run("Qwen3-30B-A3B", 8, "actor.layout.ep=8").warnings
+
+
+def test_each_node_reads_its_stages_and_experts_once(tmp_path: Path) -> None:
+    whole = 2 * 235_093_634_560
+    keys = ["actor.layout.pp=8", "actor.layout.layers_per_stage=[11,12,12,12,11,12,12,12]"]
+    assert plan_run("Qwen3-235B-A22B", 8).load.node_bytes == whole
+    assert plan_run("Qwen3-235B-A22B", 64, *keys).load.node_bytes == whole // 8
+    # Sixteen ranks share the experts. A node has half of them, and everything else.
+    experts = 2 * 94 * 128 * 3 * 4096 * 1536
+    load = plan_run("Qwen3-235B-A22B", 16, "actor.layout.ep=16").load
+    assert load.node_bytes == pytest.approx(whole - experts / 2, rel=1e-6)
+    assert load.seconds == pytest.approx(load.node_bytes / 2e9)
+    (tmp_path / "config.json").write_bytes((ROOT / "configs/models/Qwen2.5-7B/config.json").read_bytes())
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        (tmp_path / name).write_bytes(bytes(1000))
+    on_disk = make_plan(config("Qwen2.5-7B", f"model.path={tmp_path}", "algorithm.kl.coef=0.1"), 8, H100)
+    assert on_disk.load.node_bytes == 2000 and "2 GB/s" in as_text(on_disk), "the reference has the same files"
+
+
+@pytest.mark.parametrize(
+    ("model", "quantised", "size"),
+    [
+        # One byte for each element of a layer, with an fp32 scale per 128 x 128; two for embedding and output layer.
+        ("DeepSeek-V3", FP8, 669.17e9 * (1 + 4 / 128**2) + 2 * 2 * 129_280 * 7_168),
+        ("gpt-oss-120b", {"quant_method": "mxfp4"}, 60.8 * GIB),  # arXiv 2508.10925, table 1
+        # Half a byte for each element of 384 experts in 60 layers, with a bf16 scale per 32; two bytes for 11.7 B others.
+        ("Kimi-K2", INT4, 60 * 384 * 3 * 7_168 * 2_048 * (1 / 2 + 2 / 32) + 2 * 11.73e9),
+    ],
+)
+def test_quantised_files_are_smaller(model: str, quantised: dict[str, Any], size: float, tmp_path: Path) -> None:
+    content = json.loads((ROOT / "configs/models" / model / "config.json").read_text())
+    content |= {"quantization_config": quantised}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert plan_run(model, 8, f"model.path={tmp_path}").load.node_bytes == pytest.approx(size, rel=0.002)
 
 
 def test_every_model_of_a_ppo_run_is_planned() -> None:
@@ -385,6 +447,18 @@ def test_where_nothing_fits_a_larger_world_is_proposed() -> None:
     assert suggest(cfg, 4, H100) == []  # 18 bytes per parameter are 1183 GiB
     (found,) = smallest_world(cfg, 4, H100)
     assert found.plan.world_size >= 32 and found.plan.fits
+
+
+def test_ways_to_need_less_memory_are_offered_with_their_costs() -> None:
+    """7B needs 10 bytes per parameter with 16-bit gradients and state, 71 GiB. With 6 bytes and a hosted state it fits."""
+    (alone,) = with_less_memory(config("Qwen2.5-7B"), 1, H100, Assumptions())
+    assert alone.overrides[0] == "actor.optimizer.offload=1.0" and alone.plan.fits and "same arithmetic" in alone.cost
+    on_two = with_less_memory(config("Qwen2.5-7B"), 2, H100, Assumptions())
+    assert [offer.overrides[0] for offer in on_two] == [
+        "actor.optimizer.state_dtype=bf16",
+        "actor.optimizer.offload=0.5",
+    ]
+    assert on_two[0].plan.step_s < on_two[1].plan.step_s
 
 
 def test_assumptions_change_what_is_left() -> None:
