@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -296,6 +297,8 @@ def _loading_layout(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             for name, parameter in parameters.items():
                 if parameter is not None:
                     layout = restore_layer_refs(to_meta_tensor(recorded.get(name, parameter)), module)
+                    if isinstance(loader := getattr(layout, "weight_loader", None), partial):
+                        loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]  # vLLM expects a name
                     layout.weight_loader = _get_original_loader(layout)
                     module._parameters[name] = layout
         yield _tensors(model)
@@ -398,7 +401,9 @@ def _why_layer_copies(module: nn.Module, attribute: str) -> str:
     if any(isinstance(value, torch.Tensor) for value in vars(module).values()):
         return f"{layer} holds tensors in addition to its parameters"
     if isinstance(method, UnquantizedFusedMoEMethod):
-        return "" if _experts_are_read(module) else f"{layer} has packed its experts"
+        # The router's bias per expert belongs to this module, too. It is not packed.
+        is_read = not attribute.startswith(("w13_", "w2_")) or _experts_are_read(module)
+        return "" if is_read else f"{layer} has packed its experts"
     # A convolution layer only owns its kernel tensor; another layer reads it.
     if attribute != "weight" or module.get_parameter(attribute).dim() == 3 or _matrix_is_read(module):
         return ""
