@@ -160,7 +160,7 @@ def has_expert_bias(geometry: ModelGeometry) -> bool:
     """Return whether a model has MoE layers whose router adds a bias to the experts' scores."""
     if geometry.experts is None:
         return False
-    return any(rule in FAMILIES[geometry.family].rules for rule in EXPERT_BIAS)
+    return any(rule.mcore == EXPERT_BIAS for rule in FAMILIES[geometry.family].rules)
 
 
 def head_fields(architecture: str, head: str, *, has_mtp: bool) -> dict[str, Any]:

@@ -258,7 +258,8 @@ class Family:
     # Unsupported values. For these keys of config.json, only the given value is supported. It is also the default.
     flags: Mapping[str, bool] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)  # required keys, because engines use another default
+    # Required keys with their only value, because transformers or engines use another default.
+    stated: Mapping[str, str | bool] = field(default_factory=dict)
     absent: tuple[str, ...] = ()  # keys that must have no value
     # Without ``windows``: the key that activates sliding_window, and the default of sliding_window.
     window_switch: Literal["sliding_window", "use_sliding_window", "max_window_layers"] = "max_window_layers"
@@ -339,6 +340,8 @@ class Family:
         if self.vision is not None:
             yield from self.vision.problems(hf_config)
         hf_config = self.text(hf_config)
+        if self.settings is not None:
+            self.settings(hf_config)
         yield from rotation_problems(self, hf_config, architecture)
         yield from unsupported_keys(self, hf_config, architecture)
         if self.windows is None:

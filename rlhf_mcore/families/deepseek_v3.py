@@ -12,5 +12,5 @@ FAMILY = Family(
     mixture=SigmoidMixture(states_groups=True),
     flags={"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
     # Without these keys in config.json, vLLM routes by a softmax and without the bias.
-    texts={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    stated={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 )

@@ -73,15 +73,13 @@ def stacked_experts(gate: str = "mlp.router", *, biased: bool = True) -> tuple[R
     )
 
 
-EXPERT_BIAS = (
-    Rule(
-        MEGATRON_LAYER + "mlp.router.expert_bias",
-        "replicated",
-        {HF_LAYER + "mlp.gate.e_score_correction_bias": (EXPERTS,)},
-        "moe",
-        trained=False,
-    ),
-)
+def expert_bias(block: str, in_memory: str = "") -> tuple[Rule, ...]:
+    """Return the rule of the bias that a router adds to the experts' scores to choose them."""
+    names = {f"{HF_LAYER}{block}.e_score_correction_bias": (EXPERTS,)}
+    return (Rule(EXPERT_BIAS, "replicated", names, "moe", in_memory=in_memory, trained=False),)
+
+
+EXPERT_BIAS = MEGATRON_LAYER + "mlp.router.expert_bias"
 
 
 def shared_expert(block: str, gate: str = "") -> tuple[Rule, ...]:
@@ -93,7 +91,7 @@ def shared_expert(block: str, gate: str = "") -> tuple[Rule, ...]:
 
 
 # For DeepSeek-V3 and similar models.
-SIGMOID_EXPERTS = experts("mlp") + EXPERT_BIAS + shared_expert("mlp.shared_experts") + MTP
+SIGMOID_EXPERTS = experts("mlp") + expert_bias("mlp.gate") + shared_expert("mlp.shared_experts") + MTP
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +141,19 @@ class Mixture:
     def _renormalises(self, hf_config: Fields) -> bool:
         """Return whether the weights of a token's experts add up to one. The softmax is then over these experts only."""
         return hf_config.flag("norm_topk_prob", default=self.renormalises) or self.always_renormalises
+
+
+_SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+
+
+class BiasedMixture(Mixture):
+    """Experts in all layers, with sigmoid routing and a bias that only affects the choice of experts."""
+
+    __slots__ = ()
+
+    def settings(self, hf_config: Fields) -> dict[str, Any]:
+        """Return the settings of Megatron's router."""
+        return dict(_SIGMOID)
 
 
 _GROUPS = ("n_group", "topk_group")
@@ -215,11 +226,33 @@ class SigmoidMixture:
     _adds_two: ClassVar[bool] = True  # sum two scores to choose the groups
 
     def _scores(self) -> dict[str, Any]:
-        return {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+        return dict(_SIGMOID)
 
     def _groups(self, hf_config: Fields) -> tuple[int, int]:
         """Return the number of expert groups, and the number of groups from which a token's experts are chosen."""
         return tuple(hf_config.integer(key, 1, 4096, default=1) for key in _GROUPS)  # type: ignore[return-value]
+
+
+class ListedMixture(SigmoidMixture):
+    """The same, if transformers reads the list ``mlp_layer_types``, and engines the number of dense layers."""
+
+    __slots__ = ()
+
+    def problems(self, hf_config: Fields) -> Iterator[str]:
+        """Yield the unsupported parts of a config.json."""
+        yield from SigmoidMixture.problems(self, hf_config)
+        num_layers = size(hf_config, "num_hidden_layers")
+        usual = _mlp_kinds(1, num_layers)
+        num_dense = hf_config.integer("first_k_dense_replace", 0, num_layers)
+        if hf_config.texts("mlp_layer_types", default=usual) != _mlp_kinds(num_dense, num_layers):
+            yield (
+                f"first_k_dense_replace={num_dense} differs from mlp_layer_types, which transformers reads "
+                "(without the key: one dense layer); correct either of them"
+            )
+
+
+def _mlp_kinds(num_dense: int, num_layers: int) -> list[str]:
+    return ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
 
 
 class SoftmaxMixture(SigmoidMixture):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -39,13 +40,12 @@ def unsupported_keys(family: Family, hf_config: Fields, architecture: str) -> It
     for key, only in {**_NUMBERS, **family.numbers}.items():
         if (number := hf_config.number(key, default=only)) != only:
             yield f"{key}={number} is not supported for {architecture}, only {only}; use another model"
-    for key, needed in family.texts.items():
-        if (value := hf_config.text(key, default="")) == needed:
-            continue
-        if value:
-            yield f"{key} {shorten(value)!r} is not supported for {architecture}, only {needed!r}; use another model"
-        else:
-            yield f'config.json has no {key}, and engines default to another value than {needed!r}; add "{key}": "{needed}"'
+    for key, needed in family.stated.items():
+        value, text = hf_config.content.get(key), json.dumps(needed)
+        if value is None:
+            yield f'config.json has no {key}, and engines default to another value than {text}; add "{key}": {text}'
+        elif value != needed:
+            yield f"{key}={shorten(value)} is not supported for {architecture}, only {text}; use another model"
     for key in (*_ABSENT, *family.absent):
         if key in hf_config:
             yield f"{key} is not supported for {architecture}; use another model"

@@ -7,6 +7,7 @@ Megatron's layer with correct gradients.
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -55,12 +56,14 @@ class Rotary(RotaryEmbedding):
 
 
 def set_window_frequencies(chunk: GPTModel, inv_freq: Tensor) -> None:
-    """Set separate rotary frequencies [rotated elements / 2] for a chunk's windowed layers."""
+    """Set separate rotary frequencies [rotated elements / 2], without a factor, for a chunk's windowed layers."""
     rotation = Rotary(chunk.rotary_pos_emb, inv_freq)
     windows = chunk.config.window_size, chunk.config.window_attn_skip_freq
     for layer in chunk.decoder.layers:
         if is_layer_window_attention(*windows, layer.layer_number):
             layer.self_attention.rotation = rotation
+            layer.self_attention.config = own = copy(chunk.config)
+            own.yarn_rotary_scaling_factor = 1.0
 
 
 def set_latent_frequencies(chunk: GPTModel, inv_freq: Tensor, scale: float) -> None:

@@ -45,7 +45,8 @@ class ModelSpec:
     architecture: str
     megatron: Mapping[str, Any]  # TransformerConfig settings that the family requires
     inv_freq: torch.Tensor  # [head_dim / 2] rotary frequencies; for latent attention [rope_dim / 2]
-    rope_scale: float  # multiplies the rotary sines and cosines (yarn's attention factor)
+    # Multiplies the rotary sines and cosines (yarn's attention factor), except in windowed layers with own frequencies.
+    rope_scale: float
     window_inv_freq: torch.Tensor | None = None  # [head_dim / 2] frequencies of windowed layers, if they differ
     vision_config: PretrainedConfig | None = None  # config of the vision tower, if any
 
@@ -123,8 +124,8 @@ def _rotary(hf: PretrainedConfig, layers: str) -> tuple[torch.Tensor, float]:
         inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](
             hf, torch.device("cpu"), **({"layer_type": layers} if is_layered else {})
         )
-        if scale != 1.0 and is_layered:
-            raise ConfigError(f"model.path: a rotary attention factor ({scale}) for only some layers is not supported.")
+        if scale != 1.0 and layers == _WINDOW:
+            raise ConfigError(f"model.path: a rotary attention factor ({scale}) of {_WINDOW} is not supported.")
         if scale < 1.0 and not hasattr(hf, "kv_lora_rank"):  # for these models Megatron takes the factor directly
             raise ConfigError(f"model.path: a rotary attention factor below 1 ({scale}) is not supported.")
         return inv_freq.float(), float(scale)

@@ -36,7 +36,7 @@ from tests.distributed.setting import (
 from tests.distributed.update_worker import oracle, update
 
 BIAS_RATE = 0.01
-WITH_MTP = ("deepseek_v3", "glm4_moe")  # their files contain MTP layers, which are not trained here
+WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # their files contain MTP layers, which are not trained here
 # The update of a model is tested on its first layout.
 FEW = {
     "deepseek_v3": ("tp2_sp_cp2_ep2_etp1", "tp2_sp_pp2_ep2_etp1"),
@@ -50,6 +50,13 @@ FEW = {
     "qwen3_5_text": ("dp4", "tp2_cp2", "pp2_cp2", "cp4"),  # without sequence parallelism
     "qwen3_5_moe_text": ("cp4_ep2",),
     "gemma3_text": ("tp2_pp2_vpp2_sp", "tp2_cp2"),
+    "glm4_moe_lite": ("tp2_sp_pp2_ep2_etp1", "cp4_ep2"),
+    "minimax_m2": ("tp2_sp_cp2_ep2_etp1", "tp4_sp_ep2_etp1", "pp2_ep2_dp2_uneven"),
+    "olmoe": ("pp2_cp2_ep2",),
+    "olmo3": ("tp2_pp2_vpp2_sp", "tp2_cp2"),
+    "seed_oss": ("tp2_pp2",),
+    "ernie4_5": ("tp2_cp2",),
+    "smollm3": ("tp2_pp2_vpp2_sp", "pp2_cp2"),
 }
 
 # These are updated on each of their layouts, so that all metrics are compared. Under these two, sequences are padded.
@@ -124,14 +131,15 @@ def moved_biases(hf: torch.nn.Module) -> dict[str, torch.Tensor]:
         def count(module: torch.nn.Module, inputs: Any, outputs: Any, name: str = name) -> None:
             counts[name] += torch.bincount(outputs[2].flatten(), minlength=len(counts[name]))
 
-        router.register_forward_hook(count)
+        getattr(router, "gate", router).register_forward_hook(count)  # in MiniMax-M2, the bias is outside of the router
     for row in rows():
         with torch.no_grad():
             hf(torch.tensor([row.prompt_ids + row.response_ids]))
     for name, router in routers.items():
         direction = torch.sign(counts[name].mean() - counts[name])
         assert direction.unique().numel() > 1, "some experts have more tokens than others"
-        moved[f"{name}.e_score_correction_bias"] = router.e_score_correction_bias + BIAS_RATE * direction
+        in_file = f"{name}.e_score_correction_bias".replace(".mlp.e_score", ".block_sparse_moe.e_score")  # MiniMax-M2
+        moved[in_file] = router.e_score_correction_bias + BIAS_RATE * direction
     return moved
 
 

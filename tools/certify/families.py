@@ -57,9 +57,17 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2": dict(head_dim=None, tie_word_embeddings=True),
     "qwen3": dict(tie_word_embeddings=True),
     "olmo2": dict(head_dim=None),
+    "olmo3": dict(head_dim=None, sliding_window=5),
+    "seed_oss": dict(attention_dropout=0.0),
+    "ernie4_5": dict(tie_word_embeddings=True),
+    "smollm3": dict(head_dim=None, no_rope_layers=[1, 0, 1, 0]),
     "gemma3_text": dict(sliding_window=5, sliding_window_pattern=3, query_pre_attn_scalar=24),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "qwen2_moe": {**_SHARED, "head_dim": None},
+    "olmoe": {**_EXPERTS, "head_dim": None, "rms_norm_eps": 1e-5},
+    "minimax_m2": dict(
+        num_local_experts=4, num_experts_per_tok=2, rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True
+    ),
     "qwen3_moe": dict(_EXPERTS),
     "glm4_moe": dict(
         attention_bias=True,
@@ -83,12 +91,13 @@ TINY: dict[str, dict[str, Any]] = {
     },
     # A rotation without scaling, as in Moonlight.
     "deepseek_v3": {**_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": _ROPE},
+    "glm4_moe_lite": {**_LATENT, "rope_parameters": _ROPE, "n_group": 1, "topk_group": 1},
     "qwen3_next": {**_SHARED, **_DELTA},
     "qwen3_5_text": {**_DELTA, "linear_num_value_heads": 4},
     "qwen3_5_moe_text": {**_SHARED, **_DELTA},
 }
 # vLLM's CPU kernels for these families support only this dtype.
-IN_BF16 = ("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+IN_BF16 = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 QUICK = ("qwen3", "qwen3_moe", "deepseek_v3")  # one family of each kind: dense, experts, latent attention
 
 

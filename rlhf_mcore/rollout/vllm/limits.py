@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED
 from rlhf_mcore.families.adapters import EMBEDDING, OUTPUT, is_target
+from rlhf_mcore.families.mixture import BiasedMixture
 from rlhf_mcore.families.quantised import cut_problems
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.geometry import LatentSizes
@@ -124,6 +125,11 @@ def _cpu_problems(model: ModelConfig, geometry: ModelGeometry) -> Iterator[str]:
         yield (
             f"rollout.engine=vllm: on a CPU vLLM computes the {part} of model.path={model.path} in bf16 and with {needed} only; "
             f"set {'model.dtype=bf16 or ' if is_met else ''}rollout.engine=hf"
+        )
+    if isinstance(FAMILIES.get(geometry.family, UNSUPPORTED).mixture, BiasedMixture):
+        yield (
+            f"rollout.engine=vllm: on a CPU vLLM cannot choose the experts of model.path={model.path} by sigmoids without "
+            "groups; set rollout.engine=hf"
         )
     instructions = processor().split()
     if delta is not None and "avx512f" in instructions and "avx512_bf16" not in instructions:

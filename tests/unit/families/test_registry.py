@@ -41,7 +41,14 @@ DEEPSEEK: dict[str, Any] = {
     "topk_method": "noaux_tc",
     "v_head_dim": 16,
 }
-
+GLM_LITE = {**DEEPSEEK, "n_group": 1, "topk_group": 1}
+MINIMAX = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 8,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+}
 WINDOW = {"sliding_window": 16}
 
 
@@ -58,14 +65,19 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
     assert list(FAMILIES) == [
         "deepseek_v2",
         "deepseek_v3",
+        "ernie4_5",
         "gemma3",
         "gemma3_text",
         "glm4_moe",
+        "glm4_moe_lite",
         "gpt_oss",
         "llama",
+        "minimax_m2",
         "mistral",
         "mixtral",
         "olmo2",
+        "olmo3",
+        "olmoe",
         "qwen2",
         "qwen2_5_vl",
         "qwen2_moe",
@@ -77,6 +89,8 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         "qwen3_next",
         "qwen3_vl",
         "qwen3_vl_moe",
+        "seed_oss",
+        "smollm3",
     ]
     assert len(ARCHITECTURES) == len(FAMILIES) * len(HEADS)
     assert ARCHITECTURES["Qwen2MoeForTokenClassification"] == (FAMILIES["qwen2_moe"], "token")
@@ -127,7 +141,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (
             "DeepseekV3",
             {**DEEPSEEK, "scoring_func": "softmax"},
-            "scoring_func 'softmax' is not supported for DeepseekV3",
+            "scoring_func=softmax is not supported for DeepseekV3",
         ),
         ("DeepseekV3", {**DEEPSEEK, "norm_topk_prob": False}, "norm_topk_prob=false is not supported for DeepseekV3"),
         ("DeepseekV3", {**DEEPSEEK, "rope_interleave": False}, "rope_interleave=false is not supported"),
@@ -245,6 +259,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ),
         ("Qwen3Next", {**EXPERTS, "attention_bias": True}, "attention_bias is not supported for Qwen3NextForCausalLM"),
         ("Qwen3Next", {**EXPERTS, "linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0, not an integer from 1"),
+        (
+            "Glm4MoeLite",
+            {**GLM_LITE, "first_k_dense_replace": 0},
+            "first_k_dense_replace=0 differs from mlp_layer_types, which transformers reads",
+        ),
+        ("Glm4MoeLite", {**GLM_LITE, "mlp_layer_types": ["sparse"] * 2}, "first_k_dense_replace=1 differs from"),
+        ("MiniMaxM2", {**MINIMAX, "use_routing_bias": None}, "config.json has no use_routing_bias"),
+        ("MiniMaxM2", {**MINIMAX, "scoring_func": "softmax"}, "scoring_func=softmax is not supported"),
+        ("MiniMaxM2", {**MINIMAX, "shared_intermediate_size": 64}, "shared_intermediate_size=64 is not supported"),
+        ("Olmoe", {**EXPERTS, "norm_topk_prob": True}, "norm_topk_prob is not supported for OlmoeForCausalLM"),
+        ("Olmoe", {**EXPERTS, "clip_qkv": 8.0}, "clip_qkv is not supported for OlmoeForCausalLM"),
+        ("SmolLM3", {"no_rope_layers": [1, 2]}, "no_rope_layers"),
         ("Gemma", {}, "architecture GemmaForCausalLM is not supported; supported are: DeepseekV2ForCausalLM, "),
     ]:
         found = problems(tmp_path, {**CONFIG, "architectures": [f"{architecture}ForCausalLM"], **change})
@@ -271,6 +297,10 @@ def test_what_is_not_refused(tmp_path: Path) -> None:
         ("Gemma3", {**WINDOW, "layer_types": ["full_attention", "sliding_attention"]}),
         ("GptOss", {**WINDOW, **EXPERTS}),
         ("DeepseekV3", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6}),  # as in Moonlight
+        ("Glm4MoeLite", GLM_LITE),
+        ("MiniMaxM2", MINIMAX),
+        ("Olmo3", WINDOW),
+        ("SmolLM3", {"no_rope_layers": [0, 1, 1]}),
     ]:
         assert problems(tmp_path, {**CONFIG, "architectures": [f"{architecture}ForCausalLM"], **change}) == []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import SeedOssConfig, SeedOssForCausalLM
+from transformers import HeliumConfig, HeliumForCausalLM
 
 from rlhf_mcore import families
 from rlhf_mcore.bridge.map.coverage import check_coverage
@@ -42,17 +42,17 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Add the recipe's module to the families, as if it were a file of the package. Returns its lines."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("### A model family")[2]
     name, text = re.findall(r"rlhf_mcore/families/(\w+)\.py`:\n\n```python\n(.*?)```", page, re.S)[0]
-    assert name == "seed_oss" and name not in families.FAMILIES
+    assert name == "helium" and name not in families.FAMILIES
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / f"{name}.py").write_text(text)
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path / "more")])
-    monkeypatch.setitem(models.MODELS, name, (SeedOssForCausalLM, SeedOssConfig, {}))
+    monkeypatch.setitem(models.MODELS, name, (HeliumForCausalLM, HeliumConfig, {"hidden_size": 128}))
     return text.splitlines()
 
 
 def test_a_cousin_is_one_file_of_a_few_lines(recipe: list[str], tmp_path: Path, groups: ModelGroups) -> None:
     assert len(recipe) < 30
-    hf = models.make("seed_oss", tmp_path / "m")
+    hf = models.make("helium", tmp_path / "m")
     # Checks: the directory contains a model with the weights that config.json describes.
     geometry, problems = inspect_model(str(tmp_path / "m"), "model.path")
     assert problems == [] and geometry == read_geometry(tmp_path / "m")
@@ -79,7 +79,7 @@ def test_a_cousin_is_one_file_of_a_few_lines(recipe: list[str], tmp_path: Path, 
 
 @pytest.mark.usefixtures("recipe")
 def test_it_is_converted_there_and_back(tmp_path: Path) -> None:
-    models.make("seed_oss", tmp_path / "m")
+    models.make("helium", tmp_path / "m")
     assert convert(["--from", "hf", "--to", "megatron", str(tmp_path / "m"), str(tmp_path / "megatron")]) == 0
     assert convert(["--from", "megatron", "--to", "hf", str(tmp_path / "megatron"), str(tmp_path / "back")]) == 0
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("m", "back"))
@@ -90,13 +90,13 @@ def test_it_is_converted_there_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attention_out_bias": True}, "attention_out_bias is not supported for SeedOssForCausalLM"),
-        ({"attention_bias": False}, "attention_bias=false is not supported for SeedOssForCausalLM"),
-        ({"architectures": ["SeedOssForQuestionAnswering"]}, "SeedOssForQuestionAnswering is not supported"),
+        ({"attention_bias": True}, "attention_bias is not supported for HeliumForCausalLM"),
+        ({"is_causal": False}, "is_causal=false is not supported for HeliumForCausalLM"),
+        ({"architectures": ["HeliumForQuestionAnswering"]}, "HeliumForQuestionAnswering is not supported"),
     ],
 )
 def test_what_it_does_not_support_is_refused_by_name(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    models.make("seed_oss", tmp_path / "m")
+    models.make("helium", tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert message in "\n".join(inspect_model(str(tmp_path / "m"), "model.path")[1])
@@ -104,7 +104,7 @@ def test_what_it_does_not_support_is_refused_by_name(tmp_path: Path, change: dic
 
 @pytest.mark.usefixtures("recipe")
 def test_its_sizes_are_what_config_json_leaves_out_too(tmp_path: Path) -> None:
-    models.make("seed_oss", tmp_path / "m")
+    models.make("helium", tmp_path / "m")
     path, whole = tmp_path / "m" / "config.json", read_geometry(tmp_path / "m")
     content = {key: value for key, value in json.loads(path.read_text()).items() if key != "head_dim"}
     path.write_text(json.dumps(content))

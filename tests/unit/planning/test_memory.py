@@ -39,6 +39,9 @@ PARAMETERS = {
     "DeepSeek-V3": 671_026_419_200,
     "Kimi-K2": 1_026_408_232_448,
     "GLM-4.5-Air": 106_852_251_264,
+    "GLM-4.7-Flash": 29_943_393_920,
+    # Without the 13_880_064 scales of its file in fp8.
+    "MiniMax-M2": 228_689_764_864,
     # 81_324_862_720 with the MTP layer.
     "Qwen3-Next-80B-A3B": 79_674_391_296,
     # gpt-oss with bf16 weights, and only the language model of Gemma 3.
