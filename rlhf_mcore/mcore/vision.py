@@ -21,7 +21,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
-from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.images import whole_images
@@ -37,6 +37,8 @@ from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 from rlhf_mcore.types import Microbatch
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from rlhf_mcore.data.images import ImageStore, ProcessedImage
 
 
@@ -366,6 +368,8 @@ def _tower_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
     ``AutoModel`` lacks some of them before transformers 5.19.
     """
+    from transformers import PreTrainedModel  # imports torchvision, whose operators must be declared before
+
     modeling = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     kinds: list[Any] = [kind for kind in vars(modeling).values() if isinstance(kind, type)]
     [tower] = [kind for kind in kinds if issubclass(kind, PreTrainedModel) and kind.config_class is type(config)]
@@ -380,6 +384,7 @@ class SquareTower(torch.nn.Module):
 
     def __init__(self, config: PretrainedConfig, sizes: VisionSizes, hidden_size: int, dtype: torch.dtype):
         """Build from the tower's ``config``; ``hidden_size`` is the decoder's."""
+        from transformers import AutoModel  # imports torchvision, like the next import
         from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
         super().__init__()

@@ -43,3 +43,10 @@ def test_classes_of_models_with_images_load_once_operators_are_declared(tmp_path
 def test_nothing_is_declared_without_torchvision(tmp_path: Path) -> None:
     done = run(DECLARES + "import torch; print(hasattr(torch.ops.torchvision, 'nms'))", tmp_path)
     assert done.stdout == "True\nFalse\n", done.stderr
+
+
+@needs("torchvision")
+def test_a_rank_of_a_model_without_images_does_not_import_torchvision(tmp_path: Path) -> None:
+    imported = "import sys\nimport rlhf_mcore.api, rlhf_mcore.cli.models, rlhf_mcore.mcore.build\nprint('torchvision' in sys.modules)"
+    found = run(imported, link(tmp_path, "torchvision"))
+    assert found.stdout == "False\n", found.stderr
