@@ -37,6 +37,7 @@ from rlhf_mcore.mcore.groups import build_groups
 from rlhf_mcore.mcore.layers import RMSNorm
 from rlhf_mcore.mcore.model import LossFunction, MegatronModel
 from rlhf_mcore.mcore.model_spec import ModelSpec
+from rlhf_mcore.parallel import logprobs
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.types import Microbatch
@@ -80,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
         else:
             result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            if isinstance(tensor, FakeTensor):
+            if isinstance(tensor, FakeTensor) and not tensor.is_sparse:
                 self._count(tensor.untyped_storage())
         return result
 
@@ -132,8 +133,18 @@ def dry_run(
     alike = patch.object(own_optimizer, "all_gather_json", lambda value, group: [value] * group.size())
     alone = patch.object(momentum, "all_gather_json", _of_this_rank)
     one_by_one = patch.object(param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: nullcontext(_Done()))
+    as_on_gpu = patch.object(logprobs, "CACHE_BYTES", logprobs.SLICE_BYTES)
     scattered = patch.object(mappings, "_reduce_scatter_along_first_dim", _scatter)
-    with FakeTensorMode(allow_non_fake_inputs=True), unconverted, alike, alone, one_by_one, scattered, counted:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        unconverted,
+        alike,
+        alone,
+        one_by_one,
+        as_on_gpu,
+        scattered,
+        counted,
+    ):
         model = build_model(spec, groups, platform, options)
         buffers = [buffer for chunk in model.chunks for buffer in flat_buffers(chunk)]
         weights = sum(buffer.param_data.nbytes for buffer in buffers)

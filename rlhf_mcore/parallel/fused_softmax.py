@@ -15,11 +15,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rlhf_mcore.parallel.logprobs import _Columns
+    from rlhf_mcore.parallel.logprobs import Wanted, _Columns
 
 
 @cache
@@ -40,36 +39,21 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def forward_chunk(logits: Tensor, labels: Tensor, columns: _Columns, with_entropy: bool) -> list[Tensor]:
-    """Compute the same as ``_forward_chunk`` of ``logprobs.py``, from logits [n, V_local] of any dtype.
-
-    The logits do not change.
-    """
-    compute = _compile(_sums_with_entropy if with_entropy else _sums)
-    peak, *sums = compute(columns.width, columns.temperature, logits)
-    if columns.is_shared(logits):
-        own = peak.clone()
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)
-        # Convert sums relative to this rank's largest logit to sums relative to the largest of all ranks. For padding
-        # alone they are zero.
-        offset = (own - peak).clamp_min(-1e30)
-        sums = [offset.exp() * x for x in (sums[0], *(s + sums[0] * offset for s in sums[1:]))]
-    places, here = columns.local(labels, logits.size(1))
-    target = logits.gather(1, places[:, None]).squeeze(1).float() / columns.temperature - peak
-    together = torch.stack([torch.where(here, target, 0.0), *sums])
-    if columns.is_shared(logits):
-        dist.all_reduce(together, group=columns.group)
-    return [together[0], together[1].log(), peak, *([together[2] / together[1]] if with_entropy else [])]
+def sum_rows(logits: Tensor, columns: _Columns, wanted: Wanted) -> list[Tensor]:
+    """Compute the same as ``_sum_rows`` of ``logprobs.py``, without a support or a teacher."""
+    compute = _compile(_sums_with_entropy if wanted[0] else _sums)
+    return list(compute(columns.width, columns.temperature, logits))
 
 
-def compute_gradient(
+def overwrite_by_gradient(
     logits: Tensor,
     labels: Tensor,
     sums: Sequence[Tensor | None],
     grads: Sequence[Tensor | None],
     columns: _Columns,
-) -> Tensor:
-    """Compute the gradient [n, V_local] of logits in their dtype, rounded once, from the sums of ``forward_chunk``."""
+    wanted: Wanted,
+) -> None:
+    """Do the same as ``_overwrite_by_gradient`` of ``logprobs.py``, without a support or a teacher."""
     grad_logprobs, grad_entropy, *_ = grads
     peak, log_sum, entropy, *_ = sums
     assert peak is not None and log_sum is not None
@@ -80,8 +64,7 @@ def compute_gradient(
     if grad_entropy is not None:
         arguments += (grad_entropy, entropy)  # type: ignore[assignment]
     function = _gradient if grad_entropy is None else _gradient_with_entropy
-    gradient: Tensor = _compile(function)(columns.width, columns.temperature, *arguments)
-    return gradient
+    _compile(function)(columns.width, columns.temperature, *arguments)
 
 
 def _scale(logits: Tensor, width: int, temperature: float) -> tuple[Tensor, Tensor]:
@@ -106,12 +89,12 @@ def _sums_with_entropy(width: int, temperature: float, logits: Tensor) -> tuple[
 
 def _gradient(
     width: int, temperature: float, logits: Tensor, peak: Tensor, log_sum: Tensor, at_label: Tensor, of_logprobs: Tensor
-) -> Tensor:
+) -> None:
     z, numbers = _scale(logits, width, temperature)
     # Subtract in this order, so that an offset that all logits share costs no precision.
     p = ((z - peak[:, None]) - log_sum[:, None]).exp()
     grad = torch.where(numbers == at_label[:, None], of_logprobs[:, None], 0.0) - p * of_logprobs[:, None]
-    return (grad / temperature).to(logits.dtype)
+    logits.copy_(grad / temperature)
 
 
 def _gradient_with_entropy(
@@ -124,7 +107,7 @@ def _gradient_with_entropy(
     of_logprobs: Tensor,
     of_entropy: Tensor,
     entropy: Tensor,
-) -> Tensor:
+) -> None:
     z, numbers = _scale(logits, width, temperature)
     log_p = (z - peak[:, None]) - log_sum[:, None]
     p = log_p.exp()
@@ -132,4 +115,4 @@ def _gradient_with_entropy(
     surprise = torch.where(p > 0, log_p, 0.0) + entropy[:, None]
     grad = torch.where(numbers == at_label[:, None], of_logprobs[:, None], 0.0)
     grad = grad - p * (of_logprobs[:, None] + of_entropy[:, None] * surprise)
-    return (grad / temperature).to(logits.dtype)
+    logits.copy_(grad / temperature)

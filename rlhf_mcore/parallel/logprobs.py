@@ -1,8 +1,8 @@
 """Compute logprobs and entropy from an output layer whose vocabulary is sharded over tensor-parallel ranks.
 
 No rank stores logits of the full vocabulary. Ranks reduce three scalars per token instead. No rank stores logits of
-all tokens either: they are computed in chunks of tokens, and again in the backward pass. The extra memory is one
-chunk for any batch size.
+all tokens either: they are computed in chunks of tokens, and again in the backward pass, where their gradient
+overwrites them. The extra memory is one chunk in the weight's dtype for any batch size.
 
 Megatron's own vocab-parallel cross entropy is not used. It overwrites fp32 logits and returns no entropy, and its
 fused form rounds gradients to bf16.
@@ -10,7 +10,7 @@ fused form rounds gradients to bf16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
@@ -28,9 +28,10 @@ from rlhf_mcore.types import Ragged
 if TYPE_CHECKING:
     from rlhf_mcore.parallel.top_tokens import TeacherTopTokens
 
-CHUNK_TOKENS = 2048  # tokens per softmax computation from stored logits
-CACHE_BYTES = 2**19  # the same for a CPU, in bytes of logits, so that they stay in its cache
 CHUNK_BYTES = 512 * 2**20  # maximum fp32 logits that an output layer computes in one chunk
+SLICE_BYTES = 64 * 2**20  # maximum fp32 logits in one softmax computation, which limits its temporary results
+CACHE_BYTES = 2**19  # the same for a CPU, so that they stay in its cache
+LOWEST = -1e4  # replaces the log of zero where it is multiplied by zero, or in differences of logs
 
 
 def chunk_tokens_of(columns: int) -> int:
@@ -82,8 +83,8 @@ def linear_logprobs(
         with_entropy: compute entropies too.
         support: token ids for each of the N labels; no ids mean the whole vocabulary.
         compared: a teacher's distributions of the N labels.
-        main_grad: [V_local, h] fp32, to which the backward pass adds the weight's gradient; autograd then gets zeros
-            for it. None: autograd gets the gradient.
+        main_grad: [V_local, h] fp32, to which the backward pass adds the weight's gradient; autograd then gets an
+            empty sparse gradient. None: autograd gets the gradient.
         added: [N, r] and this rank's rows [V_local, r] of two matrices, whose product is added to the logits. The
             gradient of the former is also summed over the group.
 
@@ -121,8 +122,8 @@ def _find_kernels(hidden: Tensor, wanted: Wanted) -> ModuleType | None:
 class _Linear(torch.autograd.Function):
     """Compute logprobs block by block. Only the logits of one block of tokens exist at once.
 
-    If all tokens are one block, its logits are stored, and then overwritten by their gradient. Otherwise the backward
-    pass computes them again.
+    If all tokens are one block, its logits are stored. Otherwise the backward pass computes them again. It overwrites
+    them by their gradient, so torch rejects a second backward pass from stored logits.
 
     With z = logits / T - max(logits / T): logprob = z_y - log sum_j exp z_j, entropy = log sum_j exp z_j - sum_j p_j
     z_j. The largest logit is subtracted first, so an offset that all logits share costs no precision.
@@ -147,74 +148,33 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.columns, ctx.block, ctx.wanted, ctx.main_grad = columns, block, wanted, main_grad
-        ctx.fused, ctx.chunk, kept = _find_kernels(hidden, wanted), block, None
-        if len(hidden) <= block:
-            kept = _logits(hidden, weight, low, rows)
-            if ctx.fused is None:
-                kept = kept.float()
-                # On a CPU, a chunk fits its cache, unless that would increase the number of messages between ranks.
-                in_cache = not kept.is_cuda and columns.group.size() == 1
-                ctx.chunk = max(CACHE_BYTES // (4 * kept.size(1)), 1) if in_cache else CHUNK_TOKENS
-
-        def logits(a: int, b: int) -> Tensor:
-            if kept is None:
-                part = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
-            else:
-                part = kept[a:b]
-            return part if ctx.fused is not None else columns.scale(part)
-
-        of_chunk = None if ctx.fused is None else ctx.fused.forward_chunk
-        results, sums = _forward(logits, labels, ctx.chunk, columns, wanted, keeps=kept is not None, of_chunk=of_chunk)
-        ctx.save_for_backward(hidden, weight, low, rows, labels, kept, *sums)
+        ctx.fused, parts, z = _find_kernels(hidden, wanted), [], None
+        for a, b in _chunks(len(hidden), block):
+            z = None  # free the logits of the last block before the next are computed
+            z = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
+            parts.append(_forward_block(z, labels[a:b], columns, _wanted_of(wanted, a, b), ctx.fused))
+        results, sums = _results(parts, wanted)
+        ctx.save_for_backward(hidden, weight, low, rows, labels, z if len(parts) == 1 else None, *sums)
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, low, rows, labels, kept, *sums = ctx.saved_tensors
+        hidden, weight, low, rows, labels, z, *sums = ctx.saved_tensors
         out, total, of_rows = torch.empty_like(hidden), _WeightGradient(ctx, weight), _WeightGradient(ctx, rows, 3)
-        of_low = None if low is None else torch.empty_like(low)
+        of_low, is_kept = None if low is None else torch.empty_like(low), z is not None
         for a, b in _chunks(len(hidden), ctx.block):
-            z = kept
-            if z is None:
+            if not is_kept:
+                z = None
                 z = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
-            of_block = labels[a:b], _slice(sums, a, b), _slice(grads, a, b)
-            if ctx.fused is not None:
-                grad = ctx.fused.compute_gradient(z, *of_block, ctx.columns)
-            else:
-                grad = _Linear._gradient_in_place(ctx, z, *of_block, a, has_peak=kept is None).to(weight.dtype)
-            torch.mm(grad, weight, out=out[a:b])
-            total.add(grad, hidden[a:b])
+            overwrite = _overwrite_by_gradient if ctx.fused is None else ctx.fused.overwrite_by_gradient
+            of_block = labels[a:b], _slice(sums, a, b), _slice(grads, a, b), ctx.columns, _wanted_of(ctx.wanted, a, b)
+            overwrite(z, *of_block)
+            torch.mm(z, weight, out=out[a:b])
+            total.add(z, hidden[a:b])
             if of_low is not None:
-                torch.mm(grad, rows, out=of_low[a:b])
-                of_rows.add(grad, low[a:b])
+                torch.mm(z, rows, out=of_low[a:b])
+                of_rows.add(z, low[a:b])
         return out, total.rest(), of_low, of_rows.rest(), *[None] * 5
-
-    @staticmethod
-    def _gradient_in_place(
-        ctx: Any,
-        z: Tensor,
-        labels: Tensor,
-        sums: list[Tensor | None],
-        grads: list[Tensor | None],
-        begin: int,
-        *,
-        has_peak: bool,
-    ) -> Tensor:
-        """Overwrite the logits of a block that begins at token ``begin`` by their gradient, and return it.
-
-        ``has_peak``: whether they are logits of the output layer. Otherwise they are scaled and relative to the largest,
-        and torch rejects a second backward pass.
-        """
-        if has_peak:
-            z = ctx.columns.scale(z)
-        else:
-            sums = [None, *sums[1:]]
-        for a, b in _chunks(len(z), ctx.chunk):
-            wanted = _wanted_of(ctx.wanted, begin + a, begin + b)
-            grad = _compute_gradient(z[a:b], labels[a:b], _slice(sums, a, b), _slice(grads, a, b), ctx.columns, wanted)
-            if grad.data_ptr() != z[a:b].data_ptr():
-                z[a:b] = grad
-        return z
 
 
 class _WeightGradient:
@@ -243,18 +203,24 @@ class _WeightGradient:
             total.addmm_(transposed, hidden)
         elif grad.device.type == "cpu":
             # torch supports the product below only on CUDA.
-            total.addmm_(transposed.to(total.dtype), hidden.to(total.dtype))
+            hidden, rows = hidden.to(total.dtype), max(SLICE_BYTES // (4 * max(len(hidden), 1)), 1)
+            for part, of_part in zip(transposed.split(rows), total.split(rows), strict=True):
+                of_part.addmm_(part.to(total.dtype), hidden)
         else:
             torch.addmm(total, transposed, hidden, out_dtype=total.dtype, out=total)
 
     def rest(self) -> Tensor | None:
         """Return the gradient for autograd.
 
-        Hooks of data parallelism need a tensor, even if the sum is in ``main_grad``.
+        Hooks of data parallelism need a tensor, even if the sum is in ``main_grad``. A sparse tensor without elements
+        needs no memory.
         """
         if not self._is_wanted:
             return None
-        return torch.zeros_like(self._weight) if self._is_elsewhere else self._total.to(self._weight.dtype)
+        if not self._is_elsewhere:
+            return self._total.to(self._weight.dtype)
+        like: Any = {"dtype": self._weight.dtype, "device": self._weight.device}
+        return torch.sparse_coo_tensor(size=self._weight.shape, check_invariants=False, **like)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +237,12 @@ class _Columns:
         first = group.rank() * columns
         return cls(group, first, vocab_size - first, temperature)
 
-    def scale(self, logits: Tensor) -> Tensor:
+    def scale(self, logits: Tensor, *, copy: bool = False) -> Tensor:
         """Divide logits by the temperature in fp32, and set padding columns to -inf.
 
-        The logits may be overwritten.
+        Without ``copy``, fp32 logits are overwritten.
         """
-        z = logits.float()
+        z = logits.to(torch.float32, copy=copy)
         if self.temperature != 1.0:
             z.div_(self.temperature)
         if self.width < z.size(1):
@@ -318,22 +284,24 @@ class Subsets:
 
     def of_tokens(self, a: int, b: int) -> Subsets:
         first, last = self.ends[a], self.ends[b]
-        return Subsets(self.tokens[first:last] - a, self.ids[first:last], self.ends[a : b + 1], self.is_cut[a:b])
+        ends = [end - first for end in self.ends[a : b + 1]]
+        return Subsets(self.tokens[first:last] - a, self.ids[first:last], ends, self.is_cut[a:b])
 
-    def log_sum(self, z: Tensor, columns: _Columns) -> Tensor:
-        """Compute log-sum-exp [n] over each support, zero for tokens without one.
+    def log_sum(self, logits: Tensor, largest: Tensor, columns: _Columns) -> Tensor:
+        """Compute log-sum-exp [n] over each support, relative to the largest logit [n]; zero for tokens without one.
 
         Collective over the columns' group.
         """
-        places, here = columns.local(self.ids, z.size(1))
-        logits = torch.where(here, z[self.tokens, places], -torch.inf)
+        places, here = columns.local(self.ids, logits.size(1))
+        z = logits[self.tokens, places].float() / columns.temperature - largest[self.tokens]
+        z = torch.where(here, z, -torch.inf)
         # Subtract the maximum over the support, because the current policy may give the whole support a low
         # probability.
-        peak = z.new_full((len(z),), -torch.inf).scatter_reduce_(0, self.tokens, logits, "amax")
-        if is_shared := columns.is_shared(z):
+        peak = torch.full_like(largest, -torch.inf).scatter_reduce_(0, self.tokens, z, "amax")
+        if is_shared := columns.is_shared(logits):
             dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)
         peak = torch.where(self.is_cut, peak, 0.0)
-        sums = z.new_zeros(len(z)).index_add_(0, self.tokens, (logits - peak[self.tokens]).exp_())
+        sums = torch.zeros_like(largest).index_add_(0, self.tokens, (z - peak[self.tokens]).exp_())
         if is_shared:
             dist.all_reduce(sums, group=columns.group)
         return torch.where(self.is_cut, peak + sums.log(), 0.0)
@@ -349,33 +317,36 @@ def _wanted_of(wanted: Wanted, a: int, b: int) -> Wanted:
     return with_entropy, within, None if compared is None else compared.of_tokens(a, b)
 
 
-def _forward(
-    scaled: Callable[[int, int], Tensor],
-    labels: Tensor,
-    chunk: int,
-    columns: _Columns,
-    wanted: Wanted,
-    *,
-    keeps: bool = False,
-    of_chunk: Callable[[Tensor, Tensor, _Columns, bool], list[Tensor]] | None = None,
+def _results(
+    parts: Sequence[Sequence[Tensor]], wanted: Wanted
 ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
-    """Compute logprobs, entropy, log mass and divergence, and the values of each token that the backward pass needs.
+    """Return logprobs, entropy, log mass and divergence, and the values of each token that the backward pass needs.
 
-    ``scaled`` maps (first token, end) to scaled logits. These are overwritten. With ``keeps``, they are overwritten
-    by the logits relative to the largest. ``of_chunk``, if given, computes the sums of a chunk from unscaled logits.
+    ``parts``: the results of ``_forward_block`` for consecutive blocks of tokens.
     """
-    (with_entropy, subsets, compared), parts = wanted, []
-    for a, b in _chunks(len(labels), chunk):
-        if of_chunk is not None:
-            parts.append(of_chunk(scaled(a, b), labels[a:b], columns, with_entropy))
-        else:
-            parts.append(_forward_chunk(scaled(a, b), labels[a:b], columns, _wanted_of(wanted, a, b), keeps))
+    with_entropy, subsets, compared = wanted
     target, log_sum, peak, *others = (torch.cat(column) for column in zip(*parts, strict=True))
     entropy = log_sum - others.pop(0) if with_entropy else None
     log_mass = None if subsets is None else torch.where(subsets.is_cut, others.pop(0) - log_sum, 0.0)
     events = None if compared is None else others.pop(0)
     divergence = None if compared is None or events is None else compared.values(events)
     return (target - log_sum, entropy, log_mass, divergence), [peak, log_sum, entropy, log_mass, events]
+
+
+def _overwrite_by_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    sums: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    columns: _Columns,
+    wanted: Wanted,
+) -> None:
+    """Overwrite a block of logits [n, V_local] by their gradient, rounded once to their dtype."""
+    for a, b in _slices(logits):
+        z = columns.scale(logits[a:b])
+        _compute_gradient(z, labels[a:b], _slice(sums, a, b), _slice(grads, a, b), columns, _wanted_of(wanted, a, b))
+        if z.dtype != logits.dtype:
+            logits[a:b] = z
 
 
 def _compute_gradient(
@@ -385,19 +356,15 @@ def _compute_gradient(
     grads: Sequence[Tensor | None],
     columns: _Columns,
     wanted: Wanted,
-) -> Tensor:
-    """Compute the gradient of a chunk's logits [n, V_local] fp32.
-
-    ``z``: the scaled logits, which are overwritten. If ``peak`` in ``sums`` is None, it is already subtracted from
-    them.
-    """
+) -> None:
+    """Overwrite scaled logits ``z`` [n, V_local] fp32 by the gradient of the logits."""
     grad_logprobs, grad_entropy, grad_mass, grad_divergence = grads
     peak, log_sum, entropy, log_mass, events = sums
     _, subsets, compared = wanted
-    assert log_sum is not None
+    assert peak is not None and log_sum is not None
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(log_sum)
-    log_p = (z if peak is None else z.sub_(peak[:, None])).sub_(log_sum[:, None])
+    log_p = z.sub_(peak[:, None]).sub_(log_sum[:, None])
     # The gradient of every column is proportional to its probability. Columns of a support also get ``inside``.
     spread, inside = grad_logprobs, None
     if grad_mass is not None:
@@ -416,11 +383,10 @@ def _compute_gradient(
     if grad_entropy is None:
         grad = log_p.exp_().mul_(-spread[:, None])
     else:
-        p = log_p.exp()
-        # Padding has p = 0 and log p = -inf, whose product must be 0.
         assert entropy is not None
-        surprise = torch.where(p > 0, log_p, 0.0) + entropy[:, None]
-        grad = -p * (spread[:, None] + grad_entropy[:, None] * surprise)
+        p = log_p.exp()
+        surprise = log_p.clamp_(min=LOWEST).add_(entropy[:, None])
+        grad = surprise.mul_(grad_entropy[:, None]).add_(spread[:, None]).mul_(p).neg_()
     places, here = columns.local(labels, z.size(1))
     grad[torch.arange(len(grad), device=grad.device), places] += torch.where(here, grad_logprobs, 0.0)
     if inside is not None:
@@ -430,7 +396,8 @@ def _compute_gradient(
         assert compared is not None
         places, here = columns.local(compared.ids, z.size(1))
         grad.scatter_add_(1, places, torch.where(here, at_ids, 0.0))
-    return grad if columns.temperature == 1.0 else grad.div_(columns.temperature)
+    if columns.temperature != 1.0:
+        grad.div_(columns.temperature)
 
 
 def _chunks(num_tokens: int, chunk: int) -> list[tuple[int, int]]:
@@ -441,35 +408,67 @@ def _chunks(num_tokens: int, chunk: int) -> list[tuple[int, int]]:
     return [(a, min(a + chunk, num_tokens)) for a in range(0, max(num_tokens, 1), chunk)]
 
 
+def _slices(logits: Tensor) -> list[tuple[int, int]]:
+    """Split the tokens of logits [n, V_local] into parts for one softmax computation."""
+    limit = SLICE_BYTES if logits.is_cuda else CACHE_BYTES
+    return _chunks(len(logits), max(limit // (4 * logits.size(1)), 1))
+
+
 def _slice(values: Sequence[Tensor | None], a: int, b: int) -> list[Tensor | None]:
     return [None if each is None else each[a:b] for each in values]
 
 
-def _forward_chunk(z: Tensor, labels: Tensor, columns: _Columns, wanted: Wanted, keeps: bool = False) -> list[Tensor]:
-    """Compute sums over a chunk, reduced over the group.
+def _forward_block(
+    logits: Tensor, labels: Tensor, columns: _Columns, wanted: Wanted, fused: ModuleType | None
+) -> list[Tensor]:
+    """Compute sums over a block of logits [n, V_local] of any dtype, reduced over the group. The logits do not change.
 
     The results are the target logit and the log-sum-exp, both relative to the largest logit, and the largest logit,
     each [n]. Optional results are the expected logit [n], the log-sum-exp of the support [n], and the logprobs of the
     teacher's events [n, k + 1].
-
-    ``z``, the scaled logits, is overwritten. With ``keeps`` it is overwritten by the logits relative to the largest.
     """
     with_entropy, subsets, compared = wanted
-    peak = z.amax(dim=1)
-    is_shared = columns.is_shared(z)
-    if is_shared:
+    sum_rows = _sum_rows if fused is None else fused.sum_rows
+    peak, *sums = sum_rows(logits, columns, wanted)
+    sums, rest = sums[: 1 + with_entropy], sums[1 + with_entropy :]
+    if columns.is_shared(logits):
+        own, peak = peak, peak.clone()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)
+        # Convert sums relative to this rank's largest logit to sums relative to the largest of all ranks. For padding
+        # alone they are zero.
+        offset = (own - peak).clamp_min(-1e30)
+        sums = [offset.exp() * x for x in (sums[0], *(s + sums[0] * offset for s in sums[1:]))]
+        rest = [x + offset for x in rest[:1]] + rest[1:]
+    places, here = columns.local(labels, logits.size(1))
+    target = logits.gather(1, places[:, None]).squeeze(1).float() / columns.temperature - peak
+    together = torch.stack([torch.where(here, target, 0.0), *sums])
+    if columns.is_shared(logits):
+        dist.all_reduce(together, group=columns.group)
+    found = [together[0], together[1].log(), peak, *([together[2] / together[1]] if with_entropy else [])]
+    if subsets is not None:
+        found.append(subsets.log_sum(logits, peak, columns))
+    if compared is not None:
+        found.append(compared.log_events(logits, peak, found[1], rest, columns))
+    return found
+
+
+def _sum_rows(logits: Tensor, columns: _Columns, wanted: Wanted) -> list[Tensor]:
+    """Return the largest scaled logit of each row on this rank, and sums over the row relative to it, each [n].
+
+    The sums are sum_j exp z_j, with entropy sum_j z_j exp z_j, and with a teacher the two of ``rest_of_row``.
+    """
+    parts = [
+        _sum_slice(columns.scale(logits[a:b], copy=True), columns, _wanted_of(wanted, a, b)) for a, b in _slices(logits)
+    ]
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+def _sum_slice(z: Tensor, columns: _Columns, wanted: Wanted) -> list[Tensor]:
+    with_entropy, _, compared = wanted
+    peak = z.amax(1).clamp_min(torch.finfo(z.dtype).min)  # finite even if all columns are padding
     z -= peak[:, None]
-    of_support = None if subsets is None else subsets.log_sum(z, columns)
-    places, here = columns.local(labels, z.size(1))
-    target = torch.where(here, z.gather(1, places[:, None]).squeeze(1), 0.0)
-    if with_entropy:
-        weights = z.exp()
-        sums = torch.stack([target, weights.sum(1), (weights * torch.where(weights > 0, z, 0.0)).sum(1)])
-    else:
-        sums = torch.stack([target, (z.exp() if keeps or compared is not None else z.exp_()).sum(1)])
-    if is_shared:
-        dist.all_reduce(sums, group=columns.group)
-    found = [sums[0], sums[1].log(), peak, *([sums[2] / sums[1]] if with_entropy else [])]
-    found += [] if of_support is None else [of_support]
-    return found if compared is None else [*found, compared.log_events(z, found[1], columns)]
+    rest = () if compared is None else compared.rest(z, columns)
+    if not with_entropy:
+        return [peak, z.exp_().sum(1), *rest]
+    weights = z.exp()
+    return [peak, weights.sum(1), weights.mul_(z.clamp_(min=LOWEST)).sum(1), *rest]

@@ -8,6 +8,7 @@ event never increases a divergence.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.parallel.logprobs import _chunks, _Columns, _logits, chunk_tokens_of
+from rlhf_mcore.parallel.logprobs import LOWEST, _chunks, _Columns, _logits, _slices, chunk_tokens_of
 
 if TYPE_CHECKING:
     from rlhf_mcore.algorithms.kl import Divergence
-
-LOWEST = -1e4  # replaces the log of zero in differences of logs
 
 
 def top_tokens(
@@ -50,18 +49,22 @@ def top_tokens(
     parts = []
     for a, b in _chunks(len(hidden), chunk_tokens or chunk_tokens_of(len(weight))):
         logits = _logits(hidden[a:b].to(weight.dtype), weight, None if low is None else low[a:b], rows)
-        parts.append(_top_of_chunk(columns.scale(logits), count, columns))
+        parts.append(_top_of_chunk(logits, count, columns))
     return torch.cat(parts)
 
 
-def _top_of_chunk(z: Tensor, count: int, columns: _Columns) -> Tensor:
-    largest = z.topk(min(count, z.size(1)))
-    values, ids = largest.values, largest.indices + columns.first
-    if columns.is_shared(z):
+def _top_of_chunk(logits: Tensor, count: int, columns: _Columns) -> Tensor:
+    def scaled() -> Iterator[tuple[int, int, Tensor]]:
+        return ((a, b, columns.scale(logits[a:b], copy=True)) for a, b in _slices(logits))
+
+    largest = [z.topk(min(count, z.size(1))) for _, _, z in scaled()]
+    values, ids = torch.cat([x.values for x in largest]), torch.cat([x.indices for x in largest]) + columns.first
+    if columns.is_shared(logits):
         values, ids = _gather_columns(values, columns), _gather_columns(ids, columns)
         values, places = values.topk(count)
         ids = ids.gather(1, places)
-    rest = _log_rest(z, ids, columns)
+    rests = zip(*[_rest_of_rows(z, ids[a:b], columns) for a, b, z in scaled()], strict=True)
+    rest = _reduce_rest(*map(torch.cat, rests), columns)
     events = torch.cat([values, rest[:, None]], dim=1)
     logprobs = events - events.logsumexp(1, keepdim=True)
     return torch.stack([torch.cat([ids.float(), -torch.ones_like(rest)[:, None]], dim=1), logprobs], dim=1)
@@ -74,17 +77,21 @@ def _gather_columns(values: Tensor, columns: _Columns) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _log_rest(z: Tensor, ids: Tensor, columns: _Columns) -> Tensor:
-    """Compute log-sum-exp [n] over all columns except ``ids`` [n, k]. Collective over the columns' group."""
+def _rest_of_rows(z: Tensor, ids: Tensor, columns: _Columns) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of this rank's columns except ``ids`` [n, k], and the sum of exponentials relative to it."""
     places, here = columns.local(ids, z.size(1))
     # For ids on other ranks, +inf leaves the column unchanged.
     rest = z.scatter_reduce(1, places, torch.where(here, -torch.inf, torch.inf).to(z.dtype), "amin")
-    peak = rest.amax(1)
-    if is_shared := columns.is_shared(z):
+    peak = rest.amax(1).clamp(min=LOWEST)
+    return peak, rest.sub_(peak[:, None]).exp_().sum(1)
+
+
+def _reduce_rest(peak: Tensor, sums: Tensor, columns: _Columns) -> Tensor:
+    """Compute log-sum-exp [n] of all ranks from the results of ``_rest_of_rows``. Collective over the columns' group."""
+    if columns.is_shared(sums):
+        own, peak = peak, peak.clone()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)
-    peak = peak.clamp(min=LOWEST)
-    sums = rest.sub_(peak[:, None]).exp_().sum(1)
-    if is_shared:
+        sums = sums * (own - peak).exp()
         dist.all_reduce(sums, group=columns.group)
     return peak + sums.log()
 
@@ -105,16 +112,24 @@ class TeacherTopTokens:
     def of_tokens(self, a: int, b: int) -> TeacherTopTokens:
         return TeacherTopTokens(self.ids[a:b], self.log_t[a:b], self.divergence)
 
-    def log_events(self, z: Tensor, log_sum: Tensor, columns: _Columns) -> Tensor:
+    def rest(self, z: Tensor, columns: _Columns) -> tuple[Tensor, Tensor]:
+        """Return the largest of the other logits of this rank, and the sum of exponentials relative to it, each [n]."""
+        return _rest_of_rows(z, self.ids, columns)
+
+    def log_events(
+        self, logits: Tensor, peak: Tensor, log_sum: Tensor, rest: Sequence[Tensor], columns: _Columns
+    ) -> Tensor:
         """Compute the policy's logprobs [n, k + 1] of the events. Collective over the columns' group.
 
-        ``z``: logits [n, V_local] relative to any number; ``log_sum``: [n] their log-sum-exp.
+        ``logits``: unscaled [n, V_local]; ``peak``: the largest scaled logit [n]. The log-sum-exp ``log_sum`` [n] and
+        ``rest``, the result of the method, are relative to it.
         """
-        places, here = columns.local(self.ids, z.size(1))
-        picked = torch.where(here, z.gather(1, places), 0.0)
-        if columns.is_shared(z):
+        places, here = columns.local(self.ids, logits.size(1))
+        picked = logits.gather(1, places).float() / columns.temperature - peak[:, None]
+        picked = torch.where(here, picked, 0.0)
+        if columns.is_shared(logits):
             dist.all_reduce(picked, group=columns.group)
-        events = torch.cat([picked, _log_rest(z, self.ids, columns)[:, None]], dim=1)
+        events = torch.cat([picked, _reduce_rest(*rest, columns)[:, None]], dim=1)
         return (events - log_sum[:, None]).clamp_(min=LOWEST)
 
     def values(self, log_p: Tensor) -> Tensor:

@@ -28,10 +28,10 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32 = 4
 _INDEX = 8
 _FP8 = 1 + FP32 / 128  # bytes per element, with a scale per 128 elements
-# Copied from parallel/logprobs.py, which imports torch: tokens per chunk of given logits, bytes of logits per output-layer chunk.
-CHUNK_TOKENS = 2048
+# Copied from parallel/logprobs.py, which imports torch: bytes of fp32 logits per output-layer chunk and per softmax computation.
 CHUNK_BYTES = 512 * 2**20
 HOST_BUCKET = 1 << 25  # elements; copied from mcore/host_state.py, which has two slots of this size
+SLICE_BYTES = 64 * 2**20
 # Numbers of delta-net tensors with one element per key, per value, per token of a chunk, and per state element.
 _DELTA_KEYS, _DELTA_VALUES, _DELTA_CHUNKS, _DELTA_STATES = 11, 8, 6, 3
 
@@ -403,10 +403,10 @@ def _delta_bytes(run: Pass, layer: int) -> float:
 
 
 def head_bytes(run: Pass, pp: int, *, training: bool) -> int:
-    """Count the bytes of the last stage's logits as in parallel/logprobs.py: scaled, exponentials, two for entropies, all fp32.
+    """Count the bytes of the last stage's logits as in parallel/logprobs.py.
 
-    If a microbatch fits one chunk, its logits stay and become their gradient, in the model's dtype, next to the gradient of the
-    weight. Otherwise one chunk of logits exists at a time. Hidden states exist in fp32 and in the model's dtype.
+    One chunk of logits exists at a time, in the model's dtype; its gradient overwrites it. A softmax computation has the scaled
+    logits and the exponentials of a part in fp32. Hidden states exist in fp32 and in the model's dtype.
     """
     role, tokens, width = run.role, run.tokens, run.width
     if pp != role.layout.pp - 1:
@@ -416,13 +416,10 @@ def head_bytes(run: Pass, pp: int, *, training: bool) -> int:
     if role.geometry.head != "lm":
         return norm + 2 * FP32 * tokens
     columns = role.geometry.padded_vocab(role.layout.tp) // role.layout.tp
-    chunk_tokens = max(CHUNK_BYTES // (FP32 * columns), 1)
-    at_a_time = min(tokens, chunk_tokens)
-    softmax_tokens = min(tokens, CHUNK_TOKENS) if tokens <= chunk_tokens else chunk_tokens
-    logits = FP32 * columns * (at_a_time + 3 * softmax_tokens)
-    if training:
-        logits = max(logits, (FP32 + width) * at_a_time * columns + width * hidden * (columns + tokens))
-    return norm + (FP32 + width) * tokens * hidden + logits
+    chunk = columns * min(tokens, max(CHUNK_BYTES // (FP32 * columns), 1))
+    logits = width * chunk + 2 * min(FP32 * chunk, SLICE_BYTES)
+    of_hidden = width * tokens * hidden if training else 0
+    return norm + (FP32 + width) * tokens * hidden + logits + of_hidden
 
 
 def tower_bytes(role: PlannedRole, pp: int) -> int:

@@ -125,16 +125,16 @@ def test_a_forward_pass_keeps_one_layer() -> None:
 def test_logits_are_the_last_stages_and_come_when_no_layer_computes() -> None:
     made = replace(role(ParallelLayout(4, tp=2, pp=2)), geometry=DENSE)
     assert head_bytes(Pass(made, 100), 0, training=True) == 0
-    # The final norm, hidden states in fp32 and bf16, and four times fp32 logits (of 100 rows, less than a chunk).
-    expected = 2 * 2 * 100 * 64 + (4 + 2) * 100 * 64 + 4 * 4 * 100 * 500
+    # The final norm, hidden states in fp32 and bf16 and their gradient, bf16 logits and twice fp32 logits (of 100 rows, less
+    # than a chunk).
+    expected = 2 * 2 * 100 * 64 + (4 + 2 + 2) * 100 * 64 + (2 + 2 * 4) * 100 * 500
     assert head_bytes(Pass(made, 100), 1, training=True) == expected
     found = training_activations(Pass(made, 100), 1, 1)
     kept = 4 * ((LAYER - ROTATION - 2 * 4 * 64) / 2 + ROTATION + 2 * 4 * 64) + INPUT + PASSED_ON
     assert (found.layers, found.logits) == (100 * kept, expected)
-    # With one token, the gradient of the weight is larger. In addition: fp32 and bf16 logits, and the gradient of the
-    # hidden state.
-    one = 2 * 2 * 64 + (4 + 2) * 64 + (4 + 2) * 500 + 2 * 64 * (500 + 1)
-    assert head_bytes(Pass(made, 1), 1, training=True) == one
+    # Of 300,000 rows, one chunk of 268,435 exists, and the softmax reads parts of 64 MiB.
+    many = (2 * 2 + 4 + 2 + 2) * 300_000 * 64 + 2 * 268_435 * 500 + 2 * 2**26
+    assert head_bytes(Pass(made, 300_000), 1, training=True) == many
     value = role(ParallelLayout(4, tp=2, pp=2))
     assert head_bytes(Pass(value, 100), 1, training=True) == 2 * 2 * 100 * 64 + 2 * 4 * 100
 

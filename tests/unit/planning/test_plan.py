@@ -68,7 +68,7 @@ def test_gradients_of_16_bits_take_half_and_are_copied_while_they_are_stepped() 
     """
     for ranks in (1, 8):
         usual, halved = (
-            plan_run("Qwen2.5-0.5B-Instruct", ranks, "trainer.max_tokens_per_microbatch=512", *more)
+            plan_run("Qwen2.5-0.5B-Instruct", ranks, "trainer.max_tokens_per_microbatch=1024", *more)
             for more in ([], ["actor.megatron={grad_reduce_in_fp32: false}"])
         )
         gradients, masters = halved.roles[0].state.gradients, halved.roles[0].state.masters
