@@ -64,7 +64,8 @@ def _top_of_chunk(logits: Tensor, count: int, columns: _Columns) -> Tensor:
         values, places = values.topk(count)
         ids = ids.gather(1, places)
     rests = zip(*[_rest_of_rows(z, ids[a:b], columns) for a, b, z in scaled()], strict=True)
-    rest = _reduce_rest(*map(torch.cat, rests), columns)
+    peak, sums = (torch.cat(parts) for parts in rests)
+    rest = _reduce_rest(peak, sums, columns)
     events = torch.cat([values, rest[:, None]], dim=1)
     logprobs = events - events.logsumexp(1, keepdim=True)
     return torch.stack([torch.cat([ids.float(), -torch.ones_like(rest)[:, None]], dim=1), logprobs], dim=1)
@@ -129,7 +130,7 @@ class TeacherTopTokens:
         picked = torch.where(here, picked, 0.0)
         if columns.is_shared(logits):
             dist.all_reduce(picked, group=columns.group)
-        events = torch.cat([picked, _reduce_rest(*rest, columns)[:, None]], dim=1)
+        events = torch.cat([picked, _reduce_rest(rest[0], rest[1], columns)[:, None]], dim=1)
         return (events - log_sum[:, None]).clamp_(min=LOWEST)
 
     def values(self, log_p: Tensor) -> Tensor:
