@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.algorithms.kl import Divergence
 from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
-from rlhf_mcore.bridge.files.hf_files import HFReader, load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load, locate_tensors
 from rlhf_mcore.config.choices import MTP_TRAINED, RunKind, run_kind
 from rlhf_mcore.config.questions import adapter_sizes, is_offloaded, offloaded_parts
 from rlhf_mcore.config.schema import (
@@ -327,8 +327,11 @@ class ModelBuilder:
             loaded += num_bytes
             self.progress(f"{shown}, {decimal(loaded)} of {decimal(total)}")
 
+        shard_of = locate_tensors(saved or path)
+
         def fill() -> None:
-            load(parameters, spec.geometry, HFReader(saved or path), fresh_head=fresh_head, progress=advance)
+            reader = HFReader(saved or path, shard_of=shard_of)
+            load(parameters, spec.geometry, reader, fresh_head=fresh_head, progress=advance)
 
         on_every_rank(fill)
         return model

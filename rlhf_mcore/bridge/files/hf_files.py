@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -24,6 +27,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import INDEX as INDEX_LIMITS
 from rlhf_mcore.foreign import read_bytes, read_json, shorten
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
+from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
 from rlhf_mcore.readers.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -38,6 +42,7 @@ from rlhf_mcore.readers.model_files import COMPANIONS, WEIGHT_DTYPES, stored_for
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 * 2**30
+READERS = 4  # threads of a rank that check files or read parameters
 _OF_FILES = ("quantization_config", "auto_map")  # entries of config.json that describe other files of a directory
 _REMEDY = "Download or export the model again."
 
@@ -46,20 +51,22 @@ class HFReader:
     """Read parts of tensors in a directory of safetensors files. Only the requested rectangles are read from disk.
 
     A quantised matrix, which is stored as several tensors, appears here as one bf16 tensor. Its rectangles are
-    dequantised when they are read. ``single`` is the only file to read, if given; the index is then ignored.
+    dequantised when they are read. ``single`` is the only file to read, if given; the index is then ignored. So it is
+    if ``shard_of`` maps the tensors to their files. Threads may read different tensors at once.
 
     Raises:
         ConfigError: a file is missing, damaged or outside of the directory, or its quantised format is not supported.
     """
 
-    def __init__(self, directory: str | Path, single: str | None = None):
+    def __init__(self, directory: str | Path, single: str | None = None, *, shard_of: dict[str, str] | None = None):
         self.directory = Path(directory).resolve()
         self._single = single
         self._open: dict[str, safe_open] = {}
+        self._opening: dict[str, Lock] = {}
         self._names: dict[
             str, frozenset[str]
         ] = {}  # tensor names by file, because safetensors builds them again for every call
-        self._shard_of = self._locate()
+        self._shard_of = self._locate() if shard_of is None else shard_of
         stored = None if single is not None else stored_format_of(self.directory)
         self._matrices: dict[str, QuantisedMatrix] = {}
         self.names = set(self._shard_of)
@@ -91,6 +98,11 @@ class HFReader:
     def shard(self, name: str) -> str:
         """Name of the file that contains a tensor."""
         return self._shard_of[self._matrices[name].parts.values if name in self._matrices else name]
+
+    @property
+    def shard_of(self) -> dict[str, str]:
+        """Name of the file that contains each stored tensor, from the index."""
+        return self._shard_of
 
     def check_index(self) -> None:
         """Compare the index with the contents of the files.
@@ -150,14 +162,15 @@ class HFReader:
         return self._names[shard]
 
     def _file_of(self, shard: str) -> safe_open:
-        if shard not in self._open:
-            try:
-                self._open[shard] = safe_open(self.directory / shard, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(
-                    f"{self.directory / shard}: not a readable safetensors file ({error}). Download or export it again."
-                ) from error
-        return self._open[shard]
+        with self._opening.setdefault(shard, Lock()):
+            if shard not in self._open:
+                try:
+                    self._open[shard] = safe_open(self.directory / shard, framework="pt")
+                except (OSError, SafetensorError) as error:
+                    raise ConfigError(
+                        f"{self.directory / shard}: not a readable safetensors file ({error}). Download or export it again."
+                    ) from error
+            return self._open[shard]
 
     def _locate(self) -> dict[str, str]:
         index, single = self.directory / INDEX, self._single or SINGLE
@@ -165,12 +178,26 @@ class HFReader:
             self._check_shard(single)
             return dict.fromkeys(self._names_in(single), single)
         weight_map = read_json(index, limits=INDEX_LIMITS, remedy=_REMEDY).table("weight_map")
-        for shard in sorted(set(weight_map.values())):
-            self._check_shard(shard)
+        with ThreadPoolExecutor(READERS) as threads:
+            list(threads.map(self._check_shard, sorted(set(weight_map.values()))))
         return weight_map
 
     def _check_shard(self, shard: str) -> None:
         inside(self.directory, shard, where=f"{self.directory / INDEX}: shard", also=_blobs(self.directory))
+
+
+def locate_tensors(directory: str | Path) -> dict[str, str]:
+    """Return the file of each tensor of a model directory, for ``HFReader``. Collective over the world.
+
+    Only the first rank reads the index and looks at the files, because a large model has an index of megabytes and
+    hundreds of files.
+
+    Raises:
+        ConfigError, on every rank: as ``HFReader``.
+    """
+    found = on_every_rank(lambda: HFReader(directory).shard_of if dist.get_rank() == 0 else None)
+    shard_of: dict[str, str] = broadcast_json(found, 0)
+    return shard_of
 
 
 def inside(directory: Path, name: str, minimum: int = 0, *, where: str = "", also: Sequence[Path] = ()) -> Path:
@@ -311,6 +338,7 @@ def load(
 ) -> None:
     """Fill this rank's tensors from a Hugging Face directory. Set the vocabulary's padding rows to zero.
 
+    ``READERS`` threads read one parameter each, because a single reader of network storage waits most of the time.
     ``fresh_head``: the directory contains a language model, and the scalar head starts at zero, so its first value
     is 0 everywhere. ``progress`` is called with the bytes of every filled tensor.
 
@@ -319,7 +347,8 @@ def load(
             Or its dtype is not a dtype of unquantised weights, which a cast to the model's dtype only rounds.
     """
     expected = hf_shapes(geometry)
-    for parameter in parameters:
+
+    def fill(parameter: LocalParameter) -> int:
         parts = pieces(parameter.name, geometry, parameter.shard)
         if sum(piece.numel for piece in parts) < parameter.tensor.numel():
             parameter.tensor.zero_()
@@ -329,9 +358,15 @@ def load(
                 continue
             _check_tensor(reader, piece.hf_name, expected[piece.hf_name])
             view(parameter.tensor, piece).copy_(reader.read(piece.hf_name, piece.slices))
-        if not parameter.tensor.isfinite().all():
+        # The extremes show a NaN or an infinity. Unlike isfinite, they need no memory, and a fortieth of its time on a CPU.
+        if not torch.stack(torch.aminmax(parameter.tensor)).isfinite().all():
             _refuse_values(reader, parameter, parts)
-        progress(parameter.tensor.nbytes)
+        return parameter.tensor.nbytes
+
+    with ThreadPoolExecutor(READERS) as threads:
+        # The first error in the order of the parameters is raised. Parameters that no thread has begun are then skipped.
+        for num_bytes in threads.map(torch.no_grad()(fill), parameters):
+            progress(num_bytes)
 
 
 def _refuse_values(reader: HFReader, parameter: LocalParameter, parts: Sequence[Piece]) -> None:
