@@ -8,9 +8,9 @@ the index, 5 ms to look at a file's metadata, and 2 ms plus a second per 200 MB 
 independently, like the streams of a parallel file system whose total bandwidth is not reached. The page cache does not help.
 
 Each variant loads in turn. "apart": every rank reads the index, with one thread per rank. "one index": the first rank reads it for
-all. "threads": a rank also has ``READERS`` threads, as in a run. Bytes are the bytes of rectangles by those of the rank's
-parameters. Memory is the growth of a process's own pages, which excludes mapped files. The ratio is the median of the seconds of
-the slowest rank by those of the sequential reader.
+all. "threads": a rank also has ``READERS`` threads, as in a run. Bytes are the bytes of rectangles by the bytes of the rank's
+parameters. Memory is the growth of a process's own pages, which excludes mapped files. The ratio is the median time of the slowest
+rank by the median time of the sequential reader.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ ROWS = (
     Row("export", "GB/s of an export by safetensors' save_file", at_least=True),
     Row("published", "bytes read by bytes needed, of quantised files"),
     Row("reshard_load", "resume on another layout by the same"),
-    Row("load", "seconds of 4 ranks to load from slow storage by those of one sequential reader"),
+    Row("load", "loading on 4 ranks from slow storage by one sequential reader"),
     Row("resume_check", "bytes that a rank reads to check a checkpoint by its part and one file"),
     Row("reward_pool", "items/s of the reward pool by the bare grader", at_least=True),
     Row("pipelined", "simulated samples/s by the bound", at_least=True, package=SIMULATE),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 512 * 2**20  # maximum fp32 logits that an output layer computes in one chunk
 SLICE_BYTES = 64 * 2**20  # maximum fp32 logits in one softmax computation, which limits its temporary results
 CACHE_BYTES = 2**19  # the same for a CPU, so that they stay in its cache
-LOWEST = -1e4  # replaces the log of zero where it is multiplied by zero, or in differences of logs
+LOWEST = -1e4  # replaces the log of zero in products with zero and in differences of logs
 
 
 def chunk_tokens_of(columns: int) -> int:

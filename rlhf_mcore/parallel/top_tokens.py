@@ -54,16 +54,16 @@ def top_tokens(
 
 
 def _top_of_chunk(logits: Tensor, count: int, columns: _Columns) -> Tensor:
-    def scaled() -> Iterator[tuple[int, int, Tensor]]:
+    def scale_slices() -> Iterator[tuple[int, int, Tensor]]:
         return ((a, b, columns.scale(logits[a:b], copy=True)) for a, b in _slices(logits))
 
-    largest = [z.topk(min(count, z.size(1))) for _, _, z in scaled()]
+    largest = [z.topk(min(count, z.size(1))) for _, _, z in scale_slices()]
     values, ids = torch.cat([x.values for x in largest]), torch.cat([x.indices for x in largest]) + columns.first
     if columns.is_shared(logits):
         values, ids = _gather_columns(values, columns), _gather_columns(ids, columns)
         values, places = values.topk(count)
         ids = ids.gather(1, places)
-    rests = zip(*[_rest_of_rows(z, ids[a:b], columns) for a, b, z in scaled()], strict=True)
+    rests = zip(*[_rest_of_rows(z, ids[a:b], columns) for a, b, z in scale_slices()], strict=True)
     peak, sums = (torch.cat(parts) for parts in rests)
     rest = _reduce_rest(peak, sums, columns)
     events = torch.cat([values, rest[:, None]], dim=1)

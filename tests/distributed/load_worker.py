@@ -33,11 +33,11 @@ def main(directory: Path) -> None:
     def count(name: str) -> Any:
         function = getattr(hf_files, name)
 
-        def counted(*args: Any, **options: Any) -> Any:
+        def count_call(*args: Any, **options: Any) -> Any:
             counts[name] += 1
             return function(*args, **options)
 
-        return mock.patch.object(hf_files, name, counted)
+        return mock.patch.object(hf_files, name, count_call)
 
     with count("read_json"), count("inside"), count("safe_open"):
         reader = HFReader(directory, shard_of=locate_tensors(directory))

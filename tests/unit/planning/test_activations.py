@@ -132,7 +132,7 @@ def test_logits_are_the_last_stages_and_come_when_no_layer_computes() -> None:
     found = training_activations(Pass(made, 100), 1, 1)
     kept = 4 * ((LAYER - ROTATION - 2 * 4 * 64) / 2 + ROTATION + 2 * 4 * 64) + INPUT + PASSED_ON
     assert (found.layers, found.logits) == (100 * kept, expected)
-    # Of 300,000 rows, one chunk of 268,435 exists, and the softmax reads parts of 64 MiB.
+    # With 300,000 rows, one chunk of 268,435 exists, and the softmax reads parts of 64 MiB.
     many = (2 * 2 + 4 + 2 + 2) * 300_000 * 64 + 2 * 268_435 * 500 + 2 * 2**26
     assert head_bytes(Pass(made, 300_000), 1, training=True) == many
     value = role(ParallelLayout(4, tp=2, pp=2))
