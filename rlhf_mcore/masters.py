@@ -50,7 +50,7 @@ class SplitMaster:
 
     def float(self) -> Tensor:
         """Compute the masters."""
-        return (_shifted(self.weights) + self.remainders.to(torch.int32)).view(torch.float32)
+        return (_shift(self.weights) + self.remainders.to(torch.int32)).view(torch.float32)
 
     def copy_(self, masters: Tensor) -> None:
         """Store masters of the present weights. A tie that was rounded towards zero moves by the master's last bit.
@@ -68,9 +68,9 @@ class SplitMaster:
         self.remainders.zero_()
 
 
-def _shifted(weights: Tensor) -> Tensor:
+def _shift(weights: Tensor) -> Tensor:
     return weights.contiguous().view(torch.int16).to(torch.int32) << 16
 
 
 def _distance(master: Tensor, weights: Tensor) -> Tensor:
-    return master.contiguous().view(torch.int32) - _shifted(weights)
+    return master.contiguous().view(torch.int32) - _shift(weights)

@@ -18,7 +18,7 @@ LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_those_of_the_slow_version(grad_dtype: torch.dtype) -> None:
-    """The kernel may fuse a multiplication and an addition, which changes last bits: of fp32 masters and of bf16 moments."""
+    """The kernel may fuse a multiplication and an addition, which changes the last bits of fp32 masters and bf16 moments."""
     optimizers = pytest.importorskip("transformer_engine.pytorch.optimizers")
     chance = torch.Generator().manual_seed(0)
     start = torch.randn(100_003, generator=chance).bfloat16()

@@ -29,13 +29,13 @@ def bits(values: list[int], size: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def stored() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def examples() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     masters, weights, remainders = zip(*CASES, strict=True)
     return bits(list(masters), 32), bits(list(weights), 16), torch.tensor(remainders, dtype=torch.int16)
 
 
-def test_masters_are_weights_and_remainders(stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    masters, weights, remainders = (tensor.view(3, 3) for tensor in stored)
+def test_masters_are_weights_and_remainders(examples: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    masters, weights, remainders = (tensor.view(3, 3) for tensor in examples)
     assert torch.equal(SplitMaster(weights, remainders).float().view(torch.int32), masters.view(torch.int32))
     assert rounds_to(masters, weights)
     target = SplitMaster(weights, torch.zeros(3, 3, dtype=torch.int16))
@@ -70,8 +70,8 @@ def test_16_bit_floats_round_to_even() -> None:
     assert not rounds_to(master, torch.tensor([1 + 2**-10, 1 + 2**-9], dtype=torch.float16))
 
 
-def test_the_slow_kernel_splits_and_joins(stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    masters, weights, remainders = stored
+def test_the_slow_kernel_splits_and_joins(examples: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    masters, weights, remainders = examples
     assert all(
         torch.equal(a.view(torch.int16), b.view(torch.int16))
         for a, b in zip(split(masters), (weights, remainders), strict=True)
