@@ -34,6 +34,15 @@ class GroupedSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSizes:
+    """Sparse attention (DeepSeek-AI 2025, DeepSeek-V3.2): an indexer selects the keys that a token attends to."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int  # selected keys of a token; shorter sequences are attended to as a whole
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSizes:
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): keys and values are projected from a latent."""
 
@@ -43,6 +52,7 @@ class LatentSizes:
     value_dim: int
     kv_rank: int
     q_rank: int = 0  # size of the latent of queries; 0: queries are projected directly
+    indexer: IndexerSizes | None = None
 
     @property
     def num_kv_heads(self) -> int:

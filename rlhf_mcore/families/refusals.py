@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # values:
 _FLAGS: Mapping[str, bool] = {"is_causal": True}
 _NUMBERS: Mapping[str, float] = {"logit_scale": 1.0, "rotary_pct": 1.0, "rotary_emb_fraction": 1.0}
-_ABSENT = ("dual_chunk_attention_config", "llama_4_scaling", "index_topk")
+_ABSENT = ("dual_chunk_attention_config", "llama_4_scaling")
 _PARTIAL = "partial_rotary_factor"
 _ROPE_NUMBERS = {
     "linear": ("factor",),
@@ -103,7 +103,8 @@ def window_problems(family: Family, hf_config: Fields, architecture: str) -> Ite
     if (window := _active_window(family, hf_config)) is not None:
         yield f"{architecture} with an active sliding_window {window} is not supported; use another model"
     elif family.delta is None:
-        kinds = set(hf_config.texts("layer_types", default=None) or ()) - {"full_attention"}
+        own = "indexed_attention" if family.latent is not None and family.latent.is_indexed else "full_attention"
+        kinds = set(hf_config.texts("layer_types", default=None) or ()) - {own}
         if kinds:
             yield f"layer_types has {shorten(min(kinds))!r}, which is not supported for {architecture}; use another model"
 

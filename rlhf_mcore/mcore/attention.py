@@ -48,11 +48,11 @@ class Rotary(RotaryEmbedding):
     def __init__(self, like: RotaryEmbedding, inv_freq: Tensor, scale: float | None = None):
         super().__init__(2 * len(inv_freq), 1.0, use_cpu_initialization=True, cp_group=like.cp_group)
         self.inv_freq = inv_freq.to(like.inv_freq.device)
-        self._scale = scale
+        self.scale = scale
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         angles = super().forward(*args, **kwargs)
-        return angles if self._scale is None else (angles, self._scale)
+        return angles if self.scale is None else (angles, self.scale)
 
 
 def set_window_frequencies(chunk: GPTModel, inv_freq: Tensor) -> None:

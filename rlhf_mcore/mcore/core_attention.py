@@ -102,7 +102,7 @@ class SDPACoreAttention(torch.nn.Module):
         for (length, count), q, k, v, seen in zip(runs, *cut, images, strict=True):
             q = q.unflatten(0, (count, length // cp)).transpose(1, 2)
             k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (k, v))
-            out = self._attend(q, k, v, None if seen is None else seen.view(count, length))
+            out = self._attend(q, k, v, None if seen is None else seen.unflatten(0, (count, length)))
             parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 

@@ -36,6 +36,7 @@ from rlhf_mcore.families.base import Family
 from rlhf_mcore.mcore.attention import LatentAttention, add_parts, local_attention_spec
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention, with_trees
 from rlhf_mcore.mcore.delta_net import delta_net_spec
+from rlhf_mcore.mcore.indexed_attention import IndexedAttention, SelectedAttention
 from rlhf_mcore.mcore.mixture import use_mixture
 from rlhf_mcore.platform import cpu_kernels
 from rlhf_mcore.platform.megatron_versions import submodules_of
@@ -100,6 +101,8 @@ def _add_parts(attention: ModuleSpec, config: TransformerConfig, family: Family)
     }
     if any(parts.values()):
         add_parts(attention, **parts)
+    if family.latent is not None and family.latent.is_indexed:
+        attention.module, attention.submodules.core_attention = IndexedAttention, SelectedAttention
 
 
 def _use_delta_net(layer: TransformerLayerSubmodules, te: bool) -> None:

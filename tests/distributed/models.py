@@ -18,6 +18,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -155,6 +157,12 @@ MOE_MODELS = {
 # Families that are tested on a few layouts (family_worker.py).
 FURTHER_MODELS = {
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK),
+    # An indexer that selects fewer keys than the tests' sequences have.
+    "deepseek_v32": (
+        DeepseekV32ForCausalLM,
+        DeepseekV32Config,
+        {**DEEPSEEK, "index_n_heads": 6, "index_head_dim": 24, "index_topk": 4},
+    ),
     # Moonlight's settings: queries without a latent, one group, no rotary scaling, and an epsilon that differs from
     # the epsilon of the latents' norms.
     "deepseek_v3_direct": (

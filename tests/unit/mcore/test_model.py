@@ -103,7 +103,7 @@ def expected_logprobs(hf: torch.nn.Module) -> torch.Tensor:
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("name", ["qwen2_yarn", "qwen3_tied", "deepseek_v3_kimi"])
+@pytest.mark.parametrize("name", ["qwen2_yarn", "qwen3_tied", "deepseek_v3_kimi", "deepseek_v32"])
 def test_logprobs_gradients_and_update_are_those_of_transformers(
     name: str, tmp_path: Path, groups: ModelGroups
 ) -> None:

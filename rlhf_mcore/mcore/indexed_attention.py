@@ -1,0 +1,158 @@
+"""Sparse attention of DeepSeek-V3.2 (DeepSeek-AI 2025): each token attends to the keys that an indexer selects.
+
+The indexer gives a score to every earlier token: a weighted sum over its heads of ReLU(q k). A token attends to the
+``top_k`` tokens with the largest scores. The indexer is frozen. The authors' code rotates its queries and keys by a
+Hadamard matrix, which does not change products, and computes in fp8; here, as in transformers, it computes in the
+dtype of the model, and scores in fp32.
+
+The attention is torch's, with a mask. Sequences of at most ``top_k`` tokens use the causal mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from torch import Tensor
+
+from rlhf_mcore.geometry import IndexerSizes
+from rlhf_mcore.mcore.attention import LATENT_NORM_EPS, LatentAttention
+from rlhf_mcore.mcore.core_attention import SDPACoreAttention
+from rlhf_mcore.mcore.packed import PackedSequences
+
+_SCORES = 1 << 25  # scores of heads that exist at once: 128 MiB
+_KEY_NORM_EPS = 1e-6
+
+
+class Indexer(torch.nn.Module):
+    """Score the tokens of a sequence for each of its tokens. The weights are buffers, which no optimizer updates."""
+
+    queries: Tensor  # [heads * head_dim, q_rank]
+    keys: Tensor  # [head_dim, hidden]
+    norm_weight: Tensor  # [head_dim]
+    norm_bias: Tensor  # [head_dim]
+    head_weights: Tensor  # [heads, hidden]
+
+    def __init__(self, sizes: IndexerSizes, config: TransformerConfig):
+        super().__init__()
+        self.sizes, self._rope = sizes, config.qk_pos_emb_head_dim
+        shapes = {
+            "queries": (sizes.num_heads * sizes.head_dim, config.q_lora_rank),
+            "keys": (sizes.head_dim, config.hidden_size),
+            "norm_weight": (sizes.head_dim,),
+            "norm_bias": (sizes.head_dim,),
+            "head_weights": (sizes.num_heads, config.hidden_size),
+        }
+        for name, shape in shapes.items():
+            self.register_buffer(name, torch.zeros(shape, dtype=config.params_dtype))
+
+    @torch.no_grad()
+    def select(self, hidden: Tensor, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the places [s, top_k] of the selected keys of one sequence with more than ``top_k`` tokens.
+
+        A token with fewer than ``top_k`` tokens before it also gets places after it, which a causal mask hides.
+
+        Args:
+            hidden: [s, hidden], inputs of the attention.
+            latent: [s, q_rank], normed latents of the queries.
+            cos, sin: [s, rope_dim].
+        """
+        heads, length = self.sizes.num_heads, len(hidden)
+        q = self._rotate(F.linear(latent, self.queries).unflatten(-1, (heads, -1)), cos[:, None], sin[:, None]).float()
+        k = F.linear(hidden, self.keys)
+        k = F.layer_norm(k, k.shape[-1:], self.norm_weight, self.norm_bias, _KEY_NORM_EPS)
+        k = self._rotate(k, cos, sin).float()
+        weights = F.linear(hidden.float(), self.head_weights.float()) * heads**-0.5
+        places, step = [], max(_SCORES // (heads * length), 1)
+        for first in range(0, length, step):
+            rows = slice(first, first + step)
+            scores = F.relu(torch.einsum("shd,td->sht", q[rows], k) * self.sizes.head_dim**-0.5)
+            summed = torch.einsum("sh,sht->st", weights[rows], scores)
+            later = torch.ones_like(summed, dtype=torch.bool).triu(first + 1)
+            places.append(summed.masked_fill_(later, -torch.inf).topk(self.sizes.top_k).indices)
+        return torch.cat(places)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the first elements of each head. Unlike the attention's, their halves form the pairs."""
+        turned, rest = x.split([self._rope, x.size(-1) - self._rope], dim=-1)
+        low, high = turned.chunk(2, dim=-1)
+        turned = turned * cos + torch.cat([-high, low], dim=-1) * sin
+        return torch.cat([turned, rest], dim=-1)
+
+
+class IndexedAttention(LatentAttention):
+    """Latent attention to the keys that an indexer selects.
+
+    The selection travels to the core attention as the attention mask [b, s, top_k], for packed sequences [1, N, top_k].
+    It is None if all sequences are short.
+    """
+
+    def __init__(self, config: TransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **kwargs: Any):
+        super().__init__(config, submodules, *args, **kwargs)
+        sizes = IndexerSizes(config.dsa_indexer_n_heads, config.dsa_indexer_head_dim, config.dsa_indexer_topk)
+        self.indexer = Indexer(sizes, config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> tuple:
+        assert attention_mask is None, "families with an indexer have no images"
+        selected = self._select(hidden_states, packed_seq_params)
+        result: tuple = super().forward(hidden_states, selected, *args, packed_seq_params=packed_seq_params, **kwargs)
+        return result
+
+    @torch.no_grad()
+    def _select(self, hidden: Tensor, packed: PackedSequences | None) -> Tensor | None:
+        top_k, tp = self.indexer.sizes.top_k, self.pg_collection.tp
+        if self.config.sequence_parallel and tp.size() > 1:
+            hidden = gather_from_sequence_parallel_region(hidden, group=tp)
+        sizes = [len(hidden)] * hidden.size(1) if packed is None else packed.sizes
+        if max(sizes) <= top_k:
+            return None
+        sequences = hidden.unbind(1) if packed is None else hidden.squeeze(1).split(list(sizes))
+        places = [self._select_in(sequence) for sequence in sequences]
+        return torch.stack(places) if packed is None else torch.cat(places).unsqueeze(0)
+
+    def _select_in(self, hidden: Tensor) -> Tensor:
+        """Return [s, top_k] places for one sequence [s, hidden]. All places are 0 if the sequence is short."""
+        length, top_k = len(hidden), self.indexer.sizes.top_k
+        if length <= top_k:
+            return torch.zeros(length, top_k, dtype=torch.int64, device=hidden.device)
+        down: Any = self.linear_q_down_proj
+        latent = F.linear(hidden, down.weight)
+        norm = getattr(self.linear_q_up_proj, "layer_norm_weight", None)  # a fused layer contains the norm
+        norm = self.q_layernorm.weight if norm is None else norm
+        latent = F.rms_norm(latent, latent.shape[-1:], norm, LATENT_NORM_EPS)
+        rotary: Any = self.rotary_pos_emb
+        angles = torch.arange(length, device=hidden.device)[:, None] * rotary.inv_freq.to(hidden.device)
+        angles = torch.cat([angles, angles], dim=-1)
+        scale = rotary.scale or 1.0
+        cos, sin = ((part * scale).to(hidden.dtype) for part in (angles.cos(), angles.sin()))
+        return self.indexer.select(hidden, latent, cos, sin)
+
+
+class SelectedAttention(SDPACoreAttention):
+    """Causal attention to selected keys. The argument ``attention_mask`` contains their places."""
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, images: Tensor | None) -> Tensor:
+        length = q.size(2)
+        if images is None or length <= images.size(-1):
+            return self._attend_last(q, k, v)
+        return torch.cat([self._attend_masked(*one) for one in self._masked(q, k, v, images)])
+
+    @staticmethod
+    def _masked(q: Tensor, k: Tensor, v: Tensor, places: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Yield each sequence of a batch with its mask [s, s]."""
+        for number, selected in enumerate(places):
+            one = slice(number, number + 1)
+            mask = torch.zeros(len(selected), len(selected), dtype=torch.bool, device=q.device)
+            yield q[one], k[one], v[one], mask.scatter_(-1, selected, True).tril_()
