@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from packaging.version import Version
 
-from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.geometry import LatentSizes, ModelGeometry
 
 TE, TORCH, OURS, MEGATRON = "Transformer Engine", "torch", "rlhf_mcore", "Megatron"
 FLA = "flash-linear-attention"
@@ -51,6 +51,8 @@ def why_unshared(geometry: ModelGeometry, cp: int, has_gpu: bool) -> str | None:
         return "the model reads images"
     if geometry.mtp_layers and cp > 1:
         return "MTP layers under context parallelism"
+    if isinstance(geometry.attention, LatentSizes) and geometry.attention.indexer is not None:
+        return "an indexer selects keys"
     if geometry.delta is not None and has_gpu and find_spec("fla") is not None:
         return f"gated delta nets run by {FLA}"
     return None

@@ -10,7 +10,6 @@ The attention is torch's, with a mask. Sequences of at most ``top_k`` tokens use
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from rlhf_mcore.geometry import IndexerSizes
 from rlhf_mcore.mcore.attention import LATENT_NORM_EPS, LatentAttention
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.packed import PackedSequences
+from rlhf_mcore.parallel.context import chunks_of, gather_context, order_of_one
 
 _SCORES = 1 << 25  # scores of heads that exist at once: 128 MiB
 _KEY_NORM_EPS = 1e-6
@@ -89,7 +89,7 @@ class IndexedAttention(LatentAttention):
     """Latent attention to the keys that an indexer selects.
 
     The selection travels to the core attention as the attention mask [b, s, top_k], for packed sequences [1, N, top_k].
-    It is None if all sequences are short.
+    It is None if all sequences are short. Under context parallelism each rank selects for all tokens.
     """
 
     def __init__(self, config: TransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **kwargs: Any):
@@ -112,12 +112,18 @@ class IndexedAttention(LatentAttention):
 
     @torch.no_grad()
     def _select(self, hidden: Tensor, packed: PackedSequences | None) -> Tensor | None:
-        top_k, tp = self.indexer.sizes.top_k, self.pg_collection.tp
+        """Return the places of the selected keys for all tokens of all context-parallel ranks."""
+        top_k, tp, cp = self.indexer.sizes.top_k, self.pg_collection.tp, self.pg_collection.cp
         if self.config.sequence_parallel and tp.size() > 1:
             hidden = gather_from_sequence_parallel_region(hidden, group=tp)
-        sizes = [len(hidden)] * hidden.size(1) if packed is None else packed.sizes
+        sizes = [len(hidden) * cp.size()] * hidden.size(1) if packed is None else packed.sizes
         if max(sizes) <= top_k:
             return None
+        if cp.size() > 1:
+            order = packed.order if packed is not None else None
+            if order is None:
+                order = order_of_one(sizes[0], cp.size(), hidden.device)
+            hidden = gather_context(hidden, order, cp, sums_gradient=False)
         sequences = hidden.unbind(1) if packed is None else hidden.squeeze(1).split(list(sizes))
         places = [self._select_in(sequence) for sequence in sequences]
         return torch.stack(places) if packed is None else torch.cat(places).unsqueeze(0)
@@ -141,18 +147,21 @@ class IndexedAttention(LatentAttention):
 
 
 class SelectedAttention(SDPACoreAttention):
-    """Causal attention to selected keys. The argument ``attention_mask`` contains their places."""
+    """Causal attention to selected keys. The argument ``attention_mask`` contains their places, for all tokens of all ranks."""
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, images: Tensor | None) -> Tensor:
-        length = q.size(2)
-        if images is None or length <= images.size(-1):
-            return self._attend_last(q, k, v)
-        return torch.cat([self._attend_masked(*one) for one in self._masked(q, k, v, images)])
-
-    @staticmethod
-    def _masked(q: Tensor, k: Tensor, v: Tensor, places: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yield each sequence of a batch with its mask [s, s]."""
-        for number, selected in enumerate(places):
+        length, selected = k.size(2), images
+        if selected is None or length <= selected.size(-1):
+            return super()._attend(q, k, v, None)
+        places = torch.arange(length, device=q.device)
+        rows = places
+        if self._group is not None:
+            part = q.size(2) // 2
+            numbers = chunks_of(self._group.rank(), self._group.size())
+            rows = torch.cat([places[number * part : (number + 1) * part] for number in numbers])
+        parts, earlier = [], places <= rows[:, None]
+        for number, of_sequence in enumerate(selected):  # one mask [queries, keys] at a time
             one = slice(number, number + 1)
-            mask = torch.zeros(len(selected), len(selected), dtype=torch.bool, device=q.device)
-            yield q[one], k[one], v[one], mask.scatter_(-1, selected, True).tril_()
+            mask = torch.zeros_like(earlier).scatter_(-1, of_sequence[rows], True).logical_and_(earlier)
+            parts.append(self._attend_masked(q[one], k[one], v[one], mask))
+        return torch.cat(parts)

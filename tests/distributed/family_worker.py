@@ -40,6 +40,7 @@ WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # their files contain M
 # The update of a model is tested on its first layout.
 FEW = {
     "deepseek_v3": ("tp2_sp_cp2_ep2_etp1", "tp2_sp_pp2_ep2_etp1"),
+    "deepseek_v32": ("tp2_sp_cp2_ep2_etp1", "tp2_sp_pp2_ep2_etp1", "cp4_ep2"),
     "deepseek_v3_direct": ("pp2_ep2_dp2_uneven", "cp4_ep2"),
     "glm4_moe": ("tp2_sp_pp2_ep2_etp1", "pp2_cp2_ep2"),
     "deepseek_v3_dense": ("tp2_pp2", "tp2_cp2"),  # without sequence parallelism

@@ -117,6 +117,9 @@ def _mixture_problems(geometry: ModelGeometry) -> Iterator[str]:
 def _cpu_problems(model: ModelConfig, geometry: ModelGeometry) -> Iterator[str]:
     latent, delta = isinstance(geometry.attention, LatentSizes), geometry.delta
     part, needed = "latent attention", "kv_lora_rank=512"
+    if isinstance(geometry.attention, LatentSizes) and geometry.attention.indexer is not None:
+        yield f"rollout.engine=vllm: on a CPU vLLM has no sparse attention for model.path={model.path}; set rollout.engine=hf"
+        return
     is_met = not isinstance(geometry.attention, LatentSizes) or geometry.attention.kv_rank == 512
     if delta is not None:
         part, needed = "gated delta nets", "linear_key_head_dim and linear_value_head_dim both 64 or both 128"
