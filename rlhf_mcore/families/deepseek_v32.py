@@ -11,5 +11,5 @@ FAMILY = Family(
     latent=Latent(is_indexed=True),
     mixture=SigmoidMixture(states_groups=True),
     flags={"attention_bias": False, "norm_topk_prob": True},
-    texts={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    stated={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 )

@@ -65,6 +65,7 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
     assert list(FAMILIES) == [
         "deepseek_v2",
         "deepseek_v3",
+        "deepseek_v32",
         "ernie4_5",
         "gemma3",
         "gemma3_text",
