@@ -238,6 +238,7 @@ class Family:
 
     # Attention and norms.
     head_dim: int | None = None  # default without head_dim in config.json; None: hidden size / number of heads
+    repeats_heads: bool = False  # without num_key_value_heads in config.json, every query head has a key head
     # config.json's flag for norms of query and key heads, if it varies between models
     qk_norm_key: str = ""
     qkv_bias_key: str = ""  # config.json's flag for biases of queries, keys and values
@@ -294,10 +295,10 @@ class Family:
         Raises:
             ConfigError: a size is missing or invalid.
         """
-        tied = hf_config.flag("tie_word_embeddings", default=None)
+        sections = [hf_config, *([self.text(hf_config)] if self.vision is not None and self.vision.ties_inside else [])]
+        tied = any(section.flag("tie_word_embeddings", default=self.tied) for section in sections)
         vision = self.vision.sizes(hf_config) if self.vision is not None else {}
         hf_config = self.text(hf_config)
-        tied = hf_config.flag("tie_word_embeddings", default=self.tied) if tied is None else tied
         sizes: dict[str, Any] = {} if self.latent is not None else {"attention": self._grouped_sizes(hf_config)}
         for part in self.parts:
             sizes |= part.sizes(hf_config)
@@ -352,7 +353,7 @@ class Family:
     def _grouped_sizes(self, hf_config: Fields) -> GroupedSizes:
         return GroupedSizes(
             num_heads=size(hf_config, "num_attention_heads"),
-            num_kv_heads=num_kv_heads(hf_config),
+            num_kv_heads=num_kv_heads(hf_config, may_be_absent=self.repeats_heads),
             head_dim=head_dim(hf_config, self.head_dim),
             has_qk_norm=self._has_qk_norm(hf_config),
             has_qkv_bias=self._has_qkv_bias(hf_config),

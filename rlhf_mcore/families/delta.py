@@ -47,6 +47,8 @@ class DeltaNet:
         keys, values = sizes.key_heads, sizes.value_heads
         if values % keys:
             yield f"linear_num_value_heads={values} is not a multiple of linear_num_key_heads={keys}; export the model again"
+        if (gate := hf_config.text("output_gate_type", default="silu")) not in ("silu", "swish"):  # two names of one
+            yield f"output_gate_type={shorten(gate)} is not supported, only swish; use another model"
         if unknown := sorted(set(kinds) - {"linear_attention", "full_attention"}):
             yield f"layer_types has {shorten(unknown[0])!r}, which is not supported; use another model"
         if len(kinds) != num_layers:

@@ -142,13 +142,15 @@ class Latent:
         rope = size(hf_config, "qk_rope_head_dim")
         if rope % 2:
             raise hf_config.wrong("qk_rope_head_dim", "an even number, as rotary embeddings need it")
+        # Null means queries without a latent. Without the key, transformers has a default.
+        is_direct = not self.is_indexed and hf_config.content.get("q_lora_rank", 0) is None
         return LatentSizes(
             num_heads=size(hf_config, "num_attention_heads"),
             head_dim=size(hf_config, "qk_nope_head_dim") + rope,
             rope_dim=rope,
             value_dim=size(hf_config, "v_head_dim"),
             kv_rank=size(hf_config, "kv_lora_rank"),
-            q_rank=size(hf_config, "q_lora_rank") if "q_lora_rank" in hf_config or self.is_indexed else 0,
+            q_rank=0 if is_direct else size(hf_config, "q_lora_rank"),
             indexer=self._indexer(hf_config) if self.is_indexed else None,
         )
 

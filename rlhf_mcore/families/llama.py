@@ -2,4 +2,4 @@
 
 from rlhf_mcore.families.base import DECODER, Family
 
-FAMILY = Family("llama", "Llama", DECODER, flags={"attention_bias": False, "mlp_bias": False})
+FAMILY = Family("llama", "Llama", DECODER, repeats_heads=True, flags={"attention_bias": False, "mlp_bias": False})

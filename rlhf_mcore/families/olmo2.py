@@ -7,6 +7,7 @@ FAMILY = Family(
     "Olmo2",
     POST_NORM_DECODER + qk_norm(QUERIES, KV),
     megatron={"qk_layernorm": True},
+    repeats_heads=True,
     flags={"attention_bias": False},
     norms="outputs",
     norm_of_projections=True,

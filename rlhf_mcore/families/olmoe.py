@@ -8,6 +8,7 @@ FAMILY = Family(
     "Olmoe",
     DECODER + qk_norm(QUERIES, KV) + experts("mlp"),
     megatron={"qk_layernorm": True},
+    repeats_heads=True,
     norm_of_projections=True,
     mixture=Mixture("intermediate_size", top_k=8),
     flags={"attention_bias": False, "norm_topk_prob": False},

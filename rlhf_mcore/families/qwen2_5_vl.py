@@ -9,5 +9,5 @@ FAMILY = replace(
     TEXT,
     name="qwen2_5_vl",
     architecture="Qwen2_5_VL",
-    vision=Vision(gated_tower, "visual.", interleaved=False),
+    vision=Vision(gated_tower, "visual.", interleaved=False, ties_inside=True),
 )

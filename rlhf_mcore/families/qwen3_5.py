@@ -10,6 +10,12 @@ FAMILY = replace(
     name="qwen3_5",
     rules=within(TEXT.rules, "model.language_model."),
     vision=Vision(
-        plain_tower, "model.visual.", interleaved=True, head_dim=TEXT.head_dim, rotates=0.25, sections=(11, 11, 10)
+        plain_tower,
+        "model.visual.",
+        interleaved=True,
+        head_dim=TEXT.head_dim,
+        rotates=0.25,
+        sections=(11, 11, 10),
+        stated=("num_position_embeddings",),
     ),
 )

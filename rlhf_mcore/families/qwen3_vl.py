@@ -13,5 +13,11 @@ FAMILY = replace(
     name="qwen3_vl",
     architecture="Qwen3VL",
     rules=within(TEXT.rules, "model.language_model."),
-    vision=Vision(plain_tower, "model.visual.", interleaved=True, head_dim=TEXT.head_dim),
+    vision=Vision(
+        plain_tower,
+        "model.visual.",
+        interleaved=True,
+        head_dim=TEXT.head_dim,
+        stated=("num_position_embeddings", "deepstack_visual_indexes"),
+    ),
 )

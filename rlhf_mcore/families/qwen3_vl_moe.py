@@ -13,5 +13,10 @@ FAMILY = replace(
     architecture="Qwen3VLMoe",
     rules=within(DECODER + QK_NORM + stacked_experts("mlp.gate", biased=False), "model.language_model."),
     mixture=Mixture("moe_intermediate_size", top_k=4, has_dense_layers=True, always_renormalises=True),
-    vision=Vision(plain_tower, "model.visual.", interleaved=True),
+    vision=Vision(
+        plain_tower,
+        "model.visual.",
+        interleaved=True,
+        stated=("num_position_embeddings", "deepstack_visual_indexes"),
+    ),
 )

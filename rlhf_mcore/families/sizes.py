@@ -75,14 +75,16 @@ def dense_layers(hf_config: Fields) -> tuple[int, ...]:
     return tuple(i for i in range(size(hf_config, "num_hidden_layers")) if i in listed or (i + 1) % step)
 
 
-def num_kv_heads(hf_config: Fields) -> int:
+def num_kv_heads(hf_config: Fields, *, may_be_absent: bool) -> int:
     """Read the number of key and value heads, a divisor of the query heads.
+
+    ``may_be_absent``: each query head then has its own. In other families, transformers has a fixed default.
 
     Raises:
         ConfigError: as ``size``, or it is not a divisor.
     """
     num_heads = size(hf_config, "num_attention_heads")
-    heads = size(hf_config, "num_key_value_heads", num_heads)
+    heads = size(hf_config, "num_key_value_heads", num_heads if may_be_absent else None)
     if num_heads % heads:
         raise hf_config.wrong("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
     num_layers = size(hf_config, "num_hidden_layers")

@@ -28,7 +28,8 @@ class Vision:
     otherwise the sections are consecutive. ``head_dim``: the family's head size. ``rotates`` is the default for
     the rotated share of a head, and ``sections`` the default for the sections, if config.json does not define
     them. ``merger`` occurs in the names of the modules that convert patches to tokens. ``attends_within``: all
-    tokens of an image attend to each other.
+    tokens of an image attend to each other. ``ties_inside``: transformers also reads tie_word_embeddings of the
+    language model's section. ``stated``: required keys of the tower, for which transformers has other defaults.
     """
 
     tensors: Callable[[VisionSizes, int], Tensors]
@@ -39,6 +40,8 @@ class Vision:
     sections: tuple[int, ...] = ()
     merger: str = "merger"
     attends_within: bool = False
+    ties_inside: bool = False
+    stated: tuple[str, ...] = ()
 
     def text(self, hf_config: Fields) -> Fields:
         """Return the section of a config.json that describes the language model. Older files have it at the top level."""
@@ -73,9 +76,10 @@ class Vision:
         if len(sizes.sections) != 3 or min(sizes.sections) < 0 or sum(sizes.sections) != pairs:
             given = list(sizes.sections)[:8]
             yield f"mrope_section={given} does not divide {pairs} pairs of channels into three; export the model again"
-        out = hf_config.object("vision_config").integer(
-            "out_hidden_size", 1, MAX_WIDTH, default=size(text, "hidden_size")
-        )
+        for key in self.stated:
+            if hf_config.object("vision_config").content.get(key) is None:
+                yield f"vision_config has no {key}; export the model again"
+        out = hf_config.object("vision_config").integer("out_hidden_size", 1, MAX_WIDTH, default=3584)
         if out != size(text, "hidden_size"):
             yield f"vision_config.out_hidden_size={out} is not hidden_size={size(text, 'hidden_size')}; export the model again"
 

@@ -80,7 +80,7 @@ ROPE = {"rope_type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
 
 def test_sizes_beside_a_tower_are_those_of_the_language_model_wherever_they_stand(tmp_path: Path) -> None:
     """Hub files of Qwen2.5-VL store the sizes at the top level. transformers 5 saves them in text_config."""
-    text = {**SIZES, "rope_scaling": ROPE, "tie_word_embeddings": True}
+    text = {**SIZES, "num_key_value_heads": 8, "rope_scaling": ROPE, "tie_word_embeddings": True}
     outer = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "image_token_id": 9, "vision_config": TOWER}
     found = []
     for name, config in (("flat", {**text, **outer}), ("nested", {"text_config": text, **outer})):
@@ -99,6 +99,7 @@ def test_a_quarter_of_a_head_of_qwen3_5_is_divided(tmp_path: Path, sections: lis
     rope = {"rope_type": "default", "rope_theta": 1e7, **({} if sections is None else {"mrope_section": sections})}
     text = {
         **SIZES,
+        "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "head_dim": 256,
         "rope_parameters": rope,
