@@ -234,7 +234,7 @@ class SigmoidMixture:
 
 
 class ListedMixture(SigmoidMixture):
-    """The same, if transformers reads the list ``mlp_layer_types``, and engines the number of dense layers."""
+    """``SigmoidMixture``, if transformers reads the list ``mlp_layer_types``, and engines the number of dense layers."""
 
     __slots__ = ()
 

@@ -76,15 +76,16 @@ def dense_layers(hf_config: Fields) -> tuple[int, ...]:
 
 
 def num_kv_heads(hf_config: Fields, *, may_be_absent: bool) -> int:
-    """Read the number of key and value heads, a divisor of the query heads.
+    """Read the number of key and value heads, a divisor of the query heads. Null means one per query head.
 
-    ``may_be_absent``: each query head then has its own. In other families, transformers has a fixed default.
+    ``may_be_absent``: a missing key means this, too. In other families, transformers has a fixed default.
 
     Raises:
         ConfigError: as ``size``, or it is not a divisor.
     """
     num_heads = size(hf_config, "num_attention_heads")
-    heads = size(hf_config, "num_key_value_heads", num_heads if may_be_absent else None)
+    has_default = may_be_absent or "num_key_value_heads" in hf_config.content
+    heads = size(hf_config, "num_key_value_heads", num_heads if has_default else None)
     if num_heads % heads:
         raise hf_config.wrong("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
     num_layers = size(hf_config, "num_hidden_layers")

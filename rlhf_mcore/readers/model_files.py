@@ -18,6 +18,7 @@ from rlhf_mcore.families.sizes import size
 from rlhf_mcore.foreign import INDEX, SMALL, Fields, MissingFile, ReadLimits, open_file, read_json, shorten
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.readers.hub_ids import absent_hint
+from rlhf_mcore.readers.stacked_experts import part_of_stack
 from rlhf_mcore.readers.stored_formats import StoredFormat, read_stored_format
 
 SINGLE_FILE = "model.safetensors"
@@ -208,9 +209,12 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
         if stored is not None and weight in matrices:
             shapes = stored.part_shapes(matrices[weight], shape)
         for name, allowed in shapes.items():
-            if name not in tensors:
+            part = None if name in tensors else part_of_stack(name)
+            if name not in tensors and (part is None or part.tensor not in tensors):
                 different.append(f"{name} is missing")
-            elif (found := tensors[name].shape) not in allowed:
+            elif (
+                found := tensors[name].shape if part is None else part.shape(tensors[part.tensor].shape)
+            ) not in allowed:
                 wanted = " or ".join(str(list(each)) for each in allowed)
                 different.append(f"{name} is {list(found[:8])}, but config.json requires {wanted}")
     if different:

@@ -54,7 +54,9 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -410,6 +412,12 @@ VISION_MODELS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
         dict(tie_word_embeddings=True, **DELTA_NET),
         dict(num_position_embeddings=16),
     ),
+    "qwen3_5_moe": (
+        Qwen3_5MoeForConditionalGeneration,
+        Qwen3_5MoeConfig,
+        {**QWEN_EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 80, "tie_word_embeddings": False},
+        dict(num_position_embeddings=16),
+    ),
     # Images of nine tokens, more than a window contains.
     "gemma3": (
         Gemma3ForConditionalGeneration,
@@ -420,6 +428,7 @@ VISION_MODELS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
 }
 # Qwen3.5 rotates a quarter of each head.
 _SECTIONS = {"qwen2_5_vl": [2, 3, 3], "qwen3_vl": [6, 5, 5], "qwen3_vl_moe": [6, 5, 5], "qwen3_5": [2, 1, 1]}
+_SECTIONS["qwen3_5_moe"] = _SECTIONS["qwen3_5"]
 
 
 def make_with_tower(name: str, directory: Path, seed: int = 0) -> torch.nn.Module:
@@ -441,7 +450,7 @@ def make_with_tower(name: str, directory: Path, seed: int = 0) -> torch.nn.Modul
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                adds_one = name in ("qwen3_5", "gemma3") and "linear_attn" not in parameter_name
+                adds_one = name in ("qwen3_5", "qwen3_5_moe", "gemma3") and "linear_attn" not in parameter_name
                 adds_one &= ".language_model." in parameter_name or "mm_soft_emb" in parameter_name
                 centre = ("norm" in parameter_name or "ln_q" in parameter_name) and not adds_one
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
@@ -475,7 +484,7 @@ def as_published(directory: Path) -> None:
         {"gate_up_proj": SIZES["hidden_size"], "down_proj": QWEN_EXPERTS["moe_intermediate_size"]},
     )
     for name, tensor in tensors.items():
-        if ".mlp.experts." in name and tensor.size(1) != inputs[name.rpartition(".")[2]]:
+        if (matrix := name.rpartition(".")[2]) in inputs and tensor.size(1) != inputs[matrix]:
             tensors[name] = tensor.mT.contiguous()
     tensors = {
         re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): t for name, t in tensors.items()

@@ -40,6 +40,7 @@ FEW = {
     "qwen3_vl": ("tp2_pp2", "pp2_cp2", "tp4_sp"),
     "qwen3_vl_moe": ("tp2_sp_cp2_ep2_etp1",),
     "qwen3_5": ("tp2_pp2", "tp2_sp_cp2"),
+    "qwen3_5_moe": ("tp2_sp_cp2_ep2_etp1", "pp2_ep2_dp2_uneven"),
     "gemma3": ("tp2_sp_cp2", "pp2_cp2"),
 }
 LEARNED = ("all", "merger", "all", "none")

@@ -38,6 +38,7 @@ from rlhf_mcore.readers.adapter_files import (
     short_names,
 )
 from rlhf_mcore.readers.model_files import COMPANIONS, WEIGHT_DTYPES, stored_format_of
+from rlhf_mcore.readers.stacked_experts import Part, part_of_stack
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -51,8 +52,9 @@ class HFReader:
     """Read parts of tensors in a directory of safetensors files. Only the requested rectangles are read from disk.
 
     A quantised matrix, which is stored as several tensors, appears here as one bf16 tensor. Its rectangles are
-    dequantised when they are read. ``single`` is the only file to read, if given; the index is then ignored. So it is
-    if ``shard_of`` maps the tensors to their files. Threads may read different tensors at once.
+    dequantised when they are read. An expert's matrix can also be read from a tensor with all experts. ``single`` is
+    the only file to read, if given; the index is then ignored. So it is if ``shard_of`` maps the tensors to their
+    files. Threads may read different tensors at once.
 
     Raises:
         ConfigError: a file is missing, damaged or outside of the directory, or its quantised format is not supported.
@@ -84,7 +86,11 @@ class HFReader:
             ConfigError: there is no such tensor.
         """
         matrix = self._matrices.get(name)
-        return matrix.shape if matrix is not None else tuple(self._slice(name).get_shape())
+        if matrix is not None:
+            return matrix.shape
+        if (part := self._part(name)) is not None:
+            return part.shape(self.shape(part.tensor))
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """Dtype of a tensor in safetensors' spelling (``F32``, ``BF16``, ``I8``, ``F8_E4M3``, ...).
@@ -93,7 +99,10 @@ class HFReader:
             ConfigError: there is no such tensor.
         """
         matrix = self._matrices.get(name)
-        return matrix.dtype if matrix is not None else str(self._slice(name).get_dtype())
+        if matrix is not None:
+            return matrix.dtype
+        part = self._part(name)
+        return str(self._slice(name if part is None else part.tensor).get_dtype())
 
     def shard(self, name: str) -> str:
         """Name of the file that contains a tensor."""
@@ -133,12 +142,22 @@ class HFReader:
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """Read a rectangle of a tensor in the dtype that ``dtype`` names."""
         matrix = self._matrices.get(name)
-        return matrix.read(where) if matrix is not None else self._slice(name)[where]
+        if matrix is not None:
+            return matrix.read(where)
+        if (part := self._part(name)) is not None:
+            rows = part.rows(where[0], self.shape(part.tensor))
+            return self._slice(part.tensor)[part.expert, rows, where[1]]
+        return self._slice(name)[where]
 
     def tensors(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole tensor in the file's dtype, file by file, except the tensors in ``without``."""
         for name in sorted(self.names.difference(without), key=lambda name: (self.shard(name), name)):
             yield name, self.read(name, (slice(None),) * len(self.shape(name)))
+
+    def _part(self, name: str) -> Part | None:
+        """Return the place of an expert's matrix in a tensor with all experts, if the files contain only that one."""
+        part = None if name in self._shard_of else part_of_stack(name)
+        return part if part is not None and part.tensor in self._shard_of else None
 
     def _slice(self, name: str) -> Any:
         return self._handle(name).get_slice(name)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 # Packages that vLLM's modules for these families need, but vLLM does not require.
 IMPORTS = dict.fromkeys(
-    ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_vl", "qwen3_vl_moe"), "torchvision"
+    ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_vl", "qwen3_vl_moe"),
+    "torchvision",
 )
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported sizes of an engine's buffers
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's CPU attention

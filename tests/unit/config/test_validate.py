@@ -456,7 +456,7 @@ def test_models_that_are_accepted(workspace: Any) -> None:
             "use_sliding_window": True,
             "max_window_layers": 4,
         },
-        {"num_key_value_heads": None},
+        {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": None},
     ]:
         workspace.write_hf_config(**changes)
         assert check("data.max_prompt_tokens=100") == []

@@ -22,6 +22,7 @@ _SECTIONS_OF_HEADS = {"rope_parameters": {"rope_type": "default", "rope_theta": 
 CHANGES: dict[str, Content] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "deepseek_v32": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "gemma3": {"mm_tokens_per_image": 196, "vision_config": {"vision_use_head": False}},
     "glm4_moe": {"head_dim": 128},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
@@ -29,6 +30,7 @@ CHANGES: dict[str, Content] = {
     "mistral": {"sliding_window": None},
     "qwen2_5_vl": {"text_config": {**_SECTIONS_OF_HEADS, "head_dim": 128}, "vision_config": {"out_hidden_size": 8192}},
     "qwen3_5": {"vision_config": {"out_hidden_size": 4096}},
+    "qwen3_5_moe": {"vision_config": {"out_hidden_size": 2048}},
     "qwen3_vl": {"text_config": _SECTIONS_OF_HEADS, "vision_config": {"out_hidden_size": 4096}},
     "qwen3_vl_moe": {"text_config": _SECTIONS_OF_HEADS, "vision_config": {"out_hidden_size": 2048}},
 }

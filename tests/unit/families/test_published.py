@@ -145,7 +145,7 @@ OLMO_3: dict[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": 100278,
 }
-# In the files of nvidia/MiniMax-M2.7-NVFP4, in addition to those of MiniMax-M2.
+# Keys of nvidia/MiniMax-M2.7-NVFP4. The other keys equal MiniMax-M2.
 NVFP4 = {"quantization_config": {"quant_algo": "NVFP4", "quant_method": "modelopt"}}
 MINIMAX = json.loads((Path(__file__).parents[3] / "configs" / "models" / "MiniMax-M2" / "config.json").read_text())
 

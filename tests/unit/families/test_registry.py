@@ -84,6 +84,7 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         "qwen2_moe",
         "qwen3",
         "qwen3_5",
+        "qwen3_5_moe",
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_moe",
@@ -307,11 +308,11 @@ def test_what_is_not_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_with_a_vision_tower_is_told_once(tmp_path: Path) -> None:
-    """The file has the published form of Qwen3.5 with experts, whose language model sizes are in text_config."""
-    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": CONFIG, "vision_config": {}}
+    """The sizes of the language model are in text_config."""
+    config = {"architectures": ["Glm4vMoeForConditionalGeneration"], "text_config": CONFIG, "vision_config": {}}
     (problem,) = problems(tmp_path, config)
     assert (
-        "Qwen3_5MoeForConditionalGeneration is not supported because it is more than a language model; save its"
+        "Glm4vMoeForConditionalGeneration is not supported because it is more than a language model; save its"
         in problem
     )
 

@@ -48,6 +48,7 @@ QWEN: dict[str, Any] = {
         "intermediate_size": 128,
         "max_position_embeddings": 512,
         "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "head_dim": 16,
         "num_hidden_layers": 4,
         "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e6},
