@@ -4,7 +4,7 @@ A synthetic model of 6 layers is stored in bf16 and in each format. Its ranks (T
 a process of its own. Needed: the values of a rank's rectangles, and one scale for every block that a rectangle intersects. The
 ratio is the largest read / needed over ranks and formats. The details have CPU seconds, and the peak of the process's memory
 above the rank's parameters. It contains the mapped pages of the file, about as many bytes as are read. They also say whether the
-loaded values equal those of another reader: transformers for fp8, compressed-tensors for int4 and int8.
+loaded values equal the values of another reader: transformers for fp8, compressed-tensors for int4 and int8.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def geometry(quick: bool) -> ModelGeometry:
     )
 
 
-def quantised(name: str) -> bool:
+def is_quantised(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
@@ -62,7 +62,7 @@ def fp8(name: str, weight: Tensor) -> Stored:
     return {name: values, f"{name}_scale_inv": scales}
 
 
-def compressed(kind: str, args: dict[str, Any]) -> Callable[[str, Tensor], Stored]:
+def compressor_of(kind: str, args: dict[str, Any]) -> Callable[[str, Tensor], Stored]:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
@@ -100,23 +100,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def write(directory: Path, name: str, model: ModelGeometry) -> None:
     """Write the model in a format, and its dequantised values by another reader."""
-    store = {"fp8": fp8, "int4": compressed("pack-quantized", INT4), "int8": compressed("int-quantized", INT8)}.get(
-        name
-    )
+    store = {
+        "fp8": fp8,
+        "int4": compressor_of("pack-quantized", INT4),
+        "int8": compressor_of("int-quantized", INT8),
+    }.get(name)
     generator = torch.Generator().manual_seed(0)
     tensors: Stored = {}
     for tensor, shape in hf_shapes(model).items():
         weight = torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
-        tensors |= store(tensor, weight) if store is not None and quantised(tensor) else {tensor: weight}
+        tensors |= store(tensor, weight) if store is not None and is_quantised(tensor) else {tensor: weight}
     directory.mkdir()
     save_file({key: value.contiguous() for key, value in tensors.items()}, directory / hf_files.SINGLE)
     config = {"quantization_config": CONFIGS[name]} if CONFIGS[name] else {}
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def expected(name: str, stored: Stored, tensor: str) -> Tensor:
+def read_elsewhere(name: str, stored: Stored, tensor: str) -> Tensor:
     """Return a whole tensor as another reader computes it."""
-    if not quantised(tensor) or name == "bf16":
+    if not is_quantised(tensor) or name == "bf16":
         return stored[tensor]
     if name == "fp8":
         from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -137,7 +139,7 @@ def expected(name: str, stored: Stored, tensor: str) -> Tensor:
 
 
 def needed_bytes(name: str, tensor: str, start: tuple[int, ...], shape: tuple[int, ...]) -> float:
-    if name == "bf16" or not quantised(tensor):
+    if name == "bf16" or not is_quantised(tensor):
         return 2 * prod(shape)
     rows, columns = ((start[i] + shape[i] - 1) // BLOCK - start[i] // BLOCK + 1 for i in (0, 1))
     scales = {"fp8": 4 * rows * columns, "int4": 2 * shape[0] * -(-shape[1] // GROUP), "int8": 2 * shape[0]}
@@ -190,7 +192,7 @@ def load_rank(directory: Path, name: str, model: ModelGeometry, rank: int, send:
     for parameter, parts in zip(parameters, rectangles, strict=True):
         for part in parts:
             if part.hf_name not in whole:
-                whole[part.hf_name] = expected(name, stored, part.hf_name)
+                whole[part.hf_name] = read_elsewhere(name, stored, part.hf_name)
             equal &= torch.equal(hf_files.view(parameter.tensor, part), whole[part.hf_name][part.slices])
     num_bytes = sum(parameter.tensor.nbytes for parameter in parameters)
     send.put(

@@ -1,9 +1,9 @@
 """Sparse attention of DeepSeek-V3.2 (DeepSeek-AI 2025): each token attends to the keys that an indexer selects.
 
 The indexer gives a score to every earlier token: a weighted sum over its heads of ReLU(q k). A token attends to the
-``top_k`` tokens with the largest scores. The indexer is frozen. The authors' code rotates its queries and keys by a
-Hadamard matrix, which does not change products, and computes in fp8; here, as in transformers, it computes in the
-dtype of the model, and scores in fp32.
+``top_k`` tokens with the largest scores. The indexer is frozen. It computes in the dtype of the model and its scores
+in fp32, as in transformers. The authors' code computes in fp8. It also rotates queries and keys by a Hadamard matrix,
+which does not change their products.
 
 The attention is torch's, with a mask. Sequences of at most ``top_k`` tokens use the causal mask.
 """

@@ -229,13 +229,9 @@ def hosted_bytes(inputs: PlanInputs, rank: int) -> int:
 def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
     """Sum the pinned host memory of a rank.
 
-    It contains:
-
-    - offloaded parts;
-    - buffers for the updates of a hosted optimizer state;
-    - copies for asynchronous saves (optimizer state and a share of the weights);
-    - the weights of an engine that keeps them when it sleeps;
-    - copies of the weights last sent to disaggregated engines.
+    Offloaded parts and buffers for a hosted optimizer state are pinned. Copies for asynchronous saves contain the
+    optimizer state and a share of the weights. An engine may keep its weights while it sleeps. For disaggregated
+    engines, copies of the weights last sent are kept.
     """
     keeps = _shares_device(inputs) and inputs.cfg.rollout.sleep_level == 1
     total = engine_weights(inputs) if keeps else 0

@@ -91,13 +91,29 @@ TINY: dict[str, dict[str, Any]] = {
     },
     # A rotation without scaling, as in Moonlight.
     "deepseek_v3": {**_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": _ROPE},
+    "deepseek_v32": {
+        **_LATENT,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "index_n_heads": 16,
+        "index_head_dim": 128,
+        "index_topk": 8,
+    },
     "glm4_moe_lite": {**_LATENT, "rope_parameters": _ROPE, "n_group": 1, "topk_group": 1},
     "qwen3_next": {**_SHARED, **_DELTA},
     "qwen3_5_text": {**_DELTA, "linear_num_value_heads": 4},
     "qwen3_5_moe_text": {**_SHARED, **_DELTA},
 }
 # vLLM's CPU kernels for these families support only this dtype.
-IN_BF16 = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+IN_BF16 = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
 QUICK = ("qwen3", "qwen3_moe", "deepseek_v3")  # one family of each kind: dense, experts, latent attention
 
 

@@ -1,6 +1,6 @@
 """Dequantise rectangles of matrices that are published in fp8, int8, int4 or mxfp4.
 
-The formats are those of transformers (fp8 in blocks), compressed-tensors, and gpt-oss (mxfp4). Results equal these
+transformers (fp8 in blocks), compressed-tensors and gpt-oss (mxfp4) define the formats. Results equal these
 libraries' own dequantisation bit for bit. Only a rectangle's values and their scales are read.
 """
 
@@ -21,7 +21,7 @@ _OF_COMPRESSED = ("F8_E4M3", "I8", "I32")
 
 
 class QuantisedMatrix:
-    """One matrix [rows, columns] of a directory; with mxfp4 [..., rows, columns].
+    """A quantised matrix [rows, columns] of a directory; with mxfp4 [..., rows, columns].
 
     Args:
         stored: the directory's format.

@@ -18,7 +18,7 @@ PACKAGES = Path(sys.prefix, "oracles")
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
+def findings() -> Any:
     if not (PACKAGES / "transformer_engine").is_dir():
         pytest.skip(f"Transformer Engine's Python is not in {PACKAGES} (./launch/setup.sh installs it)")
     worker = str(Path(__file__).with_name("bf16_state_worker.py"))
@@ -28,23 +28,23 @@ def found() -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_weight_has_6_bytes_of_state_and_the_steps_are_adamws(found: Any) -> None:
+def test_a_weight_has_6_bytes_of_state_and_the_steps_are_adamws(findings: Any) -> None:
     """A bf16 moment has a relative error of 2^-9 per update, so a step of lr may differ by that share several times."""
-    assert found["bytes_per_weight"] == [12, 6]
-    assert found["norms_are_equal"] and found["is_finite"]
-    assert 0 < found["difference_to_fp32"] < STEPS * LR * 2**-6
-    assert found["scalars"] == {"step": STEPS, "loss_scale": None}
+    assert findings["bytes_per_weight"] == [12, 6]
+    assert findings["norms_are_equal"] and findings["is_finite"]
+    assert 0 < findings["difference_to_fp32"] < STEPS * LR * 2**-6
+    assert findings["scalars"] == {"step": STEPS, "loss_scale": None}
 
 
-def test_a_resumed_run_continues_bit_for_bit(found: Any) -> None:
-    assert found["resumed"] == found["continued"] == 0.0
+def test_a_resumed_run_continues_bit_for_bit(findings: Any) -> None:
+    assert findings["resumed"] == findings["continued"] == 0.0
 
 
-def test_a_resumed_run_may_change_the_choice(found: Any) -> None:
+def test_a_resumed_run_may_change_the_choice(findings: Any) -> None:
     """Files contain fp32. Loaded as bf16, only moments are rounded, and masters of ties move by their last bit."""
-    assert found["as_fp32"] == found["as_hosted"] == 0.0
-    assert found["as_bf16"] <= 2**-24
+    assert findings["as_fp32"] == findings["as_hosted"] == 0.0
+    assert findings["as_bf16"] <= 2**-24
 
 
-def test_a_state_of_other_weights_is_rejected(found: Any) -> None:
-    assert "the weights differ from the rounded fp32 master weights" in found["mixed"]
+def test_a_state_of_other_weights_is_rejected(findings: Any) -> None:
+    assert "the weights differ from the rounded fp32 master weights" in findings["mixed"]
