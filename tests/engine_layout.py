@@ -34,6 +34,10 @@ _ON_EVERY_STAGE = {
 _SHARES_WHOLE = ("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text")
 
 
+# Families whose norms over all heads are split like the heads.
+_SPLITS_NORMS = ("minimax_m2",)
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
     """An engine tensor, described like the tracer does."""
@@ -99,7 +103,12 @@ def _end_tensors(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> Iterat
 
 def _layer_tensors(geometry: ModelGeometry, cut: _Cut, layer: int) -> Iterator[PlannedTensor]:
     for rule in FAMILIES[geometry.family].layer_rules(geometry, layer):
-        if rule.layers == "mtp":
+        is_split = geometry.family in _SPLITS_NORMS and rule.mcore.endswith(
+            ("q_layernorm.weight", "k_layernorm.weight")
+        )
+        if is_split:
+            yield _plan_rule(replace(rule, kind="column_parallel"), geometry, cut, layer)
+        elif rule.layers == "mtp":
             yield _plan_rule(replace(rule, kind="replicated"), geometry, cut, layer)
         elif rule.kind in ("delta", "delta_by_head"):
             yield from _planned_delta(rule, geometry, cut.tp, cut.rank, layer)

@@ -106,7 +106,10 @@ class HFReader:
 
     def shard(self, name: str) -> str:
         """Name of the file that contains a tensor."""
-        return self._shard_of[self._matrices[name].parts.values if name in self._matrices else name]
+        if name in self._matrices:
+            return self._shard_of[self._matrices[name].parts.values]
+        part = self._part(name)
+        return self._shard_of[name if part is None else part.tensor]
 
     @property
     def shard_of(self) -> dict[str, str]:

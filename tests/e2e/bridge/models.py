@@ -29,7 +29,8 @@ class Case:
         return f"{self.family}-{'tied' if self.is_tied else 'untied'}-kv{self.num_kv_heads}-{self.dtype}"
 
 
-MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral")
+MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "minimax_m2")
+_LIKE_MIXTRAL = ("mixtral", "minimax_m2")  # names of experts
 CASES = (
     Case("qwen3_moe", False, 2),  # must be first, because vLLM builds its expert-parallel group only for MoE models
     Case("mixtral", False, 1),
@@ -42,18 +43,19 @@ CASES = (
     Case("mistral", True, 2),
     Case("qwen2", True, 2, "bfloat16"),
     Case("qwen3_moe", True, 1, "bfloat16"),
+    Case("minimax_m2", False, 2),  # a norm over the heads of all ranks, and a router bias outside of the router
 )
 # Tensor-parallel sizes of each case. All pairs of size, number of heads, tied embeddings and kind of family occur.
 SIZES = {
-    1: tuple(CASES[number] for number in (0, 2, 3, 5, 6, 7, 10)),
-    2: tuple(CASES[number] for number in (0, 1, 2, 4, 7, 8, 9)),
+    1: tuple(CASES[number] for number in (0, 2, 3, 5, 6, 7, 10, 11)),
+    2: tuple(CASES[number] for number in (0, 1, 2, 4, 7, 8, 9, 11)),
 }
 
 
 def hf_config(case: Case) -> Any:
     import transformers
 
-    stem = "".join(part.capitalize() for part in case.family.split("_"))
+    stem = "".join(part.capitalize() for part in case.family.split("_")).replace("Minimax", "MiniMax")
     sizes: dict[str, Any] = {
         "architectures": [f"{stem}ForCausalLM"],
         "vocab_size": VOCABULARY,
@@ -74,7 +76,9 @@ def hf_config(case: Case) -> Any:
         sizes |= {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
     if case.family == "qwen2_moe":
         sizes["shared_expert_intermediate_size"] = 96
-    if case.family == "mixtral":
+    if case.family == "minimax_m2":
+        sizes |= {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}
+    if case.family in _LIKE_MIXTRAL:
         sizes |= {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}
     return getattr(transformers, f"{stem}Config")(**sizes)
 
@@ -94,6 +98,9 @@ def checkpoint_shapes(case: Case) -> dict[str, tuple[int, ...]]:
         shapes[prefix + "self_attn.o_proj.weight"] = (HIDDEN, width)
         if case.family.startswith("qwen3"):
             shapes |= {f"{prefix}self_attn.{name}_norm.weight": (32,) for name in "qk"}
+        if case.family == "minimax_m2":
+            shapes |= {f"{prefix}self_attn.q_norm.weight": (width,), f"{prefix}self_attn.k_norm.weight": (key_width,)}
+            shapes[prefix + "block_sparse_moe.e_score_correction_bias"] = (EXPERTS,)
         shapes[prefix + "post_attention_layernorm.weight"] = (HIDDEN,)
         shapes |= _mlp_shapes(case, prefix)
     shapes["model.norm.weight"] = (HIDDEN,)
@@ -105,8 +112,8 @@ def checkpoint_shapes(case: Case) -> dict[str, tuple[int, ...]]:
 def _mlp_shapes(case: Case, prefix: str) -> dict[str, tuple[int, ...]]:
     if case.family not in MIXTURES:
         return _gated_shapes(prefix + "mlp.", ("gate_proj", "up_proj", "down_proj"))
-    block = prefix + ("block_sparse_moe." if case.family == "mixtral" else "mlp.")
-    names = ("w1", "w3", "w2") if case.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    block = prefix + ("block_sparse_moe." if case.family in _LIKE_MIXTRAL else "mlp.")
+    names = ("w1", "w3", "w2") if case.family in _LIKE_MIXTRAL else ("gate_proj", "up_proj", "down_proj")
     shapes = {block + "gate.weight": (EXPERTS, HIDDEN)}
     for expert in range(EXPERTS):
         shapes |= _gated_shapes(f"{block}experts.{expert}.", names)

@@ -29,6 +29,7 @@ def test_stacked_experts_are_read_like_single_experts(tmp_path: Path) -> None:
     assert len(reader.names) < len(shapes) == len(single)
     for name, expected in single.items():
         assert reader.shape(name) == shapes[name] and reader.dtype(name) == "F32"
+        assert reader.shard(name) == "model.safetensors"
         if expected.dim() == 2:
             assert torch.equal(reader.read(name, WHOLE), expected)
             assert torch.equal(reader.read(name, PART), expected[PART])
