@@ -7,7 +7,6 @@ Megatron's layer with correct gradients.
 
 from __future__ import annotations
 
-from copy import copy
 from functools import cache
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch import Tensor
 from rlhf_mcore.mcore.groups import Sum
 from rlhf_mcore.mcore.weights import transformer_layers
 from rlhf_mcore.parallel.context import SummedGradient
-from rlhf_mcore.platform.megatron_versions import LayersOfSpec
+from rlhf_mcore.platform.megatron_versions import LayersOfSpec, drop_rotary_factor
 
 # Epsilon for the norms of latents, even if the model's other norms use another one. The authors' code and
 # transformers do this too.
@@ -62,8 +61,7 @@ def set_window_frequencies(chunk: GPTModel, inv_freq: Tensor) -> None:
     for layer in chunk.decoder.layers:
         if is_layer_window_attention(*windows, layer.layer_number):
             layer.self_attention.rotation = rotation
-            layer.self_attention.config = own = copy(chunk.config)
-            own.yarn_rotary_scaling_factor = 1.0
+            drop_rotary_factor(layer.self_attention)
 
 
 def set_latent_frequencies(chunk: GPTModel, inv_freq: Tensor, scale: float) -> None:

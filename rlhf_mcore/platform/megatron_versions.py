@@ -5,6 +5,7 @@ All other code is the same for both.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -69,3 +70,13 @@ class LayersOfSpec:
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
+
+
+def drop_rotary_factor(attention: Any) -> None:
+    """Let an attention layer rotate without yarn's factor of sines and cosines.
+
+    Version 0.16 reads the factor from the config in every pass, and version 0.19 once.
+    """
+    attention.config = copy(attention.config)
+    attention.config.yarn_rotary_scaling_factor = 1.0
+    attention._yarn_concentration_factor = 1.0

@@ -219,7 +219,7 @@ def check_changes(name: str, directory: Path, groups: ModelGroups, changes: Coll
         assert float(outcomes[change] or "nan") < BOUND, change
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3_direct", "glm4_moe"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3_direct", "glm4_moe", "olmo3"])
 def test_supported_changes_of_a_config_agree_with_transformers(name: str, tmp_path: Path, groups: ModelGroups) -> None:
     check_changes(name, tmp_path, groups, ["as it is", *(change for taken, change in TAKEN if taken == name)])
 
