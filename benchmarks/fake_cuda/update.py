@@ -182,6 +182,8 @@ def _stand_ins(counts: Counts) -> Iterator[None]:
 
         stack.enter_context(patch.dict(sys.modules, _linear_attention()))
         replace(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        # A torch for the CPU has no sparse CUDA tensors. The empty gradient of the output layer's weight is one.
+        replace(torch, "sparse_coo_tensor", lambda size, check_invariants, **like: torch.zeros(size, **like))
         replace(own_optimizer, "all_gather_json", lambda value, group: [value] * group.size())
         replace(
             momentum,
