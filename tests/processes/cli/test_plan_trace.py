@@ -31,7 +31,7 @@ SHARED_EXPERTS = {"num_hidden_layers": 4, "n_routed_experts": 16, "num_nextn_pre
 # Both sizes of an expert-parallel group occur with and without recomputed experts.
 MOE = ROOT / "configs" / "models" / "Qwen3-30B-A3B" / "config.json"
 SMALL = {"hidden_size": 256, "head_dim": 32, "num_attention_heads": 8, "moe_intermediate_size": 64, "num_experts": 8}
-DEEP = SMALL | {"num_hidden_layers": 16, "num_experts_per_tok": 2, "vocab_size": 4096}
+DEEP = SMALL | {"num_hidden_layers": 48, "num_experts_per_tok": 2, "vocab_size": 512}
 RECOMPUTED = {
     "nothing": "",
     "everything": "actor.recompute.granularity=full actor.optimizer.name=sgd",
