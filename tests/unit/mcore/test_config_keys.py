@@ -202,8 +202,6 @@ def of_changes(name: str, directory: Path, groups: ModelGroups, changes: Collect
         outcomes[change] = compare(directory, groups)
         config.write_text(original)
     for number, (change, settings) in enumerate(MADE.items()):
-        if (name, change) == ("deepseek_v32", "queries at once"):  # transformers' class of config does not allow it
-            continue
         if change in changes and hasattr(config_class, next(iter(settings))):
             try:
                 make(name, directory / str(number), **settings)
