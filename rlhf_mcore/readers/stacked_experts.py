@@ -1,7 +1,7 @@
 """Find the matrices of single experts in files that stack a layer's experts, as transformers does in memory.
 
 ``experts.gate_up_proj`` is [experts, 2 * ffn, hidden], with gate rows before up rows, and ``experts.down_proj`` is
-[experts, hidden, ffn]. Qwen3.5 is published in this form.
+[experts, hidden, ffn]. The files of Qwen3.5 with experts are expected in this form; no published file has been read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _MATRIX = re.compile(r"(.*\.experts\.)(\d{1,6})\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StackedMatrix:
     """The rows of one matrix in a tensor with all experts."""
 
     tensor: str  # name of the stacked tensor
@@ -34,11 +34,11 @@ class Part:
         return slice(first + start, first + stop)
 
 
-def part_of_stack(name: str) -> Part | None:
+def part_of_stack(name: str) -> StackedMatrix | None:
     """Return the place of an expert's matrix in a stacked tensor, or None for other names."""
     if (match := _MATRIX.fullmatch(name)) is None:
         return None
     block, expert, kind = match.groups()
     if kind == "down":
-        return Part(f"{block}down_proj", int(expert), None)
-    return Part(f"{block}gate_up_proj", int(expert), int(kind == "up"))
+        return StackedMatrix(f"{block}down_proj", int(expert), None)
+    return StackedMatrix(f"{block}gate_up_proj", int(expert), int(kind == "up"))

@@ -38,7 +38,7 @@ from rlhf_mcore.readers.adapter_files import (
     short_names,
 )
 from rlhf_mcore.readers.model_files import COMPANIONS, WEIGHT_DTYPES, stored_format_of
-from rlhf_mcore.readers.stacked_experts import Part, part_of_stack
+from rlhf_mcore.readers.stacked_experts import StackedMatrix, part_of_stack
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -157,7 +157,7 @@ class HFReader:
         for name in sorted(self.names.difference(without), key=lambda name: (self.shard(name), name)):
             yield name, self.read(name, (slice(None),) * len(self.shape(name)))
 
-    def _part(self, name: str) -> Part | None:
+    def _part(self, name: str) -> StackedMatrix | None:
         """Return the place of an expert's matrix in a tensor with all experts, if the files contain only that one."""
         part = None if name in self._shard_of else part_of_stack(name)
         return part if part is not None and part.tensor in self._shard_of else None

@@ -181,6 +181,14 @@ def test_config_groups_with_different_bits_are_told_apart_by_their_shapes(tmp_pa
         (
             {
                 "quant_method": "compressed-tensors",
+                "format": "mixed-precision",
+                "config_groups": {"g": {"weights": weights(4, "group", group_size=16, type="float")}},
+            },
+            "quantization_config.config_groups.g.weights.num_bits",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
                 "format": "float-quantized",
                 "transform_config": {"config_groups": {"u": {"type": "hadamard"}}},
                 "config_groups": {},
