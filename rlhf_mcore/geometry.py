@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf_mcore.masters import SplitMaster
+
+Mixer = Literal["attention", "delta"]  # the block that mixes tokens: attention or a gated delta net
+LayerKind = tuple[Mixer, Literal["dense", "moe"]]  # and the block behind it: an MLP or experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +220,10 @@ class ModelGeometry:
     def num_attention_layers(self) -> int:
         return self.num_layers - len(self.delta_layers)
 
-    def layer_kind(self, layer: int) -> tuple[bool, bool]:
-        """Return (has experts, has a gated delta net). Layers of the same kind have the same parameters."""
-        return self.is_moe_layer(layer), layer in self.delta_layers
+    def layer_kind(self, layer: int) -> LayerKind:
+        """Return the kinds of a layer's two blocks. Layers of the same kind have the same parameters."""
+        mixer: Mixer = "delta" if layer in self.delta_layers else "attention"
+        return mixer, "moe" if self.is_moe_layer(layer) else "dense"
 
     def padded_vocab(self, tp: int) -> int:
         """Return the padded number of rows of the embedding on tensor-parallel ranks: the next multiple of ``tp``."""

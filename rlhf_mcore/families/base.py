@@ -278,8 +278,7 @@ class Family:
 
     def layer_rules(self, geometry: ModelGeometry, layer: int, *, fused: bool = False) -> list[Rule]:
         """List the rules of one layer of a model. ``fused`` selects the names of Transformer Engine's layer spec."""
-        is_moe, is_delta = geometry.layer_kind(layer)
-        kinds = ["all", "moe" if is_moe else "dense", "delta" if is_delta else "attention"]
+        kinds = ["all", *geometry.layer_kind(layer)]
         if layer >= geometry.num_layers:
             kinds.append("mtp")
         specs = ("any", "te" if fused else "local")

@@ -154,7 +154,7 @@ def _build_chunk(
         transformer_layer_spec=decoder_spec(
             config,
             options.layer_spec,
-            FAMILIES[spec.geometry.family],
+            spec.geometry,
             pp_rank=groups.pp_rank,
             vp_stage=vp_stage,
         ),

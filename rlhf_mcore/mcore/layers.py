@@ -32,7 +32,9 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.base import Family
+from rlhf_mcore.geometry import LayerKind, ModelGeometry
 from rlhf_mcore.mcore.attention import LatentAttention, add_parts, local_attention_spec
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention, with_trees
 from rlhf_mcore.mcore.delta_net import delta_net_spec
@@ -55,31 +57,25 @@ def use_te(kind: str) -> bool:
 
 
 def decoder_spec(
-    config: TransformerConfig, kind: str, family: Family, *, pp_rank: int, vp_stage: int | None
+    config: TransformerConfig, kind: str, geometry: ModelGeometry, *, pp_rank: int, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Build the spec of the layers in one model chunk; ``kind`` is "te", "local" or "auto"."""
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
-    kinds = [(_is_moe(config, number), _is_delta(config, number)) for number in numbers]
-    specs = {(moe, delta): layer_spec(config, kind, family, moe=moe, delta=delta) for moe, delta in set(kinds)}
+    kinds = list(map(geometry.layer_kind, numbers))
+    family = FAMILIES[geometry.family]
+    specs = {layer: layer_spec(config, kind, family, layer) for layer in set(kinds)}
     return TransformerBlockSubmodules(layer_specs=[specs[k] for k in kinds], layer_norm=norm_and_linear(kind)[0])
 
 
-def layer_spec(config: TransformerConfig, kind: str, family: Family, *, moe: bool, delta: bool = False) -> ModuleSpec:
-    """Build the spec of one layer.
-
-    ``moe``: with experts; ``delta``: with a gated delta net instead of attention.
-    """
-    te = use_te(kind)
-    spec = (_te_spec if te else _local_spec)(config, family, moe=moe)
-    layer = spec.submodules
-    if delta:
-        _use_delta_net(layer, te)
-    else:
-        _add_parts(layer.self_attention, config, family)
-    if moe:
-        use_mixture(layer.mlp, family)
-    _place_norms(layer, config, family)
+def layer_spec(config: TransformerConfig, kind: str, family: Family, layer: LayerKind) -> ModuleSpec:
+    """Build the spec of the layers of one kind."""
+    (mixer, behind), te = layer, use_te(kind)
+    spec = (_te_spec if te else _local_spec)(config, family, moe=behind == "moe")
+    _MIXERS[mixer](spec.submodules, config, family, te)
+    if behind == "moe":
+        use_mixture(spec.submodules.mlp, family)
+    _place_norms(spec.submodules, config, family)
     return spec
 
 
@@ -92,8 +88,9 @@ def norm_and_linear(kind: str) -> tuple[type[torch.nn.Module], type[torch.nn.Mod
     return TENorm, TEColumnParallelLinear
 
 
-def _add_parts(attention: ModuleSpec, config: TransformerConfig, family: Family) -> None:
+def _add_parts(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family, te: bool) -> None:
     """Add the parts that a family's attention needs in addition to Megatron's."""
+    attention: Any = layer.self_attention
     parts = {
         "windows": family.windows is not None,
         "gates": config.attention_output_gate,
@@ -105,7 +102,7 @@ def _add_parts(attention: ModuleSpec, config: TransformerConfig, family: Family)
         attention.module, attention.submodules.core_attention = IndexedAttention, SelectedAttention
 
 
-def _use_delta_net(layer: TransformerLayerSubmodules, te: bool) -> None:
+def _use_delta_net(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family, te: bool) -> None:
     backend: Any = LocalSpecProvider()
     if te:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -115,21 +112,15 @@ def _use_delta_net(layer: TransformerLayerSubmodules, te: bool) -> None:
     layer.self_attention = delta_net_spec(backend.column_parallel_linear(), backend.row_parallel_linear())
 
 
+_MIXERS = {"attention": _add_parts, "delta": _use_delta_net}
+
+
 def _place_norms(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family) -> None:
     """Normalise the outputs of attention and MLP if the family does, instead of or in addition to their inputs."""
     if family.norms == "outputs":
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
     if family.norms != "inputs":
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, {"config": config})
-
-
-def _is_moe(config: TransformerConfig, layer: int) -> bool:
-    frequency = config.moe_layer_freq
-    return config.num_moe_experts is not None and (isinstance(frequency, int) or bool(frequency[layer]))
-
-
-def _is_delta(config: TransformerConfig, layer: int) -> bool:
-    return isinstance(config.linear_attention_freq, list) and bool(config.linear_attention_freq[layer])
 
 
 def _te_spec(config: TransformerConfig, family: Family, *, moe: bool) -> ModuleSpec:

@@ -89,7 +89,7 @@ def add_mtp_layers(
     norm, linear = norm_and_linear(kind)
     layers = []
     for number in geometry.mtp_numbers:
-        inner = layer_spec(config, kind, family, moe=geometry.is_moe_layer(number))
+        inner = layer_spec(config, kind, family, geometry.layer_kind(number))
         parts = mtp_submodules(inner, groups.collection, enorm=norm, hnorm=norm, eh_proj=linear, layer_norm=norm)
         layers.append(ModuleSpec(MultiTokenPredictionLayer, submodules=parts))
     chunk.mtp = MultiTokenPredictionBlock(

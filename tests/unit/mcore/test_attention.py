@@ -91,7 +91,7 @@ def rotation(inv_freq: Tensor, groups: ModelGroups) -> RotaryEmbedding:
 
 
 def build(config: TransformerConfig, family: Family, layer: int, groups: ModelGroups) -> torch.nn.Module:
-    spec = layer_spec(config, "local", family, moe=False).submodules.self_attention
+    spec = layer_spec(config, "local", family, ("attention", "dense")).submodules.self_attention
     with use_groups(groups, current_platform()):
         model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0, force_reset_rng=True)
         made = build_module(spec, config=config, layer_number=layer, pg_collection=groups.collection)
