@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,61 @@ def test_gates_windows_and_norms_of_projections_go_together(
     if gates:
         heads = heads * (hidden @ rows[:, queries : 2 * queries].flatten(0, 1).mT).sigmoid()
     torch.testing.assert_close(found, heads @ attention.linear_proj.weight.mT)
+
+
+@pytest.mark.parametrize("layer", [WINDOW, WHOLE])
+def test_windows_sinks_and_gates_go_together(config: TransformerConfig, groups: ModelGroups, layer: int) -> None:
+    torch.manual_seed(layer)
+    config.attention_output_gate, config.softmax_type = True, "learnable"
+    attention = build(config, GEMMA, layer, groups)
+    tensors = [torch.randn(TOKENS, 2, config.hidden_size, requires_grad=True), *attention.parameters()]
+    own, model = (rotation(1.0 / base ** (torch.arange(0, SIZE, 2) / SIZE), groups) for base in (1e4, 1e6))
+    chunk = SimpleNamespace(
+        config=config,
+        rotary_pos_emb=model,
+        decoder=SimpleNamespace(layers=[SimpleNamespace(layer_number=layer, self_attention=attention)]),
+    )
+    set_window_frequencies(chunk, own.inv_freq)  # type: ignore[arg-type]
+    found, _ = attention(tensors[0], None, rotary_pos_emb=model(TOKENS))
+    window = config.window_size[0] + 1 if layer == WINDOW else TOKENS
+    expected = slow_attention(attention, config, tensors[0], 1e4 if layer == WINDOW else 1e6, window)
+    assert window == TOKENS or window < TOKENS - 1, "the window hides tokens"
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((out * weights).sum(), tensors) for out in (found, expected)]
+    assert all(gradient.any() for gradient in gradients[0])
+    torch.testing.assert_close(*gradients)
+
+
+def slow_attention(layer: Any, config: TransformerConfig, hidden: Tensor, base: float, window: int) -> Tensor:
+    """Attend one head of one sequence at a time, with a window, a sink and gates, from the layer's parameters."""
+    angles = torch.arange(TOKENS)[:, None] / base ** (torch.arange(0, SIZE, 2) / SIZE)
+    distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    hidden_keys = (distance < 0) | (distance >= window)
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + config.layernorm_epsilon).sqrt() * (1 + weight)
+
+    def rotated(x: Tensor) -> Tensor:
+        left, right = x.split(SIZE // 2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+    per_group = HEADS // GROUPS
+    rows = layer.linear_qkv.weight.view(GROUPS, 2 * per_group + 2, SIZE, -1)  # queries, gates, key, value
+    sequences = []
+    for x in hidden.unbind(1):
+        heads = []
+        for head in range(HEADS):
+            group, number = divmod(head, per_group)
+            query = rotated(normed(x @ rows[group, number].T, layer.q_layernorm.weight))
+            key = rotated(normed(x @ rows[group, -2].T, layer.k_layernorm.weight))
+            scores = (query @ key.T * config.softmax_scale).masked_fill(hidden_keys, -torch.inf)
+            sink = layer.core_attention.softmax_offset[head].expand(TOKENS, 1)
+            shares = torch.cat([scores, sink], dim=1).softmax(1)[:, :-1]
+            heads.append(shares @ (x @ rows[group, -1].T) * (x @ rows[group, per_group + number].T).sigmoid())
+        sequences.append(torch.cat(heads, dim=1) @ layer.linear_proj.weight.T)
+    return torch.stack(sequences, dim=1)
 
 
 def rotation(inv_freq: Tensor, groups: ModelGroups) -> RotaryEmbedding:
