@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.masters import SplitMaster
 
 Mixer = Literal["attention", "delta"]  # the block that mixes tokens: attention or a gated delta net
-LayerKind = tuple[Mixer, Literal["dense", "moe"]]  # and the block behind it: an MLP or experts
+LayerKind = tuple[Mixer, Literal["dense", "moe"]]  # the mixer, then an MLP or experts
 
 
 @dataclass(frozen=True, slots=True)

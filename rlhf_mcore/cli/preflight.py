@@ -25,6 +25,7 @@ from rlhf_mcore.cli.terminal import find_console, working
 from rlhf_mcore.config.choices import run_kind
 from rlhf_mcore.config.engine_kinds import ENGINES, engine_kind
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.questions import max_new_tokens
 from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.schema import Config
@@ -65,6 +66,13 @@ def check_packages(cfg: Config) -> None:
     """
     if cfg.actor.fp8 is not None and (problem := _fp8_problem(cfg)) is not None:
         raise ConfigError(problem)
+    for role in ("actor", "critic"):
+        in_bf16 = value_of(cfg, f"{role}.optimizer.state_dtype") == "bf16" and run_kind(cfg).reads(f"{role}.optimizer")
+        if in_bf16 and find_spec("transformer_engine") is None:
+            raise ConfigError(
+                f"{role}.optimizer.state_dtype=bf16 needs Transformer Engine, which is not installed; set it to fp32, and save "
+                f"memory with {role}.optimizer.offload"
+            )
     rollout, stack = cfg.rollout, "gpu" if has_gpu() else "cpu"
     without = next(f"rollout.engine={kind.name}" for kind in ENGINES.values() if not kind.packages)
     requirements = [

@@ -156,3 +156,11 @@ def warnings_of(cfg: Config) -> Iterator[str]:
             f"environment.max_tokens is null, so an episode, including the environment's text, has at most {limit} tokens, the limit "
             f"of one turn (rollout.sampling.max_new_tokens); set it to the tokens of environment.max_turns={own.max_turns} turns"
         )
+    for role in ("actor", "critic"):
+        optimizer = value_of(cfg, f"{role}.optimizer")
+        is_read = run_kind(cfg).reads(f"{role}.optimizer") and optimizer.state_dtype == "bf16"
+        if is_read and optimizer.beta2 > 1 - 2**-8:  # half the distance between bf16 numbers, relative to them
+            yield (
+                f"{role}.optimizer.beta2={optimizer.beta2:g} with state_dtype=bf16: a bf16 second moment cannot shrink by so "
+                "little, so it stays at its largest value; set beta2 to 0.99 or less"
+            )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rlhf_mcore.trainer.resume  # noqa: F401  # else it is first imported here, and keeps a replaced verify_chain
 from rlhf_mcore.checkpoint.delta import verify_chain
@@ -18,6 +19,7 @@ from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import EnvironmentConfig
 from rlhf_mcore.config.settings import to_yaml
+from rlhf_mcore.config.validate import warnings_of
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.trainer.inputs import fingerprints
 
@@ -322,6 +324,16 @@ def test_rules_that_score_nothing_are_one_line(
         assert train(*changes) == 0
         warnings = [text for text in capsys.readouterr().out.splitlines() if text.startswith("warning: ")]
         assert len(warnings) == (line is not None) and all(str(line) in text for text in warnings), warnings
+
+
+@pytest.mark.usefixtures("workspace")
+def test_second_moments_that_cannot_shrink_in_bf16_are_one_line() -> None:
+    """Half the distance between two bf16 numbers is at most 1/256 of them."""
+    for beta2, is_frozen in ((0.999, True), (0.9962, True), (0.996, False), (0.99, False)):
+        moments = torch.linspace(1, 2, 128, dtype=torch.bfloat16)
+        assert bool((moments * torch.tensor(beta2) == moments).any()) is is_frozen
+        cfg = load_config("run.yaml", ["actor.optimizer.state_dtype=bf16", f"actor.optimizer.beta2={beta2}"])
+        assert any("set beta2 to 0.99 or less" in line for line in warnings_of(cfg)) is is_frozen
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,10 @@ def slow_attention(layer: Any, config: TransformerConfig, hidden: Tensor, base: 
     distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
     hidden_keys = (distance < 0) | (distance >= window)
 
-    def normed(x: Tensor, weight: Tensor) -> Tensor:
+    def normalise(x: Tensor, weight: Tensor) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + config.layernorm_epsilon).sqrt() * (1 + weight)
 
-    def rotated(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         left, right = x.split(SIZE // 2, dim=-1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
@@ -130,8 +130,8 @@ def slow_attention(layer: Any, config: TransformerConfig, hidden: Tensor, base: 
         heads = []
         for head in range(HEADS):
             group, number = divmod(head, per_group)
-            query = rotated(normed(x @ rows[group, number].T, layer.q_layernorm.weight))
-            key = rotated(normed(x @ rows[group, -2].T, layer.k_layernorm.weight))
+            query = rotate(normalise(x @ rows[group, number].T, layer.q_layernorm.weight))
+            key = rotate(normalise(x @ rows[group, -2].T, layer.k_layernorm.weight))
             scores = (query @ key.T * config.softmax_scale).masked_fill(hidden_keys, -torch.inf)
             sink = layer.core_attention.softmax_offset[head].expand(TOKENS, 1)
             shares = torch.cat([scores, sink], dim=1).softmax(1)[:, :-1]

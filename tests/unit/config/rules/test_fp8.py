@@ -108,6 +108,13 @@ def test_a_machine_without_the_means_is_told_so_before_processes_start(
         preflight.check_packages(cfg)
 
 
+@pytest.mark.usefixtures("workspace")
+def test_bf16_optimizer_state_needs_transformer_engine_before_processes_start() -> None:
+    cfg = load_config("run.yaml", ["actor.optimizer.state_dtype=bf16"])
+    with expect_error(ConfigError, field="actor.optimizer.state_dtype=bf16", value="Transformer Engine", remedy="fp32"):
+        preflight.check_packages(cfg)
+
+
 @pytest.mark.parametrize(
     ("policy", "engines", "sent"),
     [
