@@ -20,6 +20,8 @@ from transformers import (
     DeepseekV32ForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -312,6 +314,18 @@ FURTHER_MODELS = {
         SmolLM3ForCausalLM,
         SmolLM3Config,
         dict(head_dim=None, hidden_size=128, pad_token_id=None, no_rope_layers=[1, 0, 1, 0]),
+    ),
+    # Sliding windows, and one layer with full attention that does not rotate.
+    "exaone4": (
+        Exaone4ForCausalLM,
+        Exaone4Config,
+        dict(sliding_window=5, pad_token_id=None, rope_parameters=LLAMA3_ROPE),
+    ),
+    # Without windows, layers with full attention rotate.
+    "exaone4_full": (
+        Exaone4ForCausalLM,
+        Exaone4Config,
+        dict(sliding_window=None, layer_types=["full_attention"] * 4, pad_token_id=None, tie_word_embeddings=True),
     ),
     # Heads as large as in the published models, because vLLM's CPU kernels support no other sizes.
     "deepseek_v3_heads": (

@@ -145,9 +145,37 @@ OLMO_3: dict[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": 100278,
 }
+# Without windows, and with a pattern of windows that transformers ignores.
+EXAONE_1_2B: dict[str, Any] = {
+    "architectures": ["Exaone4ForCausalLM"],
+    "model_type": "exaone4",
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "layer_types": ["full_attention"] * 30,
+    "max_position_embeddings": 65536,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "sliding_window_pattern": "LLLG",
+    "tie_word_embeddings": True,
+    "vocab_size": 102400,
+}
 # Keys of nvidia/MiniMax-M2.7-NVFP4. The other keys equal MiniMax-M2.
 NVFP4 = {"quantization_config": {"quant_algo": "NVFP4", "quant_method": "modelopt"}}
-MINIMAX = json.loads((Path(__file__).parents[3] / "configs" / "models" / "MiniMax-M2" / "config.json").read_text())
+MODELS = Path(__file__).parents[3] / "configs" / "models"
+MINIMAX = json.loads((MODELS / "MiniMax-M2" / "config.json").read_text())
+EXAONE_32B = json.loads((MODELS / "EXAONE-4.0-32B" / "config.json").read_text())
 
 
 def inspect(folder: Path, config: dict[str, Any]) -> Any:
@@ -156,7 +184,11 @@ def inspect(folder: Path, config: dict[str, Any]) -> Any:
     return inspect_model(str(folder), "model.path")
 
 
-@pytest.mark.parametrize("config", [QWEN3_6, GLM_4_7, SMOLLM3, OLMO_3], ids=["Qwen3.6", "GLM-4.7", "SmolLM3", "OLMo-3"])
+@pytest.mark.parametrize(
+    "config",
+    [QWEN3_6, GLM_4_7, SMOLLM3, OLMO_3, EXAONE_32B, EXAONE_1_2B],
+    ids=["Qwen3.6", "GLM-4.7", "SmolLM3", "OLMo-3", "EXAONE-32B", "EXAONE-1.2B"],
+)
 def test_a_published_config_is_read_as_transformers_reads_it(tmp_path: Path, config: dict[str, Any]) -> None:
     geometry, problems = inspect(tmp_path, config)
     assert problems == []

@@ -67,6 +67,7 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         "deepseek_v3",
         "deepseek_v32",
         "ernie4_5",
+        "exaone4",
         "gemma3",
         "gemma3_text",
         "glm4_moe",
@@ -273,6 +274,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ("Olmoe", {**EXPERTS, "norm_topk_prob": True}, "norm_topk_prob is not supported for OlmoeForCausalLM"),
         ("Olmoe", {**EXPERTS, "clip_qkv": 8.0}, "clip_qkv is not supported for OlmoeForCausalLM"),
         ("SmolLM3", {"no_rope_layers": [1, 2]}, "no_rope_layers"),
+        ("Exaone4", {"sliding_window": None}, "config.json has no sliding_window"),
+        ("Exaone4", {**WINDOW, "layer_types": ["full_attention"] * 2}, 'add "sliding_window": null'),
         ("Gemma", {}, "architecture GemmaForCausalLM is not supported; supported are: DeepseekV2ForCausalLM, "),
     ]:
         found = problems(tmp_path, {**CONFIG, "architectures": [f"{architecture}ForCausalLM"], **change})
@@ -303,6 +306,10 @@ def test_what_is_not_refused(tmp_path: Path) -> None:
         ("MiniMaxM2", MINIMAX),
         ("Olmo3", WINDOW),
         ("SmolLM3", {"no_rope_layers": [0, 1, 1]}),
+        (
+            "Exaone4",
+            {"sliding_window": None, "sliding_window_pattern": "LLLG", "layer_types": ["full_attention"] * 2},
+        ),
     ]:
         assert problems(tmp_path, {**CONFIG, "architectures": [f"{architecture}ForCausalLM"], **change}) == []
 
