@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.masters import SplitMaster
 
-Mixer = Literal["attention", "delta"]  # the block that mixes tokens: attention or a gated delta net
+# The block that mixes tokens: attention, a gated delta net, or attention to the keys of an indexer, or to shared keys.
+Mixer = Literal["attention", "delta", "indexed", "shared"]
 LayerKind = tuple[Mixer, Literal["dense", "moe"]]  # the mixer, then an MLP or experts
 
 
@@ -43,6 +44,7 @@ class IndexerSizes:
     num_heads: int
     head_dim: int
     top_k: int  # selected keys of a token; shorter sequences are attended to as a whole
+    shared_layers: tuple[int, ...] = ()  # layers without an indexer: they use the last indexer's keys before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,8 @@ class ModelGeometry:
     def layer_kind(self, layer: int) -> LayerKind:
         """Return the kinds of a layer's two blocks. Layers of the same kind have the same parameters."""
         mixer: Mixer = "delta" if layer in self.delta_layers else "attention"
+        if isinstance(self.attention, LatentSizes) and (indexer := self.attention.indexer) is not None:
+            mixer = "shared" if layer in indexer.shared_layers else "indexed"
         return mixer, "moe" if self.is_moe_layer(layer) else "dense"
 
     def padded_vocab(self, tp: int) -> int:

@@ -25,6 +25,7 @@ from rlhf_mcore.config.rules.layouts import (
     balance_problems,
     cut_problems,
     engine_problems,
+    recompute_problems,
     role_problems,
     world_problems,
 )
@@ -66,6 +67,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     if geometry is not None:
         problems += cut_problems("actor", cfg.actor.layout, geometry, "model.path")
         problems += balance_problems("actor", cfg.actor.moe, geometry, "model.path")
+        problems += recompute_problems("actor", cfg.actor.recompute, geometry, packing=cfg.trainer.packing)
         problems += [*mtp_problems(cfg, geometry), *target_problems(cfg, geometry), *vision_problems(cfg, geometry)]
         problems += processor_problems(cfg) if geometry.vision is not None else ()
     if kind.generates and cfg.rollout.quantization is not None:

@@ -67,7 +67,7 @@ Kind = Literal[
     "transposed",  # whole on every rank, transposed
     "vocab_columns",  # equal runs of columns of the padded vocabulary, transposed
 ]
-Layers = Literal["all", "dense", "moe", "attention", "delta", "mtp"]  # layers that have the parameter
+Layers = Literal["all", "dense", "moe", "attention", "delta", "indexed", "mtp"]  # layers that have the parameter
 Spec = Literal["any", "local", "te"]  # layer specs with this name; "te": Transformer Engine's
 
 
@@ -245,6 +245,7 @@ class Family:
     norm_of_projections: bool = False  # one norm over all heads together
     rotates_partly: bool = False  # partial_rotary_factor sets the rotated share of a head
     norms: Literal["inputs", "outputs", "both"] = "inputs"  # around attention and MLP
+    layer_type: str = "full_attention"  # the only kind in config.json's layer_types, without windows or a delta net
 
     # The rest of a decoder.
     activation: str = "silu"  # activation of the MLP, named as in config.json

@@ -233,21 +233,26 @@ class SigmoidMixture:
         return tuple(hf_config.integer(key, 1, 4096, default=1) for key in _GROUPS)  # type: ignore[return-value]
 
 
+@dataclass(frozen=True, slots=True)
 class ListedMixture(SigmoidMixture):
-    """``SigmoidMixture``, if transformers reads the list ``mlp_layer_types``, and engines the number of dense layers."""
+    """``SigmoidMixture``, if transformers reads the list ``mlp_layer_types``, and engines the number of dense layers.
 
-    __slots__ = ()
+    ``absent_dense``: transformers' number of dense layers without the list. None: the number that engines read.
+    """
+
+    absent_dense: int | None = 1
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
         """Yield the unsupported parts of a config.json."""
         yield from SigmoidMixture.problems(self, hf_config)
         num_layers = size(hf_config, "num_hidden_layers")
-        usual = _mlp_kinds(1, num_layers)
         num_dense = hf_config.integer("first_k_dense_replace", 0, num_layers)
+        absent = num_dense if self.absent_dense is None else self.absent_dense
+        usual = _mlp_kinds(absent, num_layers)
         if hf_config.texts("mlp_layer_types", default=usual) != _mlp_kinds(num_dense, num_layers):
             yield (
                 f"first_k_dense_replace={num_dense} differs from mlp_layer_types, which transformers reads "
-                "(without the key: one dense layer); correct either of them"
+                f"(dense layers without the key: {absent}); correct either of them"
             )
 
 

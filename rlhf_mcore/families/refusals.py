@@ -103,8 +103,7 @@ def window_problems(family: Family, hf_config: Fields, architecture: str) -> Ite
     if (window := _active_window(family, hf_config)) is not None:
         yield f"{architecture} with an active sliding_window {window} is not supported; use another model"
     elif family.delta is None:
-        own = "indexed_attention" if family.latent is not None and family.latent.is_indexed else "full_attention"
-        kinds = set(hf_config.texts("layer_types", default=None) or ()) - {own}
+        kinds = set(hf_config.texts("layer_types", default=None) or ()) - {family.layer_type}
         if kinds:
             yield f"layer_types has {shorten(min(kinds))!r}, which is not supported for {architecture}; use another model"
 

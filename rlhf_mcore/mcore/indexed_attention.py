@@ -5,6 +5,9 @@ The indexer gives a score to every earlier token: a weighted sum over its heads 
 in fp32, as in transformers. The authors' code computes in fp8. It also rotates queries and keys by a Hadamard matrix,
 which does not change their products.
 
+In GLM-5.2, some layers have no indexer. They use the keys that the last layer with an indexer selected (arXiv
+2603.12201).
+
 The attention is torch's, with a mask. Sequences of at most ``top_k`` tokens use the causal mask.
 """
 
@@ -17,8 +20,11 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
+from rlhf_mcore.families.base import Family
+from rlhf_mcore.families.indexed import IndexedLatent
 from rlhf_mcore.geometry import IndexerSizes
 from rlhf_mcore.mcore.attention import LATENT_NORM_EPS, LatentAttention
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
@@ -38,9 +44,9 @@ class Indexer(torch.nn.Module):
     norm_bias: Tensor  # [head_dim]
     head_weights: Tensor  # [heads, hidden]
 
-    def __init__(self, sizes: IndexerSizes, config: TransformerConfig):
+    def __init__(self, sizes: IndexerSizes, config: TransformerConfig, *, rotates_pairs: bool):
         super().__init__()
-        self.sizes, self._rope = sizes, config.qk_pos_emb_head_dim
+        self.sizes, self._rope, self._rotates_pairs = sizes, config.qk_pos_emb_head_dim, rotates_pairs
         shapes = {
             "queries": (sizes.num_heads * sizes.head_dim, config.q_lora_rank),
             "keys": (sizes.head_dim, config.hidden_size),
@@ -78,8 +84,13 @@ class Indexer(torch.nn.Module):
         return torch.cat(places)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the first elements of each head. Unlike the attention's, their halves form the pairs."""
+        """Rotate the first elements of each head. Neighbours or halves of them form the pairs.
+
+        Neighbours are moved to halves. Products of queries and keys do not depend on the order.
+        """
         turned, rest = x.split([self._rope, x.size(-1) - self._rope], dim=-1)
+        if self._rotates_pairs:
+            turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         low, high = turned.chunk(2, dim=-1)
         turned = turned * cos + torch.cat([-high, low], dim=-1) * sin
         return torch.cat([turned, rest], dim=-1)
@@ -92,10 +103,17 @@ class IndexedAttention(LatentAttention):
     It is None if all sequences are short. Under context parallelism each rank selects for all tokens.
     """
 
-    def __init__(self, config: TransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **kwargs: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        *args: Any,
+        rotates_pairs: bool,
+        **kwargs: Any,
+    ):
         super().__init__(config, submodules, *args, **kwargs)
         sizes = IndexerSizes(config.dsa_indexer_n_heads, config.dsa_indexer_head_dim, config.dsa_indexer_topk)
-        self.indexer = Indexer(sizes, config)
+        self.indexer = Indexer(sizes, config, rotates_pairs=rotates_pairs)
 
     def forward(
         self,
@@ -107,6 +125,7 @@ class IndexedAttention(LatentAttention):
     ) -> tuple:
         assert attention_mask is None, "families with an indexer have no images"
         selected = self._select(hidden_states, packed_seq_params)
+        _selections(packed_seq_params)[0] = selected
         result: tuple = super().forward(hidden_states, selected, *args, packed_seq_params=packed_seq_params, **kwargs)
         return result
 
@@ -146,6 +165,35 @@ class IndexedAttention(LatentAttention):
         return self.indexer.select(hidden, latent, cos, sin)
 
 
+class SharedAttention(LatentAttention):
+    """Latent attention to the keys that the last layer with an indexer selected.
+
+    The backward pass can recompute a layer after other layers have selected. A packed microbatch therefore stores the
+    selection for each of these layers. Padded microbatches must not recompute whole layers.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> tuple:
+        selected = (kept := _selections(packed_seq_params))[0]
+        if packed_seq_params is not None:
+            selected = kept.setdefault(self.layer_number, selected)
+        result: tuple = super().forward(hidden_states, selected, *args, packed_seq_params=packed_seq_params, **kwargs)
+        return result
+
+
+_of_padded: dict[int, Tensor | None] = {}  # the selection in the padded microbatch that is computed
+
+
+def _selections(packed: PackedSequences | None) -> dict[int, Tensor | None]:
+    return _of_padded if packed is None else packed.selections
+
+
 class SelectedAttention(SDPACoreAttention):
     """Causal attention to selected keys. The argument ``attention_mask`` contains their places, for all tokens of all ranks."""
 
@@ -165,3 +213,21 @@ class SelectedAttention(SDPACoreAttention):
             mask = torch.zeros_like(earlier).scatter_(-1, of_sequence[rows], True).logical_and_(earlier)
             parts.append(self._attend_masked(q[one], k[one], v[one], mask))
         return torch.cat(parts)
+
+
+def use_indexed_attention(
+    layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family, te: bool
+) -> None:
+    """Set the attention of a layer with an indexer in the layer's spec."""
+    assert isinstance(family.latent, IndexedLatent)
+    attention: Any = layer.self_attention
+    attention.params = {**attention.params, "rotates_pairs": family.latent.rotates_pairs}
+    attention.module, attention.submodules.core_attention = IndexedAttention, SelectedAttention
+
+
+def use_shared_attention(
+    layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family, te: bool
+) -> None:
+    """Set the attention of a layer that uses another layer's selection in the layer's spec."""
+    attention: Any = layer.self_attention
+    attention.module, attention.submodules.core_attention = SharedAttention, SelectedAttention

@@ -38,7 +38,7 @@ from rlhf_mcore.geometry import LayerKind, ModelGeometry
 from rlhf_mcore.mcore.attention import LatentAttention, add_parts, local_attention_spec
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention, with_trees
 from rlhf_mcore.mcore.delta_net import delta_net_spec
-from rlhf_mcore.mcore.indexed_attention import IndexedAttention, SelectedAttention
+from rlhf_mcore.mcore.indexed_attention import use_indexed_attention, use_shared_attention
 from rlhf_mcore.mcore.mixture import use_mixture
 from rlhf_mcore.platform import cpu_kernels
 from rlhf_mcore.platform.megatron_versions import submodules_of
@@ -98,8 +98,6 @@ def _add_parts(layer: TransformerLayerSubmodules, config: TransformerConfig, fam
     }
     if any(parts.values()):
         add_parts(attention, **parts)
-    if family.latent is not None and family.latent.is_indexed:
-        attention.module, attention.submodules.core_attention = IndexedAttention, SelectedAttention
 
 
 def _use_delta_net(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family, te: bool) -> None:
@@ -112,7 +110,12 @@ def _use_delta_net(layer: TransformerLayerSubmodules, config: TransformerConfig,
     layer.self_attention = delta_net_spec(backend.column_parallel_linear(), backend.row_parallel_linear())
 
 
-_MIXERS = {"attention": _add_parts, "delta": _use_delta_net}
+_MIXERS = {
+    "attention": _add_parts,
+    "delta": _use_delta_net,
+    "indexed": use_indexed_attention,
+    "shared": use_shared_attention,
+}
 
 
 def _place_norms(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family) -> None:

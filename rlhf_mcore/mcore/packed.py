@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -30,6 +30,8 @@ class PackedSequences(PackedSeqParams):
     pad_between_seqs: bool | None = False  # the borders include padding
     seen: tuple[Tensor, Tensor, Tensor] | None = None  # result of ``seen_by_chunks``, shared by all layers
     tree: TreePart | None = None  # set if the sequences are segments of a prefix tree
+    # places of selected keys: by the number of a layer that uses another layer's, and the last selection at 0
+    selections: dict[int, Tensor | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, borders: Tensor, places: Tensor, sizes: Sequence[int], order: Tensor | None) -> PackedSequences:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.questions import (
@@ -16,12 +17,12 @@ from rlhf_mcore.config.questions import (
 from rlhf_mcore.config.resolve import default_world_size
 from rlhf_mcore.config.rules.parts import layer_problems
 from rlhf_mcore.config.rules.rollout import engine_keys
-from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig, RolloutConfig
+from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig, RecomputeConfig, RolloutConfig
 from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig
 from rlhf_mcore.config.schema.run import MAX_WORLD
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED, has_expert_bias
 from rlhf_mcore.foreign import shorten
-from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.geometry import LatentSizes, ModelGeometry
 from rlhf_mcore.readers.model_files import inspect_model, with_head
 
 
@@ -93,6 +94,7 @@ def role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
         geometry, _ = inspect_model(path, key, ("lm", "token"))
         if geometry is not None:
             yield from balance_problems("critic", cfg.critic.moe, geometry, key)
+            yield from recompute_problems("critic", cfg.critic.recompute, geometry, packing=cfg.trainer.packing)
             yield from layer_problems(cfg.critic.lora, "critic.lora", with_head(geometry, "token"))
 
 
@@ -145,6 +147,7 @@ def cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometry, model
     yield from tensor_cut_problems(geometry, f"{role}.layout.tp", layout.tp, model)
     yield from _expert_cut_problems(f"{role}.layout", layout, geometry, model)
     yield from _stage_problems(f"{role}.layout", layout, geometry.num_layers, model)
+    yield from _selection_problems(f"{role}.layout", layout, geometry, model)
 
 
 def balance_problems(role: str, moe: MoEConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
@@ -153,6 +156,17 @@ def balance_problems(role: str, moe: MoEConfig, geometry: ModelGeometry, model: 
         yield f"{role}.moe.aux_loss_coef={moe.aux_loss_coef:g}, but {model} has no experts; set it to 0"
     if moe.expert_bias_rate and not has_expert_bias(geometry):
         yield f"{role}.moe.expert_bias_rate={moe.expert_bias_rate:g}, but the router of {model} has no bias per expert; set it to 0"
+
+
+def recompute_problems(
+    role: str, recompute: RecomputeConfig, geometry: ModelGeometry, *, packing: bool
+) -> Iterator[str]:
+    """Check that a recomputed layer finds the keys that an earlier layer selected for its microbatch."""
+    if recompute.whole_layers and not packing and _layers_with_others_keys(geometry):
+        yield (
+            f"{role}.recompute.granularity={recompute.granularity} is supported with trainer.packing=true only, if layers "
+            "use the keys selected in other layers; set it to true, or the granularity to off or selective"
+        )
 
 
 def _stage_problems(key: str, layout: LayoutConfig, num_layers: int, model: str) -> Iterator[str]:
@@ -169,6 +183,23 @@ def _stage_problems(key: str, layout: LayoutConfig, num_layers: int, model: str)
         yield f"{given} has {len(sizes)} numbers for {name} stages; give one number per stage, {example}"
     elif sizes is not None and (min(sizes) < 1 or sum(sizes) != num_layers):
         yield f"{given} does not add up to {layers}; give positive numbers with this sum, {example}"
+
+
+def _selection_problems(key: str, layout: LayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
+    """Check that no stage begins with a layer that uses the keys selected in an earlier layer."""
+    shared, stages = _layers_with_others_keys(geometry), layout.pp * (layout.vpp or 1)
+    borders = list(accumulate(layout.layers_per_stage or balanced_stages(geometry.num_layers, stages)))[:-1]
+    if wrong := [layer for layer in borders if layer in shared]:
+        own = [layer for layer in range(1, geometry.num_layers) if layer not in shared]
+        yield (
+            f"{key}: a pipeline stage begins with layer {wrong[0]} of {model}, which uses the keys selected in an earlier "
+            f"layer; let stages begin with layers that have an indexer ({shorten(own)}): set layers_per_stage, or lower pp or vpp"
+        )
+
+
+def _layers_with_others_keys(geometry: ModelGeometry) -> tuple[int, ...]:
+    indexer = geometry.attention.indexer if isinstance(geometry.attention, LatentSizes) else None
+    return () if indexer is None else indexer.shared_layers
 
 
 def _expert_cut_problems(key: str, layout: LayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:

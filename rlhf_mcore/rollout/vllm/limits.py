@@ -46,6 +46,12 @@ def model_problems(
             f"rollout.engine=vllm: image tokens of model.path={model.path} attend to each other, which vLLM engines do not "
             "support yet; set rollout.engine=hf"
         )
+    indexer = geometry.attention.indexer if isinstance(geometry.attention, LatentSizes) else None
+    if indexer is not None and indexer.shared_layers and cfg.layout.pp > 1:
+        yield (
+            f"rollout.layout.pp={cfg.layout.pp}: layers of model.path={model.path} share selected keys, which vLLM's stages do "
+            "not send to each other; set it to 1"
+        )
     yield from _grid_problems(cfg, geometry, records_routes)
     if not has_gpu():
         yield from _cpu_problems(model, geometry)
