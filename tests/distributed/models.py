@@ -30,6 +30,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -167,6 +169,24 @@ FURTHER_MODELS = {
         DeepseekV32ForCausalLM,
         DeepseekV32Config,
         {**DEEPSEEK, "index_n_heads": 16, "index_head_dim": 24, "index_topk": 4},
+    ),
+    # The indexer rotates neighbours. Layer 3 uses the keys that layer 2 selects, and layers 0 and 1 have indexers too.
+    "glm_moe_dsa": (
+        GlmMoeDsaForCausalLM,
+        GlmMoeDsaConfig,
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "index_n_heads": 16,
+            "index_head_dim": 24,
+            "index_topk": 4,
+            "index_topk_freq": 2,
+            "index_skip_topk_offset": 3,
+            "indexer_rope_interleave": True,
+        },
     ),
     # Moonlight's settings: queries without a latent, one group, no rotary scaling, and an epsilon that differs from
     # the epsilon of the latents' norms.
@@ -532,8 +552,12 @@ def add_mtp_layer(directory: Path, layers: int = 4, count: int = 1) -> dict[str,
     path, config = directory / "model.safetensors", directory / "config.json"
     held = load_file(path)
     last, prefix = f"model.layers.{layers - 1}.", f"model.layers.{layers + count - 1}."
+    before = f"model.layers.{layers - 2}."  # an MTP layer has an indexer, even if the last layer does not
     hidden, vocabulary = held["model.norm.weight"].numel(), held["model.embed_tokens.weight"]
-    made = {prefix + name.removeprefix(last): tensor for name, tensor in held.items() if name.startswith(last)}
+    made = {
+        prefix + name.removeprefix(before): held[name] for name in held if name.startswith(f"{before}self_attn.indexer")
+    }
+    made |= {prefix + name.removeprefix(last): tensor for name, tensor in held.items() if name.startswith(last)}
     made |= {f"{prefix}{name}.weight": held["model.norm.weight"] for name in ("enorm", "hnorm", "shared_head.norm")}
     made |= {f"{prefix}{name}.weight": vocabulary for name in ("embed_tokens", "shared_head.head")}
     made[f"{prefix}eh_proj.weight"] = torch.zeros(hidden, 2 * hidden)

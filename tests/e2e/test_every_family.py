@@ -25,9 +25,9 @@ from tests.tiny_training import make_quickstart
 # The values bound the differences of logprobs in nats. If bf16 may change the choice of experts, the bound is the
 # metric's warning limit.
 IN_BF16 = {"deepseek_v3_heads": ("max", 0.3), "glm4_moe_lite": ("max", 0.3), "qwen3_next": ("mean", 0.1)}
-_BY_TRANSFORMERS = ("deepseek", "minimax", "qwen3_5")  # vLLM's CPU build cannot route MiniMax-M2
+_BY_TRANSFORMERS = ("deepseek", "glm_moe_dsa", "minimax", "qwen3_5")  # vLLM's CPU build cannot route MiniMax-M2
 BY_TRANSFORMERS = [name for name in FURTHER_MODELS if name.startswith(_BY_TRANSFORMERS) and name not in IN_BF16]
-WITH_MTP = ("deepseek_v3", "deepseek_v3_heads", "deepseek_v32", "glm4_moe", "glm4_moe_lite")
+WITH_MTP = ("deepseek_v3", "deepseek_v3_heads", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
     return (sum(map(ord, solution_str)) % 17) / 16  # differs between responses, so that there is a gradient

@@ -26,6 +26,7 @@ CHANGES: dict[str, Content] = {
     "gemma3": {"mm_tokens_per_image": 196, "vision_config": {"vision_use_head": False}},
     "glm4_moe": {"head_dim": 128},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "indexer_rope_interleave": True},
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
     "mistral": {"sliding_window": None},
     "qwen2_5_vl": {"text_config": {**_SECTIONS_OF_HEADS, "head_dim": 128}, "vision_config": {"out_hidden_size": 8192}},

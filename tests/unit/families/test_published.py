@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.readers.model_files import inspect_model
 
+PUBLISHED = Path(__file__).parents[3] / "configs" / "models"
 # Keys of the files on the Hugging Face hub that affect tensors or computation, and keys that are new to a family.
 QWEN3_6: dict[str, Any] = {  # Qwen3.8-27B has the same values
     "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -173,9 +174,10 @@ EXAONE_1_2B: dict[str, Any] = {
 }
 # Keys of nvidia/MiniMax-M2.7-NVFP4. The other keys equal MiniMax-M2.
 NVFP4 = {"quantization_config": {"quant_algo": "NVFP4", "quant_method": "modelopt"}}
-MODELS = Path(__file__).parents[3] / "configs" / "models"
-MINIMAX = json.loads((MODELS / "MiniMax-M2" / "config.json").read_text())
-EXAONE_32B = json.loads((MODELS / "EXAONE-4.0-32B" / "config.json").read_text())
+MINIMAX = json.loads((PUBLISHED / "MiniMax-M2" / "config.json").read_text())
+EXAONE_32B = json.loads((PUBLISHED / "EXAONE-4.0-32B" / "config.json").read_text())
+# Two indexers follow the first one. Then each indexer selects for four layers.
+GLM_5_2 = json.loads((PUBLISHED / "GLM-5.2" / "config.json").read_text())
 
 
 def inspect(folder: Path, config: dict[str, Any]) -> Any:
@@ -186,8 +188,8 @@ def inspect(folder: Path, config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     "config",
-    [QWEN3_6, GLM_4_7, SMOLLM3, OLMO_3, EXAONE_32B, EXAONE_1_2B],
-    ids=["Qwen3.6", "GLM-4.7", "SmolLM3", "OLMo-3", "EXAONE-32B", "EXAONE-1.2B"],
+    [QWEN3_6, GLM_4_7, GLM_5_2, SMOLLM3, OLMO_3, EXAONE_32B, EXAONE_1_2B],
+    ids=["Qwen3.6", "GLM-4.7", "GLM-5.2", "SmolLM3", "OLMo-3", "EXAONE-32B", "EXAONE-1.2B"],
 )
 def test_a_published_config_is_read_as_transformers_reads_it(tmp_path: Path, config: dict[str, Any]) -> None:
     geometry, problems = inspect(tmp_path, config)
@@ -203,7 +205,16 @@ def test_a_published_config_is_read_as_transformers_reads_it(tmp_path: Path, con
     ("config", "change", "problem"),
     [
         (MINIMAX, NVFP4, "quant_method='modelopt'"),
-        (GLM_4_7, {"architectures": ["GlmMoeDsaForCausalLM"]}, "architecture GlmMoeDsaForCausalLM is not supported"),
+        (GLM_4_7, {"architectures": ["Glm5ForCausalLM"]}, "architecture Glm5ForCausalLM is not supported"),
+        (GLM_5_2, {"index_topk_freq": 1}, "indexer_types has 'shared' for layer 3, but engines read 'full'"),
+        (
+            GLM_5_2,
+            {"index_topk_pattern": "F" * 77 + "S"},
+            "for layer 3, but engines read 'full' from index_topk_pattern",
+        ),
+        (GLM_5_2, {"indexer_types": ["shared"] * 78}, "indexer_types must contain"),
+        (GLM_5_2, {"indexer_rope_interleave": False}, "indexer_rope_interleave=False is not supported"),
+        (GLM_5_2, {"mlp_layer_types": ["sparse"] * 78}, "first_k_dense_replace=3 differs from mlp_layer_types"),
         (
             QWEN3_6,
             {"text_config": {**QWEN3_6["text_config"], "output_gate_type": "sigmoid"}},

@@ -72,6 +72,7 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         "gemma3_text",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm_moe_dsa",
         "gpt_oss",
         "llama",
         "minimax_m2",

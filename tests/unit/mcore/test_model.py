@@ -103,7 +103,7 @@ def expected_logprobs(hf: torch.nn.Module) -> torch.Tensor:
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("name", ["qwen2_yarn", "qwen3_tied", "deepseek_v3_kimi", "deepseek_v32"])
+@pytest.mark.parametrize("name", ["qwen2_yarn", "qwen3_tied", "deepseek_v3_kimi", "deepseek_v32", "glm_moe_dsa"])
 def test_logprobs_gradients_and_update_are_those_of_transformers(
     name: str, tmp_path: Path, groups: ModelGroups
 ) -> None:
@@ -133,6 +133,22 @@ def test_logprobs_gradients_and_update_are_those_of_transformers(
     norm = float(torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm())
     outcome = model.step(lr=0.0)
     assert outcome.updated and outcome.finite and outcome.grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_a_recomputed_layer_uses_the_keys_that_its_own_indexer_selected(tmp_path: Path, groups: ModelGroups) -> None:
+    """Layer 1 is recomputed after layer 2 has selected other keys."""
+    hf = make("glm_moe_dsa", tmp_path, index_topk_pattern="FSFS")
+    recompute = RecomputeConfig(granularity="full")
+    model = build(tmp_path, groups, trainable=True, recompute=recompute)
+    model.add_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0))
+
+    def loss(outputs: torch.Tensor, part: Microbatch) -> tuple[torch.Tensor, Metrics]:
+        return (model.logprobs_and_entropy(outputs, part, TEMPERATURE)[0] * part.fields["mask"]).sum() / 8, {}
+
+    model.forward_backward(microbatches(True), loss)
+    (expected_logprobs(hf) * loss_mask()).sum().div(8).backward()
+    norm = float(torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm())
+    assert model.step(lr=0.0).grad_norm == pytest.approx(norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_tied"])

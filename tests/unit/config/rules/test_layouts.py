@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.commands import ROOT
 from tests.unit.config.checking import check, only
 
 PPO = "algorithm=ppo"
@@ -263,6 +265,28 @@ def test_a_head_with_several_labels_is_not_a_number(scorer: Any) -> None:
 def test_a_balancing_loss_of_a_critic_without_experts(workspace: Any) -> None:
     problem = only(check(PPO, "critic.moe.aux_loss_coef=0.1"))
     assert problem == "critic.moe.aux_loss_coef=0.1, but model.path has no experts; set it to 0"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["actor.layout.pp=2"], ["actor.layout: a pipeline stage begins with layer 2", "indexer ([1, 3])"]),
+        (["actor.layout.pp=2", "actor.layout.layers_per_stage=[3,1]"], []),
+        (["actor.recompute.granularity=full"], []),
+        (
+            ["actor.recompute.granularity=full", "trainer.packing=false"],
+            ["actor.recompute.granularity=full", "trainer.packing=true"],
+        ),
+    ],
+)
+def test_layers_that_use_the_keys_of_another_layer_are_in_its_stage(
+    workspace: Any, overrides: list[str], words: list[str]
+) -> None:
+    published = json.loads((ROOT / "configs" / "models" / "GLM-5.2" / "config.json").read_text())
+    sizes = {"num_hidden_layers": 4, "vocab_size": 64, "n_routed_experts": 8, "indexer_types": None}
+    workspace.write_hf_config(**{**published, **sizes, "index_topk_pattern": "FFSF"})
+    problems = check("rollout.engine=hf", *overrides, world_size=2)
+    assert all(word in " ".join(problems) for word in words) and bool(problems) == bool(words), problems
 
 
 def write_mtp_model(workspace: Any, **changes: Any) -> None:

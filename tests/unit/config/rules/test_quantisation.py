@@ -12,7 +12,7 @@ from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.resolve import resolve
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families.quantised import QUANTISATIONS, cut_problems, quantisation_problems
-from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, LatentSizes, ModelGeometry
+from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, IndexerSizes, LatentSizes, ModelGeometry
 from rlhf_mcore.rollout.vllm import limits
 from tests.unit.config.checking import check, only
 
@@ -112,6 +112,16 @@ def test_a_group_that_cuts_a_block_is_named_with_whole_experts_as_a_remedy(monke
     )
     cfg.rollout.layout.ep = 4
     assert list(problems_of(cfg, mixture)) == []
+
+
+def test_stages_of_vllm_do_not_send_selected_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "has_gpu", lambda: True)
+    attention = LatentSizes(4, 192, 64, 128, 512, 512, IndexerSizes(4, 64, 8, shared_layers=(1,)))
+    cfg, model = Config(), replace(LLAMA, family="glm_moe_dsa", attention=attention)
+    assert list(problems_of(cfg, model)) == []
+    cfg.rollout.layout.pp = 2
+    (problem,) = problems_of(cfg, model)
+    assert "rollout.layout.pp=2" in problem and "set it to 1" in problem
 
 
 def test_vllm_takes_whole_blocks_and_no_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
