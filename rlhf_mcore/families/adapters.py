@@ -45,7 +45,10 @@ _KINDS: dict[Kind, tuple[Kind, Kind]] = {
     "row_parallel": ("row_parallel", "replicated"),
     "replicated": ("replicated", "replicated"),
     "vocab_parallel": ("replicated", "vocab_parallel"),
-    **{kind: ("replicated", kind) for kind in ("column_parallel", "qkv", "gated_qkv", "delta", "delta_by_head")},
+    **{
+        kind: ("replicated", kind)
+        for kind in ("column_parallel", "halves", "qkv", "joined_qkv", "gated_qkv", "delta", "delta_by_head")
+    },
 }
 _EMBEDDING_KINDS: tuple[Kind, Kind] = ("transposed", "vocab_columns")
 _RANK = Dim("rank", lambda g: _sizes(g).rank)

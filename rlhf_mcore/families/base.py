@@ -64,6 +64,8 @@ Kind = Literal[
     "delta",  # rows of a gated delta net by head; files group them by kind
     "delta_by_head",  # the same rows; files group the inputs by key head
     "gated_qkv",  # like "qkv", but queries and gates alternate per head in files
+    "joined_qkv",  # like "qkv", but files stack queries, keys and values in one tensor
+    "halves",  # like "column_parallel", but files stack the two matrices in one tensor
     "transposed",  # whole on every rank, transposed
     "vocab_columns",  # equal runs of columns of the padded vocabulary, transposed
 ]
@@ -242,6 +244,7 @@ class Family:
     # config.json's flag for norms of query and key heads, if it varies between models
     qk_norm_key: str = ""
     qkv_bias_key: str = ""  # config.json's flag for biases of queries, keys and values
+    qkv_bias: bool = False  # default of this flag
     norm_of_projections: bool = False  # one norm over all heads together
     rotates_partly: bool = False  # partial_rotary_factor sets the rotated share of a head
     norms: Literal["inputs", "outputs", "both"] = "inputs"  # around attention and MLP
@@ -368,4 +371,4 @@ class Family:
         return bool(self.qk_norm_key) and hf_config.flag(self.qk_norm_key, default=False)
 
     def _has_qkv_bias(self, hf_config: Fields) -> bool:
-        return bool(self.qkv_bias_key) and hf_config.flag(self.qkv_bias_key, default=False)
+        return bool(self.qkv_bias_key) and hf_config.flag(self.qkv_bias_key, default=self.qkv_bias)

@@ -61,6 +61,8 @@ FEW = {
     "smollm3": ("tp2_pp2_vpp2_sp", "pp2_cp2"),
     "exaone4": ("tp2_pp2_vpp2_sp", "tp2_cp2"),
     "exaone4_full": ("pp2_cp2",),
+    "phi3": ("tp2_pp2_vpp2_sp", "tp2_cp2"),
+    "glm4": ("tp2_pp2", "tp2_cp2"),
 }
 
 # These are updated on each of their layouts, so that all metrics are compared. Under these two, sequences are padded.

@@ -26,6 +26,8 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
@@ -48,6 +50,8 @@ from transformers import (
     Olmo3ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -347,6 +351,19 @@ FURTHER_MODELS = {
         Exaone4Config,
         dict(sliding_window=None, layer_types=["full_attention"] * 4, pad_token_id=None, tie_word_embeddings=True),
     ),
+    # Files stack queries, keys and values, and gate and up matrices. Three quarters of each head rotate.
+    "phi3": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        dict(
+            head_dim=None,
+            hidden_size=128,
+            pad_token_id=None,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.75),
+        ),
+    ),
+    # Gate and up matrices are stacked, fewer key heads than ranks, and norms around blocks.
+    "glm4": (Glm4ForCausalLM, Glm4Config, dict(num_key_value_heads=1, pad_token_id=None, eos_token_id=1)),
     # Heads as large as in the published models, because vLLM's CPU kernels support no other sizes.
     "deepseek_v3_heads": (
         DeepseekV3ForCausalLM,

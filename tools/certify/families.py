@@ -62,6 +62,8 @@ TINY: dict[str, dict[str, Any]] = {
     "ernie4_5": dict(tie_word_embeddings=True),
     "smollm3": dict(head_dim=None, no_rope_layers=[1, 0, 1, 0]),
     "exaone4": dict(sliding_window=5),
+    "phi3": dict(head_dim=None),
+    "glm4": dict(attention_bias=True),
     "gemma3_text": dict(sliding_window=5, sliding_window_pattern=3, query_pre_attn_scalar=24),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "qwen2_moe": {**_SHARED, "head_dim": None},

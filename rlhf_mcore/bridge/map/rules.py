@@ -312,6 +312,26 @@ def _qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
     )
 
 
+def _joined_qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
+    """Describe rows interleaved by query group, for files with one tensor: all queries, all keys, all values."""
+    ((name, (rows, *_)),), groups = shapes.items(), range(g.num_kv_heads)
+    keys = g.num_kv_heads * g.head_dim
+    sections = [(0, rows - 2 * keys), (rows - 2 * keys, keys), (rows - keys, keys)]
+    per_group = [(first, count // g.num_kv_heads) for first, count in sections]
+    return _interval(
+        shapes, ((name, first + group * count, count) for group in groups for first, count in per_group), shard
+    )
+
+
+def _halves(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
+    """Describe this rank's rows of both halves of one tensor (gate, then up), stacked."""
+    for name, shape in shapes.items():
+        half = shape[0] // 2
+        per_rank = half // shard.size
+        for number in (0, 1):
+            yield _rows(name, shape, number * half + shard.rank * per_rank, per_rank, number * per_rank)
+
+
 def _gated_qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
     """Describe rows interleaved by query group, for queries with gates.
 
@@ -371,7 +391,9 @@ _SPLITS: dict[str, Callable[[Shapes, ModelGeometry, Shard], Iterator[Piece]]] = 
     "row_parallel": _row_parallel,
     "vocab_parallel": _vocab_parallel,
     "qkv": _qkv,
+    "joined_qkv": _joined_qkv,
     "gated_qkv": _gated_qkv,
+    "halves": _halves,
     "transposed": _describe_transposed,
     "vocab_columns": _vocab_columns,
     "delta": _delta,
