@@ -58,7 +58,7 @@ def with_products(hf: Any, tensors: dict[str, Tensor], scale: float) -> Any:
     return hf
 
 
-@pytest.mark.parametrize(("name", "use_rslora"), [("qwen3", False), ("qwen3_moe", True)])
+@pytest.mark.parametrize(("name", "use_rslora"), [("qwen3", False), ("qwen3_moe", True), ("phi3", False)])
 def test_peft_computes_with_what_was_trained(tmp_path: Path, name: str, use_rslora: bool) -> None:
     """This includes experts, which PEFT combines in one adapter per layer."""
     models.make(name, base := tmp_path / "base")

@@ -40,6 +40,16 @@ def test_query_groups_by_hand() -> None:
     assert brief(QKV, geometry, 1, 2) == [("q_proj", 2, 2, 0), ("k_proj", 1, 1, 2), ("v_proj", 1, 1, 3)]
 
 
+def test_tensors_that_files_stack_by_hand() -> None:
+    # The same rows in one tensor: q0 q1 q2 q3 k0 k1 v0 v1, and 16 rows of gate before 16 rows of up.
+    geometry = replace(GEOMETRY, family="phi3", attention=GroupedSizes(4, 2, 1))
+    joined = "qkv_proj"
+    assert brief(QKV, geometry, 1, 4) == [(joined, 4, 1, 0), (joined, 6, 1, 1)]
+    assert brief(QKV, geometry, 1, 2) == [(joined, 2, 2, 0), (joined, 5, 1, 2), (joined, 7, 1, 3)]
+    mlp = "decoder.layers.3.mlp.linear_fc1.weight"
+    assert brief(mlp, geometry, 1, 2) == [("gate_up_proj", 8, 8, 0), ("gate_up_proj", 24, 8, 8)]
+
+
 def test_a_cut_through_the_middle_of_a_head_by_hand() -> None:
     # One group, 4 heads of size 2: rows q0..q7 k0 k1 v0 v1. Four ranks get three rows each.
     geometry = replace(GEOMETRY, attention=GroupedSizes(4, 1, 2))
@@ -160,7 +170,7 @@ def test_norms_fused_into_transformer_engines_linears_have_the_same_place(family
         (up.format("kv"), "self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm"),
     ]
     usual = [("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "input_layernorm")]
-    mlp = "pre_feedforward_layernorm" if FAMILIES[family].norms == "both" else "post_attention_layernorm"
+    mlp = "pre_feedforward_layernorm" if family.startswith("gemma") else "post_attention_layernorm"
     for fused, alone, hf in (
         *(attention if latent else usual),
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight", mlp),
