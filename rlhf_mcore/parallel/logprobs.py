@@ -10,7 +10,7 @@ fused form rounds gradients to bf16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
@@ -66,6 +66,7 @@ def linear_logprobs(
     compared: TeacherTopTokens | None = None,
     main_grad: Tensor | None = None,
     added: tuple[Tensor, Tensor] | None = None,
+    cap: float | None = None,
 ) -> TokenLogprobs:
     """Compute an output layer's logprob of each label from hidden states, and optionally the entropy of each distribution.
 
@@ -87,6 +88,7 @@ def linear_logprobs(
             empty sparse gradient. None: autograd gets the gradient.
         added: [N, r] and this rank's rows [V_local, r] of two matrices, whose product is added to the logits. The
             gradient of the former is also summed over the group.
+        cap: bound c of logits z, which become c tanh(z / c) before they are divided by the temperature; None: no bound.
 
     Returns:
         logprobs [N], entropy [N] with ``with_entropy``, log_mass [N] with a support, and divergence [N] with
@@ -98,15 +100,19 @@ def linear_logprobs(
         hidden = SummedGradient.apply(hidden, group)
         low = None if low is None else SummedGradient.apply(low, group)
     block = chunk_tokens or chunk_tokens_of(weight.size(0))
-    columns = _Columns.of(group, len(weight), vocab_size, temperature)
+    columns = _Columns.of(group, len(weight), vocab_size, temperature, cap)
     subsets = None if support is None else support.on(hidden.device)
     wanted = with_entropy, subsets, compared
     return TokenLogprobs(*_Linear.apply(hidden, weight, low, rows, labels, columns, block, wanted, main_grad))
 
 
-def _logits(hidden: Tensor, weight: Tensor, low: Tensor | None, rows: Tensor | None) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, low: Tensor | None, rows: Tensor | None, cap: float | None = None
+) -> Tensor:
     logits = F.linear(hidden, weight)
-    return logits if low is None or rows is None else logits.addmm_(low, rows.t())
+    if low is not None and rows is not None:
+        logits.addmm_(low, rows.t())
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def _find_kernels(hidden: Tensor, wanted: Wanted) -> ModuleType | None:
@@ -151,7 +157,7 @@ class _Linear(torch.autograd.Function):
         ctx.fused, parts, z = _find_kernels(hidden, wanted), [], None
         for a, b in _chunks(len(hidden), block):
             z = None  # free the logits of the last block before the next are computed
-            z = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
+            z = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows, columns.cap)
             parts.append(_forward_block(z, labels[a:b], columns, _wanted_of(wanted, a, b), ctx.fused))
         results, sums = _results(parts, wanted)
         ctx.save_for_backward(hidden, weight, low, rows, labels, z if len(parts) == 1 else None, *sums)
@@ -165,10 +171,13 @@ class _Linear(torch.autograd.Function):
         for a, b in _chunks(len(hidden), ctx.block):
             if not is_kept:
                 z = None
-                z = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
+                z = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows, ctx.columns.cap)
             overwrite = _overwrite_by_gradient if ctx.fused is None else ctx.fused.overwrite_by_gradient
             of_block = labels[a:b], _slice(sums, a, b), _slice(grads, a, b), ctx.columns, _wanted_of(ctx.wanted, a, b)
-            overwrite(z, *of_block)
+            if ctx.columns.cap is None:
+                overwrite(z, *of_block)
+            else:
+                _overwrite_bounded(z, *of_block, overwrite)
             torch.mm(z, weight, out=out[a:b])
             total.add(z, hidden[a:b])
             if of_low is not None:
@@ -231,11 +240,14 @@ class _Columns:
     first: int
     width: int  # number of true columns from ``first`` on; further columns are padding
     temperature: float
+    cap: float | None  # bound of logits
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, columns: int, vocab_size: int, temperature: float) -> _Columns:
+    def of(
+        cls, group: dist.ProcessGroup, columns: int, vocab_size: int, temperature: float, cap: float | None = None
+    ) -> _Columns:
         first = group.rank() * columns
-        return cls(group, first, vocab_size - first, temperature)
+        return cls(group, first, vocab_size - first, temperature, cap)
 
     def scale(self, logits: Tensor, *, copy: bool = False) -> Tensor:
         """Divide logits by the temperature in fp32, and set padding columns to -inf.
@@ -347,6 +359,23 @@ def _overwrite_by_gradient(
         _compute_gradient(z, labels[a:b], _slice(sums, a, b), _slice(grads, a, b), columns, _wanted_of(wanted, a, b))
         if z.dtype != logits.dtype:
             logits[a:b] = z
+
+
+def _overwrite_bounded(
+    logits: Tensor,
+    labels: Tensor,
+    sums: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    columns: _Columns,
+    wanted: Wanted,
+    overwrite: Callable[..., None],
+) -> None:
+    """Overwrite bounded logits c tanh(z / c) by the gradient of z. ``overwrite`` computes the gradient of its input."""
+    assert columns.cap is not None
+    for a, b in _slices(logits):
+        slope = 1 - (logits[a:b] / columns.cap).square_()
+        overwrite(logits[a:b], labels[a:b], _slice(sums, a, b), _slice(grads, a, b), columns, _wanted_of(wanted, a, b))
+        logits[a:b] *= slope
 
 
 def _compute_gradient(

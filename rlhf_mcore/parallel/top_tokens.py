@@ -32,11 +32,12 @@ def top_tokens(
     group: dist.ProcessGroup,
     chunk_tokens: int | None = None,
     added: tuple[Tensor, Tensor] | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Compute the ``count`` most probable tokens of each distribution and the rest. Collective, without gradients.
 
     Args:
-        hidden, weight, temperature, group, chunk_tokens, added: as in ``linear_logprobs``.
+        hidden, weight, temperature, group, chunk_tokens, added, cap: as in ``linear_logprobs``.
         count: number of tokens.
         vocab_size: true size, at least ``count``; tokens from this id on have no probability.
 
@@ -48,7 +49,7 @@ def top_tokens(
     low, rows = added if added is not None else (None, None)
     parts = []
     for a, b in _chunks(len(hidden), chunk_tokens or chunk_tokens_of(len(weight))):
-        logits = _logits(hidden[a:b].to(weight.dtype), weight, None if low is None else low[a:b], rows)
+        logits = _logits(hidden[a:b].to(weight.dtype), weight, None if low is None else low[a:b], rows, cap)
         parts.append(_top_of_chunk(logits, count, columns))
     return torch.cat(parts)
 

@@ -294,6 +294,45 @@ def test_logits_with_a_product_added(chunk: int | None, size: int, monkeypatch: 
     torch.testing.assert_close(torch.cat([values[4] for values in found]).double(), b.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_bounded_logits(chunk: int | None, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits z become c tanh(z / c), before padding is removed and the temperature divides them."""
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    hidden, weight, labels = output_layer(14, VOCAB, 12)
+    tokens, cap = torch.arange(1, 15) / 14, 1.5
+
+    def rank(group: ThreadGroup) -> list[Tensor]:
+        x = hidden.clone().requires_grad_()
+        w = weight.chunk(size)[group.rank()].clone().requires_grad_()
+        logprobs, entropy, _, _ = linear_logprobs(
+            x,
+            w,
+            labels,
+            vocab_size=VOCAB,
+            temperature=0.7,
+            group=group,  # type: ignore[arg-type]
+            chunk_tokens=chunk,
+            cap=cap,
+        )
+        assert entropy is not None
+        (0.8 * (tokens * logprobs).sum() - 0.3 * (tokens.flip(0) * entropy).sum()).backward()
+        assert x.grad is not None and w.grad is not None
+        return [logprobs, entropy, x.grad, w.grad]
+
+    found = run_ranks(size, rank)
+    x, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logits = x @ w.t()
+    assert logits.abs().max() > 2 * cap
+    logprobs, entropy = plain((logits / cap).tanh() * cap, labels, VOCAB, 0.7)
+    (0.8 * (tokens * logprobs).sum() - 0.3 * (tokens.flip(0) * entropy).sum()).backward()
+    for values in found:
+        for value, expected in zip(values, (logprobs, entropy, x.grad), strict=False):
+            torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat([values[3] for values in found]).double(), w.grad, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("chunk", "rows"), [(8, 8), (64, 64)])
 def test_only_a_chunk_of_logits_is_there_at_a_time(chunk: int, rows: int) -> None:
     """Checks every tensor that the forward and backward pass make or keep."""
