@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.masters import SplitMaster
 
-# The block that mixes tokens: attention, a gated delta net, or attention to the keys of an indexer, or to shared keys.
-Mixer = Literal["attention", "delta", "indexed", "shared"]
+# The block that mixes tokens: attention (wide: ``WideSizes``), a gated delta net, or attention to the keys of an indexer,
+# or to shared keys.
+Mixer = Literal["attention", "wide", "delta", "indexed", "shared"]
 LayerKind = tuple[Mixer, Literal["dense", "moe"]]  # the mixer, then an MLP or experts
 
 
@@ -35,6 +36,15 @@ class GroupedSizes:
     @property
     def rope_dim(self) -> int:
         return self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class WideSizes:
+    """Attention with other heads in some layers: in Gemma 4, in the layers that attend to all tokens."""
+
+    layers: tuple[int, ...]
+    heads: GroupedSizes
+    keys_are_values: bool  # values are projected keys, before their norm and rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +166,14 @@ class ModelGeometry:
     family: str  # name of a module of rlhf_mcore/families
     num_layers: int
     hidden_size: int
-    attention: GroupedSizes | LatentSizes  # in all layers without a gated delta net
+    attention: GroupedSizes | LatentSizes  # in all layers without a gated delta net or wide heads
     ffn_size: int
     vocab_size: int  # true size, without padding
     tied_embeddings: bool
     head: str = "lm"  # lm: logits | token: a scalar per token, with a bias | sequence: a scalar per token, no bias
     max_positions: int = 0  # tokens of the longest sequence; 0: unknown
     window: WindowSizes | None = None
+    wide: WideSizes | None = None
     delta: DeltaSizes | None = None
     experts: ExpertSizes | None = None
     # MTP layers that are trained with the model; they are numbered after the last layer
@@ -191,6 +202,17 @@ class ModelGeometry:
     def num_experts(self) -> int:
         """Return the number of experts of an MoE layer; 0 if the model has none."""
         return 0 if self.experts is None else self.experts.count
+
+    @property
+    def attentions(self) -> list[tuple[GroupedSizes | LatentSizes, tuple[int, ...]]]:
+        """Return each kind of attention with its layers, without MTP layers."""
+        wide = () if self.wide is None else self.wide.layers
+        others = tuple(n for n in range(self.num_layers) if n not in wide and n not in self.delta_layers)
+        return [(self.attention, others), *([(self.wide.heads, wide)] if self.wide is not None else [])]
+
+    def attention_of(self, layer: int) -> GroupedSizes | LatentSizes:
+        """Return the sizes of a layer's attention."""
+        return self.wide.heads if self.wide is not None and layer in self.wide.layers else self.attention
 
     @property
     def delta_layers(self) -> tuple[int, ...]:
@@ -227,6 +249,8 @@ class ModelGeometry:
         mixer: Mixer = "delta" if layer in self.delta_layers else "attention"
         if isinstance(self.attention, LatentSizes) and (indexer := self.attention.indexer) is not None:
             mixer = "shared" if layer in indexer.shared_layers else "indexed"
+        if self.wide is not None and layer in self.wide.layers:
+            mixer = "wide"
         return mixer, "moe" if self.is_moe_layer(layer) else "dense"
 
     def padded_vocab(self, tp: int) -> int:

@@ -47,7 +47,16 @@ _KINDS: dict[Kind, tuple[Kind, Kind]] = {
     "vocab_parallel": ("replicated", "vocab_parallel"),
     **{
         kind: ("replicated", kind)
-        for kind in ("column_parallel", "halves", "qkv", "joined_qkv", "gated_qkv", "delta", "delta_by_head")
+        for kind in (
+            "column_parallel",
+            "halves",
+            "qkv",
+            "joined_qkv",
+            "wide_qkv",
+            "gated_qkv",
+            "delta",
+            "delta_by_head",
+        )
     },
 }
 _EMBEDDING_KINDS: tuple[Kind, Kind] = ("transposed", "vocab_columns")

@@ -60,6 +60,7 @@ Kind = Literal[
     "row_parallel",  # equal runs of columns
     "vocab_parallel",  # equal runs of rows of the padded vocabulary
     "qkv",  # an equal run of the rows of queries, keys and values, interleaved by group
+    "wide_qkv",  # the same for wide heads; values may be missing
     "stacked",  # one expert's part, transposed, of a tensor with all experts
     "delta",  # rows of a gated delta net by head; files group them by kind
     "delta_by_head",  # the same rows; files group the inputs by key head
@@ -69,7 +70,9 @@ Kind = Literal[
     "transposed",  # whole on every rank, transposed
     "vocab_columns",  # equal runs of columns of the padded vocabulary, transposed
 ]
-Layers = Literal["all", "dense", "moe", "attention", "delta", "indexed", "mtp"]  # layers that have the parameter
+Layers = Literal[
+    "all", "dense", "moe", "attention", "wide", "delta", "indexed", "mtp"
+]  # layers that have the parameter
 Spec = Literal["any", "local", "te"]  # layer specs with this name; "te": Transformer Engine's
 
 
@@ -247,13 +250,17 @@ class Family:
     qkv_bias: bool = False  # default of this flag
     norm_of_projections: bool = False  # one norm over all heads together
     rotates_partly: bool = False  # partial_rotary_factor sets the rotated share of a head
+    rotates_proportionally: bool = False  # the same for rope type "proportional": other channels have frequency 0
+    norm_of_values: bool = False  # each head's values are normalised without a weight
     norms: Literal["inputs", "outputs", "both"] = "inputs"  # around attention and MLP
     layer_type: str = "full_attention"  # the only kind in config.json's layer_types, without windows or a delta net
+    scales_layers: bool = False  # files contain a factor for each layer's output
 
     # The rest of a decoder.
     activation: str = "silu"  # activation of the MLP, named as in config.json
     tied: bool = False  # default without tie_word_embeddings in config.json: the embedding is the output layer
     scales_embeddings: bool = False  # by the square root of the hidden size
+    logit_cap_key: str = ""  # config.json's key for a bound c of logits z: c tanh(z / c)
 
     # Megatron settings that differ from its defaults, in names shared by TransformerConfig and Megatron-LM's
     # arguments.
@@ -264,7 +271,7 @@ class Family:
     flags: Mapping[str, bool] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     # Required keys with their only value, because transformers or engines use another default.
-    stated: Mapping[str, str | bool] = field(default_factory=dict)
+    stated: Mapping[str, str | bool | int] = field(default_factory=dict)
     absent: tuple[str, ...] = ()  # keys that must have no value
     # Without ``windows``: the key that activates sliding_window, and the default of sliding_window.
     window_switch: Literal["sliding_window", "use_sliding_window", "max_window_layers"] = "max_window_layers"

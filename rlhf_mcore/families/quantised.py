@@ -72,6 +72,8 @@ def quantisation_problems(geometry: ModelGeometry) -> Iterator[str]:
         yield f"{geometry.family} sees images"
     if not isinstance(geometry.attention, GroupedSizes):
         yield f"projections of {geometry.family}'s latent attention are absorbed by others"
+    if geometry.wide is not None:
+        yield f"{geometry.family} has layers with other heads"
     if geometry.delta is not None:
         yield f"{geometry.family} has gated delta nets"
 

@@ -68,7 +68,7 @@ def rotation_problems(family: Family, hf_config: Fields, architecture: str) -> I
         yield from _scaling_problems(family, rope)
     sets = (hf_config, *([given] if given else []), *nested)
     partial = min(_factor(held) for held in sets)
-    if partial < 1.0 and not family.rotates_partly:
+    if partial < 1.0 and not (family.rotates_partly or family.rotates_proportionally):
         yield f"{_PARTIAL}={partial} is not supported for {architecture}, whose heads rotate whole; use another model"
 
 
@@ -81,6 +81,8 @@ def _scaling_problems(family: Family, rope: Fields) -> Iterator[str]:
     kind = scaling(rope)
     if kind == "mrope" and family.vision is not None:
         kind = "default"
+    if kind == "proportional" and family.rotates_proportionally:
+        return
     if kind not in ROPE_TYPES:
         yield f"rope type {shorten(kind)!r} is not supported; supported are: {', '.join(ROPE_TYPES)}"
         return

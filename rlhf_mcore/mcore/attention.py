@@ -24,8 +24,10 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from rlhf_mcore.geometry import WideSizes
 from rlhf_mcore.mcore.groups import Sum
 from rlhf_mcore.mcore.weights import transformer_layers
+from rlhf_mcore.mcore.wide_attention import NormedValues, WideHeads
 from rlhf_mcore.parallel.context import SummedGradient
 from rlhf_mcore.platform.megatron_versions import LayersOfSpec, drop_rotary_factor
 
@@ -134,14 +136,31 @@ class ProjectionNorms(SelfAttention):
         self.k_layernorm = ProjectionNorm(config, config.num_query_groups, tp)
 
 
-def add_parts(attention: ModuleSpec, *, windows: bool, gates: bool, projection_norms: bool) -> None:
+def add_parts(
+    attention: ModuleSpec,
+    *,
+    windows: bool = False,
+    gates: bool = False,
+    projection_norms: bool = False,
+    value_norms: bool = False,
+) -> None:
     """Add parts to the layer spec of Megatron's attention."""
-    parts_by_presence = {OwnRotation: windows, OutputGate: gates, ProjectionNorms: projection_norms}
+    parts_by_presence = {
+        OwnRotation: windows,
+        OutputGate: gates,
+        ProjectionNorms: projection_norms,
+        NormedValues: value_norms,
+    }
     if parts := tuple(part for part, is_wanted in parts_by_presence.items() if is_wanted):
         assert attention.module is SelfAttention, f"{attention.module.__name__} takes no parts"
         attention.module = _compose(parts)
     if projection_norms:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = IdentityOp
+
+
+def use_wide_heads(attention: ModuleSpec, wide: WideSizes) -> None:
+    """Change the heads in the layer spec of attention, which may have parts."""
+    attention.module, attention.params = _compose((attention.module, WideHeads)), {**attention.params, "wide": wide}
 
 
 @cache

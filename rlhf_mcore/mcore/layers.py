@@ -34,8 +34,8 @@ from torch import Tensor
 
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.base import Family
-from rlhf_mcore.geometry import LayerKind, ModelGeometry
-from rlhf_mcore.mcore.attention import LatentAttention, add_parts, local_attention_spec
+from rlhf_mcore.geometry import LayerKind, ModelGeometry, WideSizes
+from rlhf_mcore.mcore.attention import LatentAttention, add_parts, local_attention_spec, use_wide_heads
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention, with_trees
 from rlhf_mcore.mcore.delta_net import delta_net_spec
 from rlhf_mcore.mcore.indexed_attention import use_indexed_attention, use_shared_attention
@@ -64,15 +64,20 @@ def decoder_spec(
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
     kinds = list(map(geometry.layer_kind, numbers))
     family = FAMILIES[geometry.family]
-    specs = {layer: layer_spec(config, kind, family, layer) for layer in set(kinds)}
+    specs = {layer: layer_spec(config, kind, family, layer, geometry.wide) for layer in set(kinds)}
     return TransformerBlockSubmodules(layer_specs=[specs[k] for k in kinds], layer_norm=norm_and_linear(kind)[0])
 
 
-def layer_spec(config: TransformerConfig, kind: str, family: Family, layer: LayerKind) -> ModuleSpec:
-    """Build the spec of the layers of one kind."""
+def layer_spec(
+    config: TransformerConfig, kind: str, family: Family, layer: LayerKind, wide: WideSizes | None = None
+) -> ModuleSpec:
+    """Build the spec of the layers of one kind. ``wide``: sizes of the kind "wide"."""
     (mixer, behind), te = layer, use_te(kind)
     spec = (_te_spec if te else _local_spec)(config, family, moe=behind == "moe")
     _MIXERS[mixer](spec.submodules, config, family, te)
+    if mixer == "wide":
+        assert wide is not None
+        use_wide_heads(spec.submodules.self_attention, wide)
     if behind == "moe":
         use_mixture(spec.submodules.mlp, family)
     _place_norms(spec.submodules, config, family)
@@ -95,6 +100,7 @@ def _add_parts(layer: TransformerLayerSubmodules, config: TransformerConfig, fam
         "windows": family.windows is not None,
         "gates": config.attention_output_gate,
         "projection_norms": family.norm_of_projections,
+        "value_norms": family.norm_of_values,
     }
     if any(parts.values()):
         add_parts(attention, **parts)
@@ -112,6 +118,7 @@ def _use_delta_net(layer: TransformerLayerSubmodules, config: TransformerConfig,
 
 _MIXERS = {
     "attention": _add_parts,
+    "wide": _add_parts,
     "delta": _use_delta_net,
     "indexed": use_indexed_attention,
     "shared": use_shared_attention,
@@ -123,7 +130,8 @@ def _place_norms(layer: TransformerLayerSubmodules, config: TransformerConfig, f
     if family.norms == "outputs":
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
     if family.norms != "inputs":
-        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, {"config": config})
+        layer.self_attn_bda = ModuleSpec(NormedAdd, {"config": config})
+        layer.mlp_bda = ModuleSpec(NormedAdd, {"config": config, "scales": family.scales_layers})
 
 
 def _te_spec(config: TransformerConfig, family: Family, *, moe: bool) -> ModuleSpec:
@@ -205,10 +213,16 @@ class RMSNorm(torch.nn.Module):
 
 
 class NormedAdd(torch.nn.Module):
-    """Normalise the output of attention or of an MLP and add it to the residual, with Megatron's interface."""
+    """Normalise the output of attention or of an MLP and add it to the residual, with Megatron's interface.
 
-    def __init__(self, config: TransformerConfig):
+    ``scales``: multiply the sum by a factor, which files contain and no optimizer updates.
+    """
+
+    scale: Tensor | None
+
+    def __init__(self, config: TransformerConfig, scales: bool = False):
         super().__init__()
+        self.register_buffer("scale", torch.ones(1, dtype=config.params_dtype) if scales else None)
         self.norm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
@@ -218,6 +232,7 @@ class NormedAdd(torch.nn.Module):
         def normed_add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
             output, bias = output_with_bias
             output = self.norm(output if bias is None else output + bias)
-            return add((output, None), residual, dropout)
+            added: Tensor = add((output, None), residual, dropout)
+            return added if self.scale is None else added * self.scale
 
         return normed_add

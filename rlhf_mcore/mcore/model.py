@@ -312,6 +312,7 @@ class MegatronModel:
             compared=compared,
             main_grad=getattr(weight, "main_grad", None),  # Megatron accumulates microbatches here in fp32
             added=added,
+            cap=self.spec.logit_cap,
         )
         whole = partial(self.in_shape, microbatch, placed)
         return TokenLogprobs(whole(computed.logprobs), *(x if x is None else whole(x) for x in computed[1:]))

@@ -56,6 +56,12 @@ class ModelSpec:
         return ARCHITECTURES[self.architecture][1] != self.geometry.head
 
     @property
+    def logit_cap(self) -> float | None:
+        """Return the bound c of logits z, which become c tanh(z / c), or None."""
+        key = FAMILIES[self.geometry.family].logit_cap_key
+        return getattr(self.hf_config, key, None) if key else None
+
+    @property
     def config_updates(self) -> dict[str, Any]:
         """Return the keys of a saved config.json that the head changes."""
         has_mtp = bool(getattr(self.hf_config, MTP_KEY, 0))
@@ -100,8 +106,9 @@ def load_spec(
 def _check_rotated(hf: PretrainedConfig, geometry: ModelGeometry, inv_freq: torch.Tensor, where: str) -> None:
     """Reject a config.json if transformers would rotate another part of a head than our layers do."""
     layered = hf.rope_parameters.get("full_attention", hf.rope_parameters)
-    head = geometry.attention.rope_dim
-    rotated = int(head * layered.get("partial_rotary_factor", 1.0))
+    head = geometry.attention_of(geometry.num_layers - 1).rope_dim
+    is_padded = layered["rope_type"] == "proportional"  # with frequencies of zero
+    rotated = head if is_padded else int(head * layered.get("partial_rotary_factor", 1.0))
     if 2 * len(inv_freq) != rotated:
         raise ConfigError(
             f"{where}: config.json defines {2 * len(inv_freq)} rotated elements for a head of {head}, expected {rotated}; "
@@ -129,6 +136,8 @@ def _rotary(hf: PretrainedConfig, layers: str) -> tuple[torch.Tensor, float]:
         if scale < 1.0 and not hasattr(hf, "kv_lora_rank"):  # for these models Megatron takes the factor directly
             raise ConfigError(f"model.path: a rotary attention factor below 1 ({scale}) is not supported.")
         return inv_freq.float(), float(scale)
+    if is_layered and layers in hf.layer_types:
+        hf = hf.per_layer_config[layers]
     dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     dim = int(dim * rope.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim

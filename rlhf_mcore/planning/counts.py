@@ -122,14 +122,17 @@ def _active(whole: Elements, geometry: ModelGeometry) -> float:
 def model_flops(geometry: ModelGeometry) -> ModelFlops:
     """Count the operations of a forward pass, see :mod:`rlhf_mcore.observability.throughput`."""
     logits = geometry.vocab_size * geometry.hidden_size if geometry.head == "lm" else 0
-    layer = 2.0 * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
     states = 0 if (delta := geometry.delta) is None else len(delta.layers) * delta.values * delta.key_dim
-    windows, tokens = (0, 0) if (window := geometry.window) is None else (len(window.layers), window.tokens)
+    windows, tokens = ((), 0) if (window := geometry.window) is None else (window.layers, window.tokens)
+    pair = window_pair = 0.0
+    for sizes, layers in geometry.attentions:
+        each, cut = 2.0 * sizes.num_heads * (sizes.head_dim + sizes.value_dim), len({*layers} & {*windows})
+        pair, window_pair = pair + (len(layers) - cut) * each, window_pair + cut * each
     return ModelFlops(
         token=2.0 * (active_parameters(geometry) - logits) + 6.0 * states,
-        pair=(geometry.num_attention_layers - windows) * layer,
+        pair=pair,
         logits=2.0 * logits,
-        window_pair=windows * layer,
+        window_pair=window_pair,
         window=tokens,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlhf_mcore.bridge.plan.sent_weights import sent_geometry
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.questions import draws_greedy
-from rlhf_mcore.geometry import LatentSizes, ModelGeometry
+from rlhf_mcore.geometry import GroupedSizes, LatentSizes, ModelGeometry
 from rlhf_mcore.planning.counts import Elements, elements, end_elements
 from rlhf_mcore.planning.inputs import EngineGrid, PlanInputs, engine_grid, num_engines
 from rlhf_mcore.planning.memory import BYTES, FP32
@@ -39,10 +39,14 @@ def kv_bytes_per_token(geometry: ModelGeometry, grid: EngineGrid, width: int) ->
 
     Latent attention stores the latent only, on every rank.
     """
-    layers, attention = _most_layers(grid, geometry.num_attention_layers) + geometry.mtp_layers, geometry.attention
-    if isinstance(attention, LatentSizes):
-        return layers * (attention.kv_rank + attention.rope_dim) * width
-    return 2 * layers * max(1, geometry.num_kv_heads // grid.tp) * geometry.head_dim * width
+
+    def elements_of(attention: GroupedSizes | LatentSizes) -> int:
+        if isinstance(attention, LatentSizes):
+            return attention.kv_rank + attention.rope_dim
+        return 2 * max(1, attention.num_kv_heads // grid.tp) * attention.head_dim
+
+    each = [_most_layers(grid, len(layers)) * elements_of(attention) for attention, layers in geometry.attentions]
+    return (sum(each) + geometry.mtp_layers * elements_of(geometry.attention)) * width
 
 
 def state_bytes_per_sequence(geometry: ModelGeometry, grid: EngineGrid, width: int) -> int:

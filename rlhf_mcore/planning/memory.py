@@ -272,10 +272,11 @@ def _layer_parts(run: Pass, layer: int) -> dict[str, float]:
     role, geometry, layout, width = run.role, run.role.geometry, run.role.layout, run.width
     hidden, input_width = geometry.hidden_size / run.share, _FP8 if role.fp8 else width
     is_moe = geometry.is_moe_layer(layer)
-    attended = _FP8 * geometry.num_heads * geometry.value_dim / layout.tp if role.fp8 else 0.0
+    sizes = geometry.attention_of(layer)
+    attended = _FP8 * sizes.num_heads * sizes.value_dim / layout.tp if role.fp8 else 0.0
     parts = {
         # Inputs of norms; cosines and sines for queries and for keys.
-        "": width * (2 * hidden + _attention(run, layer) / layout.tp + 4 * geometry.attention.rope_dim) + attended,
+        "": width * (2 * hidden + _attention(run, layer) / layout.tp + 4 * sizes.rope_dim) + attended,
         "layernorm": (input_width + (width if is_moe else input_width)) * hidden,
         "core_attn": FP32 * geometry.num_heads / layout.tp,
     }
@@ -316,10 +317,11 @@ def _attention(run: Pass, layer: int) -> float:
     geometry = run.role.geometry
     if geometry.delta is not None and layer in geometry.delta.layers:
         return delta_elements(geometry.delta)
-    queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
-    values = geometry.num_kv_heads * geometry.value_dim
+    sizes = geometry.attention_of(layer)
+    queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    values = sizes.num_kv_heads * sizes.value_dim
     copied = run.copied_keys * (keys + values)
-    if isinstance(geometry.attention, LatentSizes):
+    if isinstance(sizes, LatentSizes):
         return 4 * queries + 3 * values + copied
     return (queries + 2 * keys) + (queries + keys) + queries + copied
 

@@ -179,8 +179,8 @@ def _exchanges(inputs: PlanInputs, role: PlannedRole, tokens: float) -> Iterator
     if layout.cp > 1:  # keys and values of the other ranks' tokens, without overlap
         rate = _link(inputs, layout.tp * layout.cp)
         element_s = tokens * (layout.cp - 1) * BYTES[role.dtype] / (layout.tp * layout.pp * rate)
-        keys = geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim)
-        yield geometry.num_attention_layers * keys * element_s
+        for sizes, each in geometry.attentions:
+            yield len(each) * sizes.num_kv_heads * (sizes.head_dim + sizes.value_dim) * element_s
         if (delta := geometry.delta) is not None:  # some heads of all tokens
             yield len(delta.layers) * delta_elements(delta) / layout.cp * element_s
     if geometry.experts is not None and layout.ep > 1:

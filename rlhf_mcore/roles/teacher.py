@@ -181,5 +181,6 @@ def top_of_outputs(
         group=model.groups.collection.tp,
         chunk_tokens=model.logit_chunk_tokens,
         added=added,
+        cap=model.spec.logit_cap,
     )
     return model.in_shape(microbatch, microbatch.placed, found)

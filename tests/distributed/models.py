@@ -26,6 +26,8 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeConfig,
@@ -164,6 +166,16 @@ MOE_MODELS = {
     ),
     "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=2)),
 }
+GEMMA4 = dict(
+    sliding_window=5,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    global_head_dim=64,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    hidden_size_per_layer_input=0,
+    final_logit_softcapping=4.0,
+    pad_token_id=None,
+)
 # Families that are tested on a few layouts (family_worker.py).
 FURTHER_MODELS = {
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK),
@@ -259,6 +271,8 @@ FURTHER_MODELS = {
             },
         ),
     ),
+    # Layers with full attention have one key head of another size, whose projection is also the values. Logits are bounded.
+    "gemma4_text": (Gemma4ForCausalLM, Gemma4TextConfig, GEMMA4),
     # Sinks and sliding windows with rotary scaling. The biases are so large that the clamp takes effect.
     "gpt_oss": (
         GptOssForCausalLM,
@@ -412,7 +426,7 @@ def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                adds_one = name.startswith(("gemma", "qwen3_next", "qwen3_5")) and "linear_attn" not in parameter_name
+                adds_one = name.startswith(("gemma3", "qwen3_next", "qwen3_5")) and "linear_attn" not in parameter_name
                 centre = 1.0 if "norm" in parameter_name and not adds_one else 0.0
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
             else:
@@ -421,6 +435,8 @@ def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
+            elif buffer_name.endswith("layer_scalar"):
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
     model.save_pretrained(directory)
     return model
 

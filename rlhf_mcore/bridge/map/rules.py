@@ -137,6 +137,10 @@ def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tup
         raise ConfigError(
             f"{geometry.family}: Megatron's formats of its gated delta nets are not supported; convert from or to hf only"
         )
+    if geometry.wide is not None:
+        raise ConfigError(
+            f"{geometry.family}: Megatron's formats of layers with other heads are not supported; convert from or to hf only"
+        )
     parts = pieces(parameter, geometry, Shard(0, 1))
     if find_rule(geometry, parameter)[0].kind == "stacked":
         (piece,) = parts
@@ -180,12 +184,12 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
     if geometry.vision is not None and name.startswith("vision_tower."):
         return _rule_of_tower(geometry, name), 0, 0
     if geometry.adapter is None:
-        return _find_rule(geometry.family, geometry.head, name)
+        return _rule_of_layer(geometry, name)
     if is_trained_whole(name, geometry):
-        rule, layer, expert = _find_rule(geometry.family, geometry.head, name)
+        rule, layer, expert = _rule_of_layer(geometry, name)
         return whole_rules(rule, geometry)[0], layer, expert
     weight, side = base_name(name)
-    rule, layer, expert = _find_rule(geometry.family, geometry.head, weight)
+    rule, layer, expert = _rule_of_layer(geometry, weight)
     if not (rules := _adapter_rules(geometry, rule.mcore, layer)):
         raise KeyError(f"{weight!r} has no adapter")
     return rules[(A, B, M).index(side)], layer, expert
@@ -194,20 +198,35 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
 @lru_cache(maxsize=4096)
 def _adapter_rules(geometry: ModelGeometry, weight: str, layer: int) -> list[Rule]:
     """Return the rules for the adapters of a weight in one layer. All experts share them."""
-    return adapter_rules(_rules(geometry.family, geometry.head)[weight], geometry, layer)
+    rules = _rules(geometry.family, geometry.head)[weight]
+    return adapter_rules(_rule_in_layer(rules, geometry, layer), geometry, layer)
 
 
 @cache
-def _rules(family: str, head: str) -> dict[str, Rule]:
-    """Return a model's rules by Megatron name. If two rules share a name, the first wins."""
-    rules: dict[str, Rule] = {}
+def _rules(family: str, head: str) -> dict[str, list[Rule]]:
+    """Return a model's rules by Megatron name."""
+    rules: dict[str, list[Rule]] = {}
     for rule in FAMILIES[family].rules + HEADS[head].rules:
-        rules.setdefault(rule.mcore, rule)
+        rules.setdefault(rule.mcore, []).append(rule)
     return rules
 
 
+def _rule_of_layer(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
+    rules, layer, expert = _find_rules(geometry.family, geometry.head, name)
+    return _rule_in_layer(rules, geometry, layer), layer, expert
+
+
+def _rule_in_layer(rules: list[Rule], geometry: ModelGeometry, layer: int) -> Rule:
+    """Select the rule of a layer, if layers of different kinds have rules with one name."""
+    if len(rules) == 1 or geometry.wide is None:
+        return rules[0]
+    kinds = ("all", *geometry.layer_kind(layer))
+    return next(rule for rule in rules if rule.layers in kinds and rule.exists(geometry))
+
+
 @cache
-def _find_rule(family: str, head: str, name: str) -> tuple[Rule, int, int]:
+def _find_rules(family: str, head: str, name: str) -> tuple[list[Rule], int, int]:
+    """Find the rules with this name, its layer, and its expert's local number."""
     generic, layer, expert = EMBEDDING if name == EMBEDDING_COPY else name, 0, 0
     if match := re.match(r"decoder\.layers\.(\d+)\.", name):
         layer = int(match.group(1))
@@ -217,8 +236,8 @@ def _find_rule(family: str, head: str, name: str) -> tuple[Rule, int, int]:
     ):
         expert = int(match.group())
         generic = generic[: match.start()] + "{k}" + generic[match.end() :]
-    if (rule := _rules(family, head).get(generic)) is not None:
-        return rule, layer, expert
+    if (rules := _rules(family, head).get(generic)) is not None:
+        return rules, layer, expert
     raise KeyError(f"no rule of family {family!r} places Megatron parameter {name!r}")
 
 
@@ -305,11 +324,18 @@ def _interval(shapes: Shapes, runs: _Runs, shard: Shard) -> Iterator[Piece]:
 
 def _qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
     """Describe rows interleaved by query group: queries, then key, then value."""
-    per_group = {name: shape[0] // g.num_kv_heads for name, shape in shapes.items()}
-    groups = range(g.num_kv_heads)
-    return _interval(
-        shapes, ((name, group * rows, rows) for group in groups for name, rows in per_group.items()), shard
-    )
+    return _grouped_rows(shapes, g.num_kv_heads, shard)
+
+
+def _wide_qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
+    assert g.wide is not None
+    return _grouped_rows(shapes, g.wide.heads.num_kv_heads, shard)
+
+
+def _grouped_rows(shapes: Shapes, groups: int, shard: Shard) -> Iterator[Piece]:
+    per_group = {name: shape[0] // groups for name, shape in shapes.items()}
+    runs = ((name, group * rows, rows) for group in range(groups) for name, rows in per_group.items())
+    return _interval(shapes, runs, shard)
 
 
 def _joined_qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
@@ -392,6 +418,7 @@ _SPLITS: dict[str, Callable[[Shapes, ModelGeometry, Shard], Iterator[Piece]]] = 
     "vocab_parallel": _vocab_parallel,
     "qkv": _qkv,
     "joined_qkv": _joined_qkv,
+    "wide_qkv": _wide_qkv,
     "gated_qkv": _gated_qkv,
     "halves": _halves,
     "transposed": _describe_transposed,

@@ -234,7 +234,10 @@ def tensor_cut_problems(geometry: ModelGeometry, field: str, tp: int, model: str
         sizes["linear_num_key_heads"] = geometry.delta.key_heads
     for name, size in sizes.items():
         yield from _divides(f"{field}={tp}", tp, size, name, model)
-    groups = geometry.num_kv_heads
-    if geometry.num_heads % tp == 0 and max(groups, tp) % min(groups, tp):
-        relation = f"neither divides nor is a multiple of num_key_value_heads={groups} of {model}"
-        yield f"{field}={tp} {relation}; choose a divisor or a multiple of {groups}"
+    for name, attention in zip(
+        ("num_key_value_heads", "num_global_key_value_heads"), geometry.attentions, strict=False
+    ):
+        groups = attention[0].num_kv_heads
+        if geometry.num_heads % tp == 0 and max(groups, tp) % min(groups, tp):
+            relation = f"neither divides nor is a multiple of {name}={groups} of {model}"
+            yield f"{field}={tp} {relation}; choose a divisor or a multiple of {groups}"

@@ -82,6 +82,8 @@ def adapter_problems(cfg: RolloutConfig, geometry: ModelGeometry) -> Iterator[st
         yield from _mixture_problems(geometry)
     if isinstance(geometry.attention, LatentSizes):
         yield "vLLM does not support adapters in latent attention, because it absorbs projections"
+    if geometry.wide is not None and geometry.wide.keys_are_values:
+        yield "vLLM does not add the adapters of keys to values, which are the same projection here"
     if geometry.delta is not None:
         yield "vLLM fuses the layers of gated delta nets differently from their adapters"
     if geometry.adapter.use_dora:
@@ -147,11 +149,12 @@ def _cpu_problems(model: ModelConfig, geometry: ModelGeometry) -> Iterator[str]:
             f"rollout.engine=vllm: on a processor with AVX-512 vLLM computes the gated delta nets of model.path={model.path} with "
             "its bf16 instructions (avx512_bf16), which this one lacks; set rollout.engine=hf, or use another processor"
         )
-    if not latent and geometry.num_attention_layers and geometry.head_dim not in CPU_HEAD_SIZES:
-        yield (
-            f"rollout.engine=vllm: on a CPU vLLM supports the head sizes {', '.join(map(str, CPU_HEAD_SIZES))}, but "
-            f"model.path={model.path} has head_dim={geometry.head_dim}; set rollout.engine=hf"
-        )
+    for attention, layers in () if latent else geometry.attentions:
+        if layers and attention.head_dim not in CPU_HEAD_SIZES:
+            yield (
+                f"rollout.engine=vllm: on a CPU vLLM supports the head sizes {', '.join(map(str, CPU_HEAD_SIZES))}, but "
+                f"model.path={model.path} has head_dim={attention.head_dim}; set rollout.engine=hf"
+            )
 
 
 def problem_of(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> str | None:

@@ -24,6 +24,7 @@ CHANGES: dict[str, Content] = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "deepseek_v32": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "gemma3": {"mm_tokens_per_image": 196, "vision_config": {"vision_use_head": False}},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "glm4_moe": {"head_dim": 128},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "indexer_rope_interleave": True},

@@ -50,6 +50,14 @@ MINIMAX = {
     "use_routing_bias": True,
 }
 WINDOW = {"sliding_window": 16}
+GEMMA4: dict[str, Any] = {
+    "attention_k_eq_v": True,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_global_key_value_heads": 1,
+    "sliding_window": 16,
+}
 
 
 def test_no_module_but_a_familys_own_names_it() -> None:
@@ -70,6 +78,7 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         "exaone4",
         "gemma3",
         "gemma3_text",
+        "gemma4_text",
         "glm4",
         "glm4_moe",
         "glm4_moe_lite",
@@ -279,6 +288,31 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ("SmolLM3", {"no_rope_layers": [1, 2]}, "no_rope_layers"),
         ("Exaone4", {"sliding_window": None}, "config.json has no sliding_window"),
         ("Exaone4", {**WINDOW, "layer_types": ["full_attention"] * 2}, 'add "sliding_window": null'),
+        ("Gemma4", {**GEMMA4, "hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported"),
+        ("Gemma4", {**GEMMA4, "hidden_size_per_layer_input": None}, "config.json has no hidden_size_per_layer_input"),
+        ("Gemma4", {**GEMMA4, "num_kv_shared_layers": 1}, "num_kv_shared_layers=1 is not supported for Gemma4"),
+        ("Gemma4", {**GEMMA4, "use_bidirectional_attention": "all"}, "use_bidirectional_attention is supported for"),
+        (
+            "Gemma4",
+            {**GEMMA4, "layer_types": ["full_attention", "sliding_attention"]},
+            "does not end with full_attention",
+        ),
+        (
+            "Gemma4",
+            {**GEMMA4, "num_global_key_value_heads": 3},
+            "num_global_key_value_heads=3, not an integer from 1 to 2",
+        ),
+        (
+            "Gemma4",
+            {**GEMMA4, "per_layer_config": {"0": {"head_dim": 64}, "1": {"head_dim": 64}}},
+            "per_layer_config must have the same sizes for all layers with full_attention, and no other layers",
+        ),
+        (
+            "Gemma4",
+            {**GEMMA4, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+            "full_attention with rope type 'default' or a factor is not supported",
+        ),
+        ("Llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e6}}, "rope type 'proportional'"),
         ("Gemma", {}, "architecture GemmaForCausalLM is not supported; supported are: DeepseekV2ForCausalLM, "),
     ]:
         found = problems(tmp_path, {**CONFIG, "architectures": [f"{architecture}ForCausalLM"], **change})
@@ -313,6 +347,7 @@ def test_what_is_not_refused(tmp_path: Path) -> None:
             "Exaone4",
             {"sliding_window": None, "sliding_window_pattern": "LLLG", "layer_types": ["full_attention"] * 2},
         ),
+        ("Gemma4", {**GEMMA4, "use_bidirectional_attention": "vision"}),
     ]:
         assert problems(tmp_path, {**CONFIG, "architectures": [f"{architecture}ForCausalLM"], **change}) == []
 

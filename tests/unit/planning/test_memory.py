@@ -46,11 +46,12 @@ PARAMETERS = {
     "MiniMax-M2": 228_689_764_864,
     # 81_324_862_720 with the MTP layer.
     "Qwen3-Next-80B-A3B": 79_674_391_296,
-    # gpt-oss with bf16 weights, and only the language model of Gemma 3.
+    # gpt-oss with bf16 weights, and only the language models of Gemma 3 and 4 (with the scales of layers).
     "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
     "Qwen3-VL-4B-Instruct": 4_437_815_808,
     "gpt-oss-120b": 116_829_156_672,
     "Gemma-3-27B": 27_009_346_304,
+    "Gemma-4-31B": 30_697_345_340,
 }
 
 
