@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.hf_files import HFReader, load
+from rlhf_mcore.bridge.files.hf_files import HFReader, load, locate_tensors
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
 from rlhf_mcore.checkpoint.commit import Permissions
 from rlhf_mcore.checkpoint.disk import Disk
@@ -249,7 +249,7 @@ class Restorer:
         with self.room():
             for saved in self.models:
                 if isinstance(saved.model, TrainedModel):
-                    on_every_rank(partial(_load_weights, saved.model, weights[saved.name]))
+                    _load_weights(saved.model, weights[saved.name])
             self.resume(checkpoint_path(self.directory, step))
         return int(step)
 
@@ -271,10 +271,12 @@ class Restorer:
 
 
 def _load_weights(model: RoleModel, directory: str) -> None:
+    """Load weights or adapters. Collective over the world."""
     parameters = model.local_parameters() if model.adapter is None else model.adapter_parameters()
     if model.model is not None:  # offloaded tensors are loaded into their copy on the host
         parameters = [replace(each, tensor=model.model.movable.current(each.tensor)) for each in parameters]
-    if model.adapter_geometry is not None:
-        load_adapters(parameters, model.adapter_geometry, directory)
+    if (adapters := model.adapter_geometry) is not None:
+        on_every_rank(lambda: load_adapters(parameters, adapters, directory))
     else:
-        load(parameters, model.spec.geometry, HFReader(directory))
+        shard_of = locate_tensors(directory)
+        on_every_rank(lambda: load(parameters, model.spec.geometry, HFReader(directory, shard_of=shard_of)))
