@@ -82,6 +82,7 @@ ROWS = (
         "share of equal logprobs in engine and trainer with shared operations",
         at_least=True,
     ),
+    Row("selected_keys", "share of equal keys that indexers select in bf16 and in fp8", at_least=True),
     Row("leak", "growth of resident memory, in % a step"),
 )
 
