@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from tests.distributed.update_worker import oracle, update
 
 BIAS_RATE = 0.01
 WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # their files contain MTP layers, which are not trained here
-# The update of a model is tested on its first layout.
+# The update of a model is tested on its first layout. FAMILY=name runs the models whose names start with it.
 FEW = {
     "deepseek_v3": ("tp2_sp_cp2_ep2_etp1", "tp2_sp_pp2_ep2_etp1"),
     "deepseek_v32": ("tp2_sp_cp2_ep2_etp1", "tp2_sp_pp2_ep2_etp1", "cp4_ep2"),
@@ -65,6 +66,8 @@ FEW = {
     "phi3": ("tp2_pp2_vpp2_sp", "tp2_cp2"),
     "glm4": ("tp2_pp2", "tp2_cp2"),
 }
+if only := os.environ.get("FAMILY"):
+    FEW = {name: layouts for name, layouts in FEW.items() if name.startswith(only)}
 
 # These are updated on each of their layouts, so that all metrics are compared. Under these two, sequences are padded.
 SHARED, PADDED = ("qwen3_5_text",), ("pp2_ep2_dp2_uneven", "cp4")
