@@ -205,7 +205,7 @@ def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
                 continue
             modules = [_module(name, layer) for name in rule.tensors]
             linear += modules
-            if rule.kind == "stacked":
+            if rule.is_stacked:
                 stacked += [module for module in modules if is_target(module, geometry)]
     for target in _sizes(geometry).targets:
         if not any(_matches(target, module) for module in linear):

@@ -19,6 +19,7 @@ from rlhf_mcore.foreign import Fields
 from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 
 if TYPE_CHECKING:
+    from rlhf_mcore.families.beside_mlp import MixtureBesideMLP
     from rlhf_mcore.families.delta import DeltaNet
     from rlhf_mcore.families.latent import Latent
     from rlhf_mcore.families.mixture import Mixture, SigmoidMixture
@@ -62,6 +63,8 @@ Kind = Literal[
     "qkv",  # an equal run of the rows of queries, keys and values, interleaved by group
     "wide_qkv",  # the same for wide heads; values may be missing
     "stacked",  # one expert's part, transposed, of a tensor with all experts
+    "stacked_halves",  # equal runs of rows of gate and up of one expert, of a tensor with all experts
+    "stacked_columns",  # equal runs of columns of one expert, of a tensor with all experts
     "delta",  # rows of a gated delta net by head; files group them by kind
     "delta_by_head",  # the same rows; files group the inputs by key head
     "gated_qkv",  # like "qkv", but queries and gates alternate per head in files
@@ -104,7 +107,12 @@ class Rule:
 
     def numel(self, geometry: ModelGeometry) -> int:
         """Return the number of elements in one layer, for one expert."""
-        return sum(map(prod, self.shapes(geometry).values())) // (geometry.num_experts if self.kind == "stacked" else 1)
+        return sum(map(prod, self.shapes(geometry).values())) // (geometry.num_experts if self.is_stacked else 1)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Return whether each tensor in files contains all experts of a layer."""
+        return self.kind.startswith("stacked")
 
     def exists(self, geometry: ModelGeometry) -> bool:
         """Return whether the layers of a model have this parameter."""
@@ -238,7 +246,8 @@ class Family:
     latent: Latent | None = None  # multi-head latent attention instead of grouped heads
     windows: Windows | None = None  # layers with sliding-window attention
     delta: DeltaNet | None = None  # layers with a gated delta net
-    mixture: Mixture | SigmoidMixture | None = None
+    mixture: Mixture | SigmoidMixture | MixtureBesideMLP | None = None
+    experts_beside_mlp: bool = False  # layers with experts have an MLP too; both have norms of input and output
     vision: Vision | None = None  # a tower; config.json has its sizes in a separate section
 
     # Attention and norms.
@@ -278,7 +287,7 @@ class Family:
     default_window: int = 0
 
     @property
-    def parts(self) -> list[Latent | Windows | DeltaNet | Mixture | SigmoidMixture]:
+    def parts(self) -> list[Latent | Windows | DeltaNet | Mixture | SigmoidMixture | MixtureBesideMLP]:
         """List the family's parts. Each part reads sizes, Megatron's settings and unsupported values from config.json."""
         return [part for part in (self.latent, self.windows, self.delta, self.mixture) if part is not None]
 

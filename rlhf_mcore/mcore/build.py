@@ -24,6 +24,7 @@ from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.geometry import LatentSizes
 from rlhf_mcore.mcore.attention import set_latent_frequencies, set_window_frequencies
+from rlhf_mcore.mcore.beside_mlp import put_beside_mlp
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.kernels import use_fast_kernels
 from rlhf_mcore.mcore.layers import decoder_spec, use_te
@@ -168,6 +169,8 @@ def _build_chunk(
         pg_collection=groups.collection,
         vp_stage=vp_stage,
     )
+    if FAMILIES[spec.geometry.family].experts_beside_mlp:
+        put_beside_mlp(chunk)
     if last and spec.geometry.head != "lm":
         chunk.output_layer = ScalarHead(config, groups.collection.tp, has_bias=spec.geometry.head == "token")
     elif last:

@@ -80,6 +80,8 @@ def layer_spec(
         use_wide_heads(spec.submodules.self_attention, wide)
     if behind == "moe":
         use_mixture(spec.submodules.mlp, family)
+        if family.experts_beside_mlp:
+            spec.submodules.pre_mlp_layernorm = IdentityOp
     _place_norms(spec.submodules, config, family)
     return spec
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLP
@@ -115,6 +116,30 @@ class Router(TopKRouter):
             self.assigned = self.assigned + counted.sum(dim=0)
 
 
+class ScaledRouter(Router):
+    """Normalise and scale the input, and scale the weights of each expert (Gemma 4)."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.scale, self.expert_scale = (
+            torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+            for size in (config.hidden_size, self.num_experts)
+        )
+        for parameter in (self.scale, self.expert_scale):
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return logits of inputs [..., hidden]."""
+        normed = F.rms_norm(input, input.shape[-1:], eps=self.config.layernorm_epsilon)
+        logits: Tensor = super().gating(normed * self.scale * input.size(-1) ** -0.5)
+        return logits
+
+    def routing(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return probabilities [n, E], which do not add up to one, and the map of chosen experts [n, E]."""
+        probs, routing_map = super().routing(*args, **kwargs)
+        return probs * self.expert_scale.to(probs.dtype), routing_map
+
+
 class _BestExpertOfGroups:
     """Choose experts only from the groups with the highest single scores. Megatron calls it as a replayed routing.
 
@@ -188,7 +213,7 @@ def keep_biases_whole(modules: Iterable[torch.nn.Module]) -> None:
 def use_mixture(mlp: ModuleSpec, family: Family) -> None:
     """Set our router and the family's form of experts in Megatron's MoE spec."""
     parts = submodules_of(mlp)
-    parts.router = Router
+    parts.router = ScaledRouter if family.experts_beside_mlp else Router
     if "glu_linear_offset" in family.megatron:
         experts = submodules_of(parts.experts)
         experts.linear_fc1 = deinterleaved_linear(experts.linear_fc1)

@@ -54,6 +54,7 @@ FEW = {
     "gemma3_text": ("tp2_pp2_vpp2_sp", "tp2_cp2"),
     "glm_moe_dsa": ("tp2_sp_cp2_ep2_etp1", "tp2_sp_pp2_ep2_etp1", "cp4_ep2"),
     "gemma4_text": ("tp2_pp2_vpp2_sp", "tp4", "tp2_cp2"),
+    "gemma4_text_moe": ("tp2_sp_pp2_ep2_etp1", "ep2_etp2_dp4", "cp4_ep2"),
     "glm4_moe_lite": ("tp2_sp_pp2_ep2_etp1", "cp4_ep2"),
     "minimax_m2": ("tp2_sp_cp2_ep2_etp1", "tp4_sp_ep2_etp1", "pp2_ep2_dp2_uneven"),
     "olmoe": ("pp2_cp2_ep2",),

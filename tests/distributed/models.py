@@ -273,6 +273,11 @@ FURTHER_MODELS = {
     ),
     # Layers with full attention have one key head of another size, whose projection is also the values. Logits are bounded.
     "gemma4_text": (Gemma4ForCausalLM, Gemma4TextConfig, GEMMA4),
+    "gemma4_text_moe": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    ),
     # Sinks and sliding windows with rotary scaling. The biases are so large that the clamp takes effect.
     "gpt_oss": (
         GptOssForCausalLM,
@@ -427,7 +432,8 @@ def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 adds_one = name.startswith(("gemma3", "qwen3_next", "qwen3_5")) and "linear_attn" not in parameter_name
-                centre = 1.0 if "norm" in parameter_name and not adds_one else 0.0
+                is_factor = "norm" in parameter_name or parameter_name.endswith("scale")
+                centre = 1.0 if is_factor and not adds_one else 0.0
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
             else:
                 scale = 4.0 if parameter_name.endswith("gate_up_proj_bias") else 0.1

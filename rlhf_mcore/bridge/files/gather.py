@@ -56,7 +56,7 @@ class Gatherer:
         self._together: dict[tuple[str, int], list[str]] = {}
         for name in self._owner:
             rule, layer, _ = find_rule(geometry, name)
-            self._together.setdefault((rule.mcore, layer) if rule.kind == "stacked" else (name, 0), []).append(name)
+            self._together.setdefault((rule.mcore, layer) if rule.is_stacked else (name, 0), []).append(name)
         self._shapes = hf_shapes(geometry)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

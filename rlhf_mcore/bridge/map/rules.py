@@ -82,9 +82,8 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
         return _rows_of_weight(name, shapes, geometry, shard)
     if geometry.tied_embeddings and "lm_head.weight" in shapes:
         shapes = {embedding_name(geometry): shapes["lm_head.weight"]}
-    if rule.kind == "stacked":
-        assert shard.size == 1, "the part of an expert is whole"
-        return [_of_stack(name, shape, expert) for name, shape in shapes.items()]
+    if rule.is_stacked:
+        return [piece for name, shape in shapes.items() for piece in _STACKS[rule.kind](name, shape, expert, shard)]
     return list(_SPLITS[rule.kind](shapes, geometry, shard))
 
 
@@ -160,7 +159,7 @@ def holds_matrices(parameter: str, geometry: ModelGeometry) -> bool:
     if not parameter.startswith("decoder.layers."):
         return False
     rule = find_rule(geometry, parameter)[0]
-    return all(len(dims) == 2 + (rule.kind == "stacked") for dims in rule.tensors.values())
+    return all(len(dims) == 2 + rule.is_stacked for dims in rule.tensors.values())
 
 
 def is_padded(parameter: str, geometry: ModelGeometry) -> bool:
@@ -247,11 +246,31 @@ def _rows(name: str, shape: tuple[int, ...], first: int, count: int, local_row: 
     return Piece(name, (first, *(0 for _ in shape[1:])), (count, *shape[1:]), local_row * strides[0], strides)
 
 
-def _of_stack(name: str, shape: tuple[int, ...], expert: int) -> Piece:
+def _of_stack(name: str, shape: tuple[int, ...], expert: int, shard: Shard) -> Iterator[Piece]:
     """Describe one expert's part of a stacked tensor: a vector, or a matrix that Megatron stores transposed."""
+    assert shard.size == 1, "the part of an expert is whole"
     rows = shape[1]
     strides = (rows, 1) if len(shape) == 2 else (rows * shape[2], 1, rows)
-    return Piece(name, (expert, *(0 for _ in shape[1:])), (1, *shape[1:]), 0, strides)
+    yield Piece(name, (expert, *(0 for _ in shape[1:])), (1, *shape[1:]), 0, strides)
+
+
+def _halves_of_stack(name: str, shape: tuple[int, ...], expert: int, shard: Shard) -> Iterator[Piece]:
+    """Describe this rank's rows of both halves (gate, then up) of one expert's matrix in a stacked tensor."""
+    _, rows, columns = shape
+    per_rank = rows // 2 // shard.size
+    held = (1, per_rank, columns)
+    for half in (0, 1):
+        start = (expert, half * rows // 2 + shard.rank * per_rank, 0)
+        yield Piece(name, start, held, half * per_rank * columns, contiguous_strides(held))
+
+
+def _columns_of_stack(name: str, shape: tuple[int, ...], expert: int, shard: Shard) -> Iterator[Piece]:
+    """Describe this rank's columns of one expert's matrix in a stacked tensor."""
+    held = (1, shape[1], shape[2] // shard.size)
+    yield Piece(name, (expert, 0, shard.rank * held[2]), held, 0, contiguous_strides(held))
+
+
+_STACKS = {"stacked": _of_stack, "stacked_halves": _halves_of_stack, "stacked_columns": _columns_of_stack}
 
 
 def _describe_replicated(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:

@@ -23,6 +23,7 @@ EACH_KIND = {
     "deepseek_v3": "world=4,tp=2,ep=2,sequence_parallel=1",
     "deepseek_v3_direct": "",
     "gemma3_text": "world=4,tp=2,cp=2",
+    "gemma4_text_moe": "world=4,tp=2,ep=2,sequence_parallel=1",
     "olmo2": "world=2,tp=2",
     "qwen3_next": "world=4,tp=2,ep=2,sequence_parallel=1",
 }

@@ -50,6 +50,7 @@ MINIMAX = {
     "use_routing_bias": True,
 }
 WINDOW = {"sliding_window": 16}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 GEMMA4: dict[str, Any] = {
     "attention_k_eq_v": True,
     "global_head_dim": 64,
@@ -312,6 +313,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
             {**GEMMA4, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
             "full_attention with rope type 'default' or a factor is not supported",
         ),
+        ("Gemma4", {**GEMMA4, **GEMMA4_EXPERTS, "enable_moe_block": False}, "num_experts without enable_moe_block"),
+        ("Gemma4", {**GEMMA4, **GEMMA4_EXPERTS, "top_k_experts": 1}, "top_k_experts=1 with weights that add up to one"),
         ("Llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e6}}, "rope type 'proportional'"),
         ("Gemma", {}, "architecture GemmaForCausalLM is not supported; supported are: DeepseekV2ForCausalLM, "),
     ]:
@@ -348,6 +351,7 @@ def test_what_is_not_refused(tmp_path: Path) -> None:
             {"sliding_window": None, "sliding_window_pattern": "LLLG", "layer_types": ["full_attention"] * 2},
         ),
         ("Gemma4", {**GEMMA4, "use_bidirectional_attention": "vision"}),
+        ("Gemma4", {**GEMMA4, **GEMMA4_EXPERTS}),
     ]:
         assert problems(tmp_path, {**CONFIG, "architectures": [f"{architecture}ForCausalLM"], **change}) == []
 

@@ -52,6 +52,7 @@ PARAMETERS = {
     "gpt-oss-120b": 116_829_156_672,
     "Gemma-3-27B": 27_009_346_304,
     "Gemma-4-31B": 30_697_345_340,
+    "Gemma-4-26B-A4B": 25_233_141_790,
 }
 
 
@@ -67,6 +68,8 @@ def test_parameters_are_the_published_ones() -> None:
 
 
 def test_active_parameters_of_stacked_experts() -> None:
+    gemma = read_geometry(MODELS / "Gemma-4-26B-A4B", "lm")
+    assert active_parameters(gemma) / 1e9 == pytest.approx(3.8, abs=0.05)  # as its name says, with the output layer
     # 5.13 B without the embedding (arXiv 2508.10925, table 1).
     geometry = read_geometry(MODELS / "gpt-oss-120b", "lm")
     assert active_parameters(geometry) / 1e9 == pytest.approx(5.13, rel=0.002)
