@@ -6,6 +6,12 @@ venv="$root/.venv"
 
 say() { printf '%s\n' "$*"; }
 
+# A script prints the comment at its beginning for --help. Its arguments are visible here.
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
+fi
+
 fail() {
     printf 'error: %s\n' "$*" >&2
     exit 1

@@ -24,8 +24,6 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; }
-
 wrong() {
     printf 'error: %s\n' "$*" >&2
     exit 2
@@ -40,7 +38,6 @@ nodes=1 engine_nodes=0 ranks="" gpus="" time="" before=300 max_requeues=20 conta
 config="" overrides=() others=()
 while (($#)); do
     case "$1" in
-        --help | -h) usage && exit 0 ;;
         --nodes) need "$@" && nodes="$2" && shift 2 ;;
         --gpus-per-node) need "$@" && gpus="$2" && shift 2 ;;
         --ranks-per-node) need "$@" && ranks="$2" && shift 2 ;;

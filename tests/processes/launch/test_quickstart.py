@@ -59,6 +59,12 @@ def test_without_a_gpu_it_installs_and_trains_as_configured(checkout: Path, tmp_
     assert (checkout / "quickstart").is_dir()
 
 
+def test_help_is_the_comment_of_the_script_and_installs_nothing(checkout: Path, tmp_path: Path) -> None:
+    done = run(checkout, tmp_path, "--help", gpu=False)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith("Installs what is missing") and done.stdout.endswith("configs/quickstart/grpo.yaml\n")
+
+
 @pytest.mark.parametrize(("devices", "fits"), [("1", "actor.layout.tp=1 trainer.world_size=1 "), ("8", "")])
 def test_where_there_is_a_stack_for_cuda_it_trains_with_that(
     checkout: Path, tmp_path: Path, devices: str, fits: str
