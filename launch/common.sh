@@ -6,11 +6,9 @@ venv="$root/.venv"
 
 say() { printf '%s\n' "$*"; }
 
-# A script prints the comment at its beginning for --help. Its arguments are visible here.
-if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-    exit
-fi
+# show_help: prints the comment at the beginning of the script.
+show_help() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; }
+case "${1:-}" in -h | --help) show_help && exit ;; esac # arguments of the script
 
 fail() {
     printf 'error: %s\n' "$*" >&2

@@ -38,6 +38,7 @@ nodes=1 engine_nodes=0 ranks="" gpus="" time="" before=300 max_requeues=20 conta
 config="" overrides=() others=()
 while (($#)); do
     case "$1" in
+        --help | -h) show_help && exit ;;
         --nodes) need "$@" && nodes="$2" && shift 2 ;;
         --gpus-per-node) need "$@" && gpus="$2" && shift 2 ;;
         --ranks-per-node) need "$@" && ranks="$2" && shift 2 ;;
