@@ -81,12 +81,12 @@ def _scaling_problems(family: Family, rope: Fields) -> Iterator[str]:
     kind = scaling(rope)
     if kind == "mrope" and family.vision is not None:
         kind = "default"
+    rope.number("rope_theta", 1.0, 1e15, default=None)
     if kind == "proportional" and family.rotates_proportionally:
         return
     if kind not in ROPE_TYPES:
         yield f"rope type {shorten(kind)!r} is not supported; supported are: {', '.join(ROPE_TYPES)}"
         return
-    rope.number("rope_theta", 1.0, 1e15, default=None)
     for key in _ROPE_NUMBERS.get(kind, ()):
         rope.number(key, 1e-6, 1e6)
     if kind == "llama3":

@@ -101,12 +101,19 @@ class WindowsAndWideHeads(Windows):
             yield f"{shown} do not fit num_attention_heads={wide.heads.num_heads} of an even size; export the model again"
         if (own := _own_sizes(hf_config)) is not None:
             known = [sizes.content for sizes in own.values()]
-            if tuple(sorted(own)) != wide.layers or any(sizes != known[0] for sizes in known):
-                yield "per_layer_config must have the same sizes for all layers with full_attention, and no other layers"
-        for kind, rope in (hf_config.object("rope_parameters", default=None) or Fields({}, "", "")).content.items():
-            fields = Fields(rope if isinstance(rope, dict) else {}, hf_config.where, hf_config.remedy)
-            if (given_type := scaling(fields)) != _USUAL_ROPE.get(kind) or fields.number("factor", default=1.0) != 1.0:
-                yield f"rope_parameters: {kind} with rope type {given_type!r} or a factor is not supported; use another model"
+            is_alike = tuple(sorted(own)) == wide.layers and all(sizes == known[0] for sizes in known)
+            if not (is_alike and set(known[0]) <= {"head_dim", "num_key_value_heads"}):
+                only = "head_dim and num_key_value_heads only, the same for all layers with full_attention"
+                yield f"per_layer_config must have {only}, and no other layers; use another model"
+        rotated_whole = [hf_config]
+        if (ropes := hf_config.object("rope_parameters", default=None)) is not None:
+            for kind, usual in _USUAL_ROPE.items():
+                rope = ropes.object(kind)
+                if (given := scaling(rope)) != usual or rope.number("factor", default=1.0) != 1.0:
+                    yield f"rope_parameters: {kind} with rope type {given!r} or a factor is not supported; use another model"
+            rotated_whole.append(ropes.object("sliding_attention"))
+        if any(fields.number("partial_rotary_factor", default=1.0) != 1.0 for fields in rotated_whole):
+            yield "partial_rotary_factor is supported for full_attention only, in rope_parameters; use another model"
         if hf_config.text("use_bidirectional_attention", default="vision") != "vision":
             yield "use_bidirectional_attention is supported for vision tokens only; use another model"
 

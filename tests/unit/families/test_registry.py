@@ -42,6 +42,10 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 16,
 }
 GLM_LITE = {**DEEPSEEK, "n_group": 1, "topk_group": 1}
+GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 MINIMAX = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -306,12 +310,42 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (
             "Gemma4",
             {**GEMMA4, "per_layer_config": {"0": {"head_dim": 64}, "1": {"head_dim": 64}}},
-            "per_layer_config must have the same sizes for all layers with full_attention, and no other layers",
+            "per_layer_config must have head_dim and num_key_value_heads only, the same for all layers with full_attention",
         ),
         (
             "Gemma4",
-            {**GEMMA4, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+            {**GEMMA4, "rope_parameters": {**GEMMA4_ROPE, "full_attention": {"rope_type": "default"}}},
             "full_attention with rope type 'default' or a factor is not supported",
+        ),
+        (
+            "Gemma4",
+            {**GEMMA4, "rope_parameters": {"full_attention": GEMMA4_ROPE["full_attention"]}},
+            "has no rope_parameters.sliding_attention",
+        ),
+        ("Gemma4", {**GEMMA4, "partial_rotary_factor": 0.5}, "partial_rotary_factor is supported for full_attention"),
+        (
+            "Gemma4",
+            {
+                **GEMMA4,
+                "rope_parameters": {
+                    **GEMMA4_ROPE,
+                    "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                },
+            },
+            "partial_rotary_factor is supported for full_attention only",
+        ),
+        (
+            "Gemma4",
+            {
+                **GEMMA4,
+                "rope_parameters": {**GEMMA4_ROPE, "full_attention": {"rope_type": "proportional", "rope_theta": 0}},
+            },
+            "rope_parameters.full_attention.rope_theta=0, not a number from 1",
+        ),
+        (
+            "Gemma4",
+            {**GEMMA4, "per_layer_config": {"1": {"head_dim": 64, "rms_norm_eps": 0.5}}},
+            "per_layer_config must have head_dim and num_key_value_heads only",
         ),
         ("Gemma4", {**GEMMA4, **GEMMA4_EXPERTS, "enable_moe_block": False}, "num_experts without enable_moe_block"),
         ("Gemma4", {**GEMMA4, **GEMMA4_EXPERTS, "top_k_experts": 1}, "top_k_experts=1 with weights that add up to one"),
@@ -350,7 +384,7 @@ def test_what_is_not_refused(tmp_path: Path) -> None:
             "Exaone4",
             {"sliding_window": None, "sliding_window_pattern": "LLLG", "layer_types": ["full_attention"] * 2},
         ),
-        ("Gemma4", {**GEMMA4, "use_bidirectional_attention": "vision"}),
+        ("Gemma4", {**GEMMA4, "use_bidirectional_attention": "vision", "rope_parameters": GEMMA4_ROPE}),
         ("Gemma4", {**GEMMA4, **GEMMA4_EXPERTS}),
     ]:
         assert problems(tmp_path, {**CONFIG, "architectures": [f"{architecture}ForCausalLM"], **change}) == []
