@@ -1,12 +1,10 @@
-"""Measure the share of equal keys that the indexers of a trainer and of an engine select, and what it changes.
+"""Measure the share of equal keys that indexers of a trainer and of an engine select, and the difference of logprobs.
 
 A small DeepSeek-V3.2 with random weights reads random tokens. Its indexers have the published sizes: 64 heads of 128. They select
-1 key in 4 of the longest context. The trainer in bf16 is compared with
-
-- the trainer in fp32,
-- transformers in bf16, which decodes token by token with a cache, as ``rollout.engine=hf`` does,
-- the trainer in bf16 with indexers in fp8: one scale per head and token, a power of two, as in vLLM's indexer,
-- the same after a rotation by a Hadamard matrix, as in the authors' code.
+1 key in 4 of the longest context. The trainer in bf16 is compared with four others. The first is the trainer in fp32. The second is
+transformers in bf16, which decodes token by token with a cache, as ``rollout.engine=hf`` does. In the third, the trainer's indexers
+compute in fp8 with one scale per head and token, a power of two, as in vLLM. The fourth also rotates by a Hadamard matrix, as the
+authors' code does.
 
 fp8 is emulated: rounded queries and keys are multiplied in fp32. vLLM itself needs a GPU. Random weights give flatter scores than
 trained weights, so more keys are close to the limit.
@@ -41,7 +39,7 @@ from rlhf_mcore.platform import current_platform
 
 GOAL = 0.9
 LAYERS, HEADS, HEAD_DIM, VOCABULARY = 4, 64, 128, 4096
-FP8_MAX = 448.0  # of e4m3
+FP8_MAX = 448.0  # the largest e4m3 number
 Quantise = Callable[[Tensor], Tensor]
 
 
@@ -64,7 +62,7 @@ def rotated_in_fp8(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def recorded(quantise: Quantise | None = None) -> Iterator[list[Tensor]]:
+def recording_selections(quantise: Quantise | None = None) -> Iterator[list[Tensor]]:
     """Record the selections [s, top_k] of all layers of the trainer, and round queries and keys."""
     found: list[Tensor] = []
     select, rotate = Indexer.select, Indexer._rotate
@@ -92,7 +90,7 @@ def by_trainer(
     load(model.local_parameters(), spec.geometry, HFReader(directory))
     row = RowTokens([0], [len(tokens)], {"token_ids": tokens.int()})
     batches = make_microbatches(row, max_tokens=len(tokens), packing=True)
-    with recorded(quantise) as found:
+    with recording_selections(quantise) as found:
         (logprobs,) = model.forward(batches, lambda out, part: model.logprobs_and_entropy(out, part, 1.0)[0])
     return found, logprobs.flatten()
 
