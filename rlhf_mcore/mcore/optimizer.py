@@ -37,6 +37,7 @@ from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import adapter_parameters, local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import ModuleView, Platform
+from rlhf_mcore.platform.megatron_versions import grads_of_norm
 from rlhf_mcore.residency.ledger import OPTIMIZER, WEIGHTS
 from rlhf_mcore.residency.sharing import Movable
 
@@ -228,7 +229,7 @@ class Optimizer:
             return [float(self.megatron.get_grad_norm())]
         counted: list[list[Tensor]] = [[], []]
         for part in self._parts():
-            grads = part.get_main_grads_for_grad_norm()
+            grads = grads_of_norm(part)
             for number, parameters in enumerate(self._split_by_clipping(part)):
                 mine = {id(getattr(parameter, self._grad)) for parameter in parameters}
                 counted[number] += [grad for grad in grads if id(grad) in mine]

@@ -72,6 +72,13 @@ class LayersOfSpec:
         return {name: getattr(submodules, name) for name in names}
 
 
+def grads_of_norm(optimizer: Any) -> list[Any]:
+    """Return the gradients on this rank that the gradient norm includes. Version 0.16 has another name for the method."""
+    get = getattr(optimizer, "get_main_grads_for_grad_norm", None) or optimizer.get_grads_for_grad_norm
+    grads: list[Any] = get()
+    return grads
+
+
 def drop_rotary_factor(attention: Any) -> None:
     """Let an attention layer rotate without yarn's factor of sines and cosines.
 
