@@ -54,6 +54,7 @@ class IndexerSizes:
     num_heads: int
     head_dim: int
     top_k: int  # selected keys of a token; shorter sequences are attended to as a whole
+    learns: bool = False  # whether indexers are trained
     shared_layers: tuple[int, ...] = ()  # layers without an indexer: they use the last indexer's keys before them
 
 

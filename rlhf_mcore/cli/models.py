@@ -31,7 +31,8 @@ from rlhf_mcore.config.schema import (
 from rlhf_mcore.data.images import ImageStore
 from rlhf_mcore.data.rendering import PromptContext
 from rlhf_mcore.expected_kernels import why_unshared
-from rlhf_mcore.families import FAMILIES
+from rlhf_mcore.families import FAMILIES, hf_shapes
+from rlhf_mcore.families.indexed import is_of_indexer, with_trained_indexers
 from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 from rlhf_mcore.mcore.build import BuildOptions, build_model
@@ -57,7 +58,7 @@ from rlhf_mcore.roles.policy import Actor, Reference, replay_routes
 from rlhf_mcore.roles.scalar_models import Critic, RewardModel
 from rlhf_mcore.roles.teacher import OTHERS, Average, Context, Teacher
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel
-from rlhf_mcore.roles.trained_weights import freeze, matrices_of, trained_names
+from rlhf_mcore.roles.trained_weights import freeze, freeze_all_but_indexers, matrices_of, trained_names
 from rlhf_mcore.types import Prompt
 
 SAVED_AS = "teacher"
@@ -87,6 +88,19 @@ def predict_further_tokens(plan: TrainedPlan) -> TrainedPlan:
     return replace(plan, spec=spec, options=replace(plan.options, mtp=learning))
 
 
+def train_indexers(plan: TrainedPlan) -> TrainedPlan:
+    """Train the indexers of sparse attention (``actor.indexer``), in the warm-up only them."""
+    stage = plan.cfg.indexer if isinstance(plan.cfg, ActorConfig) else "frozen"
+    if stage == "frozen":
+        return plan
+    geometry, options = with_trained_indexers(plan.spec.geometry), replace(plan.options, indexer=stage)
+    plan = replace(plan, spec=replace(plan.spec, geometry=geometry), options=options)
+    if stage == "sparse":
+        return plan
+    names = [name for name in hf_shapes(geometry, trained=True) if is_of_indexer(name)]
+    return replace(plan, options=replace(options, freeze=freeze_all_but_indexers), trained=names)
+
+
 def add_low_rank_adapters(plan: TrainedPlan) -> TrainedPlan:
     """Add adapters, which are trained instead of the weights (``lora``)."""
     sizes = adapter_sizes(plan.cfg.lora)
@@ -108,6 +122,7 @@ def freeze_tensors(plan: TrainedPlan) -> TrainedPlan:
 
 FEATURES: tuple[Callable[[TrainedPlan], TrainedPlan], ...] = (
     predict_further_tokens,
+    train_indexers,
     add_low_rank_adapters,
     freeze_tensors,
 )

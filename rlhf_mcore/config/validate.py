@@ -31,6 +31,7 @@ from rlhf_mcore.config.rules.layouts import (
 )
 from rlhf_mcore.config.rules.megatron import megatron_problems
 from rlhf_mcore.config.rules.parts import (
+    indexer_problems,
     lora_problems,
     mtp_problems,
     processor_problems,
@@ -67,6 +68,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     if geometry is not None:
         problems += cut_problems("actor", cfg.actor.layout, geometry, "model.path")
         problems += balance_problems("actor", cfg.actor.moe, geometry, "model.path")
+        problems += indexer_problems(cfg, geometry)
         problems += recompute_problems("actor", cfg.actor.recompute, geometry, packing=cfg.trainer.packing)
         problems += [*mtp_problems(cfg, geometry), *target_problems(cfg, geometry), *vision_problems(cfg, geometry)]
         problems += processor_problems(cfg) if geometry.vision is not None else ()

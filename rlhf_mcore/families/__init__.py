@@ -147,7 +147,7 @@ def hf_shapes(geometry: ModelGeometry, *, trained: bool = False) -> Shapes:
         shapes |= rule.shapes(geometry)
     for layer in range(geometry.num_layers + geometry.mtp_layers):
         for rule in layer_rules(geometry, layer):
-            if trained and not rule.trained:
+            if trained and not rule.is_trained(geometry):
                 continue
             for expert in range(geometry.num_experts if "{k}" in rule.mcore else 1):
                 shapes |= rule.shapes(geometry, layer, expert)

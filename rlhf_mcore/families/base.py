@@ -85,9 +85,9 @@ class Rule:
 
     If a dimension is 0, the parameter does not exist.
 
-    ``trained``: False for a buffer, which no optimizer updates. ``in_memory``: the name of the same rows in a live
-    transformers model, if it differs from the name in files. Since version 5 transformers stacks a layer's
-    experts.
+    ``trained``: False, or a function that returns it, if no optimizer updates the parameter. ``in_memory``: the name
+    of the same rows in a live transformers model, if it differs from the name in files. Since version 5 transformers
+    stacks a layer's experts.
     """
 
     mcore: str
@@ -96,7 +96,11 @@ class Rule:
     layers: Layers = "all"
     spec: Spec = "any"
     in_memory: str = ""
-    trained: bool = True
+    trained: bool | Callable[[ModelGeometry], bool] = True
+
+    def is_trained(self, geometry: ModelGeometry) -> bool:
+        """Return whether an optimizer can update the parameter."""
+        return self.trained if isinstance(self.trained, bool) else self.trained(geometry)
 
     def shapes(self, geometry: ModelGeometry, layer: int = 0, expert: int = 0) -> dict[str, tuple[int, ...]]:
         """Return names and full shapes of the rule's Hugging Face tensors in one layer, for one expert."""

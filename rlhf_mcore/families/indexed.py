@@ -22,14 +22,14 @@ INDEX_QUERIES = Dim("index_queries", lambda g: _indexer(g).num_heads * _indexer(
 INDEX_KEY = Dim("index_key", lambda g: _indexer(g).head_dim)
 INDEX_HEADS = Dim("index_heads", lambda g: _indexer(g).num_heads)
 
-# The indexer is frozen, and every rank stores it whole.
+# Every rank stores the indexer whole.
 INDEXER = tuple(
     Rule(
         f"{MEGATRON_LAYER}self_attention.indexer.{name}",
         "replicated",
         {f"{ATTENTION}indexer.{hf}": dims},
         "indexed",
-        trained=False,
+        trained=lambda g: _indexer(g).learns,
     )
     for name, hf, dims in (
         ("queries", "wq_b.weight", (INDEX_QUERIES, Q_RANK)),
@@ -39,6 +39,17 @@ INDEXER = tuple(
         ("head_weights", "weights_proj.weight", (INDEX_HEADS, HIDDEN)),
     )
 )
+
+
+def with_trained_indexers(geometry: ModelGeometry) -> ModelGeometry:
+    """Return a geometry whose indexers are trained."""
+    assert isinstance(geometry.attention, LatentSizes)
+    return replace(geometry, attention=replace(geometry.attention, indexer=replace(_indexer(geometry), learns=True)))
+
+
+def is_of_indexer(name: str) -> bool:
+    """Return whether a Hugging Face tensor belongs to an indexer."""
+    return ".self_attn.indexer." in name
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +97,7 @@ class IndexedLatent(Latent):
             raise hf_config.wrong("index_head_dim", "at least qk_rope_head_dim")
         kinds = _kinds(hf_config) if self.shares else ()
         shared = tuple(layer for layer, kind in enumerate(kinds) if kind == "shared")
-        return IndexerSizes(heads, head_dim, top_k, shared)
+        return IndexerSizes(heads, head_dim, top_k, shared_layers=shared)
 
 
 def _kinds(hf_config: Fields) -> list[str]:

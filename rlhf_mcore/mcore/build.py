@@ -26,6 +26,7 @@ from rlhf_mcore.geometry import LatentSizes
 from rlhf_mcore.mcore.attention import set_latent_frequencies, set_window_frequencies
 from rlhf_mcore.mcore.beside_mlp import put_beside_mlp
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
+from rlhf_mcore.mcore.indexed_attention import indexers
 from rlhf_mcore.mcore.kernels import use_fast_kernels
 from rlhf_mcore.mcore.layers import decoder_spec, use_te
 from rlhf_mcore.mcore.mixture import drop_graphs, keep_biases_whole
@@ -62,6 +63,7 @@ class BuildOptions:
     expert_bias_rate: float = 0.0
     microbatch_tokens: int = 0  # maximum tokens of a training microbatch; for ``tp_comm_overlap``
     mtp: MTPLearning | None = None
+    indexer: str = "frozen"  # training of indexers: frozen, warm_up or sparse
     add_adapters: Callable[[Sequence[torch.nn.Module]], Adapters] | None = None  # it also freezes the weights
     images: ImageStore | None = None  # for models that read images
     kept: StepFeatures | None = None  # shared by all models of the process; None: a separate one
@@ -113,6 +115,9 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         vision = None
         if spec.geometry.vision is not None:
             vision = add_vision(chunks, spec, groups, config, platform, options.images, options.kept)
+        if options.indexer != "frozen":
+            for attention in indexers(chunks):
+                attention.learn(options.indexer)
         if options.freeze is not None:
             options.freeze(chunks)
         adapters = options.add_adapters(chunks) if options.add_adapters is not None else None
@@ -140,6 +145,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         overrides=options.overrides,
         logit_chunk_tokens=options.logit_chunk_tokens,
         mtp=options.mtp,
+        indexer=options.indexer,
         adapters=adapters,
         vision=vision,
     )

@@ -151,6 +151,7 @@ class PassInputs:
         placed, tree = microbatch.placed, microbatch.tree
         places = placed.get("places", placed["position_ids"]).flatten()
         packed = PackedSequences.of(placed["borders"], places, computed_sizes(microbatch), placed.get("order"))
+        packed.lengths = [*microbatch.lengths, *[0] * (len(packed.sizes) - len(microbatch.lengths))]
         if tree is not None:
             # Megatron computes angles for this many positions
             packed.max_seqlen_q = packed.max_seqlen_kv = tree.longest

@@ -21,6 +21,7 @@ from torch import Tensor
 from rlhf_mcore.config.schema import OptimizerConfig
 from rlhf_mcore.geometry import LocalParameter
 from rlhf_mcore.mcore.groups import ModelGroups, StageMessages, SumOfParts, use_groups
+from rlhf_mcore.mcore.indexed_attention import IndexedAttention, indexers
 from rlhf_mcore.mcore.inputs import PassInputs
 from rlhf_mcore.mcore.mixture import move_expert_biases, routers
 from rlhf_mcore.mcore.model_spec import ModelSpec
@@ -82,6 +83,7 @@ class MegatronModel:
     _has_stale_weights: bool = False  # with overlap_param_gather: an update is not gathered yet
     movable: Movable = field(default_factory=Movable)  # the parts that are offloaded between uses
     mtp: MTPLearning | None = None  # set if MTP layers are trained
+    indexer: str = "frozen"  # training of indexers: frozen, warm_up or sparse
     adapters: Adapters | None = None  # set if adapters are trained instead of the weights
     vision: ModelVision | None = None  # set if the model reads images
     routing: Routing | None = None  # set if the run replays the routers' choice of experts
@@ -123,7 +125,7 @@ class MegatronModel:
 
         Load the weights first, because the optimizer copies them to its master weights.
         """
-        alone = self.mtp is not None and self.mtp.alone
+        alone = (self.mtp is not None and self.mtp.alone) or self.indexer == "sparse"
         self.optimizer = Optimizer(
             self.chunks, self.config, self.groups, self.platform, cfg, self.overrides, self.movable, locate, alone
         )
@@ -217,13 +219,16 @@ class MegatronModel:
             router.begin()
             device = self.platform.device()
             router.assigned = torch.zeros(router.num_experts, device=device) if self.expert_bias_rate else None
-        if self.aux_loss_coef:
-            # The load-balancing loss is a mean over the tokens of the update. Its sums start at zero.
+        if self.aux_loss_coef or self.indexer != "frozen":
+            # These losses are means over the tokens of the update. Their sums start at zero.
             local = {"tokens": float(sum(sum(m.lengths) for m in microbatches))}
-            num_tokens = reduce_sums(local, self.groups.collection.dp)["tokens"]
+            num_tokens = max(reduce_sums(local, self.groups.collection.dp)["tokens"], 1.0)
             for router in self._routers():
-                router.balance_weight = self.aux_loss_coef / max(num_tokens, 1.0)
+                router.balance_weight = self.aux_loss_coef / num_tokens
                 router.balance_sum = 0.0
+            for attention in self._indexers():
+                attention.loss_weight = 1.0 / num_tokens
+                attention.loss_sum = torch.zeros(())
         with self._gathering_weights():
             return self._run(microbatches, compute, forward_only=False)
 
@@ -259,6 +264,19 @@ class MegatronModel:
         if outcome.updated and self.expert_bias_rate:
             move_expert_biases(self._routers(), self.expert_bias_rate, self.groups.collection.tp_dp_cp)
         return outcome
+
+    def _indexers(self) -> Iterator[IndexedAttention]:
+        return iter(()) if self.indexer == "frozen" else indexers(self.chunks)
+
+    def indexer_loss(self) -> float:
+        """Return the loss of the indexers in the last update, a mean over tokens and layers. Collective over the model's ranks."""
+        local = {"loss": 0.0, "layers": 0.0}
+        for attention in self._indexers():
+            local["loss"] += float(attention.loss_weight * attention.loss_sum)
+            local["layers"] += 1.0
+        group = self.groups.collection.intra_dist_opt
+        sums, ranks_per_layer = reduce_sums(local, group), group.size() // self.groups.layout.pp
+        return sums["loss"] / self.groups.layout.tp / (sums["layers"] / ranks_per_layer)
 
     def load_balance(self) -> float:
         """Return the load-balancing loss of the last update.

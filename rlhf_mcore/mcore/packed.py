@@ -26,6 +26,7 @@ class PackedSequences(PackedSeqParams):
     """
 
     sizes: Sequence[int] = ()  # tokens per sequence, over all context-parallel ranks
+    lengths: Sequence[int] = ()  # the same without padding; not set for a prefix tree
     order: Tensor | None = None  # with context parallelism: result of ``parallel.context.order_of_ranks``
     pad_between_seqs: bool | None = False  # the borders include padding
     seen: tuple[Tensor, Tensor, Tensor] | None = None  # result of ``seen_by_chunks``, shared by all layers

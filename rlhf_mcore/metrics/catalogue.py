@@ -164,6 +164,8 @@ preference/divergence | KTO's estimate of the divergence of the policy from the 
 <role>/not_finite | 1 if a weight is not finite after the updates, which ends the run
 actor/mtp_loss | mean negative log-likelihood of the MTP layers' predictions (actor.mtp) | nats per token | falls
 actor/mtp_grad_norm | norm of the MTP layers' gradient before clipping, if they are clipped separately
+actor/indexer_loss | KL divergence from the attention's distribution to the indexer's (actor.indexer) | nats per token | falls
+actor/indexer_grad_norm | norm of the indexers' gradient before clipping, if they are clipped separately
 actor/route_mismatch | share of (token, layer) pairs in updates for which the router would choose other experts than the
     replayed ones (`actor.router_replay`) | share, 0 to 1 | below 0.05
 actor/unshared_rows | rows whose shared prefix was computed again, because an engine had routed it differently

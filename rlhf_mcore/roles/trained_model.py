@@ -97,6 +97,7 @@ class UpdateSums:
     mtp: tuple[float, float] | None  # see ``LossSums``
     computed: float  # tokens that the model computed
     load_balance: float | None = None  # None: no load-balancing loss
+    indexer_loss: float | None = None  # None: no indexers are trained
     own: dict[str, float] = field(default_factory=dict)  # metrics of the optimizer, averaged over updates
 
 
@@ -207,6 +208,9 @@ class TrainedModel(RoleModel):
         metrics = objective.metrics(loss, sums, max(float(sum(count.sampled for count in counts)), 1.0))
         if mtp := [update.mtp for update in updates if update.mtp is not None]:
             metrics[f"{self.name}/mtp_loss"] = sum(nll for nll, _ in mtp) / max(sum(tokens for _, tokens in mtp), 1.0)
+        if distances := [update.indexer_loss for update in updates if update.indexer_loss is not None]:
+            by_all_tokens = _normalize([count.tokens for count in counts])
+            metrics[f"{self.name}/indexer_loss"] = _sum_products(by_all_tokens, distances)
         if balances := [update.load_balance for update in updates if update.load_balance is not None]:
             by_all_tokens = _normalize([count.tokens for count in counts])
             metrics[f"{self.name}/load_balance"] = _sum_products(by_all_tokens, balances)
@@ -232,9 +236,13 @@ class TrainedModel(RoleModel):
         self.num_bad = 0 if outcome.finite else self.num_bad + 1
         if self.model.aux_loss_coef:
             sums.load_balance = self.model.load_balance()
+        if self.model.indexer != "frozen":
+            sums.indexer_loss = self.model.indexer_loss()
         sums.own = {"grad_norm": outcome.grad_norm, "lr": lr, "skipped_updates": float(not outcome.updated)}
         if self.model.mtp is not None and self.model.mtp.alone:
             sums.own["mtp_grad_norm"] = outcome.norm_alone
+        if self.model.indexer == "sparse":
+            sums.own["indexer_grad_norm"] = outcome.norm_alone
         return sums
 
     def _holds_everywhere(self, holds: bool) -> bool:

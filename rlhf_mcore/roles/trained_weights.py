@@ -66,6 +66,15 @@ def freeze(
         raise ConfigError(f"actor.freeze={list(patterns)} leaves a pipeline stage with nothing to train; remove some")
 
 
+def freeze_all_but_indexers(chunks: Sequence[torch.nn.Module]) -> None:
+    """Turn off the gradients of all tensors except the indexers', as in the warm-up of sparse attention."""
+    for chunk in map(unwrap, chunks):
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(".indexer." in name)
+        if hasattr(chunk, "embedding"):
+            require_gradient(chunk.embedding)
+
+
 def matrices_of(geometry: ModelGeometry) -> Locate:
     """Return a function that locates the matrices for Muon to orthogonalise: Hugging Face's 2-d tensors within layers.
 

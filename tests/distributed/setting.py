@@ -21,6 +21,7 @@ from rlhf_mcore.bridge.files.hf_files import HFReader, load  # noqa: E402
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig  # noqa: E402
 from rlhf_mcore.data import prefixes  # noqa: E402
 from rlhf_mcore.expected_kernels import why_unshared  # noqa: E402
+from rlhf_mcore.families.indexed import with_trained_indexers  # noqa: E402
 from rlhf_mcore.mcore.build import BuildOptions, build_model  # noqa: E402
 from rlhf_mcore.mcore.groups import GroupPool, ModelGroups, build_groups  # noqa: E402
 from rlhf_mcore.mcore.model import MegatronModel  # noqa: E402
@@ -31,7 +32,7 @@ from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
 from rlhf_mcore.platform import Platform, current_platform  # noqa: E402
 from rlhf_mcore.roles.policy import Actor, replay_routes  # noqa: E402
 from rlhf_mcore.roles.trained_model import MinibatchPlan, TrainedModel  # noqa: E402
-from rlhf_mcore.roles.trained_weights import matrices_of  # noqa: E402
+from rlhf_mcore.roles.trained_weights import freeze_all_but_indexers, matrices_of  # noqa: E402
 from rlhf_mcore.types import TrainBatch  # noqa: E402
 from tests.rows import Row, batch_of, rows_of_padded  # noqa: E402
 
@@ -217,6 +218,7 @@ class Settings:
     epochs: int = 1
     logit_chunk_tokens: int | None = None
     mtp: MTPLearning | None = None
+    indexer: str = "frozen"
     layer_spec: str = "local"
     router_replay: str = "off"
 
@@ -236,6 +238,8 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
     spec = load_spec(path)
     if settings.mtp is not None:
         spec = replace(spec, geometry=replace(spec.geometry, mtp_layers=spec.hf_config.num_nextn_predict_layers))
+    if settings.indexer != "frozen":
+        spec = replace(spec, geometry=with_trained_indexers(spec.geometry))
     options = BuildOptions(
         settings.dtype,
         settings.layer_spec,
@@ -248,6 +252,8 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
         logit_chunk_tokens=settings.logit_chunk_tokens,
         expert_bias_rate=settings.expert_bias_rate,
         mtp=settings.mtp,
+        indexer=settings.indexer,
+        freeze=freeze_all_but_indexers if settings.indexer == "warm_up" else None,
     )
     model = build_model(spec, groups, platform, options)
     load(model.local_parameters(), spec.geometry, HFReader(path))

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,26 @@ def test_latent_attention_agrees_without_amx(workspace: Path) -> None:
     check_agreement(workspace, "deepseek_v3_heads", "without_amx", older_processor(environment(workspace)))
 
 
-def check_agreement(workspace: Path, name: str, experiment: str, variables: dict[str, str]) -> None:
-    """Train two steps, and compare the engine's logprobs with the trainer's."""
+def test_trained_indexers_reach_the_engine(workspace: Path) -> None:
+    more = ["actor.indexer=sparse", "actor.optimizer.lr=1e-3"]
+    saved, steps = check_agreement(workspace, "deepseek_v32", "indexers", environment(workspace), more)
+    before = load_file(workspace / "deepseek_v32" / "model.safetensors")
+    assert all(not torch.equal(saved[name], before[name]) for name in before if ".indexer." in name)
+    assert all(step["actor/indexer_loss"] > 0 and step["actor/indexer_grad_norm"] > 0 for step in steps)
+
+
+def check_agreement(
+    workspace: Path, name: str, experiment: str, variables: dict[str, str], more: Sequence[str] = ()
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Train two steps, and compare the engine's logprobs with the trainer's. Return saved tensors and metrics.
+
+    With ``more`` settings, the model has no MTP layer.
+    """
     known = json.loads((workspace / "quickstart" / "model" / "config.json").read_text())
     tokens = {key: known[key] for key in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")}
     shutil.rmtree(workspace / name, ignore_errors=True)
     make(name, workspace / name, **tokens)
-    mtp = add_mtp_layer(workspace / name) if name in WITH_MTP else {}
+    mtp = add_mtp_layer(workspace / name) if name in WITH_MTP and not more else {}
     learns = {tensor: mtp.pop(tensor) for tensor in sorted(mtp)}
     if learns:  # an unknown tensor is kept
         mtp = {"model.layers.4.unknown.weight": torch.arange(3.0)}
@@ -98,6 +112,7 @@ def check_agreement(workspace: Path, name: str, experiment: str, variables: dict
         f"model.path={name}",
         f"rollout.engine={engine}",
         "actor.layout.sequence_parallel=true",
+        *more,
     ]
     if name == "gpt_oss":
         options += ["actor.layout.ep=2", "actor.layout.etp=1"]
@@ -126,6 +141,7 @@ def check_agreement(workspace: Path, name: str, experiment: str, variables: dict
             is_same = torch.equal(saved[tensor].float(), before.float())
             is_frozen = of.endswith("e_score_correction_bias") or ".indexer." in of
             assert saved[tensor].isfinite().all() and is_same == is_frozen, tensor
+    return saved, steps
 
 
 def train(directory: Path, name: str, options: list[str], variables: dict[str, str]) -> list[dict[str, Any]]:

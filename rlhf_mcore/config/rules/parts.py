@@ -24,7 +24,7 @@ from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.adapters import check_targets
 from rlhf_mcore.families.mtp import MTP_KEY, num_mtp_layers
 from rlhf_mcore.foreign import read_json
-from rlhf_mcore.geometry import ModelGeometry, VisionSizes
+from rlhf_mcore.geometry import LatentSizes, ModelGeometry, VisionSizes
 from rlhf_mcore.plugins import load_plugin, missing_plugin
 from rlhf_mcore.readers.adapter_files import start_problems
 from rlhf_mcore.readers.model_files import PROCESSOR_FILES, read_config, read_geometry, tensor_names, with_head
@@ -140,6 +140,30 @@ def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     if overrides.get("tp_comm_overlap"):
         yield f"{name} is not supported with actor.megatron.tp_comm_overlap; remove that"
     yield from _mtp_model_problems(path, geometry, name, keep)
+
+
+def indexer_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+    """List problems with ``actor.indexer``. ``geometry`` describes ``model.path``."""
+    name, kind = f"actor.indexer={cfg.actor.indexer}", run_kind(cfg)
+    if cfg.actor.indexer == "frozen":
+        return
+    indexer = geometry.attention.indexer if isinstance(geometry.attention, LatentSizes) else None
+    if indexer is None:
+        yield f"{name}, but model.path={cfg.model.path} has no indexer; set it to frozen"
+    elif indexer.shared_layers:
+        yield f"{name} is not supported if layers share selected keys, as in model.path={cfg.model.path}; set it to frozen"
+    if cfg.actor.indexer == "warm_up" and kind.name != "sft":
+        yield f"{name}: engines attend to selected keys, but the model to all, so it needs algorithm.kind=sft; set it to sparse"
+    if cfg.actor.indexer == "warm_up" and cfg.actor.freeze:
+        yield f"{name} freezes all other weights; remove actor.freeze"
+    if not cfg.trainer.packing:
+        yield f"{name} needs trainer.packing=true; set that, or it to frozen"
+    if cfg.model.dtype == "fp16":
+        yield f"{name} is not supported with model.dtype=fp16; set that to bf16"
+    if adapter_sizes(cfg.actor.lora) is not None:
+        yield f"{name} is not supported with actor.lora; set it to frozen"
+    if cfg.actor.mtp.mode in MTP_TRAINED:
+        yield f"{name} is not supported with actor.mtp.mode={cfg.actor.mtp.mode}; set that to keep"
 
 
 def _layers(count: int) -> str:

@@ -183,6 +183,12 @@ class ActorConfig(Group):
     `old_logprobs`: updates replay the choices of the pass for old logprobs (R2). See [router
     replay](algorithms/router-replay.md)."""
     mtp: MTPConfig = group(MTPConfig, "multi-token prediction (MTP) layers")
+    indexer: Literal["frozen", "warm_up", "sparse"] = key(
+        "frozen", "training of the indexers of sparse attention", is_fixed=True
+    )
+    """`warm_up`: `algorithm.kind: sft` only; attention is dense, and only the indexers learn to predict its distribution.
+    `sparse`: they learn it for the selected keys, in addition to the model's own update. See
+    [sparse attention](algorithms/sparse-attention.md)."""
     vision: VisionConfig = group(VisionConfig, "vision tower")
     lora: ActorLoraConfig = group(ActorLoraConfig, "low-rank adapters")
     """See [adapters](algorithms/lora.md)."""

@@ -268,6 +268,36 @@ def test_a_balancing_loss_of_a_critic_without_experts(workspace: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "overrides", "words"),
+    [
+        ({}, [], []),
+        ({"index_topk_pattern": "FFSF"}, [], ["share selected keys"]),
+        ({}, ["trainer.packing=false"], ["needs trainer.packing=true"]),
+        ({}, ["model.dtype=fp16"], ["model.dtype=fp16; set that to bf16"]),
+        ({}, ["actor.lora.rank=4"], ["actor.lora"]),
+        ({}, ["actor.indexer=warm_up"], ["actor.indexer=warm_up", "needs algorithm.kind=sft; set it to sparse"]),
+        ({}, ["actor.indexer=warm_up", "actor.freeze=[model.norm.weight]"], ["remove actor.freeze"]),
+    ],
+)
+def test_what_trained_indexers_do_not_go_together_with(
+    workspace: Any, model: Any, overrides: list[str], words: list[str]
+) -> None:
+    write_indexed_model(workspace, **model)
+    problems = check("rollout.engine=hf", "actor.indexer=sparse", *overrides, world_size=1)
+    assert all(word in " ".join(problems) for word in words) and bool(problems) == bool(words), problems
+
+
+def test_indexers_of_a_model_without_them_cannot_be_trained(workspace: Any) -> None:
+    assert "has no indexer; set it to frozen" in only(check("actor.indexer=sparse"))
+
+
+def write_indexed_model(workspace: Any, **changes: Any) -> None:
+    published = json.loads((ROOT / "configs" / "models" / "GLM-5.2" / "config.json").read_text())
+    sizes = {"num_hidden_layers": 4, "vocab_size": 64, "n_routed_experts": 8, "indexer_types": None}
+    workspace.write_hf_config(**{**published, **sizes, "index_topk_freq": 1, **changes})
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["actor.layout.pp=2"], ["actor.layout: a pipeline stage begins with layer 2", "indexer ([1, 3])"]),
@@ -282,9 +312,7 @@ def test_a_balancing_loss_of_a_critic_without_experts(workspace: Any) -> None:
 def test_layers_that_use_the_keys_of_another_layer_are_in_its_stage(
     workspace: Any, overrides: list[str], words: list[str]
 ) -> None:
-    published = json.loads((ROOT / "configs" / "models" / "GLM-5.2" / "config.json").read_text())
-    sizes = {"num_hidden_layers": 4, "vocab_size": 64, "n_routed_experts": 8, "indexer_types": None}
-    workspace.write_hf_config(**{**published, **sizes, "index_topk_pattern": "FFSF"})
+    write_indexed_model(workspace, index_topk_pattern="FFSF")
     problems = check("rollout.engine=hf", *overrides, world_size=2)
     assert all(word in " ".join(problems) for word in words) and bool(problems) == bool(words), problems
 
