@@ -8,7 +8,6 @@ parameters here use its names.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,41 +24,18 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_mcore.data.prefixes import PrefixTree
 from rlhf_mcore.mcore.packed import PackedSequences
+from rlhf_mcore.mcore.recurrence import (
+    CHUNK,
+    Heads,
+    NamedWeight,
+    causal_convolution,
+    chunk_places,
+    convolve_paths,
+    rank_by_chunks,
+    run_by_depth,
+    share_heads,
+)
 from rlhf_mcore.parallel.context import SummedGradient, order_of_one, to_parts, to_tokens
-
-CHUNK = 64  # tokens per chunk; a triangular system replaces the states of these tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The heads that a rank computes, as indices among the heads of a tensor-parallel rank.
-
-    ``uses``: the number of value heads that use each key head.
-    """
-
-    keys: range
-    values: range
-    uses: tuple[int, ...]
-
-    def repeat_keys(self, x: Tensor) -> Tensor:
-        """Map [N, key heads, K] to [N, value heads, K]."""
-        if len(set(self.uses)) == 1:
-            return x.repeat_interleave(self.uses[0], dim=1)
-        heads = x.unbind(1)  # avoids asking the device for the resulting number of heads
-        return torch.stack([head for head, uses in zip(heads, self.uses, strict=True) for _ in range(uses)], dim=1)
-
-
-def share_heads(num_keys: int, num_values: int, ranks: int) -> list[Heads]:
-    """Distribute value heads over ranks as evenly as possible.
-
-    A rank may get none. Several ranks may share a key head.
-    """
-    repeats, shares = num_values // num_keys, []
-    for first, last in itertools.pairwise(num_values * rank // ranks for rank in range(ranks + 1)):
-        keys = range(first // repeats, max(-(-last // repeats), first // repeats + 1))
-        uses = (min(last, (key + 1) * repeats) - max(first, key * repeats) for key in keys)
-        shares.append(Heads(keys, range(first, last), tuple(uses)))
-    return shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +106,12 @@ class GatedDeltaNet(torch.nn.Module):
             c.hidden_size, outputs, init_method=c.init_method, gather_output=False, skip_bias_add=False, **shared
         )
         channels = 2 * self.keys * self.key_dim + self.values * self.value_dim
-        self.conv1d = _Weight(c, channels, 1, c.linear_conv_kernel_dim)
+        self.conv1d = NamedWeight(c, channels, 1, c.linear_conv_kernel_dim)
         self.dt_bias = torch.nn.Parameter(torch.empty(self.values, dtype=c.params_dtype))
         self.A_log = torch.nn.Parameter(torch.empty(self.values, dtype=c.params_dtype))
         for split in (self.conv1d.weight, self.dt_bias, self.A_log):
             set_tensor_model_parallel_attributes(split, True, 0, 1)
-        self.out_norm = _Weight(c, self.value_dim)
+        self.out_norm = NamedWeight(c, self.value_dim)
         self.out_proj = out_proj(
             all_values,
             c.hidden_size,
@@ -225,14 +201,6 @@ class GatedDeltaNet(torch.nn.Module):
         return SummedGradient.apply(self.out_norm.weight, self._tp) * normed.to(x.dtype)
 
 
-class _Weight(torch.nn.Module):
-    """A module that holds one weight, so that the weight's name contains the module's."""
-
-    def __init__(self, config: TransformerConfig, *shape: int | None):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(*shape, dtype=config.params_dtype))  # type: ignore[arg-type]
-
-
 def delta_net_spec(column: type[torch.nn.Module], row: type[torch.nn.Module]) -> ModuleSpec:
     """Build the spec of a gated delta net as a layer's "attention", with column- and row-parallel linear layers."""
     return ModuleSpec(GatedDeltaNet, {"in_proj": column, "out_proj": row})
@@ -244,61 +212,10 @@ def _unit(x: Tensor) -> Tensor:
     return wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
-def causal_convolution(x: Tensor, weight: Tensor, lengths: NDArray[np.int64]) -> Tensor:
-    """Convolve each channel with its own kernel over the last tokens, for sequences back to back.
-
-    Args:
-        x: [N, C] tokens.
-        weight: [C, K] kernels, whose last element is multiplied with the token itself.
-        lengths: lengths of the sequences. A token sees no other sequence.
-
-    Returns:
-        [N, C].
-    """
-    places = torch.from_numpy(_numbers(lengths)).to(x.device)[:, None]
-    kernel = weight.size(1)
-    wide, factors = x.float(), weight.float()
-    out = wide * factors[:, -1]
-    for back in range(1, kernel):
-        earlier = F.pad(wide, (0, 0, back, 0))[: len(x)].where(places >= back, wide.new_zeros(()))
-        out = out + earlier * factors[:, kernel - 1 - back]
-    return out.to(x.dtype)
-
-
-def convolve_paths(x: Tensor, weight: Tensor, tree: PrefixTree) -> Tensor:
-    """Compute ``causal_convolution`` over a tree.
-
-    The first tokens of a segment see the last tokens of its ancestors.
-    """
-    kernel, wide, factors = weight.size(1), x.float(), weight.float()
-    out, padded = wide * factors[:, -1], F.pad(wide, (0, 0, 0, 1))
-    for back in range(1, kernel):
-        earlier = torch.from_numpy(tree.earlier(back)).to(x.device)  # len(x) means no token
-        out = out + padded.index_select(0, earlier) * factors[:, kernel - 1 - back]
-    return out.to(x.dtype)
-
-
 def delta_rule_of_paths(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, tree: PrefixTree) -> Tensor:
-    """Apply the gated delta rule to a tree.
-
-    All segments of one depth run together, from the final states of their parents.
-    """
-    depths = np.array(tree.depths())
-    begins, sizes, parents = (
-        np.array([getattr(segment, name) for segment in tree.segments]) for name in ("begin", "size", "parent")
-    )
-    ranks = np.zeros_like(depths)  # index of each segment's state among the states of its depth
-    out, ends = q.new_zeros(len(q), q.size(1), v.size(-1), dtype=torch.float32), list[Tensor]()
-    for depth in range(depths.max() + 1):
-        (numbers,) = np.nonzero(depths == depth)
-        own, initial = sizes[numbers], None
-        if depth:
-            initial = torch.cat(ends).index_select(0, torch.from_numpy(ranks[parents[numbers]]).to(q.device))
-        places = torch.from_numpy(np.repeat(begins[numbers], own) + _numbers(own)).to(q.device)
-        one, two, three, four, five = (x.index_select(0, places) for x in (q, k, v, decay, beta))
-        found, ends = gated_delta_rule(one, two, three, four, five, own, initial)
-        out, ranks[numbers] = out.index_copy(0, places, found), _ranks(own)
-    return out
+    """Apply the gated delta rule to a tree."""
+    out = q.new_zeros(len(q), q.size(1), v.size(-1), dtype=torch.float32)
+    return run_by_depth(gated_delta_rule, (q, k, v, decay, beta), out, tree)
 
 
 def gated_delta_rule(
@@ -328,9 +245,9 @@ def gated_delta_rule(
         initial: [sequences, H, K, V] initial states; None: zero.
 
     Returns:
-        o [N, H, V] fp32, and the final states. Concatenated, these are in the order of ``_ranks``.
+        o [N, H, V] fp32, and the final states. Concatenated, these are in the order of ``rank_by_chunks``.
     """
-    places, sizes = _chunk_places(lengths)
+    places, sizes = chunk_places(lengths)
     places, count = places.to(q.device), sum(sizes)
 
     def split_into_chunks(x: Tensor) -> Tensor:
@@ -352,7 +269,7 @@ def gated_delta_rule(
     writes, ends = k * (total[..., -1:] - total).exp()[..., None], since[..., -1:, :]
     state, parts, first, ended = q.new_zeros(0), [], 0, list[Tensor]()
     if initial is not None:
-        state = torch.empty_like(initial).index_copy(0, torch.from_numpy(_ranks(lengths)).to(q.device), initial)
+        state = torch.empty_like(initial).index_copy(0, torch.from_numpy(rank_by_chunks(lengths)).to(q.device), initial)
     for size in sizes:  # the first chunks of all sequences, then the second chunks of longer sequences, and so on
         now = slice(first, first + size)
         if first == 0 and initial is None:
@@ -367,31 +284,3 @@ def gated_delta_rule(
         parts.append(out)
         first += size
     return torch.cat(parts).transpose(1, 2).flatten(0, 1).index_select(0, places), [state, *ended[::-1]]
-
-
-def _ranks(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Rank sequences by their number of chunks, longest first."""
-    ranks = np.empty_like(lengths)
-    ranks[np.argsort(lengths // -CHUNK, kind="stable")] = np.arange(len(lengths))
-    return ranks
-
-
-def _chunk_places(lengths: NDArray[np.int64]) -> tuple[Tensor, list[int]]:
-    """Compute the position of each token after cutting sequences into chunks.
-
-    All first chunks come first, then all second chunks, and so on. Longer sequences precede shorter ones. Within each
-    group, the sequences that continue are therefore at the front.
-
-    Returns:
-        The position of each token [N], and the number of sequences that have a first, a second, ... chunk.
-    """
-    chunks = -(-lengths // CHUNK)
-    sizes = [int((chunks > nth).sum()) for nth in range(chunks.max())]
-    starts, token = np.cumsum([0, *sizes]), _numbers(lengths)
-    row = starts[token // CHUNK] + np.repeat(_ranks(lengths), lengths)
-    return torch.from_numpy(row * CHUNK + token % CHUNK), sizes
-
-
-def _numbers(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the index of each token [N] in its sequence."""
-    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
