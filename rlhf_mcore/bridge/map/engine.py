@@ -166,6 +166,10 @@ def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[di
         with _packing(module, group[0]) as flats:
             yield flats
         return
+    if not hasattr(module, "quant_method"):
+        with _loading(module, group) as flats:
+            yield flats
+        return
     layerwise.initialize_layerwise_reload(module)
     info = layerwise.get_layerwise_info(module)
     names = {name for parameter in group for name in (parameter.name, *parameter.aliases)}
@@ -190,6 +194,22 @@ def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[di
         sharer: Any = model.get_submodule(alias.rpartition(".")[0])
         if sharer is not module:
             sharer.quant_method.process_weights_after_loading(sharer)
+
+
+@contextmanager
+def _loading(module: Any, group: Sequence[EngineParameter]) -> Iterator[dict[str, Tensor]]:
+    """Replace parameters through their loaders, which compute some of them: the decay rates of state spaces.
+
+    Such a loader takes this rank's rows of a whole tensor. Here all ranks' rows are copies of this rank's.
+    """
+    from vllm.distributed import get_tensor_model_parallel_world_size
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+
+    live = [getattr(module, parameter.name.rpartition(".")[2]) for parameter in group]
+    rows = [torch.empty_like(tensor) for tensor in live]
+    yield {parameter.name: each.view(-1) for parameter, each in zip(group, rows, strict=True)}
+    for tensor, each in zip(live, rows, strict=True):
+        _get_original_loader(tensor)(tensor, torch.cat([each] * get_tensor_model_parallel_world_size()))
 
 
 def _has_packed_weight_alone(module: Any, group: Sequence[EngineParameter]) -> bool:
